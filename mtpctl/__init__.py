@@ -1,0 +1,1 @@
+"""Asynchronous RL post-training for language models that carry multi-token-prediction heads."""

@@ -1,0 +1,307 @@
+"""The recipe: every key that a run can be given, with its type, its default and what it is for.
+
+Each section is one pydantic model, strict about unknown keys, importable without torch. The descriptions are what
+`mtpctl recipe show`, the JSON schema and the reference page print, so they are written for whoever edits YAML.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: an unknown key is an error, and so is a value of another type."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, populate_by_name=True)
+
+
+# ----------------------------------------------------------------------------------------------------- model and MTP
+
+
+class ModelConfig(Section):
+    path: str | None = Field(None, description="Hugging Face folder, or hub id such as XiaomiMiMo/MiMo-7B-RL.")
+    init: Literal["weights", "random"] = Field("weights", description="Load the weights, or draw them from the seed.")
+    config: dict[str, Any] | None = Field(
+        None, description="Hugging Face config.json fields, inline: a new model of this shape is made in the run directory."
+    )
+    tokenizer: str | None = Field(None, description="Tokenizer folder, or `bytes`; default: the one beside the model.")
+
+
+class MtpConfig(Section):
+    mode: Literal["off", "load", "joint", "isolated"] = Field(
+        "isolated",
+        description="off: no MTP layers; load: kept and exported, not trained; joint: its loss also moves the trunk; "
+        "isolated: trained on a trunk, embedding and head that its loss cannot move.",
+    )
+    loss_scale: NonNegativeFloat = Field(0.1, description="Weight of the MTP loss beside the main loss.")
+    clip_grad: NonNegativeFloat = Field(1.0, description="Clip the MTP layers' own gradient norm here; 0: never.")
+    repeat: PositiveInt = Field(1, description="Depths to train through one MTP layer, where the family shares it.")
+
+
+# -------------------------------------------------------------------------------------------------------- training
+
+
+class ParallelConfig(Section):
+    tp: PositiveInt = Field(1, description="Tensor-parallel ranks.")
+    pp: PositiveInt = Field(1, description="Pipeline-parallel ranks.")
+    cp: PositiveInt = Field(1, description="Context-parallel ranks.")
+    ep: PositiveInt = Field(1, description="Expert-parallel ranks.")
+    dp: PositiveInt = Field(1, description="Data-parallel ranks.")
+    sequence_parallel: bool = Field(False, description="Split activations outside the matmuls over the tp ranks.")
+    pp_layout: list[NonNegativeInt] | None = Field(
+        None, description="Decoder layers of each pipeline stage; default: even, the MTP layers on the last."
+    )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all. Expert parallelism reuses the data-parallel ranks."""
+        return self.tp * self.pp * self.cp * self.dp
+
+
+class OptimizerConfig(Section):
+    lr: PositiveFloat = Field(1e-6, description="Peak learning rate.")
+    mtp_lr: PositiveFloat | None = Field(None, description="Learning rate of the MTP layers; default: the same.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="Adam's decay rates.")
+    eps: PositiveFloat = Field(1e-8, description="Adam's epsilon.")
+    weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled weight decay.")
+    warmup_steps: NonNegativeInt = Field(0, description="Linear warm-up from zero, in updates.")
+    min_lr_ratio: Fraction = Field(1.0, description="Cosine decay to this share of the peak; 1: constant.")
+    clip_grad: NonNegativeFloat = Field(1.0, description="Clip the trunk's gradient norm here; 0: never.")
+
+
+class SftConfig(Section):
+    steps: NonNegativeInt = Field(0, description="Updates of the supervised stage.")
+    batch_size: PositiveInt = Field(64, description="Sequences an update.")
+    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+
+
+class OverlongConfig(Section):
+    enabled: bool = Field(False, description="Punish responses near the length limit (DAPO's soft overlong punishment).")
+    buffer: PositiveInt = Field(64, description="Tokens before the limit over which the penalty grows.")
+    penalty: NonNegativeFloat = Field(1.0, description="Penalty at the limit.")
+
+
+class CorrectionConfig(Section):
+    """Off-policy correction by the ratio of old log-probs to behaviour log-probs."""
+
+    mode: Literal["off", "truncate", "clip", "mask"] = Field(
+        "off", description="off; truncate: weights capped above (TIS); clip: bounded both sides; mask: outside the band dropped (MIS, IcePop)."
+    )
+    level: Literal["token", "sequence"] = Field("token", description="Ratio of each token, or of the whole response.")
+    low: NonNegativeFloat = Field(0.0, description="Lower bound of the ratio.")
+    high: PositiveFloat = Field(2.0, description="Upper bound of the ratio.")
+
+
+class RlConfig(Section):
+    steps: NonNegativeInt = Field(0, description="Policy updates.")
+    prompts_per_step: PositiveInt = Field(32, description="Groups an update trains on.")
+    group_size: PositiveInt = Field(8, description="Responses a prompt (n).")
+    minibatches: PositiveInt = Field(1, description="Optimizer steps that one update's groups are split over.")
+    loss: Literal["ppo", "gspo", "decoupled"] = Field(
+        "ppo", description="ppo: token ratio, clipped; gspo: sequence ratio; decoupled: behaviour and proximal policy apart."
+    )
+    advantage: Literal["grpo", "grpo_no_std", "rloo"] = Field("grpo", description="Group baseline and normalisation.")
+    aggregate: Literal["token", "sequence"] = Field("token", description="Mean over all tokens (DAPO), or over sequences of their means.")
+    old_logprobs: Literal["recompute", "behaviour"] = Field(
+        "recompute", description="recompute: from Megatron, by the trainer or the log-prob server; behaviour: the engine's own."
+    )
+    clip_low: PositiveFloat = Field(0.2, description="Ratio clip below 1.")
+    clip_high: PositiveFloat = Field(0.28, description="Ratio clip above 1 (clip-higher).")
+    clip_dual: NonNegativeFloat = Field(0.0, description="Dual clip for negative advantages; 0: none.")
+    entropy_coef: float = Field(0.0, description="Entropy bonus.")
+    kl_coef: NonNegativeFloat = Field(0.0, description="KL penalty to the reference policy (the model before RL).")
+    dynamic_sampling: bool = Field(True, description="Groups whose rewards are all equal are replaced by fresh ones.")
+    overlong: OverlongConfig = Field(default_factory=OverlongConfig)
+    correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+
+
+class OffloadConfig(Section):
+    params: bool = Field(False, description="Parameters to host memory between uses.")
+    optimizer: bool = Field(False, description="Optimizer state to host memory between updates.")
+    grads: bool = Field(False, description="Gradient buffers released between updates.")
+
+
+class LoraConfig(Section):
+    rank: PositiveInt = Field(16, description="Rank of the adapter.")
+    alpha: PositiveFloat = Field(32.0, description="Scale: alpha / rank.")
+    targets: list[str] = Field(
+        ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], description="Megatron modules that get an adapter."
+    )
+
+
+class TrainConfig(Section):
+    stages: list[Literal["sft", "rl"]] = Field(["rl"], description="What to run, in this order.")
+    sft: SftConfig = Field(default_factory=SftConfig)
+    rl: RlConfig = Field(default_factory=RlConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    precision: Literal["fp32", "bf16"] = Field("bf16", description="Of parameters and activations; masters stay fp32.")
+    tokens_per_microbatch: PositiveInt = Field(8192, description="Packed tokens a micro-batch, at most.")
+    recompute: Literal["none", "selective", "full"] = Field("none", description="Activations recomputed in the backward pass.")
+    distributed_optimizer: bool = Field(False, description="Shard optimizer state over dp.")
+    offload: OffloadConfig = Field(default_factory=OffloadConfig)
+    lora: LoraConfig | None = Field(None, description="Train an adapter instead of the weights.")
+    checkpoint_every: NonNegativeInt = Field(0, description="Updates between checkpoints; 0: at the end of a stage only.")
+    keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints kept.")
+    max_bad_steps: PositiveInt = Field(3, description="Updates in a row skipped for NaN or inf before the run stops.")
+    eval_every: NonNegativeInt = Field(0, description="Updates between held-out evaluations; 0: before and after RL only.")
+    threads: NonNegativeInt = Field(0, description="CPU threads of a trainer rank; 0: torch's own choice.")
+
+
+# -------------------------------------------------------------------------------------------------------- rollout
+
+
+class SpeculationConfig(Section):
+    num_tokens: NonNegativeInt = Field(1, description="Draft tokens a step (k); 0: no speculation.")
+    auto: bool = Field(False, description="Measure with and without on live load, keep the faster, look again.")
+
+
+class RolloutBase(Section):
+    replicas: PositiveInt = Field(1, description="Engines.")
+    tp: PositiveInt = Field(1, description="Tensor-parallel ranks of each engine.")
+    temperature: PositiveFloat = Field(1.0, description="Sampling temperature.")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling; below 1 needs a correction to train on.")
+    top_k: NonNegativeInt = Field(0, description="Top-k sampling; 0: off; else needs a correction to train on.")
+    max_tokens: PositiveInt = Field(1024, description="Response tokens, at most.")
+    context: PositiveInt | None = Field(None, description="Prompt and response tokens, at most; default: the model's.")
+    stop: list[str] = Field([], description="Strings that end a response.")
+    dtype: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: the trainer's precision.")
+    max_in_flight: PositiveInt = Field(256, description="Requests an engine works on at once.")
+    kv_cache_bytes: PositiveInt | None = Field(None, description="KV cache of each engine; default: by gpu_memory.")
+    gpu_memory: Fraction = Field(0.85, description="Share of the card that the engine may fill.")
+    deadline_s: PositiveFloat = Field(600.0, description="Seconds after which one sample is given up.")
+    max_restarts: NonNegativeInt = Field(3, description="Restarts of a replica before it is quarantined.")
+    threads: NonNegativeInt = Field(0, description="CPU threads of an engine; 0: its own choice.")
+    speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
+    engine_args: dict[str, Any] = Field({}, description="Passed to the engine as they are, checked against its option names.")
+
+
+class VllmConfig(RolloutBase):
+    engine: Literal["vllm"] = "vllm"
+    eager: bool = Field(False, description="No compilation and no CUDA graphs: faster to start, slower to run.")
+
+
+class SglangConfig(RolloutBase):
+    engine: Literal["sglang"] = "sglang"
+    python: str | None = Field(None, description="Interpreter of the environment that holds SGLang.")
+    draft_top_k: PositiveInt = Field(1, description="Branches of the draft tree.")
+
+
+RolloutConfig = Annotated[VllmConfig | SglangConfig, Field(discriminator="engine")]
+
+
+# ---------------------------------------------------------------------------------------------- async, sync, log-probs
+
+
+class AsyncConfig(Section):
+    staleness_threshold: NonNegativeFloat = Field(
+        0.5, description="Share of samples, beyond what the updates until the next sync need, that may be generated ahead; 0: none."
+    )
+    sync_every: PositiveInt = Field(1, description="Updates between weight syncs.")
+    partial_rollout: bool = Field(True, description="Responses in flight at a sync go on under the new weights.")
+    deterministic: bool = Field(False, description="Same seed, same loss: no staleness, fixed batches in prompt order, a seed per request.")
+
+
+class SyncBase(Section):
+    bucket_bytes: PositiveInt = Field(1 << 30, description="Bytes of a bucket, at most.")
+    sections: list[Literal["target", "draft"]] = Field(["target", "draft"], description="What moves at each sync.")
+    verify: Literal["first", "always", "never"] = Field("first", description="When checksums of every tensor are compared on both ends.")
+    pause: Literal["keep", "abort", "wait"] = Field("keep", description="What requests in flight do during a sync.")
+    deadline_s: PositiveFloat = Field(120.0, description="Seconds after which a sync is given up.")
+    on_collapse: Literal["warn", "error"] = Field("warn", description="When acceptance falls under half its running mean after a sync.")
+
+
+class ShmConfig(SyncBase):
+    transport: Literal["shm"] = "shm"
+
+
+class IpcConfig(SyncBase):
+    transport: Literal["ipc"] = "ipc"
+
+
+class NcclConfig(SyncBase):
+    transport: Literal["nccl"] = "nccl"
+
+
+SyncConfig = Annotated[ShmConfig | IpcConfig | NcclConfig, Field(discriminator="transport")]
+
+
+class LogprobConfig(Section):
+    standalone: bool = Field(False, description="Old log-probs from servers beside generation, not from the trainer.")
+    replicas: PositiveInt = Field(1, description="Servers.")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    tokens_per_batch: PositiveInt = Field(16384, description="Packed tokens a forward pass, at most.")
+    queue_tokens: PositiveInt = Field(1 << 20, description="Tokens that may wait before callers are told to.")
+    keep_previous: bool = Field(False, description="Hold the weight version before the current one as well.")
+    gpus: NonNegativeFloat = Field(1.0, description="GPUs of each rank; a fraction shares the card.")
+
+
+# ------------------------------------------------------------------------------------------- data, kernels, the rest
+
+
+class GeneratedTask(Section):
+    """A verifiable task that is generated from the seed."""
+
+    name: Literal["addition", "subtraction", "multiplication", "reverse", "sort"] = Field("addition", description="Which task.")
+    min_digits: PositiveInt = Field(1, description="Shortest operand (or string).")
+    max_digits: PositiveInt = Field(3, description="Longest operand (or string).")
+    train_size: PositiveInt = Field(20000, description="Training problems.")
+    eval_size: PositiveInt = Field(256, description="Held-out problems, disjoint from training.")
+
+
+class DataConfig(Section):
+    path: str | None = Field(None, description="JSONL or Parquet with `prompt` and `answer` columns.")
+    eval_path: str | None = Field(None, description="The same, held out.")
+    task: GeneratedTask | None = Field(None, description="Generate the problems instead of reading them.")
+    checker: Literal["exact", "math"] = Field("exact", description="exact: the text after trimming; math: math-verify.")
+    chat_template: bool = Field(False, description="Wrap prompts in the tokenizer's chat template.")
+    system_prompt: str | None = Field(None, description="System message, with a chat template.")
+    shuffle: bool = Field(True, description="Draw prompts in an order given by the seed.")
+
+
+class KernelsConfig(Section):
+    linear_logprob: Literal["auto", "reference", "chunked", "triton", "liger"] = Field(
+        "auto", description="How log-probs are computed from hidden states."
+    )
+    workspace_bytes: PositiveInt = Field(1 << 30, description="Memory that log-prob kernels may use beside their inputs and outputs.")
+
+
+class ClusterConfig(Section):
+    address: str | None = Field(None, description="Ray cluster to join; default: one is started on this machine.")
+    num_cpus: PositiveInt | None = Field(None, description="CPUs of the local cluster; default: this machine's.")
+    num_gpus: NonNegativeInt | None = Field(None, description="GPUs of the local cluster; default: this machine's.")
+    gpus_per_node: PositiveInt = Field(8, description="GPUs of a host, for the placement plan.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one.")
+    actor_deadline_s: PositiveFloat = Field(300.0, description="Seconds that an actor has to start.")
+    step_deadline_s: PositiveFloat = Field(1800.0, description="Seconds without any progress before the run stops.")
+
+
+class TelemetryConfig(Section):
+    tensorboard: bool = Field(True, description="Write `tensorboard/` in the run directory.")
+    wandb: str | None = Field(None, description="Weights & Biases project, where that package is installed.")
+    profile: bool = Field(False, description="Write a torch profiler trace of one update.")
+
+
+class Recipe(Section):
+    """A whole run."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run.")
+    seed: NonNegativeInt = Field(0, description="Every random draw comes from it.")
+    run_dir: str = Field("runs/{name}", description="Where everything of the run is written; {name} and {seed} are filled in.")
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    mtp: MtpConfig = Field(default_factory=MtpConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    rollout: RolloutConfig = Field(default_factory=VllmConfig)
+    async_: AsyncConfig = Field(default_factory=AsyncConfig, alias="async")
+    sync: SyncConfig = Field(default_factory=NcclConfig)
+    logprob: LogprobConfig = Field(default_factory=LogprobConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    kernels: KernelsConfig = Field(default_factory=KernelsConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
