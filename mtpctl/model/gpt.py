@@ -1,0 +1,103 @@
+"""The language model with its MTP head, stopping at hidden states.
+
+megatron-core's `GPTModel` multiplies by the LM head inside `forward`, feeds MTP the state after the final norm, and
+computes MTP's loss on the way. Here the model ends before the head: the engine takes log-probs straight from hidden
+states, for the trunk and for every MTP depth alike, so that logits never exist and `labels` are not the model's concern.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor
+
+from mtpctl.model.packing import Packing
+
+
+@dataclass
+class Hidden:
+    """What the last pipeline stage returns. T is split over tp in sequence-parallel mode.
+
+    trunk: [T, H], the state after the final norm, which the LM head reads.
+    mtp: one [T, H] a depth; empty where MTP was not asked for.
+    head: [vocab / tp, H], this rank's rows of the LM head.
+    """
+
+    trunk: Tensor
+    head: Tensor
+    mtp: list[Tensor] = field(default_factory=list)
+
+
+class MtpModel(GPTModel):
+    """`GPTModel` whose last stage returns `Hidden`.
+
+    Two attributes say what belongs to the family: `mtp_reads_prenorm` (MiMo's head reads the trunk's state before the
+    final norm, DeepSeek's after it). One says what the recipe wants: `mtp_isolated` detaches the trunk's state and the
+    embeddings where they enter the first depth, and nowhere else, so that gradients flow along the chain of depths.
+    """
+
+    mtp_reads_prenorm: bool = False
+    mtp_isolated: bool = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._prenorm: Tensor | None = None
+        if self.mtp_process:
+            self.decoder.final_layernorm.register_forward_pre_hook(self._keep_prenorm)
+
+    def _keep_prenorm(self, _: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._prenorm = args[0]
+
+    def forward(self, input_ids: Tensor, packing: Packing, *, depths: int = 0) -> Hidden | Tensor:  # type: ignore[override]
+        """input_ids [T] → `Hidden` on the last pipeline stage, the stage's state [T, 1, H] on the others.
+
+        depths: how many MTP depths to compute; 0 leaves the head's weights untouched by the pass.
+        """
+        position_ids = packing.position_ids
+        rotary = self._rotary(position_ids, packing)
+        embedded = self._embed(input_ids, position_ids) if self.pre_process else None
+        state = self.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packing)
+        if not self.post_process:
+            return state
+        prenorm, self._prenorm = self._prenorm, None
+        head = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        mtp: list[Tensor] = []
+        if depths:
+            trunk_state = prenorm if self.mtp_reads_prenorm else state
+            assert trunk_state is not None
+            mtp = self._mtp(trunk_state, input_ids, position_ids, rotary, packing, depths)
+        return Hidden(trunk=state.squeeze(1), head=head, mtp=[depth.squeeze(1) for depth in mtp])
+
+    def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return self.embedding(input_ids=input_ids[None], position_ids=position_ids[None])
+
+    def _rotary(self, position_ids: Tensor, packing: Packing) -> Tensor | None:
+        if self.position_embedding_type != "rope" or self.config.multi_latent_attention:
+            return None
+        return self.rotary_pos_emb(packing.max_seqlen_q, packed_seq=True)[position_ids]
+
+    def _mtp(
+        self, state: Tensor, input_ids: Tensor, position_ids: Tensor, rotary: Tensor | None, packing: Packing, depths: int
+    ) -> list[Tensor]:
+        """States of the first `depths` depths. Engines blank the embedding at position 0 of a draft, and so does this."""
+        layers = self.mtp.layers
+        state = state.detach() if self.mtp_isolated else state
+        states = []
+        for depth in range(depths):
+            input_ids = packing.shift(input_ids)
+            embedded = self._embed(input_ids, position_ids)
+            embedded = embedded.detach() if self.mtp_isolated else embedded
+            embedded = self._blank_first(embedded, position_ids)
+            state = layers[min(depth, len(layers) - 1)](state, embedded, rotary, packing)
+            states.append(state)
+        return states
+
+    def _blank_first(self, embedded: Tensor, position_ids: Tensor) -> Tensor:
+        first = position_ids == 0
+        if self.config.sequence_parallel:
+            tp = self.pg_collection.tp
+            first = first.chunk(tp.size())[tp.rank()]
+        return embedded.masked_fill(first[:, None, None], 0.0)

@@ -1,0 +1,87 @@
+"""Plain PyTorch modules that megatron-core's layer specs are filled with where Transformer Engine is not wanted.
+
+Parameters carry Transformer Engine's fused names (`linear_qkv.layer_norm_weight`), so that Megatron-Bridge's mappings and
+checkpoints fit with either.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from mtpctl.model.packing import Packing
+
+
+def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
+    init = torch.zeros if config.layernorm_zero_centered_gamma else torch.ones
+    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    weight = torch.nn.Parameter(init(size, dtype=config.params_dtype, device=device))
+    # megatron-core sums the gradients of parameters marked so over the tensor-parallel ranks.
+    weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return weight
+
+
+def _rms_norm(x: Tensor, weight: Tensor, config: TransformerConfig, eps: float) -> Tensor:
+    scale = 1.0 + weight if config.layernorm_zero_centered_gamma else weight
+    return F.rms_norm(x, (weight.shape[0],), scale, eps)
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm over the last dimension; works on sequence-parallel input."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.config, self.eps = config, eps
+        self.weight = _norm_weight(config, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _rms_norm(x, self.weight, self.config, self.eps)
+
+
+class NormColumnParallelLinear(ColumnParallelLinear):
+    """Norm, then column-parallel linear, with the norm's weight under the linear layer's name."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.layer_norm_weight = _norm_weight(config, input_size)
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        normed = _rms_norm(input_, self.layer_norm_weight, self.config, self.config.layernorm_epsilon)
+        return super().forward(normed, *args, **kwargs)
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention of each packed sample within itself.
+
+    query [T, 1, heads, dim], key and value [T, 1, kv heads, dim] → [T, 1, heads * dim]. CUDA runs one variable-length
+    flash kernel; a CPU runs one `scaled_dot_product_attention` for each group of samples of like length.
+    """
+
+    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *_: Any, packed_seq_params: Packing, **__: Any) -> Tensor:
+        q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        out = self._cuda(q, k, v, packed_seq_params) if q.is_cuda else self._cpu(q, k, v, packed_seq_params)
+        return out.reshape(query.shape[0], 1, -1)
+
+    def _cuda(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        cu, longest = packing.cu_seqlens_q, packing.max_seqlen_q
+        return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(-1, 0), scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
+
+    def _cpu(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+        out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+        for index, valid in packing.groups:
+            # Behind its last token a short sample repeats token 0 of the pack; causality keeps that from the valid ones.
+            qs, ks, vs = (x[index].transpose(1, 2) for x in (q, k, v))
+            mixed = F.scaled_dot_product_attention(qs, ks, vs, is_causal=True, scale=self.scale, enable_gqa=True)
+            out = out.index_put((index[valid],), mixed.transpose(1, 2)[valid])
+        return out

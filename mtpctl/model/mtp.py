@@ -1,0 +1,26 @@
+"""One multi-token-prediction layer on packed sequences.
+
+Depth k combines the state at token i with the embedding of token i + k, and its output predicts token i + k + 1
+(DeepSeek-V3 report, arXiv 2412.19437, section 2.2). Upstream's layer shifts token ids itself, sample by sample in
+Python; this one is handed the embeddings, shifted once for the whole micro-batch.
+"""
+
+from __future__ import annotations
+
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from torch import Tensor
+
+from mtpctl.model.packing import Packing
+
+
+class MtpLayer(MultiTokenPredictionLayer):
+    """Norms, projection, transformer layer and final norm of one depth."""
+
+    def forward(self, hidden: Tensor, embedding: Tensor, rotary: Tensor | None, packing: Packing) -> Tensor:  # type: ignore[override]
+        """hidden and embedding [T, 1, H] (split over tp in sequence-parallel mode) → state of this depth, same shape."""
+        recompute = self.config.recompute_granularity == "full" and self.training
+        if recompute and not hidden.requires_grad:
+            # A checkpointed region without a differentiable input would give its parameters no gradient.
+            hidden = hidden.detach().requires_grad_()
+        run = self._checkpointed_forward if recompute else self._proj_and_transformer_layer
+        return run(hidden_states=hidden, decoder_input=embedding, rotary_pos_emb=rotary, packed_seq_params=packing)
