@@ -6,19 +6,32 @@ Each section is one pydantic model, strict about unknown keys, importable withou
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-NonNegativeInt = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+
+def _number(value: Any) -> Any:
+    """YAML's `true` is not 1."""
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number, got {str(value).lower()}")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_number)]
+Float = Annotated[float, BeforeValidator(_number)]
+PositiveInt = Annotated[Int, Field(gt=0)]
+PositiveFloat = Annotated[Float, Field(gt=0)]
+NonNegativeInt = Annotated[Int, Field(ge=0)]
+NonNegativeFloat = Annotated[Float, Field(ge=0)]
+Fraction = Annotated[Float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
     """Base of all sections: an unknown key is an error, and so is a value of another type."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, populate_by_name=True, allow_inf_nan=False)
 
 
 # ----------------------------------------------------------------------------------------------------- model and MTP
@@ -67,7 +80,7 @@ class ParallelConfig(Section):
 class OptimizerConfig(Section):
     lr: PositiveFloat = Field(1e-6, description="Peak learning rate.")
     mtp_lr: PositiveFloat | None = Field(None, description="Learning rate of the MTP layers; default: the same.")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="Adam's decay rates.")
+    betas: tuple[Float, Float] = Field((0.9, 0.95), description="Adam's decay rates.")
     eps: PositiveFloat = Field(1e-8, description="Adam's epsilon.")
     weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled weight decay.")
     warmup_steps: NonNegativeInt = Field(0, description="Linear warm-up from zero, in updates.")
@@ -75,10 +88,14 @@ class OptimizerConfig(Section):
     clip_grad: NonNegativeFloat = Field(1.0, description="Clip the trunk's gradient norm here; 0: never.")
 
 
+class SftOptimizerConfig(OptimizerConfig):
+    lr: PositiveFloat = Field(1e-5, description="Peak learning rate.")
+
+
 class SftConfig(Section):
     steps: NonNegativeInt = Field(0, description="Updates of the supervised stage.")
     batch_size: PositiveInt = Field(64, description="Sequences an update.")
-    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    optimizer: SftOptimizerConfig = Field(default_factory=SftOptimizerConfig)
 
 
 class OverlongConfig(Section):
@@ -91,7 +108,8 @@ class CorrectionConfig(Section):
     """Off-policy correction by the ratio of old log-probs to behaviour log-probs."""
 
     mode: Literal["off", "truncate", "clip", "mask"] = Field(
-        "off", description="off; truncate: weights capped above (TIS); clip: bounded both sides; mask: outside the band dropped (MIS, IcePop)."
+        "off",
+        description="off; truncate: weights capped above (TIS); clip: bounded both sides; mask: outside the band dropped (MIS, IcePop).",
     )
     level: Literal["token", "sequence"] = Field("token", description="Ratio of each token, or of the whole response.")
     low: NonNegativeFloat = Field(0.0, description="Lower bound of the ratio.")
@@ -114,7 +132,7 @@ class RlConfig(Section):
     clip_low: PositiveFloat = Field(0.2, description="Ratio clip below 1.")
     clip_high: PositiveFloat = Field(0.28, description="Ratio clip above 1 (clip-higher).")
     clip_dual: NonNegativeFloat = Field(0.0, description="Dual clip for negative advantages; 0: none.")
-    entropy_coef: float = Field(0.0, description="Entropy bonus.")
+    entropy_coef: Float = Field(0.0, description="Entropy bonus.")
     kl_coef: NonNegativeFloat = Field(0.0, description="KL penalty to the reference policy (the model before RL).")
     dynamic_sampling: bool = Field(True, description="Groups whose rewards are all equal are replaced by fresh ones.")
     overlong: OverlongConfig = Field(default_factory=OverlongConfig)
@@ -166,7 +184,7 @@ class RolloutBase(Section):
     replicas: PositiveInt = Field(1, description="Engines.")
     tp: PositiveInt = Field(1, description="Tensor-parallel ranks of each engine.")
     temperature: PositiveFloat = Field(1.0, description="Sampling temperature.")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling; below 1 needs a correction to train on.")
+    top_p: Annotated[Float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling; below 1 needs a correction to train on.")
     top_k: NonNegativeInt = Field(0, description="Top-k sampling; 0: off; else needs a correction to train on.")
     max_tokens: PositiveInt = Field(1024, description="Response tokens, at most.")
     context: PositiveInt | None = Field(None, description="Prompt and response tokens, at most; default: the model's.")
@@ -183,12 +201,12 @@ class RolloutBase(Section):
 
 
 class VllmConfig(RolloutBase):
-    engine: Literal["vllm"] = "vllm"
+    engine: Literal["vllm"] = Field("vllm", description="What generates.")
     eager: bool = Field(False, description="No compilation and no CUDA graphs: faster to start, slower to run.")
 
 
 class SglangConfig(RolloutBase):
-    engine: Literal["sglang"] = "sglang"
+    engine: Literal["sglang"] = Field("sglang", description="What generates.")
     python: str | None = Field(None, description="Interpreter of the environment that holds SGLang.")
     draft_top_k: PositiveInt = Field(1, description="Branches of the draft tree.")
 
@@ -218,15 +236,15 @@ class SyncBase(Section):
 
 
 class ShmConfig(SyncBase):
-    transport: Literal["shm"] = "shm"
+    transport: Literal["shm"] = Field("shm", description="CPU, one host, through shared memory.")
 
 
 class IpcConfig(SyncBase):
-    transport: Literal["ipc"] = "ipc"
+    transport: Literal["ipc"] = Field("ipc", description="CUDA, one host, through memory handles.")
 
 
 class NcclConfig(SyncBase):
-    transport: Literal["nccl"] = "nccl"
+    transport: Literal["nccl"] = Field("nccl", description="CUDA, any hosts.")
 
 
 SyncConfig = Annotated[ShmConfig | IpcConfig | NcclConfig, Field(discriminator="transport")]
@@ -305,3 +323,24 @@ class Recipe(Section):
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_variants(cls, data: Any) -> Any:
+        """A section with variants that names none is of the default one."""
+        if not isinstance(data, dict):
+            return data
+        filled = dict(data)
+        for section, (key, default) in DEFAULT_VARIANTS.items():
+            if isinstance(filled.get(section), dict):
+                filled[section] = {key: default, **filled[section]}
+        return filled
+
+    @property
+    def run_path(self) -> Path:
+        """The run directory, `{name}` and `{seed}` filled in."""
+        return Path(self.run_dir.replace("{name}", self.name).replace("{seed}", str(self.seed))).expanduser()
+
+
+DEFAULT_VARIANTS: dict[str, tuple[str, str]] = {"rollout": ("engine", "vllm"), "sync": ("transport", "nccl")}
+"""Sections that come in variants: the key that tells them apart, and the one taken where it is not given."""

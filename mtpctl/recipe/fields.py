@@ -1,0 +1,147 @@
+"""The schema as a tree of keys: what exists, of which type, with which default. For lookups, suggestions and the reference."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from mtpctl.recipe.schema import DEFAULT_VARIANTS, Recipe
+
+Keys = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of the recipe. `models` are the sections below it: none for a value, several where a variant is chosen."""
+
+    path: Keys
+    field: FieldInfo
+    models: tuple[type[BaseModel], ...]
+
+    @property
+    def dotted(self) -> str:
+        """As it is written after `--set`."""
+        return ".".join(self.path)
+
+    @property
+    def default(self) -> Any:
+        """What the key has where nobody sets it."""
+        return self.field.get_default(call_default_factory=True)
+
+    @property
+    def free(self) -> bool:
+        """Whether any keys may stand below (`model.config`, `rollout.engine_args`)."""
+        return any(_origin(part) is dict for part in _alternatives(self.field.annotation))
+
+
+def _strip(annotation: Any) -> Any:
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    return annotation
+
+
+def _origin(annotation: Any) -> Any:
+    return get_origin(annotation) or annotation
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    annotation = _strip(annotation)
+    if get_origin(annotation) in (Union, UnionType):
+        return tuple(part for arg in get_args(annotation) for part in _alternatives(arg))
+    return (annotation,)
+
+
+def children(model: type[BaseModel], path: Keys = ()) -> dict[str, Key]:
+    """Keys of one section, by the name they have in YAML."""
+    found = {}
+    for attribute, field in model.model_fields.items():
+        name = field.alias or attribute
+        models = tuple(part for part in _alternatives(field.annotation) if isinstance(part, type) and issubclass(part, BaseModel))
+        found[name] = Key((*path, name), field, models)
+    return found
+
+
+def variant(key: Key, value: Any) -> tuple[type[BaseModel], ...]:
+    """The sections that may stand below `key` given the value it has: the one chosen, or all where the choice is not valid."""
+    if len(key.models) < 2:
+        return key.models
+    tag, default = DEFAULT_VARIANTS[key.path[-1]]
+    chosen = value.get(tag, default) if isinstance(value, Mapping) else default
+    return tuple(m for m in key.models if m.model_fields[tag].default == chosen) or key.models
+
+
+def walk(model: type[BaseModel] = Recipe, path: Keys = ()) -> Iterator[Key]:
+    """Every key, sections before what they hold. A key that several variants share comes once."""
+    seen: set[Keys] = set()
+    for key in children(model, path).values():
+        yield key
+        for below in key.models:
+            for deeper in walk(below, key.path):
+                if deeper.path not in seen:
+                    seen.add(deeper.path)
+                    yield deeper
+
+
+@cache
+def dotted_keys() -> tuple[str, ...]:
+    """All keys, dotted."""
+    return tuple(key.dotted for key in walk())
+
+
+def find(path: Keys) -> Key | None:
+    """The key at `path`, None where there is none. Below a free mapping every path leads to that mapping's key."""
+    models: tuple[type[BaseModel], ...] = (Recipe,)
+    key = None
+    for depth, name in enumerate(path):
+        if key is not None and key.free:
+            return key
+        key = next((found[name] for m in models if name in (found := children(m, path[:depth]))), None)
+        if key is None:
+            return None
+        models = key.models
+    return key
+
+
+def suggest(path: Keys, siblings: tuple[str, ...] = ()) -> str:
+    """` (did you mean ...?)` for an unknown key, or nothing: first among its siblings, then among all keys."""
+    prefix = ".".join(path[:-1])
+    close = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.7)
+    if close:
+        return f"; did you mean {'.'.join((*path[:-1], close[0]))}?"
+    dotted = ".".join(path)
+    same_name = [key for key in dotted_keys() if key.rsplit(".", 1)[-1] == path[-1]]
+    close = difflib.get_close_matches(dotted, same_name, n=1, cutoff=0.0) or difflib.get_close_matches(
+        dotted, dotted_keys(), n=1, cutoff=0.6
+    )
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; keys of {prefix or 'a recipe'}: {', '.join(siblings)}" if siblings else ""
+
+
+def type_text(annotation: Any) -> str:
+    """How a type is told to whoever writes YAML."""
+    parts = []
+    for part in _alternatives(annotation):
+        origin = get_origin(part)
+        if origin is Literal:
+            parts += [str(choice) for choice in get_args(part)]
+        elif origin is list:
+            parts.append(f"list of {type_text(get_args(part)[0])}")
+        elif origin is tuple:
+            parts.append(f"{len(get_args(part))} × {type_text(get_args(part)[0])}")
+        elif origin is dict:
+            parts.append("mapping")
+        elif part is type(None):
+            parts.append("null")
+        elif isinstance(part, type) and issubclass(part, BaseModel):
+            parts.append("section")
+        else:
+            parts.append({str: "text", int: "integer", float: "number", bool: "true | false"}[part])
+    return " | ".join(dict.fromkeys(parts))

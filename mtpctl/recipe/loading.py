@@ -1,0 +1,277 @@
+"""From files, overlays and `--set` to one checked recipe that knows where each of its values came from."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from mtpctl.recipe import yaml12
+from mtpctl.recipe.errors import UserError
+from mtpctl.recipe.fields import Key, Keys, children, find, suggest, variant
+from mtpctl.recipe.schema import DEFAULT_VARIANTS, Recipe
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+"""The recipes that come with the project."""
+
+Origins = dict[Keys, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A recipe, the origin of every value by dotted key (`default`, `FILE:LINE` or `--set`), and the files read."""
+
+    recipe: Recipe
+    origins: dict[str, str]
+    sources: tuple[Path, ...]
+
+
+def load_recipe(recipe: str | Path, *, overlays: Sequence[str | Path] = (), sets: Sequence[str] = ()) -> Loaded:
+    """Load a recipe by path or by name, lay `overlays` over it in order, then apply `sets`.
+
+    Mappings merge key by key, everything else is replaced. A set is `a.b=VALUE` with a YAML value, or `a.b+=VALUE`, which
+    appends to a list. Values are checked one by one here; `checks.validate` looks at what must fit together.
+
+    Raises UserError naming file and line, or the set, and the mend.
+    """
+    tree: dict[str, Any] = {}
+    origins: Origins = {}
+    sources = [_locate(recipe, RECIPES, "recipe"), *(_locate(overlay, RECIPES / "overlays", "overlay") for overlay in overlays)]
+    for source in sources:
+        document = yaml12.parse(_read(source), str(source))
+        value = {} if document.value is None else document.value
+        if not isinstance(value, dict):
+            raise UserError(f"{source}:1: a recipe is a mapping of keys to values")
+        lines = {tuple(map(str, path)): f"{source}:{line}" for path, line in document.lines.items()}
+        _refuse_unknown(value, Recipe, (), lines)
+        _merge(tree, value, (), lines, origins)
+    for text in sets:
+        _apply_set(tree, text, origins)
+    try:
+        checked = Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(_explain(error, origins, tree)) from error
+    return Loaded(checked, _all_origins(checked, origins), tuple(sources))
+
+
+def dump_resolved(recipe: Recipe) -> str:
+    """The recipe with every default written out, as YAML that loads back equal."""
+    return yaml12.dump(recipe.model_dump(mode="json", by_alias=True))
+
+
+def flatten(tree: Mapping[str, Any], path: Keys = ()) -> dict[Keys, Any]:
+    """Values of a tree by path. Lists and empty mappings count as values."""
+    flat: dict[Keys, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, (*path, name)))
+        else:
+            flat[(*path, name)] = value
+    return flat
+
+
+def available(folder: Path = RECIPES) -> list[Path]:
+    """Recipe files of a folder, by name."""
+    return sorted(folder.glob("*.yaml"))
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def _locate(name: str | Path, folder: Path, what: str) -> Path:
+    given = Path(name).expanduser()
+    if given.is_file():
+        return given
+    known = folder / f"{name}.yaml"
+    if given.name == str(name) and known.is_file():
+        return known
+    if given.is_dir():
+        raise UserError(f"{name} is a folder, not a {what} file")
+    names = [path.stem for path in available(folder)]
+    close = difflib.get_close_matches(given.stem, names, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"known names: {', '.join(names) or 'none'}"
+    raise UserError(f"there is no {what} {str(name)!r}; {hint}")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+# --------------------------------------------------------------------------------------------------------- merging
+
+
+def _refuse_unknown(tree: Mapping[str, Any], model: type[BaseModel], path: Keys, lines: Mapping[Keys, str]) -> None:
+    known = children(model, path)
+    for name, value in tree.items():
+        here = (*path, name)
+        if name not in known:
+            raise UserError(f"{lines[here]}: {'.'.join(here)} is not a key{suggest(here, tuple(known))}")
+        if isinstance(value, Mapping) and known[name].models:
+            # Which variant holds is known only after merging: here a key of any of them will do.
+            _refuse_unknown_below(value, known[name], here, lines)
+
+
+def _refuse_unknown_below(tree: Mapping[str, Any], key: Key, path: Keys, lines: Mapping[Keys, str]) -> None:
+    names = {name: model for model in reversed(key.models) for name in children(model)}
+    for name in tree:
+        if name not in names:
+            raise UserError(f"{lines[(*path, name)]}: {'.'.join((*path, name))} is not a key{suggest((*path, name), tuple(names))}")
+    for model in dict.fromkeys(names.values()):
+        _refuse_unknown({name: value for name, value in tree.items() if names[name] is model}, model, path, lines)
+
+
+def _merge(tree: dict[str, Any], over: Mapping[str, Any], path: Keys, lines: Mapping[Keys, str], origins: Origins) -> None:
+    for name, value in over.items():
+        here = (*path, name)
+        if isinstance(value, Mapping) and isinstance(tree.get(name), dict):
+            _merge(tree[name], value, here, lines, origins)
+        else:
+            _forget(origins, here)
+            tree[name] = deepcopy(value)
+            origins[here] = lines[here]
+            origins.update({(*here, *below): lines[(*here, *below)] for below in flatten(value)} if isinstance(value, Mapping) else {})
+
+
+def _forget(origins: Origins, path: Keys) -> None:
+    for known in [known for known in origins if known[: len(path)] == path]:
+        del origins[known]
+
+
+def _apply_set(tree: dict[str, Any], text: str, origins: Origins) -> None:
+    name, equals, raw = text.partition("=")
+    append = name.endswith("+")
+    path = tuple(name.removesuffix("+").strip().split("."))
+    if not equals or not all(path):
+        raise UserError(f"--set {text!r}: write KEY=VALUE, or KEY+=VALUE to append to a list")
+    key = find(path)
+    if key is None:
+        parent = find(path[:-1]) if len(path) > 1 else None
+        models = parent.models if parent else () if len(path) > 1 else (Recipe,)
+        raise UserError(f"--set {text}: {'.'.join(path)} is not a key{suggest(path, tuple(n for m in models for n in children(m)))}")
+    value = yaml12.scalar(raw)
+    if append:
+        value = _appended(tree, path, key, value, text)
+    elif isinstance(value, dict) and key.models:
+        below = [(*path, *leaf[:depth]) for leaf in flatten(value) for depth in range(1, len(leaf) + 1)]
+        _refuse_unknown_below(value, key, path, dict.fromkeys(below, f"--set {text}"))
+    at = tree
+    for step in path[:-1]:
+        if not isinstance(at.get(step), dict):
+            at[step] = {}
+        at = at[step]
+    _forget(origins, path)
+    at[path[-1]] = value
+    origins[path] = "--set"
+    origins.update({(*path, *leaf): "--set" for leaf in flatten(value)} if isinstance(value, dict) else {})
+
+
+def _appended(tree: Mapping[str, Any], path: Keys, key: Key, value: Any, text: str) -> list[Any]:
+    current: Any = tree
+    for step in path:
+        current = current.get(step) if isinstance(current, Mapping) else None
+    if current is None and key.path == path:
+        current = key.default
+    if not isinstance(current, list) and current is not None:
+        raise UserError(f"--set {text}: {'.'.join(path)} is not a list; write {'.'.join(path)}=VALUE")
+    return [*(current or []), *(value if isinstance(value, list) else [value])]
+
+
+# ---------------------------------------------------------------------------------------------- origins and messages
+
+
+def _all_origins(recipe: Recipe, origins: Origins) -> dict[str, str]:
+    found = {}
+    for path in flatten(recipe.model_dump(mode="json", by_alias=True)):
+        near = next((origins[path[:depth]] for depth in range(len(path), 0, -1) if path[:depth] in origins), None)
+        found[".".join(path)] = near if near and (path in origins or _inside_value(path, origins)) else "default"
+    return found
+
+
+def _inside_value(path: Keys, origins: Origins) -> bool:
+    key = find(path)
+    return key is not None and key.free and key.path in origins
+
+
+def _explain(error: ValidationError, origins: Origins, tree: Mapping[str, Any]) -> str:
+    """One line: where, which key, what is wrong with it; further mistakes by their keys."""
+    mistakes = []
+    for item in error.errors(include_url=False):
+        path = _yaml_path(item["loc"], tree)
+        if item["type"] == "union_tag_invalid":
+            path = (*path, DEFAULT_VARIANTS[path[-1]][0])
+        origin = next((origins[path[:depth]] for depth in range(len(path), 0, -1) if path[:depth] in origins), None)
+        mistakes.append((path, f"{origin}: " if origin else "", _sentence(dict(item), path, tree)))
+    path, origin, sentence = mistakes[0]
+    more = ", ".join(dict.fromkeys(".".join(p) for p, _, _ in mistakes[1:]))
+    return f"{origin}{'.'.join(path)} {sentence}" + (f" (also wrong: {more})" if more else "")
+
+
+def _yaml_path(loc: Iterable[str | int], tree: Mapping[str, Any]) -> Keys:
+    """pydantic's location without the names of variants."""
+    path: Keys = ()
+    models: tuple[type[BaseModel], ...] = (Recipe,)
+    value: Any = tree
+    free = False
+    for step in map(str, loc):
+        if len(models) > 1 and not any(step in children(m) for m in models):
+            continue
+        path = (*path, step)
+        key = None if free else next((found[step] for m in models if step in (found := children(m, path[:-1]))), None)
+        value = value.get(step) if isinstance(value, Mapping) else None
+        free = free or key is None
+        models = variant(key, value) if key else ()
+        if key and len(key.models) > 1:
+            models = key.models
+    return path
+
+
+def _sentence(item: dict[str, Any], path: Keys, tree: Mapping[str, Any]) -> str:
+    kind, got, limits = item["type"], item.get("input"), item.get("ctx", {})
+    shown = "null" if got is None else str(got).lower() if isinstance(got, bool) else repr(got)
+    match kind:
+        case "extra_forbidden":
+            tag, default = DEFAULT_VARIANTS[path[0]]
+            return f"is not a key of {path[0]} with {tag}: {tree[path[0]].get(tag, default)}"
+        case "literal_error":
+            return f"must be {limits['expected']}, got {shown}{_nearest(got, limits['expected'])}"
+        case "union_tag_invalid":
+            return f"must be one of {limits['expected_tags']}, got {limits['tag']!r}{_nearest(limits['tag'], limits['expected_tags'])}"
+        case "string_type":
+            return f"must be text, got {shown}" + (": put it in quotes" if isinstance(got, (int, float)) else "")
+        case "int_type" | "int_parsing" | "int_from_float":
+            return f"must be an integer, got {shown}"
+        case "float_type" | "float_parsing":
+            return f"must be a number, got {shown}"
+        case "finite_number":
+            return f"must be a finite number, got {shown}"
+        case "bool_type" | "bool_parsing":
+            return f"must be true or false, got {shown}"
+        case "greater_than":
+            return f"must be greater than {limits['gt']}, got {shown}"
+        case "greater_than_equal":
+            return f"must be at least {limits['ge']}, got {shown}"
+        case "less_than_equal":
+            return f"must be at most {limits['le']}, got {shown}"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return f"must be a mapping of keys to values, got {shown}"
+        case "list_type" | "tuple_type":
+            return f"must be a list, got {shown}; write [{got}]"
+        case "string_pattern_mismatch":
+            return f"may hold letters, digits, dots, dashes and underscores only, got {shown}"
+    return f"{item['msg'].removeprefix('Value error, ').lower()}, got {shown}" if kind != "value_error" else str(limits["error"])
+
+
+def _nearest(got: Any, expected: str) -> str:
+    choices = expected.replace(" or ", ", ").replace("'", "").split(", ")
+    close = difflib.get_close_matches(str(got), choices, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,144 @@
+"""YAML as recipes want it: the scalars of YAML 1.2, a line for every key, and no key twice.
+
+PyYAML reads YAML 1.1, where `1e-5` is text, `no` and `off` are booleans, `010` is eight and `12:30` is 750. Here only `true`
+and `false` are booleans, numbers are what they look like, and everything else is text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from mtpctl.recipe.errors import UserError
+
+Path = tuple[str | int, ...]
+
+_PREFIX = "tag:yaml.org,2002:"
+_SCALARS: tuple[tuple[str, str, str], ...] = (
+    ("null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    ("int", r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", "-+0123456789"),
+    (
+        "float",
+        r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+        "-+.0123456789",
+    ),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that either YAML would read as something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _name, _pattern, _first in _SCALARS:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_PREFIX + _name, re.compile(_pattern), ["" if c == "\0" else c for c in _first])
+
+
+@dataclass(slots=True)
+class Document:
+    """A parsed document: its value, and the line (from 1) of every key and list item by path."""
+
+    value: Any
+    lines: dict[Path, int] = field(default_factory=dict)
+
+
+def parse(text: str, source: str) -> Document:
+    """Parse one YAML document. `source` names it in messages.
+
+    Raises UserError with `source:line` for broken YAML, a key given twice, a key that is not text, a tag, an anchor inside
+    itself, and more than one document.
+    """
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        what = " ".join(part for part in (error.problem, f"({error.context})" if error.context else None) if part)
+        raise UserError(f"{source}:{mark.line + 1 if mark else 1}: not valid YAML: {what}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
+    document = Document(None)
+    if node is not None:
+        document.value = _build(node, (), document.lines, source, set())
+    return document
+
+
+def scalar(text: str) -> Any:
+    """The value that follows `=` in `--set key=value`. Raises UserError where it is not YAML."""
+    return parse(text, f"--set value {text!r}").value
+
+
+def dump(value: Any) -> str:
+    """YAML text that `parse` reads back as `value`, keys in their order."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _build(node: Node, path: Path, lines: dict[Path, int], source: str, open_nodes: set[int]) -> Any:
+    here = f"{source}:{node.start_mark.line + 1}"
+    if id(node) in open_nodes:
+        raise UserError(f"{here}: an anchor stands inside itself")
+    if isinstance(node, ScalarNode):
+        return _scalar(node, here)
+    open_nodes.add(id(node))
+    try:
+        if isinstance(node, SequenceNode) and node.tag == _PREFIX + "seq":
+            return [_build(item, at, lines, source, open_nodes) for at, item in _items(node, path, lines)]
+        if isinstance(node, MappingNode) and node.tag == _PREFIX + "map":
+            return {key: _build(item, (*path, key), lines, source, open_nodes) for key, item in _pairs(node, path, lines, source)}
+    finally:
+        open_nodes.discard(id(node))
+    raise UserError(f"{here}: the tag {node.tag.removeprefix(_PREFIX)!r} is not for recipes; write plain YAML")
+
+
+def _items(node: SequenceNode, path: Path, lines: dict[Path, int]) -> Iterator[tuple[Path, Node]]:
+    for index, item in enumerate(node.value):
+        lines[(*path, index)] = item.start_mark.line + 1
+        yield (*path, index), item
+
+
+def _pairs(node: MappingNode, path: Path, lines: dict[Path, int], source: str) -> Iterator[tuple[str, Node]]:
+    first: dict[str, int] = {}
+    for key_node, item in node.value:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, ScalarNode):
+            raise UserError(f"{source}:{line}: a key must be text")
+        key = key_node.value
+        if key in first:
+            raise UserError(f"{source}:{line}: {'.'.join(map(str, (*path, key)))} is given twice, first in line {first[key]}")
+        first[key] = line
+        lines[(*path, key)] = line
+        yield key, item
+
+
+def _scalar(node: ScalarNode, here: str) -> Any:
+    text, kind = node.value, node.tag.removeprefix(_PREFIX)
+    if kind == "str":
+        return text
+    if kind == "null":
+        return None
+    if kind == "bool" and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        if kind == "int":
+            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+        if kind == "float":
+            return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    except ValueError as error:
+        raise UserError(f"{here}: {text!r} is not a number") from error
+    raise UserError(f"{here}: the tag {kind!r} is not for recipes; write plain YAML")
