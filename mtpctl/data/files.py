@@ -1,0 +1,79 @@
+"""Problems from a user's file: JSONL or Parquet with `prompt` and `answer`, and `solution` where SFT should imitate one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mtpctl.data.problems import Problem
+from mtpctl.recipe import UserError
+
+
+def read_problems(path: str | Path, field: str = "data.path") -> list[Problem]:
+    """Every problem of the file, in its order; `prompt_id` is `file:line` (in Parquet the row, counted from 1).
+
+    `field` is the recipe key that named the file. Raises UserError, naming file and line, for a file that is missing,
+    empty or of another kind, a line that is not an object, and a prompt or answer that is missing, empty or not text.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{field}: no file {path}; give a .jsonl or .parquet file")
+    readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
+    if path.suffix not in readers:
+        raise UserError(f"{field}: {path} is neither .jsonl nor .parquet; convert it")
+    problems = [_problem(row, f"{path.name}:{line}", f"{path}:{line}") for line, row in readers[path.suffix](path)]
+    if not problems:
+        raise UserError(f"{field}: {path} holds no problem; add lines with `prompt` and `answer`")
+    return problems
+
+
+def _problem(row: dict[str, Any], prompt_id: str, where: str) -> Problem:
+    prompt = row.get("prompt")
+    if not isinstance(prompt, str) or not prompt:
+        raise UserError(f"{where}: `prompt` must be text that is not empty; mend or remove the line")
+    answer = row.get("answer")
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        answer = str(answer)
+    if not isinstance(answer, str) or not answer:
+        raise UserError(f"{where}: `answer` must be text or a number; mend or remove the line")
+    solution = row.get("solution")
+    if solution is not None and (not isinstance(solution, str) or not solution):
+        raise UserError(f"{where}: `solution` must be text that is not empty where it is given; mend or remove it")
+    return Problem(prompt_id, prompt, answer, solution)
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if not raw.strip():
+                continue
+            try:
+                row = json.loads(raw.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}:{number}: not UTF-8 text; save the file as UTF-8") from error
+            except json.JSONDecodeError as error:
+                raise UserError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno}); mend or remove the line") from error
+            if not isinstance(row, dict):
+                raise UserError(f"{path}:{number}: a line must be an object with `prompt` and `answer`; mend or remove it")
+            yield number, row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            missing = {"prompt", "answer"} - set(file.schema_arrow.names)
+            if missing:
+                raise UserError(f"{path}: no column {' and '.join(sorted(missing))}; the columns are {', '.join(file.schema_arrow.names)}")
+            columns = [name for name in ("prompt", "answer", "solution") if name in file.schema_arrow.names]
+            number = 0
+            for batch in file.iter_batches(columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise UserError(f"{path}: not a Parquet file that can be read ({str(error).splitlines()[0]}); write it anew") from error

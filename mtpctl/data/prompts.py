@@ -1,0 +1,42 @@
+"""From a problem to token ids: the prompt as the model reads it, the target as a supervised stage teaches it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mtpctl.data.problems import Problem
+from mtpctl.data.tokenizers import Tokenizer
+from mtpctl.recipe import UserError
+from mtpctl.recipe.schema import DataConfig
+
+
+def encode_prompt(tokenizer: Tokenizer, problem: Problem, config: DataConfig) -> list[int]:
+    """Prompt ids: plain text, or with `data.chat_template` a conversation with the system prompt before it."""
+    if not config.chat_template:
+        return tokenizer.encode(problem.prompt, special=True)
+    system = [] if config.system_prompt is None else [{"role": "system", "content": config.system_prompt}]
+    return tokenizer.chat([*system, {"role": "user", "content": problem.prompt}])
+
+
+def encode_target(tokenizer: Tokenizer, problem: Problem) -> list[int]:
+    """Ids of the text that a supervised stage trains on, the end token included."""
+    return [*tokenizer.encode(problem.target), tokenizer.eos_id]
+
+
+def fit_problems(tokenizer: Tokenizer, problems: Iterable[Problem], config: DataConfig, *, context: int, targets: bool = False) -> None:
+    """Raise UserError for the first prompt that leaves no room for a response in `context` tokens.
+
+    With `targets`, for the first prompt and solution that do not fit together.
+    """
+    for problem in problems:
+        prompt = len(encode_prompt(tokenizer, problem, config))
+        if prompt >= context:
+            raise UserError(
+                f"{problem.prompt_id}: the prompt has {prompt} tokens and the context holds {context}; "
+                "shorten or remove it, or raise rollout.context"
+            )
+        if targets and prompt + len(encode_target(tokenizer, problem)) > context:
+            raise UserError(
+                f"{problem.prompt_id}: prompt and solution have {prompt + len(encode_target(tokenizer, problem))} tokens and the "
+                f"context holds {context}; shorten or remove them, or raise rollout.context"
+            )

@@ -1,0 +1,181 @@
+"""Verifiable tasks, generated from a seed: arithmetic on written digits, and two on strings.
+
+Every problem has a worked solution in the same shape: one short step per digit (or character), separated by a blank,
+then `#` and the answer, on which alone the checker looks:
+
+    addition         123+989=    3+9+0=12 2+8+1=11 1+9+1=11 #1112     digits from the right, carry in = carry out, digit
+    subtraction      523-189=    3-9-0=14 2-8-1=13 5-1-1=03 #334      the same with borrows; the first operand is the larger
+    multiplication   12*34=      4*12=48 3*12=36 #408                 one partial product per digit of the second operand
+    reverse          word=       d r o w #drow
+    sort             3921=       1 2 3 9 #1239
+
+A response of a three-digit addition is 32 tokens of a byte-level tokenizer, most of them determined by the format and
+some (sums, carries) by arithmetic: enough of both for speculation to have something to win and something to lose.
+The final answer needs every step to be right, so a model that is 95% right per step is far from done: what supervised
+training leaves to reinforcement learning.
+
+Problems of length n have operands (or strings) of exactly n characters. Lengths share the set evenly, except that a
+length that has too few distinct problems gives all of them. Held-out problems are drawn together with the training
+ones, without repetition, and take the same share of each length: disjoint, and of the same distribution.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mtpctl.data.problems import Problem
+from mtpctl.recipe import UserError
+from mtpctl.recipe.schema import GeneratedTask
+
+ANSWER_MARK = "#"
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    prompt: str
+    steps: list[str]
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """`size(n)` problems of length n; `make(n, i)` is the i-th of them."""
+
+    size: Callable[[int], int]
+    make: Callable[[int, int], _Text]
+
+
+def _first(n: int) -> int:
+    """Smallest number of n digits; a single digit may be zero."""
+    return 0 if n == 1 else 10 ** (n - 1)
+
+
+def _count(n: int) -> int:
+    return 10**n - _first(n)
+
+
+def _operands(n: int, i: int) -> tuple[int, int]:
+    a, b = divmod(i, _count(n))
+    return _first(n) + a, _first(n) + b
+
+
+def _ordered_operands(n: int, i: int) -> tuple[int, int]:
+    """The i-th pair with a >= b, in the order (0,0), (1,0), (1,1), (2,0), …"""
+    a = _triangle_root(i)
+    return _first(n) + a, _first(n) + i - a * (a + 1) // 2
+
+
+def _triangle_root(i: int) -> int:
+    """Largest a with a(a+1)/2 <= i, by bisection on exact integers."""
+    low, high = 0, 1
+    while high * (high + 1) // 2 <= i:
+        high *= 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if middle * (middle + 1) // 2 <= i else (low, middle)
+    return low
+
+
+def _digits(value: int, n: int) -> list[int]:
+    """The n lowest decimal digits, lowest first."""
+    return [value // 10**k % 10 for k in range(n)]
+
+
+def _addition(n: int, i: int) -> _Text:
+    a, b = _operands(n, i)
+    carry, steps = 0, []
+    for x, y in zip(_digits(a, n), _digits(b, n), strict=True):
+        steps.append(f"{x}+{y}+{carry}={x + y + carry:02d}")
+        carry = (x + y + carry) // 10
+    return _Text(f"{a}+{b}=", steps, str(a + b))
+
+
+def _subtraction(n: int, i: int) -> _Text:
+    a, b = _ordered_operands(n, i)
+    borrow, steps = 0, []
+    for x, y in zip(_digits(a, n), _digits(b, n), strict=True):
+        out = int(x - y - borrow < 0)
+        steps.append(f"{x}-{y}-{borrow}={out}{x - y - borrow + 10 * out}")
+        borrow = out
+    return _Text(f"{a}-{b}=", steps, str(a - b))
+
+
+def _multiplication(n: int, i: int) -> _Text:
+    a, b = _operands(n, i)
+    return _Text(f"{a}*{b}=", [f"{y}*{a}={y * a}" for y in _digits(b, n)], str(a * b))
+
+
+def _string(alphabet: str, n: int, i: int) -> str:
+    return "".join(alphabet[i // len(alphabet) ** k % len(alphabet)] for k in range(n))
+
+
+def _reverse(n: int, i: int) -> _Text:
+    text = _string(_LETTERS, n, i)
+    return _Text(f"{text}=", list(text[::-1]), text[::-1])
+
+
+def _sort(n: int, i: int) -> _Text:
+    text = _string("0123456789", n, i)
+    return _Text(f"{text}=", sorted(text), "".join(sorted(text)))
+
+
+_TASKS: dict[str, _Task] = {
+    "addition": _Task(lambda n: _count(n) ** 2, _addition),
+    "subtraction": _Task(lambda n: _count(n) * (_count(n) + 1) // 2, _subtraction),
+    "multiplication": _Task(lambda n: _count(n) ** 2, _multiplication),
+    "reverse": _Task(lambda n: len(_LETTERS) ** n, _reverse),
+    "sort": _Task(lambda n: 10**n, _sort),
+}
+
+
+def generate(task: GeneratedTask, seed: int) -> tuple[list[Problem], list[Problem]]:
+    """Training and held-out problems: disjoint, each in the order of rising length, the same for the same seed.
+
+    Raises UserError where the lengths are the wrong way round, or hold fewer distinct problems than were asked for.
+    """
+    if task.min_digits > task.max_digits:
+        raise UserError(f"data.task.min_digits: {task.min_digits} is above max_digits {task.max_digits}; lower it")
+    kind = _TASKS[task.name]
+    lengths = range(task.min_digits, task.max_digits + 1)
+    wanted = task.train_size + task.eval_size
+    quotas = _share(wanted, [kind.size(n) for n in lengths])
+    if sum(quotas) < wanted:
+        raise UserError(
+            f"data.task.train_size: {task.name} of {task.min_digits} to {task.max_digits} digits has {sum(quotas)} distinct problems, "
+            f"train_size + eval_size ask for {wanted}; lower them or raise max_digits"
+        )
+    held_out = _share(task.eval_size, [round(task.eval_size * quota / wanted) for quota in quotas], capacity=quotas)
+    rng = random.Random(f"{task.name}/{seed}")
+    train: list[Problem] = []
+    evaluation: list[Problem] = []
+    for n, quota, held in zip(lengths, quotas, held_out, strict=True):
+        for position, index in enumerate(_distinct(rng, kind.size(n), quota)):
+            text = kind.make(n, index)
+            split, name = (evaluation, "eval") if position < held else (train, "train")
+            solution = " ".join([*text.steps, ANSWER_MARK + text.answer])
+            split.append(Problem(f"{task.name}/{name}/{len(split)}", text.prompt, text.answer, solution))
+    return train, evaluation
+
+
+def _share(total: int, caps: Sequence[int], capacity: Sequence[int] | None = None) -> list[int]:
+    """Split `total` over lengths as evenly as the caps allow, remainders to the longest; `capacity` widens the caps by need."""
+    shares = [0] * len(caps)
+    for bounds in [caps] if capacity is None else [caps, capacity]:
+        while (left := total - sum(shares)) > 0 and (open_ := [i for i, bound in enumerate(bounds) if shares[i] < bound]):
+            each, extra = divmod(left, len(open_))
+            for rank, i in enumerate(reversed(open_)):
+                shares[i] = min(bounds[i], shares[i] + each + int(rank < extra))
+    return shares
+
+
+def _distinct(rng: random.Random, size: int, count: int) -> list[int]:
+    """`count` different numbers below `size`, in random order; `size` may be beyond what `random.sample` takes."""
+    if count * 3 > size:
+        return rng.sample(range(size), count)
+    chosen: dict[int, None] = {}
+    while len(chosen) < count:
+        chosen[rng.randrange(size)] = None
+    return list(chosen)

@@ -1,0 +1,130 @@
+"""Tokenizers: a byte-level one that is made on the spot, and the thin face that the rest of the package sees.
+
+The byte tokenizer is an ordinary Hugging Face folder, so that transformers and the rollout engines load it as they
+load any other. Ids are fixed: a byte is its own value (0 to 255), `<pad>` 256, `<bos>` 257, `<eos>` 258: 259 ids in
+all (`BYTE_VOCAB_SIZE`), so a model vocabulary of 320 or 512 holds it. It adds no special token by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from mtpctl.recipe import EnvironmentMissing, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+BYTE_VOCAB_SIZE = 259
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. `vocab_size` is one more than the largest id."""
+
+    @property
+    def eos_id(self) -> int: ...
+    @property
+    def pad_id(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Ids of the text; with `special`, framed by what the tokenizer itself puts before a prompt (bos, for some)."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of the ids, special tokens left out; an id that the tokenizer does not know is left out as well."""
+        ...
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Ids of a conversation in the tokenizer's chat template, up to where the assistant begins to speak."""
+        ...
+
+
+class HfTokenizer:
+    """A transformers tokenizer behind the `Tokenizer` protocol."""
+
+    def __init__(self, inner: PreTrainedTokenizerBase, name: str) -> None:
+        if inner.eos_token_id is None:
+            raise UserError(f"model.tokenizer: {name} names no eos_token; add one to its tokenizer_config.json")
+        self.inner = inner
+        self.name = name
+        self.eos_id: int = inner.eos_token_id
+        self.pad_id: int = inner.eos_token_id if inner.pad_token_id is None else inner.pad_token_id
+        self.vocab_size: int = max(inner.get_vocab().values()) + 1
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        return self.inner.encode(text, add_special_tokens=special)
+
+    def decode(self, ids: list[int]) -> str:
+        text = self.inner.decode([i for i in ids if i < self.vocab_size], skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        if self.inner.chat_template is None:
+            raise UserError(f"data.chat_template: the tokenizer {self.name} has no chat template; set it to false")
+        ids = self.inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        return [int(i) for i in ids]
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a folder or hub id.
+
+    Raises UserError for a folder that holds none, EnvironmentMissing for a hub that does not answer.
+    """
+    from transformers import AutoTokenizer
+
+    local = Path(path).is_dir()
+    try:
+        inner = AutoTokenizer.from_pretrained(str(path))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if local:
+            raise UserError(f"model.tokenizer: {path} holds no tokenizer that loads ({_line(error)}); name another folder") from error
+        raise EnvironmentMissing(f"model.tokenizer: no folder {path}, and the hub gave nothing ({_line(error)})") from error
+    return HfTokenizer(inner, str(path))
+
+
+def check_fits_model(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise UserError where the tokenizer has ids that a model of `vocab_size` rows cannot embed."""
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"model.tokenizer: its ids go up to {tokenizer.vocab_size - 1}, the model's vocabulary holds {vocab_size}; "
+            "use the model's own tokenizer, or a vocab_size that fits"
+        )
+
+
+def make_byte_tokenizer(dest: Path) -> None:
+    """Write a byte-level tokenizer as a Hugging Face folder (tokenizer.json and its two configs) into `dest`."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    characters = _byte_characters()
+    inner = Tokenizer(models.BPE(vocab={character: byte for byte, character in enumerate(characters)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, BOS, EOS)])
+    specials = {"pad_token": PAD, "bos_token": BOS, "eos_token": EOS}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1 << 30,
+        **specials,
+    }
+    dest.mkdir(parents=True, exist_ok=True)
+    inner.save(str(dest / "tokenizer.json"))
+    (dest / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (dest / "special_tokens_map.json").write_text(json.dumps(specials, indent=2) + "\n")
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in byte-level BPE: itself, or the next free one from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    stand_ins = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(256)]
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

@@ -1,0 +1,91 @@
+"""A user's file: what is read, and the one line that each mistake gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from mtpctl.data import Problem, load_problem_sets, read_problems
+from mtpctl.recipe import UserError
+from mtpctl.recipe.schema import DataConfig, GeneratedTask
+
+GOOD = '{"prompt": "1+1=", "answer": "2"}\n'
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(GOOD + "\n" + '{"prompt": "2+2=", "answer": 4, "solution": "four: 4", "other": []}\n')
+    assert read_problems(path) == [
+        Problem("train.jsonl:1", "1+1=", "2"),
+        Problem("train.jsonl:3", "2+2=", "4", "four: 4"),
+    ]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "answer": ["1", "2"], "level": [3, 4]}), path)
+    assert read_problems(path) == [Problem("train.parquet:1", "a", "1"), Problem("train.parquet:2", "b", "2")]
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{broken", "not JSON"),
+        ("[1, 2]", "must be an object"),
+        ('{"answer": "2"}', "`prompt`"),
+        ('{"prompt": "", "answer": "2"}', "`prompt`"),
+        ('{"prompt": "1+1="}', "`answer`"),
+        ('{"prompt": "1+1=", "answer": true}', "`answer`"),
+        ('{"prompt": "1+1=", "answer": "2", "solution": ""}', "`solution`"),
+    ],
+)
+def test_a_broken_line_is_named_by_file_and_number(tmp_path: Path, line: str, complaint: str) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(GOOD + line + "\n" + GOOD)
+    with pytest.raises(UserError) as caught:
+        read_problems(path)
+    assert f"{path}:2: " in str(caught.value)
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_are_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(GOOD.encode() + b'{"prompt": "\xff", "answer": "2"}\n')
+    with pytest.raises(UserError, match=r"train\.jsonl:2: not UTF-8"):
+        read_problems(path)
+
+
+def test_files_that_are_missing_empty_or_of_another_kind(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.eval_path: no file"):
+        read_problems(tmp_path / "none.jsonl", "data.eval_path")
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(UserError, match="holds no problem"):
+        read_problems(tmp_path / "empty.jsonl")
+    (tmp_path / "train.csv").write_text("prompt,answer\n")
+    with pytest.raises(UserError, match=r"neither \.jsonl nor \.parquet"):
+        read_problems(tmp_path / "train.csv")
+    (tmp_path / "fake.parquet").write_text(GOOD)
+    with pytest.raises(UserError, match="not a Parquet file"):
+        read_problems(tmp_path / "fake.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "label": ["1"]}), tmp_path / "columns.parquet")
+    with pytest.raises(UserError, match="no column answer"):
+        read_problems(tmp_path / "columns.parquet")
+
+
+def test_the_data_section(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(GOOD)
+    sets = load_problem_sets(DataConfig(path=str(path)), seed=0)
+    assert len(sets.train) == 1 and sets.evaluation == []
+    sets = load_problem_sets(DataConfig(path=str(path), eval_path=str(path)), seed=0)
+    assert sets.evaluation == sets.train
+    sets = load_problem_sets(DataConfig(task=GeneratedTask(train_size=5, eval_size=3)), seed=0)
+    assert (len(sets.train), len(sets.evaluation)) == (5, 3)
+    with pytest.raises(UserError, match=r"data\.path: name a"):
+        load_problem_sets(DataConfig(), seed=0)
+    with pytest.raises(UserError, match=r"data\.task: .* not both"):
+        load_problem_sets(DataConfig(path=str(path), task=GeneratedTask()), seed=0)

@@ -1,0 +1,48 @@
+"""Prompts and targets as ids, and what does not fit the context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mtpctl.data import Problem, encode_prompt, encode_target, fit_problems, load_tokenizer, make_byte_tokenizer
+from mtpctl.recipe import UserError
+from mtpctl.recipe.schema import DataConfig
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("byte")
+    make_byte_tokenizer(path)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+def test_prompt_and_target(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    problem = Problem("p", "1+2=", "3", "1+2+0=03 #3")
+    assert encode_prompt(tokenizer, problem, DataConfig()) == list(b"1+2=")
+    assert encode_target(tokenizer, problem) == [*b"1+2+0=03 #3", 258]
+    assert encode_target(tokenizer, Problem("p", "1+2=", "3")) == [*b"3", 258]
+
+
+def test_chat_template_with_a_system_prompt(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    problem = Problem("p", "1+2=", "3")
+    assert encode_prompt(tokenizer, problem, DataConfig(chat_template=True)) == list(b"[user]1+2=[assistant]")
+    config = DataConfig(chat_template=True, system_prompt="Add.")
+    assert encode_prompt(tokenizer, problem, config) == list(b"[system]Add.[user]1+2=[assistant]")
+
+
+def test_what_does_not_fit_is_named(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    problems = [Problem("d.jsonl:1", "1=", "1"), Problem("d.jsonl:2", "12345678=", "1")]
+    fit_problems(tokenizer, problems, DataConfig(), context=10)
+    fit_problems(tokenizer, problems, DataConfig(), context=11, targets=True)
+    with pytest.raises(UserError, match=r"d\.jsonl:2: the prompt has 9 tokens and the context holds 9"):
+        fit_problems(tokenizer, problems, DataConfig(), context=9)
+    with pytest.raises(UserError, match=r"d\.jsonl:2: prompt and solution have 11 tokens"):
+        fit_problems(tokenizer, problems, DataConfig(), context=10, targets=True)

@@ -1,0 +1,81 @@
+"""The byte tokenizer is an ordinary Hugging Face folder with known ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mtpctl.data import BYTE_VOCAB_SIZE, Tokenizer, check_fits_model, load_tokenizer, make_byte_tokenizer
+from mtpctl.recipe import EnvironmentMissing, UserError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("byte")
+    make_byte_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return load_tokenizer(folder)
+
+
+def test_ids(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("12+3=") == list(b"12+3=")
+    assert tokenizer.encode("é\n", special=True) == [0xC3, 0xA9, 0x0A]
+    assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.vocab_size) == (256, 258, BYTE_VOCAB_SIZE)
+    assert tokenizer.encode("a<eos>") == [ord("a"), 258]
+
+
+@given(text=st.text(st.characters(codec="utf-8")).filter(lambda s: "<" not in s))
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert ids == list(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+def test_decoding_leaves_out_specials_and_ids_beyond_the_vocabulary(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode([257, ord("4"), 300, ord("2"), 258, 256]) == "42"
+
+
+def test_auto_tokenizer_loads_it_and_the_files_are_the_same_each_time(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    auto = AutoTokenizer.from_pretrained(str(folder))
+    assert auto.eos_token_id == 258 and auto("7=")["input_ids"] == list(b"7=")
+    make_byte_tokenizer(tmp_path)
+    names = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert all((tmp_path / name).read_bytes() == (folder / name).read_bytes() for name in names)
+
+
+def test_fit(tokenizer: Tokenizer) -> None:
+    check_fits_model(tokenizer, 259)
+    with pytest.raises(UserError, match=r"ids go up to 258, the model's vocabulary holds 256"):
+        check_fits_model(tokenizer, 256)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.tokenizer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(UserError, match=r"model\.tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(EnvironmentMissing, match=r"model\.tokenizer") as caught:
+        load_tokenizer("nobody/such-model")
+    assert "\n" not in str(caught.value)
+
+
+def test_chat_without_a_template(tokenizer: Tokenizer) -> None:
+    with pytest.raises(UserError, match=r"data\.chat_template"):
+        tokenizer.chat([{"role": "user", "content": "hi"}])
