@@ -1,0 +1,109 @@
+"""Plain torch, any device: the vocabulary in chunks, statistics joined as they come, logits computed anew in the backward pass.
+
+A chunk of vocabulary (rather than of rows) finishes its rows of the weight gradient in one matrix product, so that no second copy of the
+gradient is needed to add into; the hidden gradient adds up over chunks in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpctl.kernels import products
+from mtpctl.kernels.problem import LocalScores, Problem, RowGrads
+from mtpctl.kernels.reduce import RowStats
+
+BYTES_AN_ELEMENT = 12  # of a chunk: logits and two temporaries of their size, fp32
+NARROWEST = 64  # columns; narrower chunks would only wait on launches
+
+
+def chunks(problem: Problem, bytes_an_element: int = BYTES_AN_ELEMENT) -> Iterator[slice]:
+    """Ranges of valid columns whose chunk of logits fits the workspace."""
+    width = max(NARROWEST, problem.workspace_bytes // (bytes_an_element * max(1, len(problem.hidden))))
+    for start in range(0, problem.valid, width):
+        yield slice(start, min(start + width, problem.valid))
+
+
+def _scale(logits: Tensor, inverse_temperature: float | Tensor) -> Tensor:
+    if isinstance(inverse_temperature, Tensor):
+        return logits.mul_(inverse_temperature.unsqueeze(1))
+    return logits if inverse_temperature == 1 else logits.mul_(inverse_temperature)
+
+
+class Chunked:
+    name = "chunked"
+
+    def scores(self, problem: Problem, *, entropy: bool, topk: int, keep: bool) -> LocalScores:
+        n, device, wide = len(problem.hidden), problem.hidden.device, problem.wide
+        top = torch.full((n,), float("-inf"), dtype=wide, device=device)
+        mass, moment, target = torch.zeros_like(top), torch.zeros_like(top), top.clone()
+        best: tuple[Tensor, Tensor] | None = None
+        for columns in chunks(problem):
+            z = _scale(products.logits(problem.hidden, problem.weight[columns]), problem.inverse_temperature)
+            local = problem.targets - columns.start
+            here = (local >= 0) & (local < z.shape[1])
+            picked = z.gather(1, local.clamp(0, z.shape[1] - 1).unsqueeze(1)).squeeze(1)
+            target = torch.where(here, picked, target)
+            if topk:
+                best = _better(best, z, topk, columns.start)
+            newer = torch.maximum(top, z.amax(1))
+            shift = (top - newer).masked_fill(mass == 0, 0)
+            scale = shift.exp()
+            moment = (moment + mass * shift) * scale
+            mass = mass * scale
+            z.sub_(newer.unsqueeze(1))
+            weights = z.exp()
+            mass += weights.sum(1)
+            if entropy:
+                moment += weights.mul_(z).sum(1)
+            top = newer
+        return LocalScores(RowStats(top, mass, moment, target), best)
+
+    def grads(
+        self, problem: Problem, rows: RowGrads, kept: Any, *, hidden: bool, weight: bool, main_grad: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        h, w = problem.hidden, problem.weight
+        hidden_grad = torch.zeros(h.shape, dtype=problem.wide, device=h.device) if hidden else None
+        weight_grad = torch.empty_like(w) if weight and main_grad is None else None
+        for columns in chunks(problem):
+            z = _scale(products.logits(h, w[columns]), problem.inverse_temperature)
+            logit_grad = _logit_grad(z, problem, rows, columns.start)
+            if hidden_grad is not None:
+                products.add_hidden_grad(hidden_grad, logit_grad, w[columns])
+            if weight:
+                products.weight_grad(
+                    logit_grad,
+                    h,
+                    None if weight_grad is None else weight_grad[columns],
+                    main_grad if main_grad is None else main_grad[columns],
+                )
+        if weight_grad is not None:
+            weight_grad[problem.valid :] = 0
+        return hidden_grad, weight_grad
+
+
+def _logit_grad(z: Tensor, problem: Problem, rows: RowGrads, start: int) -> Tensor:
+    """Gradient of unscaled logits, in place of the scaled ones `z` [n, columns]."""
+    logp = z.sub_(rows.lse.unsqueeze(1))
+    p = logp.exp()
+    if rows.entropy is None or rows.row_entropy is None:
+        grad = p.mul_(-rows.logprob.unsqueeze(1))
+    else:
+        grad = logp.add_(rows.row_entropy.unsqueeze(1)).mul_(rows.entropy.unsqueeze(1)).add_(rows.logprob.unsqueeze(1)).mul_(p).neg_()
+    local = problem.targets - start
+    here = (local >= 0) & (local < z.shape[1])
+    grad.scatter_add_(1, local.clamp(0, z.shape[1] - 1).unsqueeze(1), torch.where(here, rows.logprob, 0).unsqueeze(1))
+    return _scale(grad, problem.inverse_temperature)
+
+
+def _better(best: tuple[Tensor, Tensor] | None, z: Tensor, k: int, start: int) -> tuple[Tensor, Tensor]:
+    values, ids = z.topk(min(k, z.shape[1]), dim=1)
+    ids = ids + start
+    if best is None:
+        return values, ids
+    values, ids = torch.cat([best[0], values], 1), torch.cat([best[1], ids], 1)
+    values, order = values.topk(min(k, values.shape[1]), dim=1)
+    return values, ids.gather(1, order)

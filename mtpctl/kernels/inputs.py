@@ -1,0 +1,149 @@
+"""What the kernels accept: every argument checked once, here, before any of it reaches a device kernel.
+
+Shape legend: N rows (tokens), n selected rows, H hidden size, V this rank's vocabulary entries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of the vocabulary: entries `start .. start + columns`, of `total` that exist on all ranks together."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    world: int
+    start: int
+    columns: int
+    total: int
+
+    @property
+    def valid(self) -> int:
+        """How many of this rank's columns are vocabulary, not padding."""
+        return max(0, min(self.columns, self.total - self.start))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that are projected. `index` is None when all N are; then nothing is gathered or scattered."""
+
+    total: int
+    count: int
+    index: Tensor | None
+
+    def take(self, x: Tensor) -> Tensor:
+        """Selected rows of `x` [N, ...] -> [n, ...]."""
+        return x if self.index is None else x.index_select(0, self.index)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Selected rows back in their places, zero elsewhere: [n, ...] -> [N, ...]."""
+        if self.index is None:
+            return x
+        out = x.new_zeros(self.total, *x.shape[1:])
+        out[self.index] = x
+        return out
+
+
+def check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None, sequence_parallel: bool) -> None:
+    """Shapes, dtypes and devices fit together; raises `ValueError` naming the argument and both values."""
+    if hidden.dim() != 2:
+        raise ValueError(f"hidden: shape {tuple(hidden.shape)} has {hidden.dim()} dimensions, expected 2: [rows, hidden size]")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
+        raise ValueError(
+            f"weight: shape {tuple(weight.shape)} does not fit hidden {tuple(hidden.shape)}: expected [vocab, {hidden.shape[1]}]"
+        )
+    if weight.shape[0] == 0:
+        raise ValueError(f"weight: shape {tuple(weight.shape)} holds no vocabulary entry, expected at least 1")
+    if hidden.dtype not in FLOATS:
+        raise ValueError(f"hidden: dtype {hidden.dtype}, expected one of {', '.join(map(str, FLOATS))}")
+    if weight.dtype != hidden.dtype:
+        raise ValueError(f"weight: dtype {weight.dtype} differs from hidden's {hidden.dtype}")
+    if weight.device != hidden.device:
+        raise ValueError(f"weight: on {weight.device}, hidden on {hidden.device}")
+    if labels.device != hidden.device:
+        raise ValueError(f"labels: on {labels.device}, hidden on {hidden.device}")
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"labels: dtype {labels.dtype}, expected torch.int64 or torch.int32")
+    if sequence_parallel and group is None:
+        raise ValueError("sequence_parallel: True, but group is None: there is nobody to gather rows from")
+    rows = hidden.shape[0] * (dist.get_world_size(group) if sequence_parallel else 1)
+    if labels.shape != (rows,):
+        shards = " after gathering the sequence shards" if sequence_parallel else ""
+        raise ValueError(f"labels: shape {tuple(labels.shape)}, expected ({rows},), one for each row of hidden{shards}")
+
+
+def vocab_shard(weight: Tensor, group: dist.ProcessGroup | None, valid_vocab: int | None) -> Shard:
+    """Where this rank's columns lie in the whole vocabulary. All ranks of `group` hold equally many."""
+    rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    columns = weight.shape[0]
+    total = columns * world if valid_vocab is None else valid_vocab
+    if not 0 < total <= columns * world:
+        raise ValueError(f"valid_vocab: {valid_vocab}, expected 1 to {columns * world} (weight's {columns} rows on {world} ranks)")
+    return Shard(group, rank, world, rank * columns, columns, total)
+
+
+def check_temperature(temperature: float | Tensor, labels: Tensor) -> None:
+    if isinstance(temperature, Tensor):
+        if temperature.dim() and temperature.shape != labels.shape:
+            raise ValueError(f"temperature: shape {tuple(temperature.shape)}, expected {tuple(labels.shape)}, one for each label")
+        if temperature.device != labels.device:
+            raise ValueError(f"temperature: on {temperature.device}, labels on {labels.device}")
+    elif not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature: {temperature}, expected a finite number above 0")
+
+
+def select_rows(labels: Tensor, rows: Tensor | None, ignore_index: int, temperature: float | Tensor, shard: Shard) -> Rows:
+    """Rows that are both asked for and not ignored, checked for labels in range, with one wait for the device."""
+    total = labels.shape[0]
+    if total == 0:
+        return Rows(0, 0, None)
+    keep = labels != ignore_index
+    inside = None
+    if rows is not None:
+        if rows.device != labels.device:
+            raise ValueError(f"rows: on {rows.device}, labels on {labels.device}")
+        if rows.dtype == torch.bool:
+            if rows.shape != labels.shape:
+                raise ValueError(f"rows: mask of shape {tuple(rows.shape)}, expected {tuple(labels.shape)}, one for each label")
+            keep = keep & rows
+        elif rows.dtype in (torch.int64, torch.int32) and rows.dim() == 1:
+            inside = torch.stack([rows.min(), rows.max()]) if rows.numel() else None
+            chosen = torch.zeros_like(keep)
+            chosen[rows.long().clamp(0, total - 1)] = True
+            keep = keep & chosen
+        else:
+            raise ValueError(f"rows: dtype {rows.dtype}, shape {tuple(rows.shape)}, expected a bool mask or a 1-D tensor of indices")
+    first = keep.to(torch.int8).argmax()  # a kept label stands in where a row is not kept, so that min and max see kept ones alone
+    kept = torch.where(keep, labels, labels[first]).long()
+    facts = [keep.sum(), kept.min(), kept.max()] + ([] if inside is None else [inside[0].long(), inside[1].long()])
+    coldest = torch.where(keep, temperature, 1).min() if isinstance(temperature, Tensor) else None
+    count, low, high, *span = torch.stack(facts).tolist()
+    if span and (span[0] < 0 or span[1] >= total):
+        bad = span[0] if span[0] < 0 else span[1]
+        raise ValueError(f"rows: index {bad} is outside hidden's {total} rows")
+    if count and (low < 0 or high >= shard.total):
+        raise ValueError(
+            f"labels: {low if low < 0 else high} is outside the vocabulary of {shard.total} entries (ignore_index is {ignore_index})"
+        )
+    if coldest is not None and not coldest.item() > 0:
+        raise ValueError(f"temperature: smallest value {coldest.item()}, expected above 0")
+    return Rows(total, count, None if count == total else keep.nonzero().squeeze(1))
+
+
+def explain_nonfinite(hidden: Tensor, weight: Tensor) -> ValueError:
+    """Which argument made a log-sum-exp that is not finite."""
+    for name, x in (("hidden", hidden), ("weight", weight)):
+        bad = (~torch.isfinite(x)).nonzero()
+        if len(bad):
+            row, col = bad[0].tolist()
+            return ValueError(f"{name}: {x[row, col].item()} at [{row}, {col}], expected finite values in all of {tuple(x.shape)}")
+    most = [x.abs().max().item() for x in (hidden, weight)]
+    return ValueError(f"hidden: logits overflow {torch.float32}: largest |hidden| {most[0]}, largest |weight| {most[1]}")

@@ -1,0 +1,73 @@
+"""What a backend is given, and what it gives back: the local problem of one rank, after rows are selected and before ranks are joined.
+
+Shape legend: n selected rows, H hidden size, V this rank's vocabulary entries, k candidates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mtpctl.kernels.reduce import RowStats
+
+
+@dataclass(frozen=True)
+class Problem:
+    """hidden [n, H]; weight [V, H]; targets [n], counted from this rank's first column (outside 0..V-1: another rank's);
+    inverse_temperature
+    a number or [n] fp32; only the first `valid` columns are vocabulary; `workspace_bytes` bounds what a backend allocates beside its
+    results."""
+
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    inverse_temperature: float | Tensor
+    valid: int
+    workspace_bytes: int
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype in which logits and statistics are kept."""
+        return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
+
+
+@dataclass
+class LocalScores:
+    """A backend's forward pass. `best` is the top k (logits, local ids) where asked for; `kept` is what its backward pass can use again."""
+
+    stats: RowStats
+    best: tuple[Tensor, Tensor] | None = None
+    kept: Any = None
+
+
+@dataclass
+class RowGrads:
+    """Per row: `logprob` = dL/dlogprob, `entropy` = dL/dentropy (or None), with the whole vocabulary's `lse` and `row_entropy` (None
+    without).
+
+    The gradient of a scaled logit j of a row is  logprob (1[j = label] - p_j) - entropy p_j (log p_j + row_entropy).
+    """
+
+    logprob: Tensor
+    lse: Tensor
+    entropy: Tensor | None = None
+    row_entropy: Tensor | None = None
+
+
+class Backend(Protocol):
+    """How the local problem is computed. Both passes run without autograd."""
+
+    name: str
+
+    def scores(self, problem: Problem, *, entropy: bool, topk: int, keep: bool) -> LocalScores:
+        """Statistics of every row; with `keep`, a backward pass will follow."""
+        ...
+
+    def grads(
+        self, problem: Problem, rows: RowGrads, kept: Any, *, hidden: bool, weight: bool, main_grad: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(hidden gradient [n, H] in `problem.wide`, weight gradient [V, H] in the weight's dtype, or added to `main_grad` and None)."""
+        ...
