@@ -57,10 +57,13 @@ def import_auto_bridge() -> type[AutoBridge]:
     stand_ins = _stand_ins()
     sys.modules.update(stand_ins)
     # The bridge reports every optional symbol of Transformer Engine that it misses; here all of them are missed on purpose.
-    quiet = logging.getLogger("megatron.bridge.utils.import_utils")
-    quiet.setLevel(logging.ERROR)
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         return importlib.import_module("megatron.bridge").AutoBridge
     finally:
+        logging.disable(disabled)
+        # It also turns the root logger to INFO, where megatron-core tells its whole configuration.
+        logging.getLogger("megatron").setLevel(logging.ERROR)
         for name in stand_ins:
             del sys.modules[name]

@@ -1,0 +1,20 @@
+"""Hugging Face folders and Megatron modules, both ways, through one mapping."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mtpctl.convert.bridge import WeightBridge
+    from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
+
+__all__ = ["HfFolder", "WeightBridge", "create_hf_folder"]
+
+_HOMES = {"WeightBridge": "bridge", "HfFolder": "hf_folder", "create_hf_folder": "hf_folder"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,31 @@
+"""Megatron at work: process groups, packed micro-batches, updates, log-probs, export."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mtpctl.engine.batch import MicroBatch, Sequence
+    from mtpctl.engine.engine import EngineConfig, MegatronEngine, Scores
+    from mtpctl.engine.objective import NextToken, Objective
+    from mtpctl.engine.parallel import Rank
+
+__all__ = ["EngineConfig", "MegatronEngine", "MicroBatch", "NextToken", "Objective", "Rank", "Scores", "Sequence"]
+
+_HOMES = {
+    "MicroBatch": "batch",
+    "Sequence": "batch",
+    "EngineConfig": "engine",
+    "MegatronEngine": "engine",
+    "Scores": "engine",
+    "NextToken": "objective",
+    "Objective": "objective",
+    "Rank": "parallel",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,28 @@
+"""Megatron modules: transformer config, layer specs, packed attention, the MTP head."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mtpctl.model.build import DTYPES, build_model, complete_config
+    from mtpctl.model.gpt import Hidden, MtpModel
+    from mtpctl.model.packing import Packing
+
+__all__ = ["DTYPES", "Hidden", "MtpModel", "Packing", "build_model", "complete_config"]
+
+_HOMES = {
+    "DTYPES": "build",
+    "build_model": "build",
+    "complete_config": "build",
+    "Hidden": "gpt",
+    "MtpModel": "gpt",
+    "Packing": "packing",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

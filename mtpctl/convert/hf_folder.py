@@ -1,0 +1,67 @@
+"""Hugging Face folders in: what is in one, checked before a byte of weights is read; and new ones with random weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from mtpctl import families
+from mtpctl.recipe import UserError
+
+
+@dataclass(frozen=True)
+class HfFolder:
+    """A folder with `config.json` and safetensors weights.
+
+    Raises UserError where the folder, its config or its weights are missing or cannot be read.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    shape: families.ModelShape
+
+    @classmethod
+    def open(cls, path: str | Path, *, weights: bool = True) -> HfFolder:
+        """Read the config, and unless `weights=False` check that there are weights beside it."""
+        folder = Path(path)
+        file = folder / "config.json"
+        if not file.is_file():
+            raise UserError(f"model.path: {folder} holds no config.json; name a Hugging Face model folder")
+        try:
+            config = json.loads(file.read_text())
+        except json.JSONDecodeError as error:
+            raise UserError(f"{file}:{error.lineno}: not valid JSON: {error.msg}") from error
+        if weights and not any(folder.glob("*.safetensors")):
+            raise UserError(f"model.path: {folder} holds no *.safetensors weights; add them, or set model.init: random")
+        return cls(folder, config, families.shape_of(config))
+
+
+def create_hf_folder(config: dict[str, Any], path: str | Path, seed: int, *, dtype: torch.dtype = torch.float32) -> HfFolder:
+    """Make a folder of this config with random weights: norms 1, biases 0, the rest normal(0, initializer_range).
+
+    The same config and seed give the same bytes. The folder appears whole or not at all.
+    """
+    shape = families.shape_of(config)
+    folder = Path(path)
+    aside = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+    std = float(config.get("initializer_range", 0.02))
+    tensors = {}
+    for name, size in families.tensors(shape).items():
+        if len(size) == 1:
+            tensors[name] = torch.zeros(size, dtype=dtype) if name.endswith("bias") else torch.ones(size, dtype=dtype)
+        else:
+            tensors[name] = (torch.randn(size, generator=generator) * std).to(dtype)
+    save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+    config = {**config, "torch_dtype": str(dtype).removeprefix("torch.")}
+    (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    aside.rename(folder)
+    return HfFolder(folder, config, shape)

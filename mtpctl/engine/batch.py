@@ -1,0 +1,129 @@
+"""From samples to packed micro-batches: what a forward pass reads, and which of its rows predict a response token.
+
+Sizes: T tokens of a micro-batch, R response tokens among them, D MTP depths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mtpctl.model.packing import Packing
+
+
+@dataclass
+class Sequence:
+    """One prompt with its response.
+
+    loss_mask and every column run over the response: one entry a response token. A mask of 0 marks tokens that nobody
+    sampled (tool output), which no loss sees.
+    """
+
+    token_ids: list[int]
+    prompt_length: int
+    loss_mask: list[int]
+    columns: dict[str, list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        response = len(self.token_ids) - self.prompt_length
+        if self.prompt_length < 1 or response < 1:
+            raise ValueError(f"a sequence needs a prompt and a response; it has {self.prompt_length} and {response} tokens")
+        for name, values in {"loss_mask": self.loss_mask, **self.columns}.items():
+            if len(values) != response:
+                raise ValueError(f"{name} has {len(values)} entries for {response} response tokens")
+
+
+@dataclass
+class DraftRows:
+    """Rows of one MTP depth: hidden states at `rows` predict `labels`, entries `tokens` of the R response tokens."""
+
+    rows: Tensor
+    labels: Tensor
+    tokens: Tensor
+
+
+@dataclass
+class MicroBatch:
+    """One packed forward pass.
+
+    input_ids [T]; rows and labels [R]: hidden state at `rows[r]` predicts `labels[r]`; mask [R]; seq_ids [R], the
+    sequence of each response token within this micro-batch; columns: name → [R]; order: the sequences' places in the
+    list they came from; drafts: one `DraftRows` a depth, over tokens that a drafter can be asked for.
+    """
+
+    input_ids: Tensor
+    packing: Packing
+    rows: Tensor
+    labels: Tensor
+    mask: Tensor
+    seq_ids: Tensor
+    columns: dict[str, Tensor]
+    order: list[int]
+    lengths: list[int]
+    drafts: list[DraftRows]
+
+
+def partition(lengths: list[int], tokens_per_microbatch: int, dp: int) -> list[list[list[int]]]:
+    """Indices of sequences, for each dp rank a list of micro-batches; every rank gets equally many.
+
+    Longest first into the least loaded of as few micro-batches as fit the budget; a sequence longer than the budget
+    stands alone. Deterministic, so that every rank computes the same partition. Raises ValueError on an empty list.
+    """
+    if not lengths:
+        raise ValueError("there is no sequence to pack")
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    count = max(dp, -(-sum(lengths) // tokens_per_microbatch))
+    while True:
+        count = -(-count // dp) * dp
+        bins: list[list[int]] = [[] for _ in range(count)]
+        loads = [0] * count
+        for i in order:
+            target = min(range(count), key=loads.__getitem__)
+            bins[target].append(i)
+            loads[target] += lengths[i]
+        if count >= len(lengths) or all(load <= tokens_per_microbatch or len(b) == 1 for load, b in zip(loads, bins, strict=True)):
+            break
+        count += dp
+    return [[sorted(b) for b in bins[rank::dp]] for rank in range(dp)]
+
+
+def pack(sequences: list[Sequence], order: list[int], depths: int, device: torch.device | str) -> MicroBatch:
+    """Lay `sequences[i] for i in order` out as one micro-batch."""
+    chosen = [sequences[i] for i in order]
+    ids: list[int] = []
+    rows: list[int] = []
+    seq_ids: list[int] = []
+    place: list[int] = []
+    for number, sequence in enumerate(chosen):
+        first = len(ids) + sequence.prompt_length
+        count = len(sequence.token_ids) - sequence.prompt_length
+        rows += range(first - 1, first - 1 + count)
+        seq_ids += [number] * count
+        place += range(count)
+        ids += sequence.token_ids
+    input_ids = torch.tensor(ids, device=device)
+    row_index = torch.tensor(rows, device=device)
+    labels = input_ids[row_index + 1]
+    mask = torch.tensor([m for s in chosen for m in s.loss_mask], dtype=torch.float32, device=device)
+    placed = torch.tensor(place, device=device)
+    drafts = []
+    for depth in range(1, depths + 1):
+        # The first tokens of a response are sampled before a drafter has anything to go on.
+        tokens = torch.nonzero((placed >= depth) & (mask > 0)).squeeze(1)
+        drafts.append(DraftRows(row_index[tokens] - depth, labels[tokens], tokens))
+    names = chosen[0].columns.keys()
+    columns = {name: torch.tensor([x for s in chosen for x in s.columns[name]], dtype=torch.float32, device=device) for name in names}
+    return MicroBatch(
+        input_ids=input_ids,
+        packing=Packing.of([len(s.token_ids) for s in chosen], device),
+        rows=row_index,
+        labels=labels,
+        mask=mask,
+        seq_ids=torch.tensor(seq_ids, device=device),
+        columns=columns,
+        order=order,
+        lengths=[len(s.token_ids) - s.prompt_length for s in chosen],
+        drafts=drafts,
+    )

@@ -1,0 +1,262 @@
+"""The Megatron engine of one rank: updates, log-probs, export.
+
+One engine serves SFT, RL updates and log-prob recompute, with and without MTP, on gloo and NCCL.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from mtpctl.convert import HfFolder, WeightBridge
+from mtpctl.engine import parallel as groups
+from mtpctl.engine.batch import MicroBatch, Sequence, pack, partition
+from mtpctl.engine.objective import Objective, Sums
+from mtpctl.engine.optimizer import Optimizer
+from mtpctl.kernels import LogProbOut, linear_logprob
+from mtpctl.model import DTYPES, Hidden, build_model, complete_config
+from mtpctl.recipe.schema import KernelsConfig, MtpConfig, OptimizerConfig, ParallelConfig
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is made of. `train=False` builds no gradient buffers."""
+
+    parallel: ParallelConfig
+    precision: str = "fp32"
+    mtp: MtpConfig = MtpConfig()
+    kernels: KernelsConfig = KernelsConfig()
+    tokens_per_microbatch: int = 8192
+    recompute: str = "none"
+    distributed_optimizer: bool = False
+    train: bool = True
+
+
+@dataclass
+class Scores:
+    """Of one sequence, over its response tokens: log-prob of each, and entropy of the distribution it was drawn from (nats)."""
+
+    logprobs: list[float]
+    entropy: list[float]
+
+
+class MegatronEngine:
+    """A model on this rank, with what trains and scores it. All ranks call every method together, with the same arguments."""
+
+    def __init__(self, folder: HfFolder, config: EngineConfig, rank: groups.Rank | None = None) -> None:
+        self.config, self.folder = config, folder
+        groups.start(rank or groups.Rank(), config.parallel)
+        self.device = torch.device(torch.cuda.current_device())
+        self.bridge = WeightBridge(folder)
+        self.transformer = complete_config(
+            self.bridge.config(),
+            folder.shape,
+            parallel=config.parallel,
+            precision=config.precision,
+            mtp=config.mtp,
+            recompute=config.recompute,
+        )
+        model = build_model(self.transformer, folder.shape, config.mtp)
+        self.bridge.load([model])
+        self.depths = self.transformer.mtp_num_layers or 0
+        self.trains_mtp = config.train and config.mtp.mode in ("joint", "isolated") and self.depths > 0
+        self.optimizer: Optimizer | None = None
+        self.model: Any = model
+        if config.train:
+            self.model = DistributedDataParallel(
+                self.transformer,
+                DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=config.distributed_optimizer,
+                    overlap_grad_reduce=False,
+                ),
+                model,
+            )
+            self.transformer.finalize_model_grads_func = finalize_model_grads
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model without its data-parallel wrapping."""
+        return self.model.module if self.config.train else self.model
+
+    def set_optimizer(self, config: OptimizerConfig) -> None:
+        """Start with a fresh optimizer: one for SFT, one for RL."""
+        assert self.config.train
+        self.optimizer = Optimizer(
+            self.model,
+            config,
+            mtp_clip=self.config.mtp.clip_grad,
+            bf16=self.config.precision == "bf16",
+            distributed=self.config.distributed_optimizer,
+        )
+
+    # ------------------------------------------------------------------------------------------------------- updates
+
+    def update(self, sequences: list[Sequence], objective: Objective, *, temperature: float = 1.0, total_steps: int = 1) -> dict[str, float]:
+        """One optimizer step on these sequences. Returns metrics, means over what they count.
+
+        `skipped` is 1 where loss or gradients were not finite, and then nothing was applied.
+        """
+        assert self.optimizer is not None, "set_optimizer comes first"
+        began = time.perf_counter()
+        denominator = objective.denominator(sequences)
+        drafts = self._draft_counts(sequences) if self.trains_mtp else []
+        micros = self._micro_batches(sequences, self.depths if self.trains_mtp else 0)
+        self.model.train()
+        self.model.zero_grad_buffer()
+        self.optimizer.inner.zero_grad()
+        loss = partial(self._loss, objective=objective, temperature=temperature, denominator=denominator, drafts=drafts)
+        sums = self._run(micros, loss, forward_only=False)
+        result = self.optimizer.step(total_steps)
+        metrics = self._means(sums, denominator, drafts)
+        tokens = sum(len(s.token_ids) for s in sequences)
+        metrics |= {
+            "actor/grad_norm": result.grad_norm,
+            "actor/lr": result.lr,
+            "skipped": float(not result.applied),
+            "timing_s/update": time.perf_counter() - began,
+            "perf/tokens": float(tokens),
+        }
+        if self.trains_mtp:
+            metrics["mtp/grad_norm"] = result.mtp_grad_norm
+        return metrics
+
+    def _draft_counts(self, sequences: list[Sequence]) -> list[int]:
+        """For each depth, how many supervised tokens a drafter can be asked for, in the whole batch."""
+        return [max(1, sum(sum(s.loss_mask[depth:]) for s in sequences)) for depth in range(1, self.depths + 1)]
+
+    def _loss(
+        self, micro: MicroBatch, hidden: Hidden, *, objective: Objective, temperature: float, denominator: float, drafts: list[int]
+    ) -> tuple[Tensor, Sums]:
+        out = self._logprob(hidden.trunk, hidden.head, micro.rows, micro.labels, temperature, entropy=objective.needs_entropy)
+        loss, sums = objective(out.logprob, out.entropy, micro)
+        total = loss / denominator
+        isolated = self.config.mtp.mode == "isolated"
+        for depth, (state, draft) in enumerate(zip(hidden.mtp, micro.drafts, strict=True), start=1):
+            out = self._logprob(state, hidden.head, draft.rows, draft.labels, temperature, hit=True, detach_weight=isolated)
+            assert out.hit is not None
+            mtp_loss = -out.logprob.sum()
+            total = total + self.config.mtp.loss_scale * mtp_loss / (drafts[depth - 1] * len(drafts))
+            sums |= {f"mtp/loss_{depth}": mtp_loss.detach(), f"mtp/accept_{depth}": out.hit.float().sum()}
+        return total, sums
+
+    def _means(self, sums: Sums, denominator: float, drafts: list[int]) -> dict[str, float]:
+        means = {}
+        for name, value in sums.items():
+            by = drafts[int(name[-1]) - 1] if name.startswith("mtp/") else denominator
+            means[name] = float(value) / by
+        return means
+
+    # ------------------------------------------------------------------------------------------------------- scoring
+
+    @torch.no_grad()
+    def score(self, sequences: list[Sequence], *, temperature: float = 1.0) -> list[Scores]:
+        """Log-probs and entropy of every response token, in the order of `sequences`."""
+        if not sequences:
+            return []
+        self.model.eval()
+        found: dict[int, Scores] = {}
+
+        def collect(micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
+            out = self._logprob(hidden.trunk, hidden.head, micro.rows, micro.labels, temperature, entropy=True)
+            assert out.entropy is not None
+            logprobs = out.logprob.float().cpu().split(micro.lengths)
+            entropies = out.entropy.float().cpu().split(micro.lengths)
+            for i, logprob, entropy in zip(micro.order, logprobs, entropies, strict=True):
+                found[i] = Scores(logprob.tolist(), entropy.tolist())
+            return out.logprob.sum(), {}
+
+        self._run(self._micro_batches(sequences, 0), collect, forward_only=True)
+        if parallel_state.get_data_parallel_world_size() > 1 or parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            parts: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(parts, found)
+            found = {i: scores for part in parts for i, scores in part.items()}
+        return [found[i] for i in range(len(sequences))]
+
+    # ------------------------------------------------------------------------------------------------------- weights
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and full tensors, MTP included, in the engine's precision; every rank iterates."""
+        yield from self.bridge.export([self.module])
+
+    def load(self, path: Path) -> None:
+        """Replace the weights by those of another folder of the same model."""
+        self.bridge.load([self.module], path)
+        if self.optimizer is not None:
+            self.optimizer.inner.reload_model_params()
+
+    # -------------------------------------------------------------------------------------------------------- passes
+
+    def _micro_batches(self, sequences: list[Sequence], depths: int) -> list[MicroBatch]:
+        lengths = [len(s.token_ids) for s in sequences]
+        dp, dp_rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        parts = partition(lengths, self.config.tokens_per_microbatch, dp)[dp_rank]
+        return [pack(sequences, part, depths, self.device) for part in parts if part]
+
+    def _run(self, micros: list[MicroBatch], loss: Any, *, forward_only: bool) -> Sums:
+        """Run the pipeline schedule over the micro-batches. Returns the metric sums over all of them and all dp ranks."""
+
+        def finish(micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Tensor, Sums]:
+            total, sums = loss(micro, hidden)
+            return total, torch.ones((), dtype=torch.int), sums
+
+        def forward(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
+            micro = next(iterator)
+            return model(micro.input_ids, micro.packing, depths=len(micro.drafts)), partial(finish, micro)
+
+        parts = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(micros),
+            model=self.model,
+            num_microbatches=len(micros),
+            seq_length=self.config.tokens_per_microbatch,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        sums: Sums = {}
+        for part in parts:
+            for name, value in part.items():
+                sums[name] = sums[name] + value if name in sums else value
+        return self._reduced(sums)
+
+    def _reduced(self, sums: Sums) -> Sums:
+        """Summed over dp, and known on every pipeline stage."""
+        if dist.get_world_size() == 1 or not sums:
+            return sums
+        names = sorted(sums)
+        flat = torch.stack([sums[name].float() for name in names])
+        dist.all_reduce(flat, group=parallel_state.get_data_parallel_group())
+        return dict(zip(names, flat, strict=True))
+
+    def _logprob(self, state: Tensor, head: Tensor, rows: Tensor, labels: Tensor, temperature: float, **options: Any) -> LogProbOut:
+        kernels = self.config.kernels
+        sequence_parallel = self.transformer.sequence_parallel
+        if sequence_parallel:
+            from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+            state = gather_from_sequence_parallel_region(state, tensor_parallel_output_grad=False)
+        return linear_logprob(
+            state[rows],
+            head,
+            labels,
+            temperature=temperature,
+            group=parallel_state.get_tensor_model_parallel_group() if self.config.parallel.tp > 1 else None,
+            workspace_bytes=kernels.workspace_bytes,
+            implementation=kernels.linear_logprob,
+            **options,
+        )
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        groups.stop()

@@ -1,0 +1,70 @@
+"""Process groups of one trainer or log-prob rank, on gloo or NCCL."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+from mtpctl.compat import cpu_device
+from mtpctl.recipe.schema import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Where one process stands: its rank, the ranks in all, and the address of rank 0 as `host:port`."""
+
+    rank: int = 0
+    world_size: int = 1
+    master: str = ""
+    local_rank: int = 0
+    deadline_s: float = 600.0
+
+
+def start(rank: Rank, parallel: ParallelConfig) -> None:
+    """Join the process group and lay out tp, pp, cp, ep and dp over it.
+
+    Raises RuntimeError where the number of ranks does not fit the layout.
+    """
+    if rank.world_size != parallel.world_size:
+        raise RuntimeError(f"{rank.world_size} ranks were started for a layout of {parallel.world_size}")
+    cpu_device.install()
+    if not dist.is_initialized():
+        cuda = torch.cuda.is_available()
+        if cuda:
+            torch.cuda.set_device(rank.local_rank)
+        store: dist.Store
+        if rank.world_size == 1:
+            store = dist.HashStore()
+        else:
+            host, port = rank.master.rsplit(":", 1)
+            store = dist.TCPStore(host, int(port), rank.world_size, is_master=rank.rank == 0)
+        # megatron-core and its checkpoints read these.
+        os.environ |= {"RANK": str(rank.rank), "WORLD_SIZE": str(rank.world_size), "LOCAL_RANK": str(rank.local_rank)}
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=store,
+            rank=rank.rank,
+            world_size=rank.world_size,
+            timeout=datetime.timedelta(seconds=rank.deadline_s),
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+    )
+    # There is no dropout here, so no random state has to be kept apart for the tensor-parallel ranks.
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+
+
+def stop() -> None:
+    """Leave the process groups."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

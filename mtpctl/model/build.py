@@ -1,0 +1,95 @@
+"""From a family's shape and a parallel layout to Megatron modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+
+from mtpctl.families import ModelShape
+from mtpctl.model.gpt import MtpModel
+from mtpctl.model.spec import decoder_spec, mtp_spec
+from mtpctl.recipe import UserError
+from mtpctl.recipe.schema import MtpConfig, ParallelConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def complete_config(
+    config: TransformerConfig, shape: ModelShape, *, parallel: ParallelConfig, precision: str, mtp: MtpConfig, recompute: str = "none"
+) -> TransformerConfig:
+    """Write this run's layout and precision into a config that the bridge made. Returns the same object, finalized."""
+    _check_fit(shape, parallel)
+    dtype = DTYPES[precision]
+    depths = 0 if mtp.mode == "off" else shape.mtp_layers * mtp.repeat
+    settings: dict[str, Any] = {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "sequence_parallel": parallel.sequence_parallel and parallel.tp > 1,
+        "pipeline_dtype": dtype,
+        "params_dtype": dtype,
+        "bf16": precision == "bf16",
+        "fp16": False,
+        "autocast_dtype": dtype,
+        "variable_seq_lengths": True,
+        "calculate_per_token_loss": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "perform_initialization": False,
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        "cross_entropy_loss_fusion": False,
+        "tp_comm_overlap": False,
+        "transformer_impl": "local",
+        "moe_token_dispatcher_type": "alltoall",
+        "deallocate_pipeline_outputs": False,
+        "mtp_num_layers": depths or None,
+        "mtp_use_repeated_layer": mtp.repeat > 1,
+        "mtp_detach_heads": mtp.mode == "isolated",
+        "seq_length": shape.max_positions,
+    }
+    if recompute == "full":
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif recompute == "selective":
+        settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    for name, value in settings.items():
+        setattr(config, name, value)
+    config.finalize()
+    return config
+
+
+def _check_fit(shape: ModelShape, parallel: ParallelConfig) -> None:
+    for what, size in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads), ("vocabulary", shape.vocab)):
+        if size % parallel.tp:
+            fits = [n for n in range(1, 65) if shape.heads % n == shape.kv_heads % n == shape.vocab % n == 0]
+            raise UserError(f"train.parallel.tp: {parallel.tp} does not divide the {size} {what}; these do: {fits}")
+
+
+def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) -> MtpModel:
+    """The modules of this rank, on its device, without weights yet."""
+    model = MtpModel(
+        config=config,
+        transformer_layer_spec=decoder_spec(config),
+        vocab_size=shape.vocab,
+        max_sequence_length=shape.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="rope",
+        rotary_base=int(shape.rope_theta),
+        mtp_block_spec=mtp_spec(config),
+    )
+    model.mtp_reads_prenorm = shape.mtp_reads_prenorm
+    model.mtp_isolated = mtp.mode == "isolated"
+    if model.mtp_process and mtp.mode == "load":
+        model.mtp.requires_grad_(False)
+    return model.cuda()
