@@ -119,7 +119,8 @@ class MegatronEngine:
         loss = partial(self._loss, objective=objective, temperature=temperature, denominator=denominator, drafts=drafts)
         sums = self._run(micros, loss, forward_only=False)
         result = self.optimizer.step(total_steps)
-        metrics = self._means(sums, denominator, drafts)
+        metrics = objective.metrics({name: float(value) for name, value in sums.items() if not name.startswith("mtp/")})
+        metrics |= {name: float(value) / drafts[int(name[-1]) - 1] for name, value in sums.items() if name.startswith("mtp/")}
         tokens = sum(len(s.token_ids) for s in sequences)
         metrics |= {
             "actor/grad_norm": result.grad_norm,
@@ -150,13 +151,6 @@ class MegatronEngine:
             total = total + self.config.mtp.loss_scale * mtp_loss / (drafts[depth - 1] * len(drafts))
             sums |= {f"mtp/loss_{depth}": mtp_loss.detach(), f"mtp/accept_{depth}": out.hit.float().sum()}
         return total, sums
-
-    def _means(self, sums: Sums, denominator: float, drafts: list[int]) -> dict[str, float]:
-        means = {}
-        for name, value in sums.items():
-            by = drafts[int(name[-1]) - 1] if name.startswith("mtp/") else denominator
-            means[name] = float(value) / by
-        return means
 
     # ------------------------------------------------------------------------------------------------------- scoring
 

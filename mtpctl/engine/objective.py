@@ -26,6 +26,9 @@ class Objective(Protocol):
     def __call__(self, logprob: Tensor, entropy: Tensor | None, micro: MicroBatch) -> tuple[Tensor, Sums]:
         """Loss sum (scalar, differentiable) and metric sums of one micro-batch, from log-probs [R] and entropy [R]."""
 
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """Named metrics from those sums, added over all micro-batches and ranks."""
+
 
 class NextToken:
     """Supervised cross-entropy over the response."""
@@ -37,4 +40,7 @@ class NextToken:
 
     def __call__(self, logprob: Tensor, entropy: Tensor | None, micro: MicroBatch) -> tuple[Tensor, Sums]:
         loss = -(logprob * micro.mask).sum()
-        return loss, {"sft/loss": loss.detach()}
+        return loss, {"loss": loss.detach(), "tokens": micro.mask.sum()}
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        return {"sft/loss": sums["loss"] / max(1.0, sums["tokens"])}
