@@ -1,0 +1,27 @@
+"""What is particular to a model family, as data: sizes, tensor names and shapes, MTP conventions."""
+
+from mtpctl.families.hub import HUB_CONFIGS, hub_config
+from mtpctl.families.reading import MTP_COUNTS, family_of, mtp_layers_of, shape_of
+from mtpctl.families.registry import FAMILIES, Family
+from mtpctl.families.shape import DeltaShape, LatentShape, ModelShape, MoeShape, MtpConvention
+from mtpctl.families.tensors import aliases, count, section_of, tensors
+
+__all__ = [
+    "FAMILIES",
+    "HUB_CONFIGS",
+    "MTP_COUNTS",
+    "DeltaShape",
+    "Family",
+    "LatentShape",
+    "ModelShape",
+    "MoeShape",
+    "MtpConvention",
+    "aliases",
+    "count",
+    "family_of",
+    "hub_config",
+    "mtp_layers_of",
+    "section_of",
+    "shape_of",
+    "tensors",
+]

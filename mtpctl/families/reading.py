@@ -1,0 +1,181 @@
+"""From a Hugging Face config to a `ModelShape`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from mtpctl.families.registry import FAMILIES, Family, Flag, MoeFields
+from mtpctl.families.shape import DeltaShape, LatentShape, LayerKind, ModelShape, MoeShape
+from mtpctl.recipe.errors import UserError
+
+MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Config fields that name the count of MTP layers, at the top or inside `text_config`."""
+
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""Config fields that name the count of routed experts."""
+
+MIMO_7B = {"hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151680}
+MIMO_7B_POSITIONS = 32768
+"""The published MiMo-7B config files state another length than the models were trained with."""
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a config, by `architectures`, or by `model_type` where there are none.
+
+    Raises UserError naming what the config says and the families that are known.
+    """
+    named = [str(a) for a in config.get("architectures") or []]
+    model_type = config.get("model_type")
+    for family in FAMILIES:
+        if any(a in family.architectures for a in named) or (not named and model_type in family.model_types):
+            return family
+    said = f"architectures {named}" if named else f"model_type {model_type!r}"
+    known = ", ".join(f"{family.name} ({family.architectures[0]})" for family in FAMILIES)
+    raise UserError(f"model config: {said} is not a known family; known are {known}")
+
+
+def mtp_layers_of(config: Mapping[str, Any]) -> int:
+    """MTP layers that a config names, 0 where it names none."""
+    for part in (config, config.get("text_config") or {}):
+        for key in MTP_COUNTS:
+            if part.get(key):
+                return _Fields(part).whole(key)
+    return 0
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """Sizes and conventions of the model that `config` (the fields of config.json) describes.
+
+    Raises UserError for an unknown family, and for a field that is missing or does not fit.
+    """
+    family = family_of(config)
+    fields = _Fields({**config, **(config.get("text_config") or {})})
+    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    layers, vocab = fields.whole("num_hidden_layers"), fields.whole("vocab_size")
+    kv_heads = heads if family.latent else fields.whole("num_key_value_heads", heads)
+    latent = _latent(fields) if family.latent else None
+    head_dim = latent.nope_dim + latent.rope_dim if latent else fields.whole("head_dim", hidden // heads)
+    if heads % kv_heads:
+        raise UserError(f"model config: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if family.head_dim_follows_hidden and head_dim * heads != hidden:
+        raise UserError(
+            f"model config: head_dim {head_dim} is not hidden_size / num_attention_heads = {hidden / heads:g}, as {family.name} needs it"
+        )
+    mtp_layers = mtp_layers_of(config)
+    if mtp_layers and family.mtp is None:
+        raise UserError(f"model config: {mtp_layers} MTP layers are named, but the family {family.name} has none")
+    moe = _moe(family.moe, fields, layers) if family.moe else None
+    rope = fields.raw.get("rope_parameters") or fields.raw.get("rope_scaling") or {}
+    positions = fields.whole("max_position_embeddings", family.max_positions)
+    if family.name == "mimo" and all(config.get(key) == size for key, size in MIMO_7B.items()):
+        positions = MIMO_7B_POSITIONS
+    return ModelShape(
+        family=family.name,
+        architecture=next((a for a in config.get("architectures") or [] if a in family.architectures), family.architectures[0]),
+        prefix=family.prefix,
+        hidden=hidden,
+        layers=layers,
+        ffn=fields.whole("intermediate_size", 0) if moe else fields.whole("intermediate_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=vocab,
+        rope_theta=float(rope.get("rope_theta", fields.raw.get("rope_theta") or family.rope_theta)),
+        rope_scaling=rope if rope.get("rope_type", rope.get("type", "default")) != "default" else None,
+        rotary_fraction=float(rope.get("partial_rotary_factor", fields.raw.get("partial_rotary_factor") or family.rotary_fraction)),
+        rms_eps=float(fields.raw.get("rms_norm_eps", family.rms_eps)),
+        qkv_bias=fields.flag(family.qkv_bias),
+        out_bias=fields.flag(family.out_bias),
+        mlp_bias=fields.flag(family.mlp_bias),
+        qk_norm=fields.flag(family.qk_norm),
+        gated_attention=family.gated_attention,
+        tied=bool(config.get("tie_word_embeddings", fields.raw.get("tie_word_embeddings", family.tied))),
+        max_positions=positions,
+        mtp_layers=mtp_layers,
+        mtp=family.mtp if mtp_layers else None,
+        moe=moe,
+        latent=latent,
+        delta=_delta(family, fields),
+        layer_kinds=_layer_kinds(family, fields, layers),
+    )
+
+
+class _Fields:
+    """Config fields with a message for what is missing."""
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self.raw = raw
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        value = self.raw.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise UserError(f"model config: {key} is missing")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0 or (value == 0 and default != 0):
+            raise UserError(f"model config: {key} must be a positive integer, got {value!r}")
+        return value
+
+    def flag(self, flag: Flag) -> bool:
+        return bool(self.raw.get(flag, False)) if isinstance(flag, str) else flag
+
+
+def _latent(fields: _Fields) -> LatentShape:
+    return LatentShape(
+        q_rank=fields.raw.get("q_lora_rank"),
+        kv_rank=fields.whole("kv_lora_rank"),
+        nope_dim=fields.whole("qk_nope_head_dim"),
+        rope_dim=fields.whole("qk_rope_head_dim"),
+        value_dim=fields.whole("v_head_dim"),
+    )
+
+
+def _moe(family: MoeFields, fields: _Fields, layers: int) -> MoeShape:
+    counts = [key for key in EXPERT_COUNTS if fields.raw.get(key) is not None]
+    ffn = fields.whole("moe_intermediate_size")
+    if family.dense == "first":
+        dense = frozenset(range(min(layers, fields.whole("first_k_dense_replace", 0))))
+    else:
+        step, named = fields.whole("decoder_sparse_step", 1), fields.raw.get("mlp_only_layers") or []
+        dense = frozenset(i for i in range(layers) if i in named or (i + 1) % step)
+    shared = {
+        "none": 0,
+        "shared_expert": fields.whole("shared_expert_intermediate_size", 0),
+        "shared_experts": ffn * fields.whole("n_shared_experts", 0),
+    }[family.shared]
+    return MoeShape(
+        experts=fields.whole(counts[0] if counts else EXPERT_COUNTS[0]),
+        experts_per_token=fields.whole("num_experts_per_tok"),
+        ffn=ffn,
+        shared_ffn=shared,
+        shared_name=family.shared,
+        shared_gate=family.shared_gate,
+        router_bias=family.router_bias,
+        dense_layers=dense,
+    )
+
+
+def _delta(family: Family, fields: _Fields) -> DeltaShape | None:
+    if family.delta == "none":
+        return None
+    return DeltaShape(
+        key_heads=fields.whole("linear_num_key_heads", 16),
+        value_heads=fields.whole("linear_num_value_heads", 32),
+        key_dim=fields.whole("linear_key_head_dim", 128),
+        value_dim=fields.whole("linear_value_head_dim", 128),
+        conv=fields.whole("linear_conv_kernel_dim", 4),
+        fused_projections=family.delta == "fused",
+    )
+
+
+def _layer_kinds(family: Family, fields: _Fields, layers: int) -> tuple[LayerKind, ...]:
+    if family.delta == "none":
+        return ("full_attention",) * layers
+    named = fields.raw.get("layer_types")
+    if named is None:
+        every = fields.whole("full_attention_interval", 4)
+        kinds: list[LayerKind] = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+        return tuple(kinds)
+    if len(named) != layers or not set(named) <= set(get_args(LayerKind)):
+        raise UserError(f"model config: layer_types must name full_attention or linear_attention for each of {layers} layers")
+    return tuple(named)

@@ -1,0 +1,163 @@
+"""The model families, as data. A new family is a new entry here, and a test of its tensor names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mtpctl.families.shape import MtpConvention
+
+Flag = bool | str
+"""True or False for all models of a family, or the config field that says."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoeFields:
+    """Which experts a family has, and which of its layers are dense: the first ones, or all but every n-th."""
+
+    shared: Literal["none", "shared_expert", "shared_experts"]
+    shared_gate: bool
+    router_bias: bool
+    dense: Literal["first", "sparse_step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What all models of a family have in common, and which config field tells what differs."""
+
+    name: str
+    architectures: tuple[str, ...]
+    model_types: tuple[str, ...]
+    rope_theta: float = 10000.0
+    rms_eps: float = 1e-6
+    max_positions: int = 32768
+    rotary_fraction: float = 1.0
+    prefix: str = "model."
+    qkv_bias: Flag = False
+    out_bias: Flag = False
+    mlp_bias: Flag = False
+    qk_norm: Flag = False
+    gated_attention: bool = False
+    tied: bool = False
+    latent: bool = False
+    delta: Literal["none", "fused", "separate"] = "none"
+    moe: MoeFields | None = None
+    mtp: MtpConvention | None = None
+    head_dim_follows_hidden: bool = False
+
+
+_MIMO_MTP = MtpConvention(
+    layer="model.mtp_layers.{k}.",
+    embedding_norm="model.mtp_layers.{k}.token_layernorm.weight",
+    hidden_norm="model.mtp_layers.{k}.hidden_layernorm.weight",
+    projection="model.mtp_layers.{k}.input_proj.weight",
+    final_norm="model.mtp_layers.{k}.final_layernorm.weight",
+    concat="hidden_embedding",
+    reads_prenorm=True,
+)
+_DEEPSEEK_MTP = MtpConvention(
+    layer="model.layers.{n}.",
+    embedding_norm="model.layers.{n}.enorm.weight",
+    hidden_norm="model.layers.{n}.hnorm.weight",
+    projection="model.layers.{n}.eh_proj.weight",
+    final_norm="model.layers.{n}.shared_head.norm.weight",
+    concat="embedding_hidden",
+    reads_prenorm=False,
+    embedding_copy="model.layers.{n}.embed_tokens.weight",
+    head_copy="model.layers.{n}.shared_head.head.weight",
+)
+_QWEN_MTP = MtpConvention(
+    layer="mtp.layers.{k}.",
+    embedding_norm="mtp.pre_fc_norm_embedding.weight",
+    hidden_norm="mtp.pre_fc_norm_hidden.weight",
+    projection="mtp.fc.weight",
+    final_norm="mtp.norm.weight",
+    concat="embedding_hidden",
+    reads_prenorm=False,
+)
+
+_QWEN2 = Family("qwen2", ("Qwen2ForCausalLM",), ("qwen2",), qkv_bias=True, head_dim_follows_hidden=True)
+_QWEN3 = Family("qwen3", ("Qwen3ForCausalLM",), ("qwen3",), qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True)
+_QWEN_MOE = MoeFields(shared="none", shared_gate=False, router_bias=False, dense="sparse_step")
+_QWEN_NEXT_MOE = replace(_QWEN_MOE, shared="shared_expert", shared_gate=True)
+_DEEPSEEK_MOE = MoeFields(shared="shared_experts", shared_gate=False, router_bias=True, dense="first")
+_QWEN3_NEXT = replace(
+    _QWEN3,
+    name="qwen3-next",
+    architectures=("Qwen3NextForCausalLM",),
+    model_types=("qwen3_next",),
+    rotary_fraction=0.25,
+    gated_attention=True,
+    delta="fused",
+    moe=_QWEN_NEXT_MOE,
+    mtp=_QWEN_MTP,
+)
+_QWEN3_5 = replace(
+    _QWEN3_NEXT,
+    name="qwen3.5",
+    architectures=("Qwen3_5ForCausalLM",),
+    model_types=("qwen3_5_text",),
+    delta="separate",
+    moe=None,
+)
+
+FAMILIES: tuple[Family, ...] = (
+    replace(_QWEN2, name="mimo", architectures=("MiMoForCausalLM",), model_types=("mimo",), mtp=_MIMO_MTP),
+    _QWEN2,
+    _QWEN3,
+    replace(_QWEN3, name="qwen3-moe", architectures=("Qwen3MoeForCausalLM",), model_types=("qwen3_moe",), moe=_QWEN_MOE),
+    _QWEN3_NEXT,
+    _QWEN3_5,
+    replace(
+        _QWEN3_5,
+        name="qwen3.5-moe",
+        architectures=("Qwen3_5MoeForCausalLM",),
+        model_types=("qwen3_5_moe_text",),
+        moe=_QWEN_NEXT_MOE,
+    ),
+    replace(
+        _QWEN3_5,
+        name="qwen3.5-vl",
+        architectures=("Qwen3_5ForConditionalGeneration",),
+        model_types=("qwen3_5",),
+        prefix="model.language_model.",
+    ),
+    replace(
+        _QWEN3_5,
+        name="qwen3.5-moe-vl",
+        architectures=("Qwen3_5MoeForConditionalGeneration",),
+        model_types=("qwen3_5_moe",),
+        prefix="model.language_model.",
+        moe=_QWEN_NEXT_MOE,
+    ),
+    Family(
+        "deepseek-v3",
+        ("DeepseekV3ForCausalLM",),
+        ("deepseek_v3",),
+        max_positions=4096,
+        latent=True,
+        moe=_DEEPSEEK_MOE,
+        mtp=_DEEPSEEK_MTP,
+    ),
+    Family(
+        "llama",
+        ("LlamaForCausalLM",),
+        ("llama",),
+        max_positions=2048,
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        mlp_bias="mlp_bias",
+    ),
+    Family(
+        "glm4-moe",
+        ("Glm4MoeForCausalLM",),
+        ("glm4_moe",),
+        max_positions=131072,
+        rms_eps=1e-5,
+        rotary_fraction=0.5,
+        qkv_bias="attention_bias",
+        qk_norm="use_qk_norm",
+        moe=_DEEPSEEK_MOE,
+        mtp=_DEEPSEEK_MTP,
+    ),
+)

@@ -1,0 +1,118 @@
+"""The sizes and conventions of one model, read from its Hugging Face config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+LayerKind = Literal["full_attention", "linear_attention"]
+Concat = Literal["hidden_embedding", "embedding_hidden"]
+
+
+@dataclass(frozen=True, slots=True)
+class MtpConvention:
+    """How a family's MTP layers are fed and named.
+
+    Names are templates: `{k}` is the MTP layer from 0, `{n}` the same counted on from the decoder's layers. `layer` is the
+    prefix of the transformer layer inside; a template without a placeholder names a tensor that all depths share.
+    """
+
+    layer: str
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    final_norm: str
+    concat: Concat
+    reads_prenorm: bool
+    embedding_copy: str | None = None
+    head_copy: str | None = None
+
+    def name(self, template: str, depth: int, layers: int) -> str:
+        """A template filled in for MTP layer `depth` of a model with `layers` decoder layers."""
+        return template.format(k=depth, n=layers + depth)
+
+
+@dataclass(frozen=True, slots=True)
+class MoeShape:
+    """Mixture of experts: counts, widths, and which decoder layers stay dense."""
+
+    experts: int
+    experts_per_token: int
+    ffn: int
+    shared_ffn: int
+    shared_name: str
+    shared_gate: bool
+    router_bias: bool
+    dense_layers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): ranks of the compressed query and key-value, widths per head."""
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """Gated delta net, the linear attention of Qwen3-Next and Qwen3.5."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv: int
+    fused_projections: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Everything about a model that is not a weight. Widths are in elements, `max_positions` in tokens."""
+
+    family: str
+    architecture: str
+    prefix: str
+    hidden: int
+    layers: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    rope_theta: float
+    rope_scaling: Mapping[str, Any] | None
+    rotary_fraction: float
+    rms_eps: float
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    gated_attention: bool
+    tied: bool
+    max_positions: int
+    mtp_layers: int
+    mtp: MtpConvention | None
+    moe: MoeShape | None
+    latent: LatentShape | None
+    delta: DeltaShape | None
+    layer_kinds: tuple[LayerKind, ...]
+
+    @property
+    def mtp_reads_prenorm(self) -> bool:
+        """Whether the first MTP layer reads the trunk's state before the final norm, as MiMo does, or after it."""
+        return self.mtp is not None and self.mtp.reads_prenorm
+
+    @property
+    def mtp_concat(self) -> Concat | None:
+        """Order of the halves that the MTP projection reads; None without MTP layers."""
+        return self.mtp.concat if self.mtp else None
+
+    @property
+    def full_attention_layers(self) -> int:
+        """Decoder layers that keep a key-value cache growing with the sequence."""
+        return sum(kind == "full_attention" for kind in self.layer_kinds)

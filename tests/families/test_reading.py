@@ -1,0 +1,113 @@
+"""A config is read as its publisher meant it, and what does not fit is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mtpctl import families
+from mtpctl.recipe import UserError
+
+MIMO: dict[str, Any] = {
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 384,
+    "vocab_size": 512,
+    "num_nextn_predict_layers": 1,
+    "rope_theta": 5000.0,
+    "max_position_embeddings": 300,
+}
+
+
+def test_the_architecture_decides_and_not_the_model_type() -> None:
+    shape = families.shape_of(MIMO)
+    assert (shape.family, shape.architecture, shape.mtp_layers) == ("mimo", "MiMoForCausalLM", 1)
+    assert (shape.head_dim, shape.kv_heads, shape.rope_theta, shape.max_positions) == (32, 2, 5000.0, 300)
+    assert shape.qkv_bias and not shape.qk_norm and not shape.tied
+
+
+def test_a_config_without_architectures_goes_by_its_model_type() -> None:
+    assert families.shape_of({**MIMO, "architectures": None, "num_nextn_predict_layers": 0}).family == "qwen2"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "prenorm", "concat"),
+    [
+        ("MiMoForCausalLM", True, "hidden_embedding"),
+        ("DeepseekV3ForCausalLM", False, "embedding_hidden"),
+        ("Qwen3NextForCausalLM", False, "embedding_hidden"),
+        ("Qwen3_5ForCausalLM", False, "embedding_hidden"),
+        ("Glm4MoeForCausalLM", False, "embedding_hidden"),
+    ],
+)
+def test_what_mtp_reads_belongs_to_the_family(architecture: str, prenorm: bool, concat: str) -> None:
+    latent = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    shape = families.shape_of({**MIMO, **latent, **moe, "architectures": [architecture]})
+    assert (shape.mtp_reads_prenorm, shape.mtp_concat) == (prenorm, concat)
+
+
+@pytest.mark.parametrize("key", families.MTP_COUNTS)
+@pytest.mark.parametrize("nested", [False, True])
+def test_every_name_of_the_mtp_count_is_found(key: str, nested: bool) -> None:
+    plain = {k: v for k, v in MIMO.items() if k != "num_nextn_predict_layers"}
+    counted = {"text_config": {key: 2}} if nested else {key: 2}
+    assert families.shape_of({**plain, **counted}).mtp_layers == 2
+    assert families.shape_of(plain).mtp_layers == 0
+    assert families.shape_of(plain).mtp_concat is None
+
+
+@pytest.mark.parametrize("hub_id", families.HUB_CONFIGS)
+def test_mimo_7b_has_the_length_it_was_trained_with_whatever_its_file_says(hub_id: str) -> None:
+    config = families.hub_config(hub_id)
+    assert families.shape_of(config).max_positions == 32768
+    assert families.shape_of({**config, "max_position_embeddings": 999}).max_positions == 32768
+
+
+def test_hub_configs_are_copies() -> None:
+    families.hub_config("XiaomiMiMo/MiMo-7B-RL")["vocab_size"] = 1
+    assert families.hub_config("XiaomiMiMo/MiMo-7B-RL")["vocab_size"] == 151680
+
+
+def test_rope_parameters_of_newer_configs() -> None:
+    rope = {"rope_theta": 7.0, "rope_type": "yarn", "factor": 4.0, "partial_rotary_factor": 0.5}
+    shape = families.shape_of({**MIMO, "rope_theta": None, "rope_parameters": rope})
+    assert (shape.rope_theta, shape.rotary_fraction, shape.rope_scaling) == (7.0, 0.5, rope)
+    assert families.shape_of(MIMO).rope_scaling is None
+
+
+def test_linear_attention_by_interval() -> None:
+    shape = families.shape_of({**MIMO, "architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 8, "full_attention_interval": 4})
+    assert [i for i, kind in enumerate(shape.layer_kinds) if kind == "full_attention"] == [3, 7]
+    assert shape.full_attention_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architectures": ["BertModel"]}, r"architectures \['BertModel'\] is not a known family; known are mimo \(MiMoForCausalLM\)"),
+        ({"architectures": [], "model_type": "bert"}, "model_type 'bert' is not a known family"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers must be a positive integer, got '4'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, got 0"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        ({"head_dim": 64}, "head_dim 64 is not hidden_size / num_attention_heads = 32"),
+        ({"architectures": ["LlamaForCausalLM"]}, "1 MTP layers are named, but the family llama has none"),
+        ({"num_nextn_predict_layers": "one"}, "num_nextn_predict_layers must be a positive integer"),
+        ({"architectures": ["Qwen3_5ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types must name"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "num_nextn_predict_layers": 0}, "moe_intermediate_size is missing"),
+    ],
+)
+def test_what_does_not_fit_is_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        families.shape_of({**MIMO, **fields})
+
+
+def test_an_unknown_hub_id_names_the_known_ones() -> None:
+    with pytest.raises(UserError, match="XiaomiMiMo/MiMo-7B-RL"):
+        families.hub_config("nobody/nothing")

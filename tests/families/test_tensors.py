@@ -1,0 +1,191 @@
+"""Tensor names and shapes are those that transformers writes, and MTP names those that Megatron-Bridge maps."""
+
+from __future__ import annotations
+
+import importlib.util
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from mtpctl import families
+
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+}
+MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 40}
+ROUTED: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}
+
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3-bias": ("Qwen3", {"head_dim": 32, "attention_bias": True}),
+    "qwen3-moe": ("Qwen3Moe", {"head_dim": 32, **MOE, "mlp_only_layers": [1]}),
+    "qwen3-moe-sparse-step": ("Qwen3Moe", {"head_dim": 32, **MOE, "decoder_sparse_step": 2}),
+    "llama": ("Llama", {"head_dim": 32}),
+    "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "deepseek-v3": ("DeepseekV3", {**ROUTED, **LATENT}),
+    "deepseek-v3-full-query": ("DeepseekV3", {**ROUTED, **LATENT, "q_lora_rank": None}),
+    "glm4-moe": ("Glm4Moe", {"head_dim": 32, **ROUTED, "attention_bias": True, "use_qk_norm": True}),
+    "qwen3-next": ("Qwen3Next", {"head_dim": 32, **MOE, **SHARED, **DELTA}),
+    "qwen3.5": ("Qwen3_5Text", {"head_dim": 32, **DELTA}),
+    "qwen3.5-moe": ("Qwen3_5MoeText", {"head_dim": 32, **MOE, **SHARED, **DELTA}),
+    "qwen3.5-vl": ("Qwen3_5", {"head_dim": 32, **DELTA}),
+    "qwen3.5-moe-vl": ("Qwen3_5Moe", {"head_dim": 32, **MOE, **SHARED, **DELTA}),
+}
+
+
+def written_by_transformers(kind: str, fields: dict[str, Any], folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
+    """Names and shapes on disk of a tiny model, and its config."""
+    import transformers
+
+    if kind in ("Qwen3_5", "Qwen3_5Moe"):
+        config = getattr(transformers, f"{kind}Config")(text_config={**TINY, **fields}, vision_config=VISION)
+        model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    else:
+        config = getattr(transformers, f"{kind}Config")(**{**TINY, **fields})
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    text = {name: size for name, size in found.items() if not name.startswith("model.visual.")}
+    # transformers leaves MTP layers out, and its classes for DeepSeek and GLM name one where nobody does.
+    return text, {**model.config.to_dict(), "num_nextn_predict_layers": 0}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_names_and_shapes_are_those_on_disk(case: str, tmp_path: Path) -> None:
+    on_disk, config = written_by_transformers(*CASES[case], tmp_path)
+    shape = families.shape_of(config)
+    assert case.startswith(shape.family)
+    assert families.tensors(shape) == on_disk
+    assert families.count(shape)["total"] == sum(map(prod, on_disk.values()))
+    assert families.count(shape)["mtp"] == 0
+
+
+def mimo(**fields: Any) -> families.ModelShape:
+    return families.shape_of({**TINY, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1, **fields})
+
+
+def test_mimo_is_qwen2_with_mtp_layers() -> None:
+    trunk = families.shape_of({**TINY, "architectures": ["Qwen2ForCausalLM"]})
+    shape = mimo(num_nextn_predict_layers=2)
+    found = families.tensors(shape)
+    target = {name: size for name, size in found.items() if families.section_of(name, shape) == "target"}
+    assert target == families.tensors(trunk)
+    draft = [name for name in found if name not in target]
+    assert draft and all(name.startswith(("model.mtp_layers.0.", "model.mtp_layers.1.")) for name in draft)
+    assert found["model.mtp_layers.1.input_proj.weight"] == (64, 128)
+    assert found["model.mtp_layers.0.self_attn.q_proj.bias"] == (64,)
+
+
+def test_the_final_norm_and_head_of_the_trunk_belong_to_the_target() -> None:
+    shape = mimo()
+    assert families.section_of("lm_head.weight", shape) == "target"
+    assert families.section_of("model.norm.weight", shape) == "target"
+
+
+def test_deepseek_mtp_layers_count_on_from_the_decoder_and_copy_embedding_and_head() -> None:
+    shape = families.shape_of({**TINY, **ROUTED, **LATENT, "architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 1})
+    assert families.section_of("model.layers.2.input_layernorm.weight", shape) == "target"
+    assert families.section_of("model.layers.3.input_layernorm.weight", shape) == "draft"
+    assert families.section_of("model.layers.31.input_layernorm.weight", shape) == "draft"
+    assert families.aliases(shape) == {
+        "model.layers.3.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.3.shared_head.head.weight": "lm_head.weight",
+    }
+    assert set(families.aliases(shape)) <= set(families.tensors(shape))
+    # An MTP layer is a sparse one, whatever the first decoder layers are.
+    assert "model.layers.3.mlp.experts.0.gate_proj.weight" in families.tensors(shape)
+
+
+def test_a_tied_head_is_an_alias_and_not_stored() -> None:
+    shape = mimo(tie_word_embeddings=True)
+    assert families.aliases(shape) == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert "lm_head.weight" not in families.tensors(shape)
+    assert families.count(shape)["total"] == families.count(mimo())["total"] - 128 * 64
+
+
+def test_qwen_vl_checkpoints_keep_the_text_model_under_a_prefix_and_mtp_at_the_top() -> None:
+    text = {**TINY, **DELTA, "head_dim": 32, "mtp_num_hidden_layers": 1}
+    shape = families.shape_of({"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text})
+    found = families.tensors(shape)
+    assert found["model.language_model.layers.1.self_attn.q_proj.weight"] == (2 * 4 * 32, 64)
+    assert found["mtp.fc.weight"] == (64, 128)
+    assert families.section_of("mtp.fc.weight", shape) == "draft"
+    assert families.section_of("model.language_model.norm.weight", shape) == "target"
+
+
+def bridge_source(module: str) -> str:
+    """Text of a Megatron-Bridge module, found without importing it: that would bring in Megatron."""
+    spec = importlib.util.find_spec("megatron")
+    assert spec is not None and spec.submodule_search_locations
+    path = next(found for root in spec.submodule_search_locations if (found := Path(root) / "bridge" / "models" / module).is_file())
+    return path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "module"),
+    [
+        ("MiMoForCausalLM", {}, "mimo/mimo_bridge.py"),
+        ("Qwen3NextForCausalLM", {**MOE, **SHARED, **DELTA, "head_dim": 32}, "qwen/qwen3_next_bridge.py"),
+        ("Qwen3_5ForCausalLM", {**DELTA, "head_dim": 32}, "qwen/qwen35_bridge.py"),
+    ],
+)
+def test_mtp_names_are_those_that_megatron_bridge_maps(architecture: str, fields: dict[str, Any], module: str) -> None:
+    shape = families.shape_of({**TINY, **fields, "architectures": [architecture], "num_nextn_predict_layers": 1})
+    source = bridge_source(module)
+    draft = [name for name in families.tensors(shape) if families.section_of(name, shape) == "draft"]
+    assert draft
+    for name in draft:
+        starred = name.replace("layers.0.", "layers.*.").replace("experts.0.", "experts.*.")
+        if ".experts." not in name or ".experts.0." in name:
+            assert f'"{name}"' in source or f'"{starred}"' in source, name
+
+
+def test_counts_of_mimo_7b() -> None:
+    counted = families.count(families.shape_of(families.hub_config("XiaomiMiMo/MiMo-7B-RL")))
+    # 7.83 B is what a model built of this shape has; the trunk alone is what its authors call 7 B.
+    assert counted == {"total": 7_833_409_536, "mtp": 210_790_400, "embedding": 621_281_280, "head": 621_281_280, "experts": 0}
