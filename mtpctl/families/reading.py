@@ -169,13 +169,11 @@ def _delta(family: Family, fields: _Fields) -> DeltaShape | None:
 
 
 def _layer_kinds(family: Family, fields: _Fields, layers: int) -> tuple[LayerKind, ...]:
-    if family.delta == "none":
-        return ("full_attention",) * layers
-    named = fields.raw.get("layer_types")
-    if named is None:
+    kinds: list[LayerKind] = ["full_attention"] * layers
+    if family.delta != "none":
         every = fields.whole("full_attention_interval", 4)
-        kinds: list[LayerKind] = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
-        return tuple(kinds)
-    if len(named) != layers or not set(named) <= set(get_args(LayerKind)):
+        kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+        kinds = fields.raw.get("layer_types") or kinds
+    if len(kinds) != layers or not set(kinds) <= set(get_args(LayerKind)):
         raise UserError(f"model config: layer_types must name full_attention or linear_attention for each of {layers} layers")
-    return tuple(named)
+    return tuple(kinds)
