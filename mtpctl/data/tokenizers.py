@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from mtpctl.recipe import EnvironmentMissing, UserError
 
@@ -67,7 +67,7 @@ class HfTokenizer:
         if self.inner.chat_template is None:
             raise UserError(f"data.chat_template: the tokenizer {self.name} has no chat template; set it to false")
         ids = self.inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-        return [int(i) for i in ids]
+        return cast("list[int]", ids)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

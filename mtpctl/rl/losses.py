@@ -1,0 +1,172 @@
+"""The policy loss on packed tokens, in two parts, so that a fused kernel may do the second.
+
+`token_terms` works out constants per token, among them everything that looks at a whole response. `token_policy_loss`
+is then separable: a token's loss depends on that token's own log-prob (and entropy) and constants, so it can be
+evaluated chunk by chunk where the log-probs are made, and differentiated there.
+
+With r = exp(logprob - anchor), A the advantage, w the weight, a the aggregation weight:
+
+    surrogate = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))           PPO; clip-higher: DAPO (arXiv 2503.14476)
+                for A < 0 and clip_dual = c > 0: min(that, -A c)             dual clip (arXiv 1912.09729)
+    loss      = a (w surrogate - entropy_coef · entropy + kl_coef · kl)
+
+ppo         anchor = old log-prob; w = the correction of old against behaviour, 1 with the correction off
+decoupled   the same, but w = old/behaviour always, bounded as the correction says (off: not at all). Old is the
+            proximal policy here: Hilton et al. (arXiv 2110.00641), as in AReaL (arXiv 2505.24298)
+gspo        r = (π/old)^(1/length) of the whole response, GSPO (arXiv 2507.18071). Its value is a constant, and the
+            gradient flows through each token's own log-prob (their GSPO-token form): the same gradient, and separable
+a           1 (token mean, DAPO), or 1/length of the token's response (sequence mean, GRPO as first published)
+
+Shapes: T tokens of S packed responses (and prompts, whose mask is 0). Sums come back: divide by `loss_denominator` of
+the whole batch, over micro-batches and ranks, never by what one micro-batch happens to hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtpctl.recipe.schema import RlConfig
+from mtpctl.rl.corrections import correction_weights
+from mtpctl.rl.divergence import kl_estimate
+from mtpctl.rl.limits import MAX_LOG_RATIO
+from mtpctl.rl.segments import Reduce, sequence_mean, sequence_sum
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """One packed micro-batch. All [T]; `logprob` and `entropy` carry the gradient, the others are constants.
+
+    `mask` is 1 at tokens that are trained. `seq_ids` numbers the responses from 0 to `num_sequences` - 1. With
+    `aggregate: sequence` or `gspo` under context parallelism the engine passes `reduce` (see `segments`).
+    """
+
+    logprob: Tensor
+    old_logprob: Tensor
+    behaviour_logprob: Tensor
+    advantage: Tensor
+    mask: Tensor
+    seq_ids: Tensor
+    num_sequences: int
+    entropy: Tensor | None = None
+    ref_logprob: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTerms:
+    """Constants of each token [T]: what its log-prob is compared with, and how much it counts (0 where not trained)."""
+
+    anchor: Tensor
+    advantage: Tensor
+    weight: Tensor
+    aggregation: Tensor
+    ref_logprob: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LossOut:
+    """`loss_sum` is differentiable; `sums` are detached scalars for `loss_metrics`, to be added over micro-batches and ranks."""
+
+    loss_sum: Tensor
+    sums: dict[str, Tensor]
+
+
+@torch.no_grad()
+def token_terms(inputs: LossInputs, config: RlConfig, reduce: Reduce | None = None) -> TokenTerms:
+    """Everything about the tokens that is constant to the gradient. Only gspo looks at `inputs.logprob`."""
+    mask = inputs.mask.to(inputs.advantage.dtype)
+    trained = mask.bool()
+    anchor = inputs.old_logprob
+    if config.loss == "gspo":
+        log_ratio = torch.where(trained, inputs.logprob.detach() - inputs.old_logprob, 0.0)
+        mean = sequence_mean(log_ratio, mask.to(log_ratio.dtype), inputs.seq_ids, inputs.num_sequences, reduce)
+        anchor = inputs.logprob.detach() - mean[inputs.seq_ids]
+    weight = torch.ones_like(mask)
+    if config.loss == "decoupled" or config.correction.mode != "off":
+        weight = correction_weights(
+            inputs.old_logprob, inputs.behaviour_logprob, mask, inputs.seq_ids, inputs.num_sequences, config.correction, reduce
+        ).weight
+    aggregation = mask
+    if config.aggregate == "sequence":
+        length = sequence_sum(mask, inputs.seq_ids, inputs.num_sequences, reduce)
+        aggregation = mask / length.clamp(min=1)[inputs.seq_ids]
+    return TokenTerms(anchor, inputs.advantage, weight, aggregation, inputs.ref_logprob)
+
+
+def token_policy_loss(logprob: Tensor, entropy: Tensor | None, terms: TokenTerms, config: RlConfig) -> LossOut:
+    """The separable part: log-probs and entropies of any slice of tokens, with the terms of that slice.
+
+    Raises ValueError where the config wants an entropy bonus or a KL penalty, and what they need is not there.
+    """
+    if config.entropy_coef and entropy is None:
+        raise ValueError("entropy_coef is set, and no entropy was given")
+    if config.kl_coef and terms.ref_logprob is None:
+        raise ValueError("kl_coef is set, and no reference log-probs were given")
+    trained = terms.aggregation > 0
+    advantage = terms.advantage
+    # Zero before exp, not after: an infinity at a prompt token would turn the gradient into NaN.
+    log_ratio = torch.where(trained, logprob - terms.anchor, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
+    free = -advantage * ratio
+    clipped = -advantage * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    surrogate = torch.maximum(free, clipped)
+    dual = torch.zeros_like(trained)
+    if config.clip_dual:
+        ceiling = -advantage * config.clip_dual
+        dual = trained & (advantage < 0) & (surrogate > ceiling)
+        surrogate = torch.where(advantage < 0, torch.minimum(surrogate, ceiling), surrogate)
+    policy = terms.weight * surrogate * terms.aggregation
+    loss_sum = policy.sum()
+    cut = trained & (clipped > free)
+    sums = {
+        "tokens": trained.sum(),
+        "weighted": terms.aggregation.sum(),
+        "pg_loss": policy.detach().sum(),
+        "ratio": (ratio.detach() * trained).sum(),
+        "ppo_kl": -log_ratio.detach().sum(),
+        "clip_low": (cut & (advantage < 0)).sum(),
+        "clip_high": (cut & (advantage > 0)).sum(),
+        "clip_dual": dual.sum(),
+    }
+    if entropy is not None:
+        kept = torch.where(trained, entropy, 0.0)
+        sums["entropy"] = kept.detach().sum()
+        if config.entropy_coef:
+            loss_sum = loss_sum - config.entropy_coef * (kept * terms.aggregation).sum()
+    if terms.ref_logprob is not None:
+        kl = torch.where(trained, kl_estimate(logprob, terms.ref_logprob, config.kl_estimator), 0.0)
+        sums["ref_kl"] = kl.detach().sum()
+        if config.kl_coef:
+            loss_sum = loss_sum + config.kl_coef * (kl * terms.aggregation).sum()
+    return LossOut(loss_sum, sums)
+
+
+def policy_loss(inputs: LossInputs, config: RlConfig, reduce: Reduce | None = None) -> LossOut:
+    """Both parts over one packed micro-batch."""
+    return token_policy_loss(inputs.logprob, inputs.entropy, token_terms(inputs, config, reduce), config)
+
+
+def loss_denominator(config: RlConfig, *, tokens: int, sequences: int) -> int:
+    """What the summed loss of a whole batch is divided by: its trained tokens, or its responses. At least 1."""
+    return max(tokens if config.aggregate == "token" else sequences, 1)
+
+
+def loss_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
+    """`actor/*` from sums that were added over every micro-batch and rank; `actor/pg_loss` is on the loss's own scale."""
+    s = {name: float(value) for name, value in sums.items()}
+    tokens = max(s["tokens"], 1.0)
+    metrics = {
+        "actor/pg_loss": s["pg_loss"] / max(s["weighted"], 1e-9),
+        "actor/ratio_mean": s["ratio"] / tokens,
+        "actor/ppo_kl": s["ppo_kl"] / tokens,
+        "actor/clip_fraction_low": s["clip_low"] / tokens,
+        "actor/clip_fraction_high": s["clip_high"] / tokens,
+        "actor/clip_fraction_dual": s["clip_dual"] / tokens,
+    }
+    for name in ("entropy", "ref_kl"):
+        if name in s:
+            metrics[f"actor/{name}"] = s[name] / tokens
+    return metrics

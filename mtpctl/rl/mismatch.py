@@ -1,0 +1,83 @@
+"""How far the policy that sampled (behaviour) is from the one that trains (old), as `rollout_corr/*`.
+
+With d = log old - log behaviour, ρ = exp(d), and w the correction's weight, over the trained tokens:
+
+kl               mean of -d: estimate of KL(behaviour ‖ old)
+k3               mean of ρ - 1 - d: the same, never negative
+abs_diff         mean of |d|
+chi2             mean of ρ² - 1: estimate of χ²(old ‖ behaviour); variance that importance weights would have
+ppl_ratio        mean over responses of perplexity(old) / perplexity(behaviour)
+ess              (Σw)² / (n Σw²): effective share of the tokens, 1 when all weigh the same
+is_mean          mean of w
+masked_fraction  share of tokens that the correction dropped
+
+kl, k3, abs_diff and chi2 are always by token; ess, is_mean and masked_fraction follow the correction's level. With the
+correction off, w = ρ: what it would have been, unbounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mtpctl.recipe.schema import CorrectionConfig
+from mtpctl.rl.corrections import correction_weights
+from mtpctl.rl.limits import MAX_LOG_RATIO
+from mtpctl.rl.segments import Reduce, sequence_mean, sequence_sum
+
+
+@torch.no_grad()
+def mismatch_sums(
+    old_logprob: Tensor,
+    behaviour_logprob: Tensor,
+    mask: Tensor,
+    seq_ids: Tensor,
+    num_sequences: int,
+    config: CorrectionConfig,
+    reduce: Reduce | None = None,
+) -> dict[str, Tensor]:
+    """Sums over one packed batch, to be added over batches and given to `mismatch_metrics`. Scalars in float64.
+
+    With `reduce` (context parallelism) each rank still returns its own tokens' sums; the per-response term is divided
+    evenly, by the share of the response's tokens that the rank holds.
+    """
+    keep = mask.double()
+    d = torch.where(mask.bool(), (old_logprob - behaviour_logprob).double(), 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = d.exp()
+    correction = correction_weights(old_logprob.double(), behaviour_logprob.double(), mask, seq_ids, num_sequences, config, reduce)
+    weight = correction.weight * keep
+    length = sequence_sum(keep, seq_ids, num_sequences, reduce)
+    held = sequence_sum(keep, seq_ids, num_sequences) / length.clamp(min=1)
+    log_ppl_ratio = sequence_mean(-d, keep, seq_ids, num_sequences, reduce)
+    return {
+        "tokens": keep.sum(),
+        "sequences": held.sum(),
+        "kl": (-d * keep).sum(),
+        "k3": ((torch.expm1(d) - d) * keep).sum(),
+        "abs_diff": (d.abs() * keep).sum(),
+        "ratio_squared": (ratio**2 * keep).sum(),
+        "ppl_ratio": (log_ppl_ratio.exp() * held).sum(),
+        "weight": weight.sum(),
+        "weight_squared": (weight**2).sum(),
+        "masked": correction.masked.double().sum(),
+    }
+
+
+def mismatch_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
+    """`rollout_corr/*` from sums that were added over every batch and rank. Raises ValueError for no token at all."""
+    s = {name: float(value) for name, value in sums.items()}
+    tokens = s["tokens"]
+    if tokens <= 0:
+        raise ValueError("mismatch of no tokens")
+    return {
+        "rollout_corr/kl": s["kl"] / tokens,
+        "rollout_corr/k3": s["k3"] / tokens,
+        "rollout_corr/abs_diff": s["abs_diff"] / tokens,
+        "rollout_corr/chi2": s["ratio_squared"] / tokens - 1,
+        "rollout_corr/ppl_ratio": s["ppl_ratio"] / s["sequences"],
+        "rollout_corr/ess": s["weight"] ** 2 / (tokens * s["weight_squared"]) if s["weight_squared"] > 0 else 0.0,
+        "rollout_corr/is_mean": s["weight"] / tokens,
+        "rollout_corr/masked_fraction": s["masked"] / tokens,
+    }

@@ -1,0 +1,307 @@
+"""Policy losses: values by hand, gradients, and the equivalences between them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtpctl.recipe.schema import RlConfig
+from mtpctl.rl import LossInputs, kl_estimate, loss_denominator, loss_metrics, policy_loss, token_policy_loss, token_terms
+
+LENGTHS = (4, 7, 5)
+
+
+def batch(spread: float = 0.4) -> LossInputs:
+    """Three packed responses in float64 with two untrained tokens each; policies apart by `spread`."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise() -> Tensor:
+        return spread * torch.randn(sum(LENGTHS), generator=generator, dtype=torch.float64)
+
+    seq = torch.repeat_interleave(torch.arange(3), torch.tensor(LENGTHS))
+    old = -torch.rand(sum(LENGTHS), generator=generator, dtype=torch.float64) - 0.1
+    mask = torch.ones(sum(LENGTHS), dtype=torch.float64)
+    mask[[0, 1, 4, 6, 11, 15]] = 0
+    return LossInputs(
+        logprob=(old + noise()).requires_grad_(),
+        old_logprob=old,
+        behaviour_logprob=old + noise(),
+        advantage=torch.tensor([1.0, -0.7, 0.4], dtype=torch.float64)[seq],
+        mask=mask,
+        seq_ids=seq,
+        num_sequences=3,
+        entropy=torch.rand(sum(LENGTHS), generator=generator, dtype=torch.float64).requires_grad_(),
+        ref_logprob=old + noise(),
+    )
+
+
+def select(inputs: LossInputs, index: Tensor | slice, first: int, count: int) -> LossInputs:
+    """The tokens at `index`, with the responses renumbered from `first`."""
+    parts: dict[str, Any] = {}
+    for field in fields(inputs):
+        value = getattr(inputs, field.name)
+        parts[field.name] = value[index] if isinstance(value, Tensor) else value
+    return replace(LossInputs(**parts), seq_ids=inputs.seq_ids[index] - first, num_sequences=count)
+
+
+def gradient(inputs: LossInputs, config: RlConfig) -> Tensor:
+    (grad,) = torch.autograd.grad(policy_loss(inputs, config).loss_sum, inputs.logprob)
+    return grad
+
+
+def one_token(ratio: float, advantage: float, **config: Any) -> tuple[float, float]:
+    """Loss and its gradient by the log-prob, of a single token with this ratio."""
+    old = torch.tensor([-2.0], dtype=torch.float64)
+    inputs = LossInputs(
+        logprob=(old + math.log(ratio)).requires_grad_(),
+        old_logprob=old,
+        behaviour_logprob=old,
+        advantage=torch.tensor([advantage], dtype=torch.float64),
+        mask=torch.ones(1),
+        seq_ids=torch.zeros(1, dtype=torch.long),
+        num_sequences=1,
+    )
+    loss = policy_loss(inputs, RlConfig(**config)).loss_sum
+    (grad,) = torch.autograd.grad(loss, inputs.logprob)
+    return loss.item(), grad.item()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "grad"),
+    [
+        (1.1, 2.0, -2.2, -2.2),  # inside the band: -A r, and d/dlogp of it
+        (1.25, 2.0, -2.5, -2.5),  # above 1 + clip_low, still under 1 + clip_high: clip-higher lets it rise
+        (1.4, 2.0, -2.56, 0.0),  # cut at 1.28
+        (0.5, 2.0, -1.0, -1.0),  # a good token that fell is always pulled back
+        (0.7, -2.0, 1.6, 0.0),  # cut at 0.8
+        (0.9, -2.0, 1.8, 1.8),
+        (5.0, -2.0, 10.0, 10.0),  # a bad token that rose is not bounded without the dual clip
+    ],
+)
+def test_clip_by_hand(ratio: float, advantage: float, loss: float, grad: float) -> None:
+    assert one_token(ratio, advantage, clip_low=0.2, clip_high=0.28) == pytest.approx((loss, grad))
+
+
+def test_dual_clip_by_hand() -> None:
+    assert one_token(5.0, -2.0, clip_dual=3.0) == pytest.approx((6.0, 0.0))
+    assert one_token(2.0, -2.0, clip_dual=3.0) == pytest.approx((4.0, 4.0))
+    assert one_token(5.0, 2.0, clip_dual=3.0) == one_token(5.0, 2.0)
+
+
+def test_clip_higher_is_asymmetric() -> None:
+    symmetric = {"clip_low": 0.2, "clip_high": 0.2}
+    higher = {"clip_low": 0.2, "clip_high": 0.28}
+    assert one_token(1.25, 1.0, **symmetric)[1] == 0.0
+    assert one_token(1.25, 1.0, **higher)[1] == pytest.approx(-1.25)
+    assert one_token(0.75, -1.0, **symmetric) == one_token(0.75, -1.0, **higher)
+
+
+@pytest.mark.parametrize("loss", ["ppo", "decoupled"])
+def test_on_policy_gradient_is_reinforce_with_advantages(loss: str) -> None:
+    inputs = batch()
+    inputs = replace(inputs, old_logprob=inputs.logprob.detach(), behaviour_logprob=inputs.logprob.detach())
+    expected = -inputs.advantage * inputs.mask
+    torch.testing.assert_close(gradient(inputs, RlConfig(loss=loss)), expected)  # type: ignore[arg-type]
+
+
+def test_on_policy_gspo_gradient_is_reinforce_with_sequence_means() -> None:
+    inputs = batch()
+    inputs = replace(inputs, old_logprob=inputs.logprob.detach())
+    length = torch.zeros(3, dtype=torch.float64).index_add_(0, inputs.seq_ids, inputs.mask)[inputs.seq_ids]
+    expected = -inputs.advantage * inputs.mask / length
+    torch.testing.assert_close(gradient(inputs, RlConfig(loss="gspo", aggregate="sequence")), expected)
+
+
+def test_gspo_is_the_loss_of_its_paper_in_value_and_gradient() -> None:
+    """Equation 5 and 7 of arXiv 2507.18071, written per response, gradient through the ratio itself."""
+    inputs = batch()
+    config = RlConfig(loss="gspo", aggregate="sequence", clip_low=0.03, clip_high=0.04)
+    total = torch.zeros((), dtype=torch.float64)
+    for s in range(3):
+        keep = (inputs.seq_ids == s) & inputs.mask.bool()
+        ratio = (inputs.logprob - inputs.old_logprob)[keep].mean().exp()
+        advantage = inputs.advantage[keep][0]
+        total = total - torch.minimum(ratio * advantage, ratio.clamp(0.97, 1.04) * advantage)
+    out = policy_loss(inputs, config)
+    torch.testing.assert_close(out.loss_sum, total)
+    (expected,) = torch.autograd.grad(total, inputs.logprob)
+    assert 0 < expected.count_nonzero() < int(inputs.mask.sum()), "the case must hold clipped and unclipped responses"
+    torch.testing.assert_close(gradient(inputs, config), expected)
+
+
+def test_decoupled_is_ppo_against_the_proximal_policy_weighted_by_proximal_over_behaviour() -> None:
+    inputs = batch()
+    rho = (inputs.old_logprob - inputs.behaviour_logprob).exp()
+    expected = gradient(inputs, RlConfig(loss="ppo")) * rho
+    torch.testing.assert_close(gradient(inputs, RlConfig(loss="decoupled")), expected)
+    on_time = replace(inputs, behaviour_logprob=inputs.old_logprob)
+    torch.testing.assert_close(gradient(on_time, RlConfig(loss="decoupled")), gradient(on_time, RlConfig(loss="ppo")))
+
+
+def test_ppo_with_a_correction_is_decoupled_with_the_same() -> None:
+    inputs = batch()
+    for mode in ("truncate", "clip", "mask"):
+        correction = {"mode": mode, "low": 0.8, "high": 1.2}
+        ppo, decoupled = (gradient(inputs, RlConfig(loss=loss, correction=correction)) for loss in ("ppo", "decoupled"))  # type: ignore[arg-type]
+        torch.testing.assert_close(ppo, decoupled)
+        assert not torch.allclose(ppo, gradient(inputs, RlConfig(loss="ppo")))
+
+
+def test_without_correction_ppo_does_not_look_at_the_behaviour_policy() -> None:
+    inputs = batch()
+    other = replace(inputs, behaviour_logprob=torch.full_like(inputs.behaviour_logprob, float("nan")))
+    torch.testing.assert_close(gradient(other, RlConfig()), gradient(inputs, RlConfig()))
+
+
+def test_entropy_bonus_and_kl_penalty_by_definition() -> None:
+    inputs = batch()
+    plain = policy_loss(inputs, RlConfig()).loss_sum
+    with_entropy = policy_loss(inputs, RlConfig(entropy_coef=0.3)).loss_sum
+    torch.testing.assert_close(with_entropy, plain - 0.3 * (inputs.entropy * inputs.mask).sum())  # type: ignore[operator]
+    assert inputs.ref_logprob is not None
+    for kind in ("k2", "k3"):
+        with_kl = policy_loss(inputs, RlConfig(kl_coef=0.2, kl_estimator=kind)).loss_sum  # type: ignore[arg-type]
+        penalty = (kl_estimate(inputs.logprob, inputs.ref_logprob, kind) * inputs.mask).sum()  # type: ignore[arg-type]
+        torch.testing.assert_close(with_kl, plain + 0.2 * penalty)
+
+
+def test_missing_entropy_or_reference_is_said() -> None:
+    inputs = replace(batch(), entropy=None, ref_logprob=None)
+    with pytest.raises(ValueError, match="entropy_coef"):
+        policy_loss(inputs, RlConfig(entropy_coef=0.1))
+    with pytest.raises(ValueError, match="kl_coef"):
+        policy_loss(inputs, RlConfig(kl_coef=0.1))
+
+
+EVERY_LOSS = [
+    RlConfig(),
+    RlConfig(clip_dual=1.05, entropy_coef=0.1, kl_coef=0.1),
+    RlConfig(aggregate="sequence", kl_coef=0.1, kl_estimator="k2"),
+    RlConfig(loss="gspo", aggregate="sequence", clip_low=0.03, clip_high=0.04),
+    RlConfig(loss="decoupled", correction={"mode": "truncate", "high": 1.1}),
+    RlConfig(correction={"mode": "mask", "level": "sequence", "low": 0.5, "high": 1.5}, aggregate="sequence"),
+]
+
+
+@pytest.mark.parametrize("config", EVERY_LOSS)
+def test_gradients_by_finite_differences(config: RlConfig) -> None:
+    """With the terms held, the gradient is that of the value, gspo's token form included."""
+    inputs = batch()
+    terms = token_terms(inputs, config)
+    assert inputs.entropy is not None
+    assert torch.autograd.gradcheck(lambda p, e: token_policy_loss(p, e, terms, config).loss_sum, (inputs.logprob, inputs.entropy))
+
+
+@pytest.mark.parametrize("config", EVERY_LOSS)
+def test_micro_batches_add_up_to_the_batch(config: RlConfig) -> None:
+    inputs = batch()
+    whole = policy_loss(inputs, config)
+    expected = torch.autograd.grad(whole.loss_sum, inputs.logprob)[0]
+    parts = [select(inputs, slice(0, LENGTHS[0]), 0, 1), select(inputs, slice(LENGTHS[0], None), 1, 2)]
+    outs = [policy_loss(part, config) for part in parts]
+    torch.testing.assert_close(outs[0].loss_sum + outs[1].loss_sum, whole.loss_sum)
+    torch.testing.assert_close(torch.autograd.grad(outs[0].loss_sum + outs[1].loss_sum, inputs.logprob)[0], expected)
+    assert loss_metrics({name: outs[0].sums[name] + outs[1].sums[name] for name in whole.sums}) == pytest.approx(loss_metrics(whole.sums))
+
+
+@pytest.mark.parametrize("config", EVERY_LOSS)
+def test_the_token_part_runs_on_any_slices(config: RlConfig) -> None:
+    """What a fused kernel does: chunks that cut through responses, with the terms worked out before."""
+    inputs = batch()
+    terms = token_terms(inputs, config)
+    total = torch.zeros((), dtype=torch.float64)
+    for chunk in (slice(0, 3), slice(3, 9), slice(9, None)):
+        cut = {f.name: getattr(terms, f.name)[chunk] for f in fields(terms)}
+        assert inputs.entropy is not None
+        total = total + token_policy_loss(inputs.logprob[chunk], inputs.entropy[chunk], type(terms)(**cut), config).loss_sum
+    whole = policy_loss(inputs, config).loss_sum
+    torch.testing.assert_close(total, whole)
+    torch.testing.assert_close(*(torch.autograd.grad(x, inputs.logprob)[0] for x in (total, whole)))
+
+
+@pytest.mark.parametrize("config", EVERY_LOSS)
+def test_context_parallel_ranks_add_up(config: RlConfig) -> None:
+    """Each of two ranks holds every other token; `reduce` adds the [S] vectors of both, in the order of the calls."""
+    inputs = batch()
+    expected = gradient(inputs, config)
+    parts = [select(inputs, torch.arange(rank, sum(LENGTHS), 2), 0, 3) for rank in range(2)]
+    calls: list[list[Tensor]] = [[], []]
+    for rank, part in enumerate(parts):
+        _replay(part, config, calls[rank])
+    totals = [a + b for a, b in zip(*calls, strict=True)]
+    loss = torch.zeros((), dtype=torch.float64)
+    for part in parts:
+        replies = iter(totals)
+        loss = loss + policy_loss(part, config, reduce=lambda _, replies=replies: next(replies)).loss_sum
+    torch.testing.assert_close(torch.autograd.grad(loss, inputs.logprob)[0], expected)
+
+
+def _replay(part: LossInputs, config: RlConfig, calls: list[Tensor]) -> None:
+    def record(values: Tensor) -> Tensor:
+        assert not values.requires_grad, "a plain all-reduce has no gradient"
+        calls.append(values.clone())
+        return values
+
+    policy_loss(part, config, reduce=record)
+
+
+@pytest.mark.parametrize("config", EVERY_LOSS)
+def test_untrained_tokens_change_nothing_whatever_they_hold(config: RlConfig) -> None:
+    inputs = batch()
+    expected = policy_loss(inputs, config)
+    hole = inputs.mask == 0
+    spoiled = {
+        name: getattr(inputs, name).detach().masked_fill(hole, float("-inf")).requires_grad_(name in ("logprob", "entropy"))
+        for name in ("logprob", "old_logprob", "behaviour_logprob", "entropy", "ref_logprob")
+    }
+    other = replace(inputs, advantage=inputs.advantage.masked_fill(hole, 1e9), **spoiled)
+    out = policy_loss(other, config)
+    torch.testing.assert_close(out.loss_sum, expected.loss_sum)
+    grad = gradient(other, config)
+    assert torch.all(grad[hole] == 0)
+    torch.testing.assert_close(grad, gradient(inputs, config))
+
+
+def test_sequence_mean_weighs_responses_alike_and_token_mean_tokens() -> None:
+    inputs = batch()
+    inputs = replace(inputs, old_logprob=inputs.logprob.detach(), advantage=torch.ones_like(inputs.advantage))
+    token, sequence = (gradient(inputs, RlConfig(aggregate=kind)) for kind in ("token", "sequence"))  # type: ignore[arg-type]
+    per_response = torch.zeros(3, dtype=torch.float64).index_add_(0, inputs.seq_ids, sequence)
+    torch.testing.assert_close(per_response, -torch.ones(3, dtype=torch.float64))
+    assert set(token[inputs.mask.bool()].tolist()) == {-1.0}
+    assert loss_denominator(RlConfig(aggregate="token"), tokens=10, sequences=3) == 10
+    assert loss_denominator(RlConfig(aggregate="sequence"), tokens=10, sequences=3) == 3
+    assert loss_denominator(RlConfig(), tokens=0, sequences=0) == 1
+
+
+def test_metrics_by_hand() -> None:
+    old = torch.full((4,), -1.0)
+    inputs = LossInputs(
+        logprob=old + torch.tensor([1.5, 0.5, 5.0, 1.0]).log(),
+        old_logprob=old,
+        behaviour_logprob=old,
+        advantage=torch.tensor([1.0, -1.0, -1.0, 1.0]),
+        mask=torch.ones(4),
+        seq_ids=torch.arange(4),
+        num_sequences=4,
+        entropy=torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        ref_logprob=old,
+    )
+    metrics = loss_metrics(policy_loss(inputs, RlConfig(clip_dual=3.0)).sums)
+    assert metrics["actor/clip_fraction_high"] == 0.25
+    assert metrics["actor/clip_fraction_low"] == 0.25
+    assert metrics["actor/clip_fraction_dual"] == 0.25
+    assert metrics["actor/ratio_mean"] == pytest.approx(2.0)
+    assert metrics["actor/ppo_kl"] == pytest.approx(-math.log(1.5 * 0.5 * 5.0) / 4)
+    assert metrics["actor/pg_loss"] == pytest.approx((-1.28 + 0.8 + 3.0 - 1.0) / 4)
+    assert metrics["actor/entropy"] == 2.5
+
+
+def test_a_huge_ratio_stays_finite() -> None:
+    loss, grad = one_token(math.exp(30.0), -1.0)
+    assert math.isfinite(loss) and math.isfinite(grad)

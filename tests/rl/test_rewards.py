@@ -1,0 +1,114 @@
+"""Checkers and length shaping."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from mtpctl.data import generate
+from mtpctl.recipe.schema import GeneratedTask, OverlongConfig
+from mtpctl.rl import MathChecker, exact_checker, final_answer, make_checker, overlong_penalty
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("3+9+0=12 #12", "12", 1.0),
+        ("#12 no, #13", "13", 1.0),
+        ("#12 no, #13", "12", 0.0),
+        (" 12\n", "12", 1.0),
+        ("#### 42", "42", 1.0),
+        ("#012", "12", 0.0),
+        ("#", "12", 0.0),
+        ("", "12", 0.0),
+        ("C#", "C#", 1.0),
+    ],
+)
+def test_exact(response: str, answer: str, reward: float) -> None:
+    assert exact_checker(response, answer) == reward
+
+
+@pytest.mark.parametrize("name", ["addition", "subtraction", "multiplication", "reverse", "sort"])
+def test_worked_solutions_of_generated_tasks_are_right_and_spoiled_ones_wrong(name: str) -> None:
+    train, _ = generate(GeneratedTask(name=name, train_size=50, eval_size=5), seed=0)  # type: ignore[arg-type]
+    assert make_checker("exact") is exact_checker
+    for problem in train:
+        assert exact_checker(problem.target, problem.answer) == 1.0
+        assert exact_checker(problem.target + "0", problem.answer) == 0.0
+        assert final_answer(problem.target) == problem.answer
+
+
+@pytest.fixture(scope="module")
+def math_checker() -> Iterator[MathChecker]:
+    with MathChecker(timeout_s=1.0) as checker:
+        yield checker
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        (r"so it is $\frac{1}{2}$", "0.5", 1.0),
+        (r"\boxed{1/2}", r"\frac{1}{2}", 1.0),
+        ("$1+x$", "x+1", 1.0),
+        (r"\boxed{(1,2)}", "(1,2)", 1.0),
+        (r"\boxed{(2,1)}", "(1,2)", 0.0),
+        ("#### 1,000", "1000", 1.0),
+        ("no idea", "3", 0.0),
+        ("", "3", 0.0),
+        ("a line\nand 7", "7", 1.0),
+    ],
+)
+def test_math(math_checker: MathChecker, response: str, answer: str, reward: float) -> None:
+    assert math_checker(response, answer) == reward
+
+
+def test_math_that_would_take_for_ever_is_given_up_in_any_thread(math_checker: MathChecker) -> None:
+    rewards: list[float] = []
+    before = math_checker.timeouts
+    thread = threading.Thread(target=lambda: rewards.append(math_checker("$10^{10^{10^{10}}}$", "3")))
+    thread.start()
+    thread.join(timeout=20)
+    assert rewards == [0.0]
+    assert math_checker.timeouts == before + 1
+    assert math_checker("$4$", "4") == 1.0
+
+
+def test_a_worker_that_dies_is_replaced(math_checker: MathChecker) -> None:
+    assert math_checker("$4$", "4") == 1.0
+    worker = math_checker._worker
+    assert worker is not None
+    worker.kill()
+    worker.wait(timeout=10)
+    assert math_checker("$4$", "4") == 1.0
+
+
+def test_a_worker_that_never_answers_is_killed(math_checker: MathChecker) -> None:
+    import os
+    import signal
+
+    assert math_checker("$4$", "4") == 1.0
+    worker = math_checker._worker
+    assert worker is not None
+    os.kill(worker.pid, signal.SIGSTOP)
+    assert math_checker("$4$", "4") == 0.0
+    assert worker.poll() is not None
+    assert math_checker("$4$", "4") == 1.0
+
+
+def test_closing_leaves_no_process() -> None:
+    checker = MathChecker()
+    checker("$4$", "4")
+    worker = checker._worker
+    assert worker is not None
+    checker.close()
+    assert worker.poll() is not None
+    checker.close()
+
+
+def test_overlong() -> None:
+    config = OverlongConfig(enabled=True, buffer=20, penalty=2.0)
+    lengths = [0, 80, 85, 90, 100, 120]
+    assert [overlong_penalty(n, 100, config) for n in lengths] == [0.0, 0.0, -0.5, -1.0, -2.0, -2.0]
+    assert overlong_penalty(100, 100, OverlongConfig(enabled=False)) == 0.0
