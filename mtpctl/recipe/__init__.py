@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mtpctl.recipe.errors import (
@@ -14,7 +15,9 @@ from mtpctl.recipe.errors import (
 )
 
 if TYPE_CHECKING:
+    from mtpctl.recipe.checks import validate
     from mtpctl.recipe.loading import Loaded, dump_resolved, load_recipe
+    from mtpctl.recipe.model_source import hf_config, model_folder
     from mtpctl.recipe.schema import Recipe
 
 __all__ = [
@@ -27,18 +30,25 @@ __all__ = [
     "ThresholdMissed",
     "UserError",
     "dump_resolved",
+    "hf_config",
     "load_recipe",
+    "model_folder",
+    "validate",
 ]
+
+_HOMES = {
+    "Recipe": "schema",
+    "Loaded": "loading",
+    "dump_resolved": "loading",
+    "load_recipe": "loading",
+    "hf_config": "model_source",
+    "model_folder": "model_source",
+    "validate": "checks",
+}
 
 
 def __getattr__(name: str) -> Any:
     # Errors are imported everywhere, the leaves included; the models cost a quarter second and would close a circle.
-    if name == "Recipe":
-        from mtpctl.recipe.schema import Recipe
-
-        return Recipe
-    if name in ("Loaded", "dump_resolved", "load_recipe"):
-        from mtpctl.recipe import loading
-
-        return getattr(loading, name)
+    if name in _HOMES:
+        return getattr(import_module(f"mtpctl.recipe.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

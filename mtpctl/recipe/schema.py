@@ -121,6 +121,7 @@ class RlConfig(Section):
     prompts_per_step: PositiveInt = Field(32, description="Groups an update trains on.")
     group_size: PositiveInt = Field(8, description="Responses a prompt (n).")
     minibatches: PositiveInt = Field(1, description="Optimizer steps that one update's groups are split over.")
+    train_mtp: bool = Field(True, description="Whether RL trains the MTP layers too; false keeps them as they came.")
     loss: Literal["ppo", "gspo", "decoupled"] = Field(
         "ppo", description="ppo: token ratio, clipped; gspo: sequence ratio; decoupled: behaviour and proximal policy apart."
     )
@@ -225,6 +226,11 @@ class AsyncConfig(Section):
     sync_every: PositiveInt = Field(1, description="Updates between weight syncs.")
     partial_rollout: bool = Field(True, description="Responses in flight at a sync go on under the new weights.")
     deterministic: bool = Field(False, description="Same seed, same loss: no staleness, fixed batches in prompt order, a seed per request.")
+
+    @property
+    def staleness(self) -> float:
+        """The threshold that holds: a deterministic run generates nothing ahead, whatever `staleness_threshold` says."""
+        return 0.0 if self.deterministic else self.staleness_threshold
 
 
 class SyncBase(Section):

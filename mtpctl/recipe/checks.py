@@ -1,0 +1,225 @@
+"""What must fit together in a recipe, beyond each value by itself.
+
+Every check yields complaints that begin with the field and end with the mend. Nothing here starts a process, asks the
+network or looks for a device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from mtpctl import families
+from mtpctl.families import ModelShape
+from mtpctl.recipe.errors import UserError
+from mtpctl.recipe.model_source import has_weights, hf_config, model_folder
+from mtpctl.recipe.schema import ParallelConfig, Recipe
+
+Complaints = Iterator[str]
+
+SECRET = re.compile(r"(?:^|_)(?:token|secret|password|passwd|api_?key|credential)s?$", re.IGNORECASE)
+URL_PASSWORD = re.compile(r"://[^/\s:@]+:[^/\s@]+@")
+
+
+def validate(recipe: Recipe) -> None:
+    """Raise UserError for the first thing that does not fit, naming the fields of the others."""
+    complaints = list(complaints_of(recipe))
+    if not complaints:
+        return
+    others = ", ".join(dict.fromkeys(text.split(":", 1)[0] for text in complaints[1:]))
+    raise UserError(complaints[0] + (f" (also wrong: {others})" if others else ""))
+
+
+def complaints_of(recipe: Recipe) -> Complaints:
+    """Everything that does not fit, one line each. Raises UserError where the model cannot be read at all."""
+    yield from _secrets(recipe)
+    config = hf_config(recipe.model, fetch=False)
+    shape = families.shape_of(config) if config is not None else None
+    yield from _model(recipe, shape)
+    yield from _stages(recipe)
+    yield from _objective(recipe)
+    yield from _data(recipe)
+    yield from _devices(recipe)
+    yield from _paths(recipe)
+    if shape is not None:
+        yield from _lengths(recipe, shape)
+        yield from parallel_fits(recipe.train.parallel, shape, "train.parallel")
+        if recipe.logprob.standalone:
+            yield from parallel_fits(recipe.logprob.parallel, shape, "logprob.parallel")
+        yield from _rollout_tp(recipe, shape)
+
+
+def _secrets(recipe: Recipe) -> Complaints:
+    for field, free in (("rollout.engine_args", recipe.rollout.engine_args), ("model.config", recipe.model.config or {})):
+        for key, value in free.items():
+            if SECRET.search(key) and value is not None and not isinstance(value, (int, list)):
+                yield f"{field}.{key}: secrets do not belong in a recipe, which is written into the run directory; use the environment"
+    for field, text in (("model.path", recipe.model.path), ("cluster.address", recipe.cluster.address), ("data.path", recipe.data.path)):
+        if text and URL_PASSWORD.search(text):
+            yield f"{field}: carries a password; secrets do not belong in a recipe, use the environment"
+
+
+def _model(recipe: Recipe, shape: ModelShape | None) -> Complaints:
+    folder = model_folder(recipe.model)
+    if folder is not None and recipe.model.init == "weights" and not has_weights(folder):
+        yield f"model.path: {folder} holds no weights (*.safetensors); give a folder that does, or set model.init: random"
+    if recipe.model.config is not None and recipe.model.tokenizer is None:
+        yield "model.tokenizer: a model made from model.config has none beside it; write `bytes`, or a tokenizer folder"
+    if recipe.model.tokenizer == "bytes":
+        from mtpctl.data import BYTE_VOCAB_SIZE
+
+        if shape is not None and shape.vocab < BYTE_VOCAB_SIZE:
+            yield f"model.config.vocab_size: {shape.vocab} is too small for the byte tokenizer's {BYTE_VOCAB_SIZE} ids"
+        if recipe.data.chat_template:
+            yield "data.chat_template: the byte tokenizer has no chat template; set it to false"
+    if shape is not None and recipe.mtp.mode != "off" and shape.mtp_layers == 0:
+        yield f"mtp.mode: {recipe.mtp.mode}, but the model has no MTP layers; set mtp.mode: off and rollout.speculation.num_tokens: 0"
+    elif recipe.mtp.mode == "off" and recipe.rollout.speculation.num_tokens:
+        k = recipe.rollout.speculation.num_tokens
+        yield f"rollout.speculation.num_tokens: {k} needs the MTP layers that mtp.mode: off leaves out; set it to 0, or mtp.mode: load"
+    if recipe.rollout.speculation.auto and not recipe.rollout.speculation.num_tokens:
+        yield "rollout.speculation.auto: there is nothing to switch with num_tokens: 0; set num_tokens, or auto: false"
+
+
+def _stages(recipe: Recipe) -> Complaints:
+    train = recipe.train
+    if not train.stages or len(set(train.stages)) != len(train.stages):
+        yield f"train.stages: must name sft, rl or both, each once, got [{', '.join(train.stages)}]"
+    for stage, steps in (("sft", train.sft.steps), ("rl", train.rl.steps)):
+        if stage in train.stages and steps == 0:
+            yield f"train.{stage}.steps: is 0; say how many updates, or leave {stage} out of train.stages"
+    if train.rl.prompts_per_step % train.rl.minibatches:
+        yield (
+            f"train.rl.minibatches: {train.rl.minibatches} does not divide train.rl.prompts_per_step: {train.rl.prompts_per_step}; "
+            f"{_fitting(train.rl.prompts_per_step)} fit"
+        )
+    if train.rl.group_size < 2 and "rl" in train.stages:
+        yield f"train.rl.group_size: the {train.rl.advantage} baseline needs at least 2 responses a prompt, got {train.rl.group_size}"
+    for name, optimizer in (("sft", train.sft.optimizer), ("rl", train.rl.optimizer)):
+        if not all(0 <= beta < 1 for beta in optimizer.betas):
+            yield f"train.{name}.optimizer.betas: must lie in [0, 1), got {list(optimizer.betas)}"
+    if recipe.async_.deterministic and recipe.rollout.speculation.auto:
+        yield "rollout.speculation.auto: switches by measured speed, which async.deterministic rules out; set auto: false"
+
+
+def _objective(recipe: Recipe) -> Complaints:
+    rl, rollout = recipe.train.rl, recipe.rollout
+    correction = rl.correction
+    if (rollout.top_p < 1 or rollout.top_k) and correction.mode == "off" and "rl" in recipe.train.stages:
+        field, value = ("top_p", rollout.top_p) if rollout.top_p < 1 else ("top_k", rollout.top_k)
+        yield (
+            f"rollout.{field}: {value} renormalises what is sampled from, so no trainer can match its log-probs; "
+            f"set it to {1 if field == 'top_p' else 0}, or train.rl.correction.mode: truncate"
+        )
+    if correction.mode in ("clip", "mask") and correction.low >= correction.high:
+        yield f"train.rl.correction.low: must be below high: {correction.high}, got {correction.low}"
+    if rl.old_logprobs == "behaviour":
+        if recipe.logprob.standalone:
+            yield "train.rl.old_logprobs: behaviour leaves the log-prob servers without work; set recompute, or logprob.standalone: false"
+        if correction.mode != "off":
+            yield "train.rl.correction.mode: behaviour log-probs taken as old ones leave nothing to correct; set old_logprobs: recompute"
+        if rl.loss == "decoupled":
+            yield "train.rl.loss: decoupled needs a proximal policy apart from the behaviour; set train.rl.old_logprobs: recompute"
+    if rl.clip_low >= 1:
+        yield f"train.rl.clip_low: must be below 1, got {rl.clip_low}"
+    if 0 < rl.clip_dual <= 1:
+        yield f"train.rl.clip_dual: must be above 1, or 0 for none, got {rl.clip_dual}"
+    if rl.overlong.enabled and rl.overlong.buffer >= rollout.max_tokens:
+        yield f"train.rl.overlong.buffer: must be below rollout.max_tokens: {rollout.max_tokens}, got {rl.overlong.buffer}"
+    if len(set(recipe.sync.sections)) != len(recipe.sync.sections) or "target" not in recipe.sync.sections:
+        yield f"sync.sections: must hold target, and draft or not, each once, got [{', '.join(recipe.sync.sections)}]"
+    if recipe.sync.bucket_bytes < 1024:
+        yield f"sync.bucket_bytes: must be at least 1024, got {recipe.sync.bucket_bytes}"
+
+
+def _data(recipe: Recipe) -> Complaints:
+    data = recipe.data
+    if (data.path is None) == (data.task is None):
+        said = "both path and task are given" if data.path else "there is nothing to train on"
+        yield f"data: {said}; set data.path to a JSONL or Parquet file, or data.task.name to a generated task"
+    if data.eval_path and not data.path:
+        yield "data.eval_path: goes with data.path; a generated task makes its own held-out problems"
+    for field, path in (("path", data.path), ("eval_path", data.eval_path)):
+        if path and not Path(path).expanduser().is_file():
+            yield f"data.{field}: there is no file {path}"
+    if data.task and data.task.min_digits > data.task.max_digits:
+        yield f"data.task.min_digits: must be at most max_digits: {data.task.max_digits}, got {data.task.min_digits}"
+
+
+def _devices(recipe: Recipe) -> Complaints:
+    device, transport = recipe.cluster.device, recipe.sync.transport
+    if device == "cpu" and transport != "shm":
+        yield f"sync.transport: {transport} needs CUDA; set shm for cluster.device: cpu"
+    if device == "cuda" and transport == "shm":
+        yield "sync.transport: shm is for CPU tensors; set ipc (one host) or nccl for cluster.device: cuda"
+    if device == "cpu" and recipe.rollout.engine == "sglang":
+        yield "rollout.engine: sglang needs a GPU; set vllm for cluster.device: cpu"
+    if recipe.rollout.engine == "sglang" and recipe.rollout.python and not Path(recipe.rollout.python).expanduser().is_file():
+        yield f"rollout.python: there is no interpreter {recipe.rollout.python}"
+
+
+def _paths(recipe: Recipe) -> Complaints:
+    unknown = re.findall(r"\{(?!name\}|seed\})[^}]*\}?", recipe.run_dir)
+    if unknown:
+        yield f"run_dir: {unknown[0]} is not known; {{name}} and {{seed}} are filled in"
+    elif recipe.run_path.exists() and not recipe.run_path.is_dir():
+        yield f"run_dir: {recipe.run_path} is a file; name a folder"
+
+
+def _lengths(recipe: Recipe, shape: ModelShape) -> Complaints:
+    rollout = recipe.rollout
+    if rollout.context is not None and rollout.context > shape.max_positions:
+        yield f"rollout.context: the model has {shape.max_positions} positions, got {rollout.context}"
+    context = min(rollout.context or shape.max_positions, shape.max_positions)
+    if rollout.max_tokens >= context:
+        limit = "rollout.context" if rollout.context else "the model's positions"
+        yield f"rollout.max_tokens: must leave room for a prompt in {limit}: {context}, got {rollout.max_tokens}"
+
+
+def parallel_fits(parallel: ParallelConfig, shape: ModelShape, field: str) -> Complaints:
+    """What Megatron refuses about a split of this model. `field` is the section's name in messages."""
+    counts = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
+    if shape.delta:
+        counts |= {"linear key heads": shape.delta.key_heads, "linear value heads": shape.delta.value_heads}
+    counts |= {"ffn width": shape.ffn} if shape.ffn else {}
+    yield from _divides(parallel.tp, counts, f"{field}.tp")
+    if parallel.sequence_parallel and parallel.tp == 1:
+        yield f"{field}.sequence_parallel: splits over tensor-parallel ranks; set tp above 1, or false"
+    if parallel.pp_layout is not None:
+        if len(parallel.pp_layout) != parallel.pp or sum(parallel.pp_layout) != shape.layers:
+            yield f"{field}.pp_layout: must name {parallel.pp} stages with {shape.layers} layers in all, got {list(parallel.pp_layout)}"
+    elif shape.layers % parallel.pp:
+        yield f"{field}.pp: {parallel.pp} does not divide {shape.layers} layers; {_fitting(shape.layers)} fit, or give pp_layout"
+    if parallel.ep > 1:
+        if shape.moe is None:
+            yield f"{field}.ep: the model has no experts; set it to 1"
+        else:
+            yield from _divides(
+                parallel.ep, {"experts": shape.moe.experts, "data- and context-parallel ranks": parallel.dp * parallel.cp}, f"{field}.ep"
+            )
+    if shape.moe is not None and parallel.tp > 1 and not parallel.sequence_parallel:
+        yield f"{field}.sequence_parallel: experts with tp: {parallel.tp} need it; set it to true"
+
+
+def _rollout_tp(recipe: Recipe, shape: ModelShape) -> Complaints:
+    tp = recipe.rollout.tp
+    yield from _divides(tp, {"attention heads": shape.heads}, "rollout.tp")
+    if shape.kv_heads % tp and tp % shape.kv_heads:
+        yield f"rollout.tp: {tp} neither divides {shape.kv_heads} key-value heads nor is a multiple of them"
+
+
+def _divides(number: int, counts: dict[str, int], field: str) -> Complaints:
+    for what, count in counts.items():
+        if count % number:
+            fitting = [n for n in range(1, min(counts.values()) + 1) if not any(c % n for c in counts.values())]
+            yield f"{field}: {number} does not divide {count} {what}; {_listed(fitting)} fit"
+            return
+
+
+def _fitting(count: int) -> str:
+    return _listed([n for n in range(1, count + 1) if count % n == 0])
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")

@@ -1,0 +1,80 @@
+"""Where a recipe's model comes from, and the config.json fields that it has."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from mtpctl import families
+from mtpctl.recipe.errors import EnvironmentMissing, UserError
+from mtpctl.recipe.schema import ModelConfig
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+
+def model_folder(model: ModelConfig) -> Path | None:
+    """The folder that `model.path` names, None for a hub id or an inline config.
+
+    Raises UserError where the path is neither a folder nor shaped like a hub id.
+    """
+    if model.path is None:
+        return None
+    folder = Path(model.path).expanduser()
+    if folder.is_dir():
+        return folder
+    if HUB_ID.fullmatch(model.path) and not folder.parent.is_dir():
+        return None
+    raise UserError(f"model.path: there is no folder {model.path}; give a Hugging Face folder, or a hub id such as XiaomiMiMo/MiMo-7B-RL")
+
+
+def hf_config(model: ModelConfig, *, fetch: bool = True) -> dict[str, Any] | None:
+    """The config.json fields of the recipe's model: inline, from its folder, known here, or from the hub.
+
+    With `fetch=False` the hub is not asked, and None stands for a hub model that is not known here. Raises UserError for a
+    recipe without a model and a folder without a usable config.json, EnvironmentMissing for a hub that does not answer.
+    """
+    if (model.config is None) == (model.path is None):
+        said = "both are given" if model.path else "neither is given"
+        raise UserError(f"model: {said}; set model.path to a folder or hub id, or model.config to the fields of a new model")
+    if model.config is not None:
+        return dict(model.config)
+    folder = model_folder(model)
+    if folder is not None:
+        return _read(folder / "config.json")
+    assert model.path is not None
+    if model.path in families.HUB_CONFIGS:
+        return families.hub_config(model.path)
+    return _fetch(model.path) if fetch else None
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a model folder holds weight files."""
+    return any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"model.path: {path.parent} holds no config.json; give a Hugging Face model folder") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"model.path: {path} cannot be read: {error}") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"model.path: {path}:{error.lineno}: not valid JSON: {error.msg}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"model.path: {path}:1: must hold an object")
+    return config
+
+
+def _fetch(hub_id: str) -> dict[str, Any]:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return _read(Path(hf_hub_download(hub_id, "config.json")))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise EnvironmentMissing(f"model.path: the config of {hub_id} could not be had from the hub ({reason})") from error
