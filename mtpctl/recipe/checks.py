@@ -18,7 +18,7 @@ from mtpctl.recipe.schema import ParallelConfig, Recipe
 
 Complaints = Iterator[str]
 
-SECRET = re.compile(r"(?:^|_)(?:token|secret|password|passwd|api_?key|credential)s?$", re.IGNORECASE)
+SECRET = re.compile(r"(?:(?:^|hf_|hub_|auth_|access_|api_|bearer_)token|secret|password|passwd|api_?key|credentials?)$", re.IGNORECASE)
 URL_PASSWORD = re.compile(r"://[^/\s:@]+:[^/\s@]+@")
 
 
@@ -53,7 +53,7 @@ def complaints_of(recipe: Recipe) -> Complaints:
 def _secrets(recipe: Recipe) -> Complaints:
     for field, free in (("rollout.engine_args", recipe.rollout.engine_args), ("model.config", recipe.model.config or {})):
         for key, value in free.items():
-            if SECRET.search(key) and value is not None and not isinstance(value, (int, list)):
+            if SECRET.search(key) and isinstance(value, str):
                 yield f"{field}.{key}: secrets do not belong in a recipe, which is written into the run directory; use the environment"
     for field, text in (("model.path", recipe.model.path), ("cluster.address", recipe.cluster.address), ("data.path", recipe.data.path)):
         if text and URL_PASSWORD.search(text):

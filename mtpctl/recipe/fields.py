@@ -116,10 +116,9 @@ def suggest(path: Keys, siblings: tuple[str, ...] = ()) -> str:
     if close:
         return f"; did you mean {'.'.join((*path[:-1], close[0]))}?"
     dotted = ".".join(path)
-    same_name = [key for key in dotted_keys() if key.rsplit(".", 1)[-1] == path[-1]]
-    close = difflib.get_close_matches(dotted, same_name, n=1, cutoff=0.0) or difflib.get_close_matches(
-        dotted, dotted_keys(), n=1, cutoff=0.6
-    )
+    like = [key for key in dotted_keys() if difflib.SequenceMatcher(None, key.rsplit(".", 1)[-1], path[-1]).ratio() >= 0.7]
+    same = [key for key in like if key.rsplit(".", 1)[-1] == path[-1]]
+    close = difflib.get_close_matches(dotted, same, n=1, cutoff=0.0) or difflib.get_close_matches(dotted, like, n=1, cutoff=0.6)
     if close:
         return f"; did you mean {close[0]}?"
     return f"; keys of {prefix or 'a recipe'}: {', '.join(siblings)}" if siblings else ""

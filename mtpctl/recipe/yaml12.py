@@ -42,6 +42,13 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> ScalarNode:
+    # Unicode's line breaks and the byte-order mark survive in double quotes alone.
+    style = '"' if set(text) & set("\x85\u2028\u2029\ufeff") else None
+    return dumper.represent_scalar(_PREFIX + "str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
 for _name, _pattern, _first in _SCALARS:
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_PREFIX + _name, re.compile(_pattern), ["" if c == "\0" else c for c in _first])
