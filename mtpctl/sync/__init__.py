@@ -1,0 +1,59 @@
+"""How weights travel: publisher and version store on the sender's side, matching names and receivers on the other."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mtpctl.sync.checksum import checksum
+    from mtpctl.sync.manifest import Manifest, SectionPlan
+    from mtpctl.sync.protocol import PauseMode, PlanMismatch, Section, SyncError, TargetDirty, VersionConflict, WeightTarget
+    from mtpctl.sync.publisher import Publisher
+    from mtpctl.sync.session import SyncReport, check_checksums, update_target
+    from mtpctl.sync.store import VersionStore, default_root
+
+_HOMES = {
+    "checksum": "checksum",
+    "Manifest": "manifest",
+    "SectionPlan": "manifest",
+    "PauseMode": "protocol",
+    "PlanMismatch": "protocol",
+    "Section": "protocol",
+    "SyncError": "protocol",
+    "TargetDirty": "protocol",
+    "VersionConflict": "protocol",
+    "WeightTarget": "protocol",
+    "Publisher": "publisher",
+    "SyncReport": "session",
+    "check_checksums": "session",
+    "update_target": "session",
+    "VersionStore": "store",
+    "default_root": "store",
+}
+
+__all__ = [
+    "Manifest",
+    "PauseMode",
+    "PlanMismatch",
+    "Publisher",
+    "Section",
+    "SectionPlan",
+    "SyncError",
+    "SyncReport",
+    "TargetDirty",
+    "VersionConflict",
+    "VersionStore",
+    "WeightTarget",
+    "check_checksums",
+    "checksum",
+    "default_root",
+    "update_target",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: the publisher brings torch along."""
+    if name not in _HOMES:
+        raise AttributeError(name)
+    return getattr(import_module(f"mtpctl.sync.{_HOMES[name]}"), name)

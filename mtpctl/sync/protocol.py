@@ -1,0 +1,65 @@
+"""What a place that takes in weights must offer, and the errors it may raise.
+
+An update has two sections, `target` (the policy) and `draft` (its MTP layers), which may go in one after the other under
+one version. The plan of a section is known before its first byte, so a target checks everything that can be checked
+(names, shapes, dtypes, completeness, the version) in `begin_update`, where nothing has changed yet.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from mtpctl.plan import Bucket
+from mtpctl.recipe import RuntimeFailure
+from mtpctl.sync.manifest import Manifest, SectionPlan
+
+Section = Literal["target", "draft", "adapter"]
+PauseMode = Literal["keep", "abort", "wait"]
+
+
+class SyncError(RuntimeFailure):
+    """A weight update failed, and every target still has the weights it had before."""
+
+
+class PlanMismatch(SyncError):
+    """The plan does not fit the live model; the message lists names, shapes or dtypes."""
+
+
+class VersionConflict(SyncError):
+    """The version does not grow, is gone, or another update is under way."""
+
+
+class TargetDirty(RuntimeFailure):
+    """A target holds parts of two versions: it must be restarted or brought up to date before it serves."""
+
+
+class WeightTarget(Protocol):
+    """A generator or a log-prob replica, as the sender of weights sees it."""
+
+    @property
+    def version(self) -> int:
+        """The version whose weights are live."""
+        ...
+
+    async def begin_update(self, plan: Manifest, version: int, section: Section) -> None:
+        """Check one section of `plan` against the live model. Raises PlanMismatch or VersionConflict; nothing changed."""
+        ...
+
+    async def receive(self, bucket: Bucket) -> None:
+        """Take in one bucket of the section begun last. Buckets come in the plan's order."""
+        ...
+
+    async def finish_update(self) -> None:
+        """Make the section live under the version of `begin_update`. Raises SyncError if a bucket is missing."""
+        ...
+
+    async def abort_update(self) -> None:
+        """Give up the section begun last, and return to the version before it. Raises TargetDirty where it cannot."""
+        ...
+
+    async def checksums(self) -> dict[str, str]:
+        """Checksum of every tensor taken in so far, by its wire name."""
+        ...
+
+
+__all__ = ["PauseMode", "PlanMismatch", "Section", "SectionPlan", "SyncError", "TargetDirty", "VersionConflict", "WeightTarget"]

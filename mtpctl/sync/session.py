@@ -1,0 +1,65 @@
+"""One update of one target, from the first check to the last checksum."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import SyncError, WeightTarget
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """What one update moved and how long it took: `seconds` in all, `stall_seconds` from pause to resume where one paused."""
+
+    version: int
+    nbytes: int
+    seconds: float
+    stall_seconds: float = 0.0
+    verified: int = 0
+
+
+def check_checksums(manifest: Manifest, found: dict[str, str]) -> int:
+    """Compare a target's checksums with the publisher's; returns how many tensors agree.
+
+    Raises SyncError that names the tensors that differ or are missing, or where the publisher took no checksums.
+    """
+    wanted = {name: value for section in manifest.sections.values() for name, value in section.checksums.items()}
+    if not wanted:
+        raise SyncError(f"version {manifest.version} was published without checksums to compare with")
+    differing = [name for name, value in wanted.items() if found.get(name) != value]
+    if differing:
+        raise SyncError(f"after the sync to version {manifest.version} these tensors differ from what was sent: {', '.join(differing)}")
+    return len(wanted)
+
+
+async def update_target(target: WeightTarget, manifest: Manifest, *, verify: bool = False, deadline_s: float = 120.0) -> SyncReport:
+    """Take `target` to the version of `manifest`, all sections, or leave it where it was.
+
+    The caller has paused a target that generates. A fault at any point aborts the update, and so does `deadline_s`.
+    Raises SyncError (the old version is live again), or TargetDirty where the target could not return to it.
+    """
+    started = time.monotonic()
+
+    async def within(step: Awaitable[T]) -> T:
+        return await asyncio.wait_for(step, deadline_s - (time.monotonic() - started))
+
+    try:
+        for name, section in manifest.sections.items():
+            await within(target.begin_update(manifest, manifest.version, name))  # type: ignore[arg-type]
+            for bucket in section.buckets:
+                await within(target.receive(bucket))
+            await within(target.finish_update())
+        verified = check_checksums(manifest, await within(target.checksums())) if verify else 0
+    except BaseException as error:
+        await target.abort_update()
+        if isinstance(error, TimeoutError):
+            raise SyncError(f"the sync to version {manifest.version} took longer than sync.deadline_s = {deadline_s}") from error
+        raise
+    return SyncReport(manifest.version, manifest.nbytes, time.monotonic() - started, verified=verified)

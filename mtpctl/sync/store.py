@@ -1,0 +1,96 @@
+"""The last published versions on this host, for receivers now and for replicas that restart or join later.
+
+A version is a folder `v00000007` of bucket files with a `manifest.json`, which is written last and put in place by a
+rename: a folder without one was never published. Folders live in shared memory where there is some, so that receivers map
+the very pages the publisher wrote, or on disk otherwise. A reader that has mapped a bucket keeps it, even when the version
+is pruned meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from mtpctl.recipe import EnvironmentMissing
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import VersionConflict
+
+SHARED_MEMORY = Path("/dev/shm")
+KEPT = 2
+_MANIFEST = "manifest.json"
+
+
+def default_root(run: str, needed_bytes: int, fallback: Path) -> Path:
+    """Where a run's versions belong: shared memory if `needed_bytes` fit twice over, else `fallback` on disk."""
+    if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * needed_bytes:
+        return SHARED_MEMORY / f"mtpctl-{run}"
+    return fallback
+
+
+class VersionStore:
+    """Versions under one folder. One process writes, any number read."""
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root)
+
+    def folder(self, version: int) -> Path:
+        """Where the buckets of `version` are, or would be."""
+        return self.root / f"v{version:08d}"
+
+    def versions(self) -> list[int]:
+        """Published versions that are still here, oldest first."""
+        found = self.root.glob(f"v*/{_MANIFEST}")
+        return sorted(int(path.parent.name[1:]) for path in found)
+
+    def latest(self) -> Manifest | None:
+        """The newest published version, or None before the first."""
+        versions = self.versions()
+        return self.open(versions[-1]) if versions else None
+
+    def open(self, version: int) -> Manifest:
+        """A published version. Raises VersionConflict where it is not, or no longer, here."""
+        try:
+            return Manifest.from_dict(json.loads((self.folder(version) / _MANIFEST).read_text()))
+        except FileNotFoundError:
+            raise VersionConflict(f"weight version {version} is not in {self.root}; there are {self.versions()}") from None
+
+    def prepare(self, version: int) -> Path:
+        """An empty folder to write buckets of `version` to.
+
+        What an earlier attempt left there unpublished is removed. Raises VersionConflict unless `version` is newer than
+        every published one, and EnvironmentMissing where the folder cannot be made.
+        """
+        if (published := self.versions()) and version <= published[-1]:
+            raise VersionConflict(f"weight version {version} is not newer than the published {published[-1]}")
+        folder = self.folder(version)
+        self.discard(version)
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise EnvironmentMissing(f"{folder}: cannot hold published weights: {error.strerror}") from error
+        return folder
+
+    def commit(self, manifest: Manifest) -> None:
+        """Publish what was written, and drop all but the newest versions."""
+        folder = self.folder(manifest.version)
+        draft = folder / f"{_MANIFEST}.{os.getpid()}"
+        draft.write_text(json.dumps(manifest.to_dict()))
+        draft.replace(folder / _MANIFEST)
+        keep = set(self.versions()[-KEPT:])
+        for path in self.root.glob("v*"):
+            if int(path.name[1:]) not in keep:
+                self.discard(int(path.name[1:]))
+
+    def discard(self, version: int) -> None:
+        """Remove a version. Its manifest goes first, so that it is never seen in part."""
+        folder = self.folder(version)
+        (folder / _MANIFEST).unlink(missing_ok=True)
+        if folder.exists():
+            shutil.rmtree(folder)
+
+    def close(self) -> None:
+        """Remove everything, the folder included. May be called again."""
+        if self.root.exists():
+            shutil.rmtree(self.root)

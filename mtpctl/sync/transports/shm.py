@@ -1,0 +1,64 @@
+"""Buckets as files that both ends map: shared memory on one host, without a copy between them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+from pathlib import Path
+
+import torch
+
+from mtpctl.plan import Bucket
+from mtpctl.recipe import EnvironmentMissing
+from mtpctl.sync.protocol import SyncError
+from mtpctl.sync.transports.base import BucketReader, BucketWriter
+
+NAME = "shm"
+
+
+def _path(folder: Path, section: str, bucket: Bucket) -> Path:
+    return folder / f"{section}-{bucket.index:05d}.bin"
+
+
+class Writer(BucketWriter):
+    """Writes the buckets of one version into its folder."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+
+    def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
+        """See `BucketWriter`. Raises EnvironmentMissing where the folder's file system is full."""
+        path = _path(self.folder, section, bucket)
+        try:
+            with path.open("xb+") as file:
+                # Reserving the pages now turns a full file system into an error here, not into a SIGBUS while packing.
+                os.posix_fallocate(file.fileno(), 0, bucket.nbytes)
+                return torch.frombuffer(mmap.mmap(file.fileno(), bucket.nbytes), dtype=torch.uint8)
+        except OSError as error:
+            raise EnvironmentMissing(f"{path}: no room for {bucket.nbytes} bytes of published weights: {error.strerror}") from error
+
+    def send(self, section: str, bucket: Bucket) -> None:
+        """Nothing is left to do: receivers map the same pages."""
+
+
+class Reader(BucketReader):
+    """Maps the buckets of one version; `address` is its folder."""
+
+    def __init__(self, address: str) -> None:
+        self.folder = Path(address)
+
+    def read(self, section: str, bucket: Bucket) -> torch.Tensor:
+        """See `BucketReader`."""
+        path = _path(self.folder, section, bucket)
+        try:
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), bucket.nbytes, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise SyncError(f"{path}: bucket {bucket.index} of section {section} cannot be read: {error}") from error
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Mappings end with the tensors that hold them."""
