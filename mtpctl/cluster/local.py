@@ -1,0 +1,48 @@
+"""A Ray cluster for one run: joined where the recipe names an address, else started on this machine and ended with the run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+
+from mtpctl.recipe import ClusterResources, EnvironmentMissing
+from mtpctl.recipe.schema import ClusterConfig
+
+
+@contextlib.contextmanager
+def cluster(config: ClusterConfig, *, cpus: float, gpus: float) -> Iterator[None]:
+    """Ray, with room for `cpus` and `gpus`, while the block runs.
+
+    Raises ClusterResources where there is less, EnvironmentMissing where the address does not answer.
+    """
+    import ray
+
+    # Workers start from a copy of this environment; thread pools are sized by each actor, not by the library.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        ray.init(
+            address=config.address,
+            num_cpus=None if config.address else config.num_cpus,
+            num_gpus=None if config.address else config.num_gpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=True,
+            logging_level=logging.ERROR,
+            namespace="mtpctl",
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = f"no Ray cluster answers at {config.address}" if config.address else "Ray did not start on this machine"
+        raise EnvironmentMissing(f"cluster.address: {where}: {str(error).splitlines()[0]}") from error
+    try:
+        have = ray.cluster_resources()
+        for name, need, field in (("CPU", cpus, "num_cpus"), ("GPU", gpus, "num_gpus")):
+            if need > have.get(name, 0):
+                raise ClusterResources(
+                    f"cluster.{field}: the recipe's actors need {need:g} {name}s and the cluster has {have.get(name, 0):g}; "
+                    f"ask for fewer replicas or ranks, or set cluster.{field} to share them"
+                )
+        yield
+    finally:
+        ray.shutdown()

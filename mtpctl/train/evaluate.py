@@ -1,0 +1,53 @@
+"""Held-out accuracy and drafter acceptance, through the very engines that roll out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from mtpctl.data import Problem, encode_prompt
+from mtpctl.recipe import Recipe
+from mtpctl.rl import Checker
+from mtpctl.rollout import Generator
+from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.train.metrics import speculation
+from mtpctl.train.prepare import Prepared
+
+
+async def evaluate(recipe: Recipe, prepared: Prepared, generator: Generator, checker: Checker) -> dict[str, float]:
+    """Accuracy on the held-out problems, sampled once at the rollout temperature; acceptance over the same responses.
+
+    Returns nothing where there are no held-out problems.
+    """
+    problems = {p.prompt_id: p for p in prepared.problems.evaluation}
+    if not problems:
+        return {}
+
+    async def requests() -> AsyncIterator[GenerationRequest]:
+        for number, problem in enumerate(problems.values()):
+            yield request_of(recipe, prepared, problem, group_id=f"eval-{number}", index=0, seed=number)
+
+    samples, hits = [], 0.0
+    async for sample in generator.generate(requests()):
+        hits += checker(prepared.tokenizer.decode(sample.response_ids), problems[sample.prompt_id].answer)
+        samples.append(sample)
+    metrics = {"eval/accuracy": hits / len(samples), "eval/problems": float(len(samples))}
+    metrics |= {name.replace("rollout/", "eval/"): value for name, value in speculation(samples).items()}
+    metrics["eval/response_length"] = sum(len(s.response_ids) for s in samples) / len(samples)
+    return metrics
+
+
+def request_of(recipe: Recipe, prepared: Prepared, problem: Problem, *, group_id: str, index: int, seed: int | None) -> GenerationRequest:
+    """One response to one problem, as the recipe samples."""
+    rollout = recipe.rollout
+    prompt = encode_prompt(prepared.tokenizer, problem, recipe.data)
+    return GenerationRequest(
+        sample=Sample(prompt_id=problem.prompt_id, group_id=group_id, prompt_ids=prompt, index=index),
+        max_tokens=min(rollout.max_tokens, prepared.context - len(prompt)),
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        seed=seed,
+        stop=rollout.stop,
+        stop_token_ids=[prepared.tokenizer.eos_id],
+        deadline_s=rollout.deadline_s,
+    )

@@ -1,0 +1,53 @@
+"""Metrics of one update, from its samples: pure arithmetic over lists."""
+
+from __future__ import annotations
+
+from mtpctl.samples import Sample
+
+
+def mean_of(parts: list[dict[str, float]]) -> dict[str, float]:
+    """Mean of each metric over the parts that have it."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(values) / len(values) for name in names if (values := [p[name] for p in parts if name in p])}
+
+
+def speculation(samples: list[Sample]) -> dict[str, float]:
+    """Share of draft tokens accepted, by position too, and tokens a target step yields; empty where nothing was drafted."""
+    drafted = sum(s.speculation.drafted for s in samples)
+    steps = sum(s.speculation.steps for s in samples)
+    if not drafted:
+        return {}
+    accepted = sum(s.speculation.accepted for s in samples)
+    metrics = {
+        "rollout/spec_accept_rate": accepted / drafted,
+        "rollout/spec_drafted": float(drafted),
+        "rollout/spec_accepted": float(accepted),
+    }
+    if steps:
+        metrics["rollout/spec_accept_length"] = 1 + accepted / steps
+        positions = max(len(s.speculation.accepted_by_position) for s in samples)
+        for k in range(positions):
+            hits = sum(s.speculation.accepted_by_position[k] for s in samples if k < len(s.speculation.accepted_by_position))
+            metrics[f"rollout/spec_accept_rate_{k + 1}"] = hits / steps
+    return metrics
+
+
+def of_samples(samples: list[Sample], version: int, max_tokens: int) -> dict[str, float]:
+    """Reward, length and staleness of a batch that is trained on at weight version `version`."""
+    rewards = [s.reward or 0.0 for s in samples]
+    lengths = [len(s.response_ids) for s in samples]
+    staleness = [version - min(span.version for span in s.version_spans) for s in samples]
+    partial = sum(len(s.version_spans) > 1 for s in samples)
+    entropies = [x for s in samples for x in s.old_entropy or []]
+    metrics = {
+        "reward/mean": sum(rewards) / len(rewards),
+        "response/length_mean": sum(lengths) / len(lengths),
+        "response/length_max": float(max(lengths)),
+        "response/clip_ratio": sum(n >= max_tokens for n in lengths) / len(lengths),
+        "async/staleness_mean": sum(staleness) / len(staleness),
+        "async/staleness_max": float(max(staleness)),
+        "async/partial_ratio": partial / len(samples),
+    }
+    if entropies:
+        metrics["actor/entropy"] = sum(entropies) / len(entropies)
+    return metrics | speculation(samples)

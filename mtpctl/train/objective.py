@@ -1,0 +1,72 @@
+"""The policy loss as the engine's objective: samples to columns, columns to `rl`'s inputs, sums to metrics."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mtpctl.engine import MicroBatch, Sequence
+from mtpctl.recipe.schema import RlConfig
+from mtpctl.rl import LossInputs, group_advantages, loss_denominator, loss_metrics, overlong_penalty, policy_loss
+from mtpctl.samples import Sample
+
+
+class PolicyObjective:
+    """RL's loss over packed responses. The sequences carry the columns old, behaviour, advantage and, with a KL penalty, reference."""
+
+    needs_entropy = True
+
+    def __init__(self, config: RlConfig) -> None:
+        self.config = config
+
+    def denominator(self, sequences: list[Sequence]) -> float:
+        tokens = sum(sum(s.loss_mask) for s in sequences)
+        return float(loss_denominator(self.config, tokens=tokens, sequences=len(sequences)))
+
+    def __call__(self, logprob: Tensor, entropy: Tensor | None, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        columns = micro.columns
+        inputs = LossInputs(
+            logprob=logprob,
+            old_logprob=columns["old"],
+            behaviour_logprob=columns["behaviour"],
+            advantage=columns["advantage"],
+            mask=micro.mask,
+            seq_ids=micro.seq_ids,
+            num_sequences=len(micro.order),
+            entropy=entropy,
+            ref_logprob=columns.get("reference"),
+        )
+        out = policy_loss(inputs, self.config)
+        return out.loss_sum, out.sums
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        return loss_metrics(sums)
+
+
+def advantages(samples: list[Sample], config: RlConfig, max_tokens: int) -> list[float]:
+    """One advantage a sample, from rewards after overlong shaping, relative to the sample's group."""
+    shaped = []
+    for sample in samples:
+        assert sample.reward is not None, f"{sample.prompt_id} was not rewarded"
+        shaped.append(sample.reward + overlong_penalty(len(sample.response_ids), max_tokens, config.overlong))
+    numbers = {group_id: number for number, group_id in enumerate(dict.fromkeys(s.group_id for s in samples))}
+    groups = torch.tensor([numbers[s.group_id] for s in samples])
+    return group_advantages(torch.tensor(shaped), groups, config.advantage).tolist()
+
+
+def scoring_sequence(sample: Sample) -> Sequence:
+    """A sample as the engine scores it."""
+    return Sequence(sample.prompt_ids + sample.response_ids, len(sample.prompt_ids), sample.loss_mask)
+
+
+def training_sequence(sample: Sample, advantage: float, reference: list[float] | None) -> Sequence:
+    """A scored sample as the engine trains on it."""
+    assert sample.old_logprobs is not None, f"{sample.prompt_id} was not scored"
+    columns = {
+        "old": sample.old_logprobs,
+        "behaviour": sample.behaviour_logprobs,
+        "advantage": [advantage] * len(sample.response_ids),
+    }
+    if reference is not None:
+        columns["reference"] = reference
+    return Sequence(sample.prompt_ids + sample.response_ids, len(sample.prompt_ids), sample.loss_mask, columns)

@@ -1,0 +1,70 @@
+"""Before anything is started: the model folder, the tokenizer and the problems of a run, checked against each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtpctl.convert import HfFolder, create_hf_folder
+from mtpctl.data import ProblemSets, Tokenizer, check_fits_model, fit_problems, load_problem_sets, load_tokenizer, make_byte_tokenizer
+from mtpctl.recipe import EnvironmentMissing, Recipe, UserError
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What every stage of a run works on. `context` is the longest prompt with response, in tokens."""
+
+    model: HfFolder
+    tokenizer: Tokenizer
+    problems: ProblemSets
+    context: int
+
+
+def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
+    """Find or make everything that the recipe names. Raises UserError for what is missing or does not fit."""
+    model = _model(recipe, run_dir)
+    tokenizer = _tokenizer(recipe, model, run_dir)
+    check_fits_model(tokenizer, model.shape.vocab)
+    problems = load_problem_sets(recipe.data, recipe.seed)
+    context = recipe.rollout.context or model.shape.max_positions
+    if context > model.shape.max_positions:
+        raise UserError(f"rollout.context: {context} is more than the {model.shape.max_positions} positions of the model; lower it")
+    for name, found in (("train", problems.train), ("evaluation", problems.evaluation)):
+        fit_problems(tokenizer, found, recipe.data, context=context, targets=name == "train" and "sft" in recipe.train.stages)
+    return Prepared(model, tokenizer, problems, context)
+
+
+def _model(recipe: Recipe, run_dir: Path) -> HfFolder:
+    config = recipe.model
+    if config.config is not None:
+        folder = run_dir / "model"
+        return HfFolder.open(folder) if folder.exists() else create_hf_folder(config.config, folder, recipe.seed)
+    assert config.path is not None, "the recipe's checks let no model without path and config through"
+    if Path(config.path).is_dir():
+        return HfFolder.open(config.path)
+    return HfFolder.open(_download(config.path))
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+    except RepositoryNotFoundError as error:
+        raise UserError(f"model.path: {hub_id} is neither a folder here nor a model of the hub") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise EnvironmentMissing(
+            f"model.path: the hub did not give {hub_id}, and it is not in the cache; download it, or name a folder"
+        ) from error
+
+
+def _tokenizer(recipe: Recipe, model: HfFolder, run_dir: Path) -> Tokenizer:
+    named = recipe.model.tokenizer
+    if named != "bytes":
+        return load_tokenizer(named or model.path)
+    # Beside a model that was made for this run, so that its folder can be served as it is; else in the run directory.
+    folder = model.path if recipe.model.config is not None else run_dir / "tokenizer"
+    if not (folder / "tokenizer.json").exists():
+        make_byte_tokenizer(folder)
+    return load_tokenizer(folder)

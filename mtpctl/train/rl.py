@@ -1,0 +1,207 @@
+"""The RL stage: generation and training at the same time, on one event loop.
+
+Two tasks share a buffer. `_feed` sends prompts out as far as admission allows and `_collect` takes samples back, scores
+and rewards them, and puts whole groups into the buffer; the trainer's loop takes batches out, updates, and every
+`sync_every` updates publishes the weights, which the generator takes in without draining.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from mtpctl.cluster import within
+from mtpctl.data import PromptCursor
+from mtpctl.recipe import Recipe
+from mtpctl.rl import Checker, has_signal
+from mtpctl.rollout import Generator
+from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.telemetry import Telemetry
+from mtpctl.train.buffer import Group, SampleBuffer
+from mtpctl.train.clock import BusyClock
+from mtpctl.train.evaluate import evaluate, request_of
+from mtpctl.train.metrics import of_samples
+from mtpctl.train.prepare import Prepared
+from mtpctl.train.sft import check_applied
+from mtpctl.train.staleness import Admission
+from mtpctl.train.state import RunState
+from mtpctl.train.trainer import TrainerGroup
+
+Score = Callable[[Sample], Awaitable[Sample]]
+"""Fills in old log-probs beside generation: the log-prob server's call. None: the trainer recomputes them."""
+
+Sync = Callable[[int], Awaitable[dict[str, float]]]
+"""Publishes the trainer's weights under a version and waits until every target has them. Returns `sync/*`."""
+
+
+class RlStage:
+    """Runs `train.rl.steps` updates, from wherever `state` says."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        prepared: Prepared,
+        trainer: TrainerGroup,
+        generator: Generator,
+        sync: Sync,
+        checker: Checker,
+        telemetry: Telemetry,
+        state: RunState,
+        score: Score | None = None,
+    ) -> None:
+        self.recipe, self.prepared, self.trainer, self.generator = recipe, prepared, trainer, generator
+        self.sync, self.checker, self.telemetry, self.state, self.score = sync, checker, telemetry, state, score
+        rl, asynchronous = recipe.train.rl, recipe.async_
+        deterministic = asynchronous.deterministic
+        self.buffer = SampleBuffer(ordered=deterministic)
+        self.admission = Admission(rl.prompts_per_step, asynchronous.sync_every, 0.0 if deterministic else asynchronous.staleness_threshold)
+        self.cursor = PromptCursor(prepared.problems.train, recipe.seed, shuffle=recipe.data.shuffle)
+        self.clock = BusyClock()
+        self._again: list[Group] = []
+        self._gate = asyncio.Event()
+        self._dropped = 0
+        self._generated = 0
+        if state.cursor is not None:
+            self.cursor.load_state_dict(state.cursor)
+
+    async def resume_buffer(self, complete: list[Group], again: list[Group]) -> None:
+        """Take up groups that a checkpoint kept: complete ones wait for the trainer, the others are asked for anew."""
+        for group in complete:
+            await self.buffer.put(group)
+        self._again = again
+        self.admission.synced(len(complete))
+
+    async def run(self) -> None:
+        """All updates that are left, with held-out evaluations before and after."""
+        self.state.buffer = self.buffer
+        if "before" not in self.state.results:
+            self.state.results["before"] = await self._evaluate()
+        rollout = asyncio.create_task(self._collect(), name="rollout")
+        training = asyncio.create_task(self._train(), name="training")
+        # Whichever ends first ends the stage: training by being done or stopped, either of them by failing.
+        await asyncio.wait({rollout, training}, return_when=asyncio.FIRST_COMPLETED)
+        rollout.cancel()
+        training.cancel()
+        for error in await asyncio.gather(training, rollout, return_exceptions=True):
+            if isinstance(error, Exception):
+                raise error
+        if self.state.step == self.recipe.train.rl.steps:
+            self.state.results["after"] = await self._evaluate()
+
+    # ------------------------------------------------------------------------------------------------------- rollout
+
+    async def _feed(self) -> AsyncIterator[GenerationRequest]:
+        while True:
+            while not self.admission.open:
+                self._gate.clear()
+                await self._gate.wait()
+            group = self._next_group()
+            self.admission.admit()
+            self.buffer.begin(group)
+            self.clock.set("rollout", True)
+            for index in range(group.size):
+                yield self._request(group, index)
+
+    def _next_group(self) -> Group:
+        if self._again:
+            return self._again.pop(0)
+        problem = next(self.cursor)
+        self.state.drawn += 1
+        self.state.cursor = self.cursor.state_dict()
+        return Group(self.state.drawn - 1, problem, self.recipe.train.rl.group_size)
+
+    def _request(self, group: Group, index: int) -> GenerationRequest:
+        seed = None
+        if self.recipe.async_.deterministic:
+            seed = (self.recipe.seed * 1_000_003 + group.number) * group.size + index
+        return request_of(self.recipe, self.prepared, group.problem, group_id=group.group_id, index=index, seed=seed)
+
+    async def _collect(self) -> None:
+        # Scoring runs beside generation: one task a sample, so that no sample waits for another one's scores.
+        async with asyncio.TaskGroup() as taken, contextlib.aclosing(self.generator.generate(self._feed())) as samples:
+            async for sample in samples:
+                self._generated += len(sample.response_ids)
+                taken.create_task(self._take(sample))
+
+    async def _take(self, sample: Sample) -> None:
+        if self.score is not None:
+            sample = await self.score(sample)
+        group = self.buffer.add(sample)
+        if group is not None:
+            await self._complete(group)
+        self.clock.set("rollout", self.buffer.pending > self.buffer.ready)
+
+    async def _complete(self, group: Group) -> None:
+        for sample in group.samples:
+            text = self.prepared.tokenizer.decode(sample.response_ids)
+            sample.reward = await asyncio.to_thread(self.checker, text, group.problem.answer)
+        if self.recipe.train.rl.dynamic_sampling and not has_signal([s.reward or 0.0 for s in group.samples]):
+            self._dropped += 1
+            self.admission.drop()
+            self._gate.set()
+            return
+        await self.buffer.put(group)
+
+    # ------------------------------------------------------------------------------------------------------ training
+
+    async def _train(self) -> None:
+        rl, bad = self.recipe.train.rl, 0
+        self.clock.read()
+        while self.state.step < rl.steps:
+            groups = await self._batch()
+            if groups is None:
+                return
+            samples = [sample for group in groups for sample in group.samples]
+            began = time.perf_counter()
+            self.clock.set("trainer", True)
+            metrics = await self.trainer.call("rl_step", samples, self.state.version)
+            updated = time.perf_counter()
+            bad = check_applied(metrics, bad, self.recipe.train.max_bad_steps)
+            metrics |= of_samples(samples, self.state.version, self.recipe.rollout.max_tokens)
+            self.state.step += 1
+            if self.state.step % self.recipe.async_.sync_every == 0:
+                metrics |= await self.publish()
+            self.clock.set("trainer", False)
+            metrics |= self._step_metrics(metrics, updated - began, len(groups))
+            self.telemetry.log(self.state.step, metrics, "rl")
+            await self.state.checkpoint_if_due(self.trainer)
+            if self.recipe.train.eval_every and self.state.step % self.recipe.train.eval_every == 0 and self.state.step < rl.steps:
+                self.telemetry.log(self.state.step, await self._evaluate(), "rl")
+
+    async def _batch(self) -> list[Group] | None:
+        """The next batch; None where a stop is asked for first."""
+        count, deadline = self.recipe.train.rl.prompts_per_step, self.recipe.cluster.step_deadline_s
+        batch = asyncio.create_task(within(self.buffer.take(count), deadline, f"rollout, batch of step {self.state.step + 1}"))
+        stop = asyncio.create_task(self.state.stopping.wait())
+        await asyncio.wait({batch, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if self.state.stopping.is_set():
+            batch.cancel()
+            return None
+        return await batch
+
+    async def publish(self) -> dict[str, float]:
+        """Send the trainer's weights to every target under the next version, and let more prompts out."""
+        metrics = await self.sync(self.state.version + 1)
+        self.state.version += 1
+        self.admission.synced(self.buffer.pending)
+        self._gate.set()
+        return metrics
+
+    def _step_metrics(self, metrics: dict[str, float], seconds: float, groups: int) -> dict[str, float]:
+        shares = self.clock.read()
+        wall = shares["timing_s/step"]
+        generated, self._generated = self._generated, 0
+        dropped, self._dropped = self._dropped, 0
+        return shares | {
+            "perf/tokens_per_s": metrics.pop("perf/tokens") / seconds,
+            "rollout/tokens_per_s": generated / wall,
+            "reward/no_signal_ratio": dropped / (dropped + groups),
+            "async/buffer_groups": float(self.buffer.ready),
+            "async/version": float(self.state.version),
+        }
+
+    async def _evaluate(self) -> dict[str, float]:
+        return await evaluate(self.recipe, self.prepared, self.generator, self.checker)

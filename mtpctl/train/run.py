@@ -1,0 +1,144 @@
+"""One run from recipe to result: everything is checked, started, driven through its stages, and taken down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from pathlib import Path
+
+from mtpctl.cluster import cluster, within
+from mtpctl.recipe import Recipe, dump_resolved
+from mtpctl.rl import make_checker
+from mtpctl.rollout import Generator, start_generator
+from mtpctl.sync import VersionStore, default_root
+from mtpctl.telemetry import RunDirectory, Telemetry
+from mtpctl.train.buffer import SampleBuffer
+from mtpctl.train.prepare import Prepared, prepare
+from mtpctl.train.rl import RlStage
+from mtpctl.train.sft import SftStage
+from mtpctl.train.state import RunState
+from mtpctl.train.trainer import TrainerGroup
+
+INTERRUPTED = 130
+
+
+def run(recipe: Recipe, *, plain: bool = False) -> int:
+    """Train as the recipe says. Returns the exit code: 0, or 130 after a stop that was asked for."""
+    directory = RunDirectory(recipe.run_dir, dump_resolved(recipe))
+    prepared = prepare(recipe, directory.path)
+    with Telemetry(directory, recipe.telemetry, plain) as telemetry, cluster(recipe.cluster, **needs(recipe)):
+        finished = asyncio.run(Run(recipe, prepared, directory, telemetry).drive())
+    return 0 if finished else INTERRUPTED
+
+
+def needs(recipe: Recipe) -> dict[str, float]:
+    """CPUs and GPUs that the recipe's actors claim at once."""
+    ranks = recipe.train.parallel.world_size
+    engines = recipe.rollout.replicas if "rl" in recipe.train.stages else 0
+    servers = recipe.logprob.replicas * recipe.logprob.parallel.world_size if recipe.logprob.standalone else 0
+    if recipe.cluster.device == "cuda":
+        gpus = ranks + engines * recipe.rollout.tp + servers * recipe.logprob.gpus
+        return {"cpus": ranks + engines + servers, "gpus": gpus}
+    return {"cpus": ranks + engines + servers, "gpus": 0.0}
+
+
+class Run:
+    """The actors of one run and the order in which its stages use them."""
+
+    def __init__(self, recipe: Recipe, prepared: Prepared, directory: RunDirectory, telemetry: Telemetry) -> None:
+        self.recipe, self.prepared, self.directory, self.telemetry = recipe, prepared, directory, telemetry
+        self.state = RunState(directory.path / "checkpoints", recipe.train)
+        self.store = VersionStore(default_root(directory.path.name, 1 << 30, directory.path / "versions"))
+
+    async def drive(self) -> bool:
+        """Run all stages. Returns False where a stop was asked for before the end; a checkpoint is there then."""
+        self._listen()
+        self.store.close()
+        trainer = TrainerGroup(self.recipe)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self.store.close)
+            # The engine takes its time to start; the supervised stage does not need it, so they overlap.
+            starting = asyncio.create_task(self._start_generator(stack)) if "rl" in self.recipe.train.stages else None
+            try:
+                await self._stages(trainer, starting)
+            finally:
+                if starting is not None and not starting.done():
+                    starting.cancel()
+                    await asyncio.gather(starting, return_exceptions=True)
+            if self.state.stopping.is_set():
+                path = await self.state.checkpoint(trainer)
+                self.telemetry.event("stop", f"stopped in {self.state.stage} at step {self.state.step}; checkpoint {path}")
+                return False
+        return True
+
+    def _listen(self) -> None:
+        """The first Ctrl-C asks for a clean stop; the next one interrupts."""
+        loop = asyncio.get_running_loop()
+
+        def ask() -> None:
+            self.state.stopping.set()
+            self.telemetry.event("stop", "stopping after this step; Ctrl-C again to give up at once")
+            loop.remove_signal_handler(signal.SIGINT)
+
+        loop.add_signal_handler(signal.SIGINT, ask)
+
+    async def _start_generator(self, stack: contextlib.AsyncExitStack) -> Generator:
+        folder = str(self.prepared.model.path)
+        return await stack.enter_async_context(start_generator(self.recipe, folder, self.store, context=self.prepared.context))
+
+    async def _stages(self, trainer: TrainerGroup, starting: asyncio.Task[Generator] | None) -> None:
+        self.telemetry.event("start", f"trainer: {self.recipe.train.parallel.world_size} rank(s)")
+        told = await trainer.build(self.prepared.model.path)
+        self.telemetry.event("start", f"trainer ready: {told['parameters']:,} parameters")
+        checkpoint = self.state.load()
+        within_stage = checkpoint is not None and self.state.stage not in self.state.ended
+        if checkpoint is not None and not within_stage:
+            await trainer.call("restore", str(checkpoint))
+        for stage in self.recipe.train.stages:
+            if stage in self.state.ended:
+                continue
+            await trainer.call("begin_stage", stage, str(self.directory.path / "reference"))
+            resumed = checkpoint if within_stage and stage == self.state.stage else None
+            if resumed is not None:
+                await trainer.call("restore", str(resumed))
+                self.telemetry.event("resume", f"{stage} goes on after step {self.state.step}, from {resumed.name}")
+            self.state.begin(stage)
+            if stage == "sft":
+                await SftStage(self.recipe, self.prepared, trainer, self.telemetry, self.state).run()
+            else:
+                assert starting is not None
+                await self._rl(trainer, await starting, resumed)
+            if self.state.stopping.is_set():
+                return
+            self.state.end(stage)
+            await self.state.checkpoint(trainer)
+
+    async def _rl(self, trainer: TrainerGroup, generator: Generator, restored: Path | None) -> None:
+        async def sync(version: int) -> dict[str, float]:
+            began = time.perf_counter()
+            verify = self.recipe.sync.verify
+            checksums = verify == "always" or (verify == "first" and not synced)
+            manifest = await trainer.call("publish", version, str(self.store.root), checksums)
+            packed = time.perf_counter()
+            stall = await within(generator.update(manifest), self.recipe.sync.deadline_s, f"sync of version {version}")
+            synced.append(version)
+            seconds = time.perf_counter() - began
+            return {
+                "sync/seconds": seconds,
+                "sync/publish_seconds": packed - began,
+                "sync/stall_seconds": stall,
+                "sync/gb_per_s": manifest.nbytes / seconds / 1e9,
+            }
+
+        synced: list[int] = []
+        checker = make_checker(self.recipe.data.checker)
+        stage = RlStage(self.recipe, self.prepared, trainer, generator, sync, checker, self.telemetry, self.state)
+        if restored is not None and (restored / "buffer.jsonl").exists():
+            await stage.resume_buffer(*SampleBuffer.load(restored / "buffer.jsonl"))
+        await stage.publish()
+        await stage.run()
+        if self.state.stopping.is_set():
+            return
+        self.telemetry.table(self.state.results["before"], self.state.results["after"])

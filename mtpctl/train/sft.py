@@ -1,0 +1,53 @@
+"""The supervised stage: next-token loss on worked solutions, MTP loss beside it."""
+
+from __future__ import annotations
+
+import time
+
+from mtpctl.data import PromptCursor, encode_prompt, encode_target
+from mtpctl.engine import Sequence
+from mtpctl.recipe import Recipe, RuntimeFailure
+from mtpctl.telemetry import Telemetry
+from mtpctl.train.prepare import Prepared
+from mtpctl.train.state import RunState
+from mtpctl.train.trainer import TrainerGroup
+
+
+class SftStage:
+    """Runs `train.sft.steps` updates, from wherever `state` says."""
+
+    def __init__(self, recipe: Recipe, prepared: Prepared, trainer: TrainerGroup, telemetry: Telemetry, state: RunState) -> None:
+        self.recipe, self.prepared, self.trainer, self.telemetry, self.state = recipe, prepared, trainer, telemetry, state
+        self.cursor = PromptCursor(prepared.problems.train, recipe.seed, shuffle=recipe.data.shuffle)
+        if state.cursor is not None:
+            self.cursor.load_state_dict(state.cursor)
+
+    async def run(self) -> None:
+        """All updates that are left, with checkpoints between."""
+        sft, bad = self.recipe.train.sft, 0
+        while self.state.step < sft.steps and not self.state.stopping.is_set():
+            began = time.perf_counter()
+            sequences = [self._sequence() for _ in range(sft.batch_size)]
+            metrics = await self.trainer.call("sft_step", sequences)
+            seconds = time.perf_counter() - began
+            bad = check_applied(metrics, bad, self.recipe.train.max_bad_steps)
+            self.state.step += 1
+            self.state.cursor = self.cursor.state_dict()
+            metrics |= {"timing_s/step": seconds, "perf/tokens_per_s": metrics.pop("perf/tokens") / seconds}
+            self.telemetry.log(self.state.step, metrics, "sft")
+            await self.state.checkpoint_if_due(self.trainer)
+
+    def _sequence(self) -> Sequence:
+        problem = next(self.cursor)
+        prompt = encode_prompt(self.prepared.tokenizer, problem, self.recipe.data)
+        target = encode_target(self.prepared.tokenizer, problem)
+        return Sequence(prompt + target, len(prompt), [1] * len(target))
+
+
+def check_applied(metrics: dict[str, float], bad: int, limit: int) -> int:
+    """How many updates in a row were skipped because loss or gradient was not finite. Raises RuntimeFailure at the limit."""
+    if not metrics["skipped"]:
+        return 0
+    if bad + 1 >= limit:
+        raise RuntimeFailure(f"trainer: {bad + 1} updates in a row had a loss or gradient that is not finite; lower the learning rate")
+    return bad + 1

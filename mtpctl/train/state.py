@@ -1,0 +1,73 @@
+"""Where a run stands, and the checkpoints that carry it over a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mtpctl.engine import latest_checkpoint, publish_checkpoint
+from mtpctl.recipe.schema import TrainConfig
+from mtpctl.train.buffer import SampleBuffer
+from mtpctl.train.trainer import TrainerGroup
+
+_FILE = "run.json"
+_KEPT = ("stage", "step", "version", "cursor", "drawn", "results", "ended")
+
+
+@dataclass
+class RunState:
+    """The controller's part of a checkpoint: stage and step, weight version, place in the data, held-out results so far.
+
+    `buffer` is written beside the checkpoint while a stage has one. `stopping` is set when a stop was asked for: stages
+    return at their next step.
+    """
+
+    root: Path
+    train: TrainConfig
+    stage: str = ""
+    step: int = 0
+    version: int = 0
+    cursor: dict[str, Any] | None = None
+    drawn: int = 0
+    results: dict[str, dict[str, float]] = field(default_factory=dict)
+    ended: list[str] = field(default_factory=list)
+    buffer: SampleBuffer | None = None
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def begin(self, stage: str) -> None:
+        """Enter a stage, at its first step unless the run was restored within it."""
+        if self.stage != stage:
+            self.stage, self.step, self.cursor, self.drawn = stage, 0, None, 0
+
+    def end(self, stage: str) -> None:
+        """Leave a stage for good."""
+        self.ended.append(stage)
+        self.buffer = None
+
+    def load(self) -> Path | None:
+        """Take up the newest checkpoint's place in the run. Returns its folder, None where there is none."""
+        path = latest_checkpoint(self.root)
+        if path is not None:
+            for name, value in json.loads((path / _FILE).read_text()).items():
+                setattr(self, name, value)
+        return path
+
+    async def checkpoint_if_due(self, trainer: TrainerGroup) -> None:
+        """A checkpoint, where the recipe wants one at this step."""
+        if self.train.checkpoint_every and self.step % self.train.checkpoint_every == 0:
+            await self.checkpoint(trainer)
+
+    async def checkpoint(self, trainer: TrainerGroup) -> Path:
+        """Write model, optimizer, this state and the buffer; it becomes the newest once all of it is there."""
+        path = self.root / f"{self.stage}-{self.step:06d}{'-end' if self.stage in self.ended else ''}"
+        shutil.rmtree(path, ignore_errors=True)
+        await trainer.call("save", str(path))
+        (path / _FILE).write_text(json.dumps({name: getattr(self, name) for name in _KEPT}))
+        if self.buffer is not None:
+            self.buffer.save(path / "buffer.jsonl")
+        publish_checkpoint(path, keep=self.train.keep_checkpoints)
+        return path

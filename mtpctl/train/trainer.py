@@ -1,0 +1,215 @@
+"""Trainer ranks as Ray actors, and the group of them that the controller talks to."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from mtpctl.cluster import within
+from mtpctl.recipe import Recipe
+from mtpctl.samples import Sample
+from mtpctl.sync import Manifest
+
+
+class TrainerRank:
+    """One rank: an engine, and what one update of each stage needs of it. Ranks are called together, with the same arguments."""
+
+    def __init__(self, recipe_json: str, rank: int, world_size: int) -> None:
+        self.recipe = Recipe.model_validate_json(recipe_json)
+        self.rank, self.world_size = rank, world_size
+        self.reference: list[Any] | None = None
+        self.publisher: Any = None
+
+    def address(self) -> str:
+        """A host and a free port for the ranks to meet at."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"{socket.gethostbyname(socket.gethostname())}:{probe.getsockname()[1]}"
+
+    def build(self, folder: str, master: str) -> dict[str, Any]:
+        """Make the engine from a Hugging Face folder. Returns what the panel tells of it."""
+        import torch
+
+        from mtpctl.convert import HfFolder
+        from mtpctl.engine import EngineConfig, MegatronEngine, Rank
+
+        train = self.recipe.train
+        if train.threads:
+            torch.set_num_threads(train.threads)
+        config = EngineConfig(
+            parallel=train.parallel,
+            precision=train.precision,
+            mtp=self.recipe.mtp,
+            kernels=self.recipe.kernels,
+            tokens_per_microbatch=train.tokens_per_microbatch,
+            recompute=train.recompute,
+            distributed_optimizer=train.distributed_optimizer,
+        )
+        self.engine = MegatronEngine(HfFolder.open(folder), config, Rank(self.rank, self.world_size, master))
+        return {"parameters": sum(p.numel() for p in self.engine.module.parameters())}
+
+    def begin_stage(self, stage: str, reference: str) -> None:
+        """A fresh optimizer for `sft` or `rl`.
+
+        RL with a KL penalty also keeps the policy it began with, in memory and at `reference`, where a resumed run finds it.
+        """
+        train = self.recipe.train
+        self.engine.trains_mtp = self.engine.trains_mtp and (stage == "sft" or train.rl.train_mtp)
+        if stage == "rl" and train.rl.kl_coef:
+            if Path(reference).exists():
+                self.engine.restore(Path(reference))
+            else:
+                self.engine.save(Path(reference))
+            self.reference = [p.detach().clone() for p in self.engine.module.parameters()]
+        self.engine.set_optimizer(train.sft.optimizer if stage == "sft" else train.rl.optimizer)
+
+    def sft_step(self, sequences: list[Any]) -> dict[str, float]:
+        """One supervised update."""
+        from mtpctl.engine import NextToken
+
+        return self.engine.update(sequences, NextToken(), total_steps=self.recipe.train.sft.steps)
+
+    def score(self, samples: list[Sample], version: int) -> list[Sample]:
+        """Old log-probs and entropy of the samples, under the current weights."""
+        from mtpctl.train.objective import scoring_sequence
+
+        temperature = self.recipe.rollout.temperature
+        for sample, scores in zip(samples, self.engine.score([scoring_sequence(s) for s in samples], temperature=temperature), strict=True):
+            sample.old_logprobs, sample.old_entropy, sample.old_version = scores.logprobs, scores.entropy, version
+        return samples
+
+    def rl_step(self, samples: list[Sample], version: int) -> dict[str, float]:
+        """One policy update, of as many optimizer steps as `train.rl.minibatches` says. Samples come group by group."""
+        from mtpctl.train.metrics import mean_of
+        from mtpctl.train.objective import PolicyObjective, advantages, training_sequence
+
+        recipe, rl = self.recipe, self.recipe.train.rl
+        began = time.perf_counter()
+        unscored = [s for s in samples if s.old_logprobs is None]
+        if rl.old_logprobs == "behaviour":
+            for sample in unscored:
+                sample.old_logprobs = sample.behaviour_logprobs
+        elif unscored:
+            self.score(unscored, version)
+        scored = time.perf_counter()
+        reference = self._reference_logprobs(samples) if self.reference is not None else [None] * len(samples)
+        gains = advantages(samples, rl, recipe.rollout.max_tokens)
+        sequences = [training_sequence(s, gain, ref) for s, gain, ref in zip(samples, gains, reference, strict=True)]
+        objective = PolicyObjective(rl)
+        parts, size = [], len(sequences) // rl.minibatches
+        for start in range(0, size * rl.minibatches, size):
+            parts.append(
+                self.engine.update(
+                    sequences[start : start + size],
+                    objective,
+                    temperature=recipe.rollout.temperature,
+                    total_steps=rl.steps * rl.minibatches,
+                )
+            )
+        metrics = mean_of(parts)
+        metrics |= {"timing_s/old_log_prob": scored - began, "timing_s/update": time.perf_counter() - scored}
+        metrics |= self._mismatch(samples, version)
+        metrics["perf/tokens"] = sum(part["perf/tokens"] for part in parts)
+        return metrics
+
+    def _reference_logprobs(self, samples: list[Sample]) -> list[list[float] | None]:
+        import torch
+
+        from mtpctl.train.objective import scoring_sequence
+
+        assert self.reference is not None
+        parameters = list(self.engine.module.parameters())
+        current = [p.detach().clone() for p in parameters]
+        with torch.no_grad():
+            for parameter, value in zip(parameters, self.reference, strict=True):
+                parameter.copy_(value)
+        scores = self.engine.score([scoring_sequence(s) for s in samples], temperature=self.recipe.rollout.temperature)
+        with torch.no_grad():
+            for parameter, value in zip(parameters, current, strict=True):
+                parameter.copy_(value)
+        return [s.logprobs for s in scores]
+
+    def _mismatch(self, samples: list[Sample], version: int) -> dict[str, float]:
+        """`rollout_corr/*` over all tokens, and the difference over those that the scoring weights themselves sampled."""
+        import torch
+
+        from mtpctl.rl import mismatch_metrics, mismatch_sums
+
+        if self.recipe.train.rl.old_logprobs == "behaviour":
+            return {}
+        old = torch.tensor([x for s in samples for x in s.old_logprobs or []])
+        behaviour = torch.tensor([x for s in samples for x in s.behaviour_logprobs])
+        mask = torch.tensor([float(m) for s in samples for m in s.loss_mask])
+        seq_ids = torch.tensor([i for i, s in enumerate(samples) for _ in s.response_ids])
+        sums = mismatch_sums(old, behaviour, mask, seq_ids, len(samples), self.recipe.train.rl.correction)
+        metrics = mismatch_metrics(sums)
+        same = torch.tensor(
+            [float(span.version == s.old_version) for s in samples for span in s.version_spans for _ in range(span.end - span.start)]
+        )
+        same = same * mask
+        if same.sum():
+            metrics["rollout_corr/abs_diff_same_version"] = float(((old - behaviour).abs() * same).sum() / same.sum())
+        return metrics
+
+    def publish(self, version: int, store: str, checksums: bool) -> Manifest | None:
+        """Export the weights into the version store of this host. Every rank takes part in the export; rank 0 writes."""
+        import collections
+
+        from mtpctl.families import section_of
+        from mtpctl.sync import Publisher, VersionStore
+
+        export = self.engine.export()
+        if self.rank > 0:
+            collections.deque(export, maxlen=0)
+            return None
+        if self.publisher is None:
+            shape = self.engine.folder.shape
+            self.publisher = Publisher(
+                VersionStore(store),
+                bucket_bytes=self.recipe.sync.bucket_bytes,
+                sections=self.recipe.sync.sections,
+                section_of=lambda name: section_of(name, shape),
+            )
+        return self.publisher.publish(export, version, checksums=checksums)
+
+    def save(self, path: str) -> None:
+        """Checkpoint the engine."""
+        self.engine.save(Path(path))
+
+    def restore(self, path: str) -> None:
+        """Load a checkpoint: the model, and the optimizer once a stage has begun."""
+        self.engine.restore(Path(path))
+
+
+class TrainerGroup:
+    """The trainer ranks as one: every call goes to all of them, rank 0 answers."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        import ray
+
+        self.recipe = recipe
+        parallel = recipe.train.parallel
+        cuda = recipe.cluster.device == "cuda"
+        actor = ray.remote(TrainerRank).options(
+            num_cpus=1,
+            num_gpus=1 if cuda else 0,
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(recipe.train.threads or 1)}},
+        )
+        payload = recipe.model_dump_json(by_alias=True)
+        self.ranks = [actor.remote(payload, rank, parallel.world_size) for rank in range(parallel.world_size)]
+
+    async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
+        """`method` on every rank; the answer of rank 0. Raises RuntimeFailure where a rank dies or is late."""
+        seconds = deadline_s or self.recipe.cluster.step_deadline_s
+        refs = [getattr(rank, method).remote(*args) for rank in self.ranks]
+        waits = [within(ref, seconds, f"trainer rank {i}, {method}") for i, ref in enumerate(refs)]
+        return (await asyncio.gather(*waits))[0]
+
+    async def build(self, folder: Path) -> dict[str, Any]:
+        """Start every rank on the model in `folder`."""
+        deadline = self.recipe.cluster.actor_deadline_s
+        master = await within(self.ranks[0].address.remote(), deadline, "trainer rank 0, start")
+        return await self.call("build", str(folder), master, deadline_s=deadline)

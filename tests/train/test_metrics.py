@@ -1,0 +1,58 @@
+"""Metrics of a batch, by hand."""
+
+import pytest
+
+from mtpctl.samples import Sample, Speculation
+from mtpctl.train.clock import BusyClock
+from mtpctl.train.metrics import mean_of, of_samples, speculation
+
+
+def sample(*versions: tuple[int, int], reward: float = 1.0) -> Sample:
+    """A sample of `tokens` tokens under each `version`."""
+    made = Sample(prompt_id="p", group_id="0", prompt_ids=[1])
+    for tokens, version in versions:
+        made.append([7] * tokens, [-1.0] * tokens, version)
+    made.reward = reward
+    return made
+
+
+def test_staleness_is_counted_from_the_oldest_weights_that_made_a_token() -> None:
+    metrics = of_samples([sample((2, 3), (2, 5)), sample((4, 5), reward=0.0)], version=5, max_tokens=4)
+    assert metrics["async/staleness_mean"] == 1.0
+    assert metrics["async/staleness_max"] == 2.0
+    assert metrics["async/partial_ratio"] == 0.5
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["response/clip_ratio"] == 1.0
+
+
+def test_acceptance_is_counted_over_drafts_and_by_position_over_steps() -> None:
+    one, two = sample((3, 1)), sample((3, 1))
+    one.speculation = Speculation(drafted=8, accepted=5, accepted_by_position=[3, 2], steps=4)
+    two.speculation = Speculation(drafted=2, accepted=1, accepted_by_position=[1, 0], steps=1)
+    metrics = speculation([one, two])
+    assert metrics["rollout/spec_accept_rate"] == pytest.approx(0.6)
+    assert metrics["rollout/spec_accept_length"] == pytest.approx(1 + 6 / 5)
+    assert (metrics["rollout/spec_accept_rate_1"], metrics["rollout/spec_accept_rate_2"]) == pytest.approx((0.8, 0.4))
+
+
+def test_without_drafts_there_is_no_acceptance() -> None:
+    assert speculation([sample((2, 1))]) == {}
+
+
+def test_a_mean_is_over_the_parts_that_have_the_metric() -> None:
+    assert mean_of([{"a": 1.0, "b": 2.0}, {"a": 3.0}]) == {"a": 2.0, "b": 2.0}
+
+
+def test_busy_shares_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("mtpctl.train.clock.time.perf_counter", lambda: now[0])
+    clock = BusyClock()
+    for at, side, busy in ((0.0, "rollout", True), (4.0, "trainer", True), (6.0, "rollout", False), (8.0, "trainer", False)):
+        now[0] = at
+        clock.set(side, busy)
+    now[0] = 10.0
+    shares = clock.read()
+    assert shares["timing_s/step"] == pytest.approx(10.0)
+    assert shares["async/rollout_idle"] == pytest.approx(0.4)
+    assert shares["async/trainer_idle"] == pytest.approx(0.6)
+    assert shares["async/overlap"] == pytest.approx(0.2)
