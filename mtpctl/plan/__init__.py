@@ -1,5 +1,40 @@
 """Placement, memory, buckets: pure arithmetic over names, shapes and sizes, without torch."""
 
 from mtpctl.plan.buckets import ALIGNMENT, DTYPE_BYTES, Bucket, Entry, TensorSpec, plan_buckets
+from mtpctl.plan.memory import (
+    EngineMemory,
+    LogprobMemory,
+    TrainerMemory,
+    check_fits,
+    engine_memory,
+    logprob_memory,
+    trainer_memory,
+)
+from mtpctl.plan.placement import Actor, Host, Placement, place, planned_device
+from mtpctl.plan.sharding import Stage, stages
+from mtpctl.plan.wire import section_buckets, wire_tensors
 
-__all__ = ["ALIGNMENT", "DTYPE_BYTES", "Bucket", "Entry", "TensorSpec", "plan_buckets"]
+__all__ = [
+    "ALIGNMENT",
+    "DTYPE_BYTES",
+    "Actor",
+    "Bucket",
+    "EngineMemory",
+    "Entry",
+    "Host",
+    "LogprobMemory",
+    "Placement",
+    "Stage",
+    "TensorSpec",
+    "TrainerMemory",
+    "check_fits",
+    "engine_memory",
+    "logprob_memory",
+    "place",
+    "plan_buckets",
+    "planned_device",
+    "section_buckets",
+    "stages",
+    "trainer_memory",
+    "wire_tensors",
+]

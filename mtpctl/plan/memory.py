@@ -1,0 +1,207 @@
+"""Estimates of what a trainer rank, a rollout engine and a log-prob rank keep in memory.
+
+Counted are weights, gradients, optimizer state, activations, the log-prob workspace and the key-value cache. Not counted are
+the CUDA context, NCCL's buffers and what the allocator cannot reuse: leave a tenth of the card for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtpctl.families import ModelShape
+from mtpctl.plan.sharding import Stage, stages
+from mtpctl.recipe.errors import ClusterResources, UserError
+from mtpctl.recipe.schema import ParallelConfig, Recipe
+
+GIB = 1 << 30
+BYTES = {"fp32": 4, "bf16": 2}
+MASTER, MOMENTS, GRADIENT = 4, 8, 4
+"""Bytes a parameter: fp32 masters beside bf16 weights, Adam's two moments, and the fp32 gradient buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerMemory:
+    """Bytes of the fullest trainer rank. `host` is what offloading moves to host memory."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    workspace: int
+    host: int
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.workspace
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Bytes of one rank of a rollout engine; `kv_token` is one token's key-value cache, `kv_cache` None where it is not bounded yet."""
+
+    weights: int
+    kv_token: int
+    kv_cache: int | None
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """Tokens that the cache holds."""
+        return None if self.kv_cache is None or not self.kv_token else self.kv_cache // self.kv_token
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobMemory:
+    """Bytes of one rank of a log-prob server."""
+
+    weights: int
+    activations: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return self.weights + self.activations + self.workspace
+
+
+def trainer_memory(recipe: Recipe, shape: ModelShape) -> TrainerMemory:
+    """The fullest trainer rank of the recipe."""
+    ranks = [_trainer_stage(recipe, shape, index, stage) for index, stage in enumerate(_stages(recipe, shape, recipe.train.parallel))]
+    return max(ranks, key=lambda memory: memory.total)
+
+
+def engine_memory(recipe: Recipe, shape: ModelShape) -> EngineMemory:
+    """One rank of a rollout engine.
+
+    Raises UserError where the key-value cache cannot hold one sample of full length, ClusterResources where weights leave no
+    room for a cache in the engine's share of the card.
+    """
+    rollout = recipe.rollout
+    width = BYTES[recipe.train.precision if rollout.dtype == "auto" else rollout.dtype]
+    drafting = rollout.speculation.num_tokens > 0 and recipe.mtp.mode != "off"
+    held = stages(shape, ParallelConfig(tp=rollout.tp), mtp=drafting)[0]
+    weights = held.parameters * width
+    per_token = kv_bytes_per_token(shape, rollout.tp, width, drafting=drafting)
+    cache = rollout.kv_cache_bytes
+    if cache is None and recipe.cluster.gpu_gib is not None:
+        share = int(recipe.cluster.gpu_gib * GIB * rollout.gpu_memory)
+        cache = share - weights
+        if cache <= 0:
+            raise ClusterResources(
+                f"rollout.gpu_memory: {share / GIB:.1f} GiB of the card do not hold {weights / GIB:.1f} GiB of weights; "
+                "raise it, or rollout.tp"
+            )
+    memory = EngineMemory(weights, per_token, cache)
+    longest = min(rollout.context or shape.max_positions, shape.max_positions)
+    if memory.kv_tokens is not None and memory.kv_tokens < longest:
+        raise UserError(
+            f"rollout.kv_cache_bytes: {cache} hold {memory.kv_tokens} tokens at {per_token} bytes each, less than one sample of "
+            f"{longest}; give at least {longest * per_token}, or lower rollout.context"
+        )
+    return memory
+
+
+def logprob_memory(recipe: Recipe, shape: ModelShape) -> LogprobMemory:
+    """The fullest rank of a log-prob server: weights without gradients, and one layer's activations at a time."""
+    server = recipe.logprob
+    width = BYTES[recipe.train.precision]
+    held = max(stage.parameters for stage in _stages(recipe, shape, server.parallel))
+    copies = 2 if server.keep_previous else 1
+    one_layer = int(server.tokens_per_batch // server.parallel.cp * activation_width(shape, server.parallel) * width)
+    return LogprobMemory(held * width * copies, one_layer, _workspace(recipe, shape, server.tokens_per_batch, server.parallel))
+
+
+def check_fits(recipe: Recipe, shape: ModelShape) -> None:
+    """Raise ClusterResources where a rank needs more than the card of `cluster.gpu_gib`."""
+    card = recipe.cluster.gpu_gib
+    if card is None:
+        return
+    trainer = trainer_memory(recipe, shape)
+    if trainer.total > card * GIB:
+        raise ClusterResources(
+            f"train.parallel: a trainer rank needs {trainer.total / GIB:.0f} GiB of a card's {card:g}; "
+            "raise tp, pp or dp with distributed_optimizer, offload the optimizer, or lower tokens_per_microbatch"
+        )
+    server = recipe.logprob
+    if server.standalone:
+        needed, share = logprob_memory(recipe, shape).total, card * GIB * min(1.0, server.gpus)
+        if needed > share:
+            raise ClusterResources(f"logprob.gpus: a rank needs {needed / GIB:.0f} GiB, its share is {share / GIB:.0f} GiB; raise it")
+        if server.gpus < 1 and server.gpus + recipe.rollout.gpu_memory > 1:
+            raise ClusterResources(
+                f"rollout.gpu_memory: {recipe.rollout.gpu_memory} and logprob.gpus: {server.gpus} share a card and exceed it; lower one"
+            )
+
+
+def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
+    """Elements a token that one decoder layer keeps for its backward pass.
+
+    After Korthikanti et al. 2022, section 4, for flash attention (nothing quadratic is kept), grouped queries and a gated MLP:
+    inputs and outputs of both norms (split over tp ranks only with sequence parallelism), q, k, v and the attention's output,
+    gate, up and their product. Of experts, those that a token visits.
+    """
+    norms = 4 * shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
+    attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    ffn = shape.ffn if shape.moe is None else shape.moe.experts_per_token * shape.moe.ffn + shape.moe.shared_ffn
+    return norms + (attention + 3 * ffn) / parallel.tp
+
+
+def kv_bytes_per_token(shape: ModelShape, tp: int, width: int, *, drafting: bool) -> int:
+    """Bytes of one token's key-value cache on one rank; a latent is kept whole on every rank."""
+    layers = shape.full_attention_layers + (shape.mtp_layers if drafting else 0)
+    if shape.latent:
+        return layers * (shape.latent.kv_rank + shape.latent.rope_dim) * width
+    return layers * 2 * max(1, shape.kv_heads // tp) * shape.head_dim * width
+
+
+def _stages(recipe: Recipe, shape: ModelShape, parallel: ParallelConfig) -> list[Stage]:
+    return stages(shape, parallel, mtp=recipe.mtp.mode != "off")
+
+
+def _trainer_stage(recipe: Recipe, shape: ModelShape, index: int, stage: Stage) -> TrainerMemory:
+    train, parallel = recipe.train, recipe.train.parallel
+    width = BYTES[train.precision]
+    weights = stage.parameters * width
+    trained = stage.parameters if recipe.mtp.mode in ("joint", "isolated") else stage.trunk
+    trained = _adapter(recipe, shape, stage) if train.lora else trained
+    state = trained * (MOMENTS + (MASTER if train.precision == "bf16" else 0))
+    state //= parallel.dp * parallel.cp if train.distributed_optimizer else 1
+    weights += trained * width if train.lora else 0
+    host = state if train.offload.optimizer else 0
+    return TrainerMemory(
+        weights=weights,
+        gradients=trained * GRADIENT,
+        optimizer=0 if train.offload.optimizer else state,
+        activations=_activations(recipe, shape, index, stage),
+        workspace=_workspace(recipe, shape, train.tokens_per_microbatch, parallel) if stage.has_head else 0,
+        host=host,
+    )
+
+
+def _activations(recipe: Recipe, shape: ModelShape, index: int, stage: Stage) -> int:
+    train, parallel = recipe.train, recipe.train.parallel
+    layers = len(stage.layers) + (shape.mtp_layers if stage.has_head and recipe.mtp.mode != "off" else 0)
+    width = activation_width(shape, parallel)
+    entry = shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
+    per_token = width * layers if train.recompute != "full" else entry * layers + width
+    in_flight = parallel.pp - index  # One forward, one backward: a stage waits for those behind it.
+    return int(train.tokens_per_microbatch / parallel.cp * per_token * BYTES[train.precision] * in_flight)
+
+
+def _workspace(recipe: Recipe, shape: ModelShape, tokens: int, parallel: ParallelConfig) -> int:
+    every_logit = tokens // parallel.cp * shape.vocab // parallel.tp * 8  # fp32 logits and their gradient
+    return every_logit if recipe.kernels.linear_logprob == "reference" else min(recipe.kernels.workspace_bytes, every_logit)
+
+
+def _adapter(recipe: Recipe, shape: ModelShape, stage: Stage) -> int:
+    """Parameters of the LoRA adapters on one rank: rank times the inputs and outputs of each target."""
+    lora, tp = recipe.train.lora, recipe.train.parallel.tp
+    assert lora is not None
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sides = {
+        "linear_qkv": shape.hidden + (q + 2 * kv) / tp,
+        "linear_proj": q / tp + shape.hidden,
+        "linear_fc1": shape.hidden + 2 * shape.ffn / tp,
+        "linear_fc2": shape.ffn / tp + shape.hidden,
+    }
+    return int(lora.rank * len(stage.layers) * sum(sides.get(target, 0) for target in lora.targets))

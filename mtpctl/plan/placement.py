@@ -1,0 +1,159 @@
+"""Which actor sits where: trainer ranks, rollout engines and log-prob ranks on hosts with CPUs and GPUs.
+
+Ranks are placed in order, each group on the first host that has room. Trainer ranks fill hosts from the front, so that
+tensor-parallel neighbours sit together; an engine never spans hosts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mtpctl.recipe.errors import ClusterResources, UserError
+from mtpctl.recipe.schema import Recipe
+
+Role = Literal["trainer", "rollout", "logprob"]
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """CPUs and GPUs of one machine."""
+
+    cpus: float
+    gpus: float = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """One Ray actor: `index` counts engines or servers, `rank` the processes of one. `gpus` is a fraction where a card is shared."""
+
+    role: Role
+    index: int
+    rank: int
+    host: int
+    cpus: float
+    gpus: float
+
+    @property
+    def name(self) -> str:
+        """As it appears in logs and messages."""
+        return (
+            f"{self.role}-{self.rank}" if self.role == "trainer" else f"{self.role}-{self.index}" + (f".{self.rank}" if self.rank else "")
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """All actors, on which device, over how many hosts."""
+
+    device: Device
+    actors: tuple[Actor, ...]
+    hosts: int
+
+    def of(self, role: Role) -> tuple[Actor, ...]:
+        """Actors of one role."""
+        return tuple(actor for actor in self.actors if actor.role == role)
+
+    def bundles(self, role: Role) -> list[dict[str, float]]:
+        """Ray placement-group bundles of one role, in the order of its actors."""
+        return [{"CPU": actor.cpus} | ({"GPU": actor.gpus} if actor.gpus else {}) for actor in self.of(role)]
+
+    @property
+    def cpus(self) -> float:
+        """CPUs in all."""
+        return sum(actor.cpus for actor in self.actors)
+
+    @property
+    def gpus(self) -> float:
+        """GPUs in all."""
+        return sum(actor.gpus for actor in self.actors)
+
+
+def planned_device(recipe: Recipe) -> Device:
+    """The device that a recipe is meant for: as it says, else as its transport says."""
+    if recipe.cluster.device != "auto":
+        return recipe.cluster.device
+    return "cpu" if recipe.sync.transport == "shm" else "cuda"
+
+
+def place(recipe: Recipe, hosts: Sequence[Host] | None = None) -> Placement:
+    """Place a recipe's actors.
+
+    `hosts` are those of a running cluster; without them, this machine for CPU, and for CUDA as many hosts of
+    `cluster.gpus_per_node` cards as it takes, or one of `cluster.num_gpus` where that is set. Raises ClusterResources naming
+    what is asked for and what there is, UserError for an engine that no host can hold.
+    """
+    device = planned_device(recipe)
+    groups = _groups(recipe, device)
+    if hosts is None:
+        hosts = _planned_hosts(recipe, device, sum(cpus * n for _, _, n, cpus, _ in groups), sum(gpus * n for _, _, n, _, gpus in groups))
+    free = [[host.cpus, host.gpus] for host in hosts]
+    actors: list[Actor] = []
+    for role, index, ranks, cpus, gpus in groups:
+        if role == "trainer":
+            places = [_take(free, 1, cpus, gpus) for _ in range(ranks)]
+        else:
+            place = _take(free, ranks, cpus, gpus)
+            places = [place] * ranks
+        if None in places:
+            raise _too_few(recipe, device, groups, hosts)
+        actors += [Actor(role, index, rank, host, cpus, gpus) for rank, host in enumerate(places) if host is not None]
+    return Placement(device, tuple(actors), len(hosts))
+
+
+Group = tuple[Role, int, int, float, float]
+"""Role, index, ranks, and the CPUs and GPUs of each rank."""
+
+
+def _groups(recipe: Recipe, device: Device) -> list[Group]:
+    train, rollout, server = recipe.train, recipe.rollout, recipe.logprob
+    cuda = device == "cuda"
+    shared = cuda and server.standalone and server.gpus < 1 and "rl" in train.stages
+    groups: list[Group] = [("trainer", 0, train.parallel.world_size, max(1, train.threads), float(cuda))]
+    if "rl" in train.stages:
+        card = (1 - server.gpus if shared else 1.0) if cuda else 0.0
+        groups += [("rollout", i, rollout.tp, max(1, rollout.threads), card) for i in range(rollout.replicas)]
+        if server.standalone:
+            groups += [("logprob", i, server.parallel.world_size, 1, server.gpus if cuda else 0.0) for i in range(server.replicas)]
+    per_node = recipe.cluster.gpus_per_node
+    for role, _, ranks, _, gpus in groups:
+        if role != "trainer" and ranks * gpus > per_node:
+            field = "rollout.tp" if role == "rollout" else "logprob.parallel"
+            raise UserError(f"{field}: {ranks} ranks do not fit a host of cluster.gpus_per_node: {per_node}; lower it")
+    return groups
+
+
+def _planned_hosts(recipe: Recipe, device: Device, cpus: float, gpus: float) -> list[Host]:
+    cluster = recipe.cluster
+    if device == "cpu":
+        return [Host(cluster.num_cpus or os.cpu_count() or 1)]
+    if cluster.num_gpus is not None:
+        return [Host(cluster.num_cpus or cpus, cluster.num_gpus)]
+    needed = max(1, -(-int(-(-gpus // 1)) // cluster.gpus_per_node))
+    # A group that must not span hosts may leave cards idle on each: one host more than the sum asks for is enough room to plan in.
+    return [Host(cpus, cluster.gpus_per_node) for _ in range(needed if needed == 1 else needed + 1)]
+
+
+def _take(free: list[list[float]], ranks: int, cpus: float, gpus: float) -> int | None:
+    for host, room in enumerate(free):
+        if room[0] >= ranks * cpus and room[1] + 1e-9 >= ranks * gpus:
+            room[0] -= ranks * cpus
+            room[1] -= ranks * gpus
+            return host
+    return None
+
+
+def _too_few(recipe: Recipe, device: Device, groups: list[Group], hosts: Sequence[Host]) -> ClusterResources:
+    asked: dict[str, float] = {}
+    for role, _, ranks, cpus, gpus in groups:
+        asked[role] = asked.get(role, 0) + ranks * (gpus if device == "cuda" else cpus)
+    what = "GPUs" if device == "cuda" else "CPUs"
+    there = sum(host.gpus if device == "cuda" else host.cpus for host in hosts)
+    parts = ", ".join(f"{role} {amount:g}" for role, amount in asked.items())
+    mend = (
+        "lower train.parallel, rollout.replicas or rollout.tp" if device == "cuda" else "lower replicas or threads, or set cluster.num_cpus"
+    )
+    return ClusterResources(f"cluster: {sum(asked.values()):g} {what} are asked for ({parts}) and {there:g} are there; {mend}")
