@@ -1,0 +1,54 @@
+"""Responses from engines that speculate with the MTP head being trained: the `Generator` protocol, vLLM, and a pool."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mtpctl.rollout.actor import RayReplica, Replica, RolloutActor, start_replica
+    from mtpctl.rollout.pool import ReplicaPool
+    from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Generator, Health, SpecStats
+    from mtpctl.rollout.vllm_engine import VllmEngine
+    from mtpctl.rollout.vllm_settings import VllmSettings, engine_settings
+
+_HOMES = {
+    "ABORTED": "protocol",
+    "DEADLINE": "protocol",
+    "EngineDead": "protocol",
+    "Generator": "protocol",
+    "Health": "protocol",
+    "RayReplica": "actor",
+    "Replica": "actor",
+    "ReplicaPool": "pool",
+    "RolloutActor": "actor",
+    "SpecStats": "protocol",
+    "VllmEngine": "vllm_engine",
+    "VllmSettings": "vllm_settings",
+    "start_replica": "actor",
+    "engine_settings": "vllm_settings",
+}
+
+__all__ = [
+    "ABORTED",
+    "DEADLINE",
+    "EngineDead",
+    "Generator",
+    "Health",
+    "RayReplica",
+    "Replica",
+    "ReplicaPool",
+    "RolloutActor",
+    "SpecStats",
+    "VllmEngine",
+    "VllmSettings",
+    "engine_settings",
+    "start_replica",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: engines bring torch along."""
+    if name not in _HOMES:
+        raise AttributeError(name)
+    return getattr(import_module(f"mtpctl.rollout.{_HOMES[name]}"), name)

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mtpctl.sync.checksum import checksum
+    from mtpctl.sync.checksums import checksum
     from mtpctl.sync.manifest import Manifest, SectionPlan
     from mtpctl.sync.protocol import PauseMode, PlanMismatch, Section, SyncError, TargetDirty, VersionConflict, WeightTarget
     from mtpctl.sync.publisher import Publisher
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mtpctl.sync.store import VersionStore, default_root
 
 _HOMES = {
-    "checksum": "checksum",
+    "checksum": "checksums",
     "Manifest": "manifest",
     "SectionPlan": "manifest",
     "PauseMode": "protocol",

@@ -11,10 +11,12 @@ from typing import Literal, Protocol
 
 from mtpctl.plan import Bucket
 from mtpctl.recipe import RuntimeFailure
-from mtpctl.sync.manifest import Manifest, SectionPlan
+from mtpctl.sync.manifest import Manifest
 
 Section = Literal["target", "draft", "adapter"]
 PauseMode = Literal["keep", "abort", "wait"]
+ABORTED_BY_SENDER = "the weight update was aborted by its sender"
+"""Text of the error that ends an update on purpose, also where it comes back from another process."""
 
 
 class SyncError(RuntimeFailure):
@@ -60,6 +62,3 @@ class WeightTarget(Protocol):
     async def checksums(self) -> dict[str, str]:
         """Checksum of every tensor taken in so far, by its wire name."""
         ...
-
-
-__all__ = ["PauseMode", "PlanMismatch", "Section", "SectionPlan", "SyncError", "TargetDirty", "VersionConflict", "WeightTarget"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from mtpctl.plan import Bucket, Entry, TensorSpec, plan_buckets
-from mtpctl.sync.checksum import checksum
+from mtpctl.sync.checksums import checksum
 from mtpctl.sync.manifest import Manifest, SectionPlan
 from mtpctl.sync.protocol import PlanMismatch, Section
 from mtpctl.sync.store import VersionStore

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mtpctl.plan import Bucket, Entry
-from mtpctl.sync.checksum import checksum
+from mtpctl.sync.checksums import checksum
 from mtpctl.sync.manifest import SectionPlan
 from mtpctl.sync.names import Renamer, Slot, resolve
 from mtpctl.sync.protocol import PlanMismatch, SyncError
@@ -100,15 +100,20 @@ class SectionReceiver:
 
         Raises SyncError for a bucket out of order.
         """
-        if self.taken == len(self.plan.buckets) or bucket.index != self.plan.buckets[self.taken].index:
+        if self.complete or bucket.index != self.plan.buckets[self.taken].index:
             raise SyncError(f"bucket {bucket.index} came where bucket {self.taken} of {len(self.plan.buckets)} was due")
         for entry, piece in pieces(bucket, data):
             self.places[entry.name].view.reshape(-1)[entry.part_start : entry.part_stop].copy_(piece)
         self.taken += 1
 
+    @property
+    def complete(self) -> bool:
+        """Whether every bucket came."""
+        return self.taken == len(self.plan.buckets)
+
     def finish(self) -> None:
         """Raise SyncError unless every bucket came."""
-        if self.taken < len(self.plan.buckets):
+        if not self.complete:
             raise SyncError(f"only {self.taken} of {len(self.plan.buckets)} buckets came")
 
     def checksums(self) -> dict[str, str]:

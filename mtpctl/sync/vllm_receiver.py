@@ -13,7 +13,7 @@ from typing import Any
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import PlanMismatch, SyncError
+from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SyncError
 from mtpctl.sync.receiver import SectionReceiver, match
 from mtpctl.sync.transports import BucketReader, open_reader
 
@@ -25,7 +25,7 @@ class NoInit(WeightTransferInitInfo):
 
 @dataclass
 class Step(WeightTransferUpdateInfo):
-    """`begin` with a manifest's dict and a section, or `bucket` with an index."""
+    """`begin` with a manifest's dict and a section, `bucket` with an index, or `abort`."""
 
     action: str
     section: str
@@ -51,10 +51,13 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
         """Nothing yet: the first update of a session is `begin`."""
 
     def receive_weights(self, update_info: Step) -> None:
-        """One step. Raises PlanMismatch in `begin` and SyncError in `bucket`."""
+        """One step. Raises PlanMismatch in `begin`, SyncError in `bucket`, and in `abort` always: vLLM ends a failed session."""
         if update_info.action == "begin":
             self._begin(Manifest.from_dict(update_info.manifest), update_info.section)
             return
+        if update_info.action == "abort":
+            self._receivers = {name: receiver for name, receiver in self._receivers.items() if receiver.complete}
+            raise SyncError(ABORTED_BY_SENDER)
         receiver = self._receivers[update_info.section]
         if self._reader is None:
             raise SyncError("a bucket came before its section was begun")

@@ -1,0 +1,101 @@
+"""What generates responses, whichever engine is behind it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mtpctl.recipe import RuntimeFailure
+from mtpctl.samples import GenerationRequest, Sample, Speculation
+from mtpctl.sync.protocol import PauseMode
+
+ABORTED = "abort"
+"""Finish reason of a response that was cut short by a pause and may be continued."""
+DEADLINE = "deadline"
+"""Finish reason of a response that took longer than its `deadline_s`."""
+
+
+class EngineDead(RuntimeFailure):
+    """An engine died or no longer answers; what it was working on must be asked again elsewhere."""
+
+
+@dataclass(slots=True)
+class SpecStats:
+    """Speculation summed over finished responses.
+
+    `drafted` and `accepted` count draft tokens, `accepted_by_position[i]` how often the draft at position i was accepted,
+    `steps` verification steps, `tokens` response tokens.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    steps: int = 0
+    tokens: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
+
+    @property
+    def accept_rate(self) -> float:
+        """Share of draft tokens accepted; 0 without drafts."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens a verification step, the sampled one included; 1 without speculation."""
+        return 1.0 + self.accepted / self.steps if self.steps else 1.0
+
+    def accept_at(self, position: int) -> float:
+        """Acceptance of the draft at `position` (from 0), counting drafts after a rejected one as rejected."""
+        return self.accepted_by_position[position] / self.steps if self.steps and position < len(self.accepted_by_position) else 0.0
+
+    def add(self, counts: Speculation | SpecStats, tokens: int = 0) -> None:
+        """Add one response's counts, or another engine's sums."""
+        self.drafted += counts.drafted
+        self.accepted += counts.accepted
+        self.steps += counts.steps
+        self.tokens += counts.tokens if isinstance(counts, SpecStats) else tokens
+        add_positions(self.accepted_by_position, counts.accepted_by_position)
+
+
+def add_positions(total: list[int], more: list[int]) -> None:
+    """Add counts by position in place; `total` grows as needed."""
+    total.extend([0] * (len(more) - len(total)))
+    for position, count in enumerate(more):
+        total[position] += count
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """State of one engine: `in_flight` responses being made, the live weight `version`, and seconds since it last answered."""
+
+    alive: bool
+    version: int = 0
+    in_flight: int = 0
+    reason: str = ""
+
+
+class Generator(Protocol):
+    """Responses for requests, as they come, in any order."""
+
+    def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncIterator[Sample]:
+        """Every request's sample, grown by its response, exactly once.
+
+        Requests are drawn as there is room. A finished sample has a `finish_reason` of `stop`, `length` or `deadline`.
+        """
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop making tokens. `keep` freezes responses, `abort` cuts them to be continued, `wait` lets them end."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        ...
+
+    async def spec_stats(self) -> SpecStats:
+        """Speculation since the start."""
+        ...
+
+    async def health(self) -> list[Health]:
+        """One entry for each engine."""
+        ...

@@ -1,0 +1,80 @@
+"""From the recipe to vLLM's own options, without importing vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mtpctl.compat.vllm_plugin import TRANSFER_BACKEND
+from mtpctl.recipe.schema import VllmConfig
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+CPU_KV_CACHE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings:
+    """All that one engine needs to start: `args` for vLLM, `environment` for its process, `threads` for torch (0: its choice).
+
+    `in_loop` runs the engine core in the caller's process instead of one of its own.
+    """
+
+    args: dict[str, Any]
+    in_loop: bool
+    threads: int = 0
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def model(self) -> str:
+        """Folder or hub id."""
+        return str(self.args["model"])
+
+
+def engine_settings(
+    rollout: VllmConfig, *, model: str, precision: Literal["fp32", "bf16"], device: Literal["cpu", "cuda"], seed: int = 0
+) -> VllmSettings:
+    """Options of one engine. What `rollout.engine_args` names wins over everything chosen here.
+
+    On a CPU the engine runs with few threads beside a trainer on the same cores: no compilation, no prefix cache (its
+    blocks hold 128 tokens), a fixed KV cache, and the core in the actor's own process.
+    """
+    cpu = device == "cpu"
+    k = rollout.speculation.num_tokens
+    args: dict[str, Any] = {
+        "model": model,
+        "dtype": DTYPES[precision if rollout.dtype == "auto" else rollout.dtype],
+        "seed": seed,
+        "tensor_parallel_size": rollout.tp,
+        "max_num_seqs": rollout.max_in_flight,
+        "enforce_eager": rollout.eager or cpu,
+        "enable_prefix_caching": not cpu,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "generation_config": "vllm",
+        "skip_tokenizer_init": not rollout.stop,
+        "weight_transfer_config": {"backend": TRANSFER_BACKEND},
+        "worker_extension_cls": "mtpctl.sync.vllm_receiver.WorkerExtension",
+    }
+    if k:
+        args["speculative_config"] = {"method": "mtp", "num_speculative_tokens": k}
+        args["per_request_spec_decode_metrics"] = "summary"
+    if rollout.context is not None:
+        args["max_model_len"] = rollout.context
+    if rollout.kv_cache_bytes is not None or cpu:
+        args["kv_cache_memory_bytes"] = rollout.kv_cache_bytes or CPU_KV_CACHE_BYTES
+    if not cpu:
+        args["gpu_memory_utilization"] = rollout.gpu_memory
+    args |= rollout.engine_args
+    in_loop = cpu and args["tensor_parallel_size"] == 1
+    return VllmSettings(args, in_loop, threads=rollout.threads, environment=_environment(cpu, in_loop, rollout.threads))
+
+
+def _environment(cpu: bool, in_loop: bool, threads: int) -> dict[str, str]:
+    """Variables that must be set before vLLM, or torch, is imported."""
+    found = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    if in_loop:
+        found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if cpu and threads:
+        # Waiting threads sleep at once: spinning would take the cores from a trainer on the same machine.
+        found |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+    return found
