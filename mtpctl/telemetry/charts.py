@@ -1,0 +1,229 @@
+"""One chart as HTML: lines drawn in an SVG that stretches with the page, every text in HTML, so that it never shrinks.
+
+Series are labelled at their right end, with their last value. A series of many points is drawn twice: as it is, faint,
+and as a moving average. Pointing at a step shows its values; that is CSS alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from typing import Literal
+
+from mtpctl.telemetry.axes import Axis, linear_axis, log_axis, spread, tick_label
+from mtpctl.telemetry.names import Unit, format_value
+
+Points = list[tuple[float, float]]
+
+HEIGHT = 190
+"""Pixels of the drawing; its width is what the page gives."""
+_WIDTH = 1000
+_SMOOTH_FROM = 40
+_MOST_POINTS = 400
+_MOST_HITS = 100
+COLOURS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One curve. `dots` marks each point, for what is measured now and then."""
+
+    label: str
+    points: Points
+    unit: Unit = "number"
+    dots: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of the x axis: steps (begin, end] belong to it; `offset` is what its own steps are shifted by."""
+
+    name: str
+    begin: float
+    end: float
+    offset: float
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """What to draw. In a `stack` the series are parts of a whole and share their steps."""
+
+    title: str
+    note: str
+    series: Sequence[Series]
+    phases: Sequence[Phase]
+    scale: Literal["linear", "log"] = "linear"
+    zero: bool = False
+    stack: bool = False
+
+
+def render_chart(chart: Chart) -> str:
+    """A `<figure>`, or nothing where no series has a point that can be drawn."""
+    drawn = [(i % COLOURS, s, pts) for i, s in enumerate(chart.series) if (pts := _drawable(s.points, chart.scale))]
+    if not drawn:
+        return ""
+    layers = _stacked([pts for _, _, pts in drawn]) if chart.stack else [pts for _, _, pts in drawn]
+    xs = [x for pts in layers for x, _ in pts]
+    values = [y for pts in layers for _, y in pts]
+    x_axis = Axis(min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1, [])
+    y_axis = (
+        log_axis(min(values), max(values))
+        if chart.scale == "log"
+        else linear_axis(min(values), max(values), zero=chart.zero or chart.stack)
+    )
+    unit = drawn[0][1].unit
+    phases = [phase for phase in chart.phases if phase.end > x_axis.low and phase.begin < x_axis.high]
+    shapes = [_bands(phases, x_axis), _grid(y_axis)]
+    marks: list[str] = []
+    ends: list[float] = []
+    for k, (colour, series, pts) in enumerate(drawn):
+        if chart.stack:
+            below = layers[k - 1] if k else [(x, 0.0) for x, _ in pts]
+            outline = _path(layers[k], x_axis, y_axis) + "L" + _path(below[::-1], x_axis, y_axis)[1:] + "Z"
+            shapes.append(f'<path class="fill k{colour}" d="{outline}"/>')
+            ends.append((_y(layers[k][-1][1], y_axis) + _y(below[-1][1], y_axis)) / 2)
+            continue
+        smooth = moving_average(pts, max(1, len(pts) // 25)) if len(pts) >= _SMOOTH_FROM and not series.dots else pts
+        if smooth is not pts:
+            shapes.append(f'<path class="raw k{colour}" d="{_path(thin(pts, _MOST_POINTS), x_axis, y_axis)}"/>')
+        shapes.append(f'<path class="line k{colour}" d="{_path(thin(smooth, _MOST_POINTS), x_axis, y_axis)}"/>')
+        marks += [_dot(x, y, colour, x_axis, y_axis) for x, y in (pts if series.dots else smooth[-1:])]
+        ends.append(_y(smooth[-1][1], y_axis))
+    gap = 17.0 if chart.stack else 33.0
+    labels = [
+        f'<span class="label k{colour}" style="top:{place:.1f}px">{escape(series.label)}'
+        f"<b>{format_value(pts[-1][1], series.unit)}</b></span>"
+        for (colour, series, pts), place in zip(drawn, spread(ends, gap, gap / 2 - 6, HEIGHT - gap / 2 + 6), strict=True)
+    ]
+    y_ticks = [f'<span class="y" style="top:{_y(t, y_axis):.1f}px">{tick_label(t, unit)}</span>' for t in y_axis.ticks]
+    kind = "plot stack" if chart.stack else "plot"
+    return (
+        f'<figure class="card"><figcaption><h3>{escape(chart.title)}</h3><p>{escape(chart.note)}</p></figcaption>'
+        f'<div class="{kind}"><div class="area"><svg viewBox="0 0 {_WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(chart.title)}">{"".join(shapes)}</svg>{"".join(marks)}{"".join(y_ticks)}'
+        f"{_x_labels(phases, x_axis)}{''.join(labels)}{_hits(drawn, phases, x_axis)}</div></div></figure>"
+    )
+
+
+def sparkline_svg(points: Points, colour: int) -> str:
+    """A curve without axes, for a headline."""
+    if len(points) < 2:
+        return ""
+    pts = thin(moving_average(points, max(1, len(points) // 25)), 120)
+    values = [y for _, y in pts]
+    low, high = min(values), max(values)
+    x_axis = Axis(pts[0][0], pts[-1][0], [])
+    y_axis = Axis(low - 0.05 * ((high - low) or 1), high + 0.05 * ((high - low) or 1), [])
+    return (
+        f'<svg class="spark" viewBox="0 0 {_WIDTH} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">'
+        f'<path class="line k{colour}" d="{_path(pts, x_axis, y_axis)}"/></svg>'
+    )
+
+
+def moving_average(points: Points, half: int) -> Points:
+    """Mean over the `half` points on either side as well; narrower, and still centred, at the ends."""
+    result = []
+    for i, (x, _) in enumerate(points):
+        reach = min(half, i, len(points) - 1 - i)
+        window = points[i - reach : i + reach + 1]
+        result.append((x, sum(y for _, y in window) / len(window)))
+    return result
+
+
+def thin(points: Points, most: int) -> Points:
+    """At most `most` points, each the mean of its neighbours, the last one as it is."""
+    if len(points) <= most:
+        return points
+    edges = [round(i * len(points) / most) for i in range(most + 1)]
+    bins = [points[a:b] for a, b in pairwise(edges)]
+    return [*((sum(x for x, _ in b) / len(b), sum(y for _, y in b) / len(b)) for b in bins[:-1]), points[-1]]
+
+
+def _drawable(points: Points, scale: str) -> Points:
+    return [(x, y) for x, y in points if math.isfinite(y) and (scale != "log" or y > 0)]
+
+
+def _stacked(layers: list[Points]) -> list[Points]:
+    steps = sorted({x for pts in layers for x, _ in pts})
+    height = dict.fromkeys(steps, 0.0)
+    result = []
+    for pts in layers:
+        own = dict(pts)
+        for x in steps:
+            height[x] += own.get(x, 0.0)
+        smooth = moving_average([(x, height[x]) for x in steps], max(1, len(steps) // 25) if len(steps) >= _SMOOTH_FROM else 0)
+        result.append(thin(smooth, _MOST_POINTS))
+    return result
+
+
+def _x(value: float, axis: Axis) -> float:
+    return axis.place(value) * _WIDTH
+
+
+def _y(value: float, axis: Axis) -> float:
+    return (1 - axis.place(value)) * HEIGHT
+
+
+def _path(points: Points, x_axis: Axis, y_axis: Axis) -> str:
+    return "M" + "L".join(f"{_x(x, x_axis):.1f},{_y(y, y_axis):.1f}" for x, y in points)
+
+
+def _dot(x: float, y: float, colour: int, x_axis: Axis, y_axis: Axis) -> str:
+    return f'<i class="dot k{colour}" style="left:{100 * x_axis.place(x):.2f}%;top:{_y(y, y_axis):.1f}px"></i>'
+
+
+def _grid(axis: Axis) -> str:
+    return "".join(f'<path class="grid" d="M0,{_y(t, axis):.1f}H{_WIDTH}"/>' for t in axis.ticks)
+
+
+def _bands(phases: Sequence[Phase], axis: Axis) -> str:
+    """All phases but the last lie on a darker ground."""
+    return "".join(
+        f'<rect class="band" x="{_x(p.begin, axis):.1f}" y="0" width="{_x(p.end, axis) - _x(p.begin, axis):.1f}" height="{HEIGHT}"/>'
+        for p in phases[:-1]
+    )
+
+
+def _x_labels(phases: Sequence[Phase], axis: Axis) -> str:
+    """Ticks count within each phase; the phase's name stands at its first step."""
+    parts = []
+    span = axis.high - axis.low
+    for phase in phases:
+        begin, end = max(phase.begin, axis.low), min(phase.end, axis.high)
+        share = (end - begin) / span
+        steps = linear_axis(begin - phase.offset, end - phase.offset, count=max(1, round(5 * share))).ticks
+        places = [(t, axis.place(t + phase.offset)) for t in steps if begin < t + phase.offset <= end and t == round(t)]
+        parts += [f'<span class="x" style="left:{100 * place:.2f}%">{tick_label(t, "number")}</span>' for t, place in places]
+        if len(phases) > 1:
+            parts.append(f'<span class="phase" style="left:{100 * axis.place(begin):.2f}%">{escape(phase.name.upper())}</span>')
+    name = phases[0].name.upper() if len(phases) == 1 else ""
+    return "".join(parts) + f'<span class="xname">{escape(name)} step</span>'
+
+
+def _hits(drawn: list[tuple[int, Series, Points]], phases: Sequence[Phase], axis: Axis) -> str:
+    """Strips over the drawing, one for each step (or few steps), that show its values while pointed at."""
+    steps = sorted({x for _, _, pts in drawn for x, _ in pts})
+    if len(steps) > _MOST_HITS:
+        steps = [steps[round(i * (len(steps) - 1) / (_MOST_HITS - 1))] for i in range(_MOST_HITS)]
+    lookup = [(colour, series, dict(pts)) for colour, series, pts in drawn]
+    parts = []
+    for i, x in enumerate(steps):
+        place = axis.place(x)
+        left = (axis.place(steps[i - 1]) + place) / 2 if i else max(0.0, place - 0.005)
+        right = (axis.place(steps[i + 1]) + place) / 2 if i + 1 < len(steps) else min(1.0, place + 0.005)
+        phase = next((p for p in phases if x <= p.end), phases[-1])
+        rows = "".join(
+            f'<span class="k{colour}">{escape(series.label)}<b>{format_value(values[x], series.unit)}</b></span>'
+            for colour, series, values in lookup
+            if x in values
+        )
+        side = " flip" if place > 0.5 else ""
+        inner = 100 * (place - left) / (right - left)
+        parts.append(
+            f'<div class="hit" style="left:{100 * left:.2f}%;width:{100 * (right - left):.2f}%"><i style="left:{inner:.0f}%"></i>'
+            f'<div class="tip{side}"><em>{escape(phase.name.upper())} step {x - phase.offset:g}</em>{rows}</div></div>'
+        )
+    return "".join(parts)

@@ -1,0 +1,127 @@
+"""The metrics by name: what each is called on a screen, in which unit, and what it means.
+
+Names follow the field (verl's above all), so that dashboards and scripts that read other frameworks' runs read these.
+A name that is not in the catalogue is logged and shown all the same, under its own name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Unit = Literal["share", "seconds", "tokens/s", "nats", "tokens", "GB/s", "updates", "number", "flops"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """How one metric is shown. `share` is a fraction of 1, shown as per cent."""
+
+    label: str
+    unit: Unit
+    meaning: str
+
+
+METRICS: dict[str, Metric] = {
+    "reward/mean": Metric("reward", "number", "Mean reward of the batch's responses."),
+    "reward/std": Metric("reward std", "number", "Standard deviation of the batch's rewards."),
+    "reward/signal_fraction": Metric("groups with signal", "share", "Groups whose rewards are not all equal."),
+    "response/length_mean": Metric("response length", "tokens", "Mean response length."),
+    "response/length_max": Metric("longest response", "tokens", "Longest response of the batch."),
+    "response/truncated_fraction": Metric("cut off", "share", "Responses that reached the token limit."),
+    "eval/accuracy": Metric("held-out accuracy", "share", "Held-out problems whose final answer is right."),
+    "eval/length_mean": Metric("held-out length", "tokens", "Mean response length on held-out problems."),
+    "eval/spec_accept_rate": Metric("held-out acceptance", "share", "Draft tokens accepted on held-out problems."),
+    "sft/loss": Metric("SFT loss", "nats", "Cross-entropy of the supervised stage, per supervised token."),
+    "actor/pg_loss": Metric("policy loss", "number", "Clipped surrogate, on the optimizer's scale."),
+    "actor/entropy": Metric("entropy", "nats", "Mean entropy of the policy at the response's tokens."),
+    "actor/grad_norm": Metric("trunk", "number", "Gradient norm of the trunk, before clipping."),
+    "actor/ratio_mean": Metric("ratio", "number", "Mean of new over old probability."),
+    "actor/ppo_kl": Metric("KL to old", "nats", "Estimate of KL(old ‖ new) within an update."),
+    "actor/ref_kl": Metric("KL to reference", "nats", "Estimate of KL(policy ‖ reference)."),
+    "actor/clip_fraction_low": Metric("clipped low", "share", "Tokens whose ratio was clipped below."),
+    "actor/clip_fraction_high": Metric("clipped high", "share", "Tokens whose ratio was clipped above."),
+    "actor/clip_fraction_dual": Metric("dual-clipped", "share", "Tokens under the dual clip."),
+    "actor/lr": Metric("learning rate", "number", "Learning rate of the trunk."),
+    "mtp/grad_norm": Metric("MTP layers", "number", "Gradient norm of the MTP layers, before clipping."),
+    "rollout/spec_accept_rate": Metric("drafts accepted", "share", "Draft tokens that the target accepted while generating."),
+    "rollout/spec_accept_length": Metric("tokens a step", "tokens", "Tokens that one decoding step yields, the sampled one included."),
+    "rollout/tokens_per_s": Metric("rollout", "tokens/s", "Response tokens generated a second, all engines together."),
+    "rollout_corr/kl": Metric("KL", "nats", "Estimate of KL(rollout ‖ trainer) at equal weights or nearly so."),
+    "rollout_corr/k3": Metric("KL (k3)", "nats", "The same, by the estimator that is never negative."),
+    "rollout_corr/abs_diff": Metric("|Δ log-prob|", "nats", "Mean absolute difference of trainer and rollout log-probs."),
+    "rollout_corr/ppl_ratio": Metric("perplexity ratio", "number", "Perplexity under the trainer over that under the rollout engine."),
+    "rollout_corr/chi2": Metric("chi²", "number", "Estimate of χ²(trainer ‖ rollout)."),
+    "rollout_corr/ess": Metric("effective samples", "share", "Effective share of the tokens under importance weights."),
+    "rollout_corr/is_mean": Metric("importance weight", "number", "Mean weight of the off-policy correction."),
+    "rollout_corr/masked_fraction": Metric("masked", "share", "Tokens that the off-policy correction dropped."),
+    "async/staleness_mean": Metric("mean", "updates", "Weight versions between sampling and training, mean over samples."),
+    "async/staleness_max": Metric("max", "updates", "The same, of the stalest sample."),
+    "async/trainer_idle": Metric("trainer idle", "share", "Time that the trainer waited for samples."),
+    "async/rollout_idle": Metric("rollout idle", "share", "Time that the rollout engines had nothing to do."),
+    "async/overlap": Metric("both busy", "share", "Time in which trainer and rollout engines worked at once."),
+    "async/partial_ratio": Metric("partial rollouts", "share", "Responses that span more than one weight version."),
+    "sync/seconds": Metric("weight sync", "seconds", "From the begin of a weight update to its end."),
+    "sync/stall_seconds": Metric("generation stalled", "seconds", "Time that generation stood still for a weight update."),
+    "sync/gb_per_s": Metric("sync rate", "GB/s", "Weight bytes over the time of the transfer."),
+    "perf/tokens_per_s": Metric("trainer", "tokens/s", "Tokens trained a second, prompts included."),
+    "perf/mfu": Metric("MFU", "share", "Model FLOP/s over the device's peak."),
+}
+
+_PATTERNS: list[tuple[re.Pattern[str], str, Unit, str]] = [
+    (re.compile(r"mtp/loss_(\d+)"), "depth {}", "nats", "Cross-entropy of MTP depth {}, per supervised token."),
+    (re.compile(r"mtp/accept_(\d+)"), "greedy, depth {}", "share", "Positions where MTP depth {} names the target's own first choice."),
+    (re.compile(r"timing_s/(.+)"), "{}", "seconds", "Seconds of an update spent in {}."),
+]
+
+
+def describe(name: str) -> Metric:
+    """The catalogue's entry, or one made from the name itself."""
+    if name in METRICS:
+        return METRICS[name]
+    for pattern, label, unit, meaning in _PATTERNS:
+        if match := pattern.fullmatch(name):
+            text = match[1].replace("_", " ")
+            return Metric(label.format(text), unit, meaning.format(text))
+    return Metric(name, "number", "")
+
+
+def format_value(value: float, unit: Unit) -> str:
+    """A number as a person reads it, with its unit: 0.412 share → `41.2%`, 5123 tokens/s → `5.12k tok/s`."""
+    if not math.isfinite(value):
+        return "–"
+    if unit == "share":
+        return f"{100 * value:.1f}%"
+    suffix = {"seconds": " s", "tokens/s": " tok/s", "tokens": " tok", "GB/s": " GB/s", "flops": " FLOP/s"}.get(unit, "")
+    return f"{compact(value)}{suffix}"
+
+
+def compact(value: float) -> str:
+    """Three significant digits, with k, M, G above a thousand and powers of ten below 1/1000."""
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size < 1e-3:
+        mantissa, exponent = f"{value:.1e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= limit * 0.9995:
+            return f"{_three(value / limit)}{letter}"
+    return _three(value)
+
+
+def _three(value: float) -> str:
+    size = abs(value)
+    text = f"{value:.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}" if size >= 0.9995 else f"{value:.3f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def format_duration(seconds: float) -> str:
+    """`8 s`, `2 min 05 s`, `3 h 07 min`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -1,0 +1,204 @@
+"""What a person sees while a run goes on: a live panel on a terminal, one line a step elsewhere.
+
+Both are fed the same rows. The panel is redrawn four times a second by rich; between rows only its clock moves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from mtpctl.telemetry.names import compact, describe, format_duration, format_value
+
+_BARS = "▁▂▃▄▅▆▇█"
+_HISTORY = 512
+_RATE_WINDOW = 20
+
+PLAIN_METRICS = {
+    "sft/loss": "loss",
+    "mtp/loss_1": "mtp",
+    "eval/accuracy": "held-out",
+    "reward/mean": "reward",
+    "rollout/spec_accept_rate": "accept",
+    "response/length_mean": "length",
+    "actor/entropy": "entropy",
+    "async/staleness_mean": "stale",
+    "perf/tokens_per_s": "trainer",
+    "rollout/tokens_per_s": "rollout",
+}
+
+
+class Face(Protocol):
+    """Shows rows and events."""
+
+    def row(self, step: int, metrics: Mapping[str, float], phase: str) -> None: ...
+
+    def event(self, kind: str, message: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Pace:
+    """Time left in a phase, from the pace of its latest steps."""
+
+    def __init__(self, totals: Mapping[str, int], clock: Callable[[], float]) -> None:
+        self._totals = totals
+        self._clock = clock
+        self._marks: dict[str, list[tuple[int, float]]] = defaultdict(list)
+
+    def mark(self, step: int, phase: str) -> None:
+        """A step was reached now."""
+        marks = self._marks[phase]
+        if not marks or step > marks[-1][0]:
+            marks.append((step, self._clock()))
+            del marks[:-_RATE_WINDOW]
+
+    def left(self, phase: str) -> float | None:
+        """Seconds, or None before two steps were seen, or where the total is not known."""
+        marks = self._marks[phase]
+        if len(marks) < 2 or phase not in self._totals:
+            return None
+        (first, begun), (last, ended) = marks[0], marks[-1]
+        per_step = (ended - begun) / (last - first)
+        return max(0.0, (self._totals[phase] - last) * per_step - (self._clock() - ended))
+
+
+class PlainLines:
+    """One line a row: `rl 12/100  reward 0.531  accept 78.2%  …  left 1 min 10 s`."""
+
+    def __init__(self, console: Console, totals: Mapping[str, int], clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._totals = console, totals
+        self._pace = Pace(totals, clock)
+
+    def row(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
+        self._pace.mark(step, phase)
+        total = f"/{self._totals[phase]}" if phase in self._totals else ""
+        parts = [f"{phase} {step}{total}"]
+        parts += [f"{short} {format_value(metrics[name], describe(name).unit)}" for name, short in PLAIN_METRICS.items() if name in metrics]
+        if (left := self._pace.left(phase)) is not None:
+            parts.append(f"left {format_duration(left)}")
+        self._print("  ".join(parts))
+
+    def event(self, kind: str, message: str) -> None:
+        self._print(f"{kind}: {message}")
+
+    def close(self) -> None:
+        pass
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class LivePanel:
+    """The panel. Rows come from the trainer's thread, drawing happens in rich's."""
+
+    def __init__(
+        self, console: Console, title: str, totals: Mapping[str, int], clock: Callable[[], float] = time.monotonic, *, draw: bool = True
+    ) -> None:
+        self._title, self._totals, self._clock = title, totals, clock
+        self._pace = Pace(totals, clock)
+        self._begun = clock()
+        self._steps: dict[str, int] = {phase: 0 for phase in totals}
+        self._phase = next(iter(totals), "")
+        self._values: dict[str, list[float]] = defaultdict(list)
+        self._event: tuple[str, str] | None = None
+        self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4, transient=False) if draw else None
+        if self._live is not None:
+            self._live.start()
+
+    def row(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
+        self._pace.mark(step, phase)
+        self._steps[phase] = max(step, self._steps.get(phase, 0))
+        self._phase = phase
+        for name, value in metrics.items():
+            self._values[name].append(value)
+            del self._values[name][:-_HISTORY]
+
+    def event(self, kind: str, message: str) -> None:
+        self._event = (kind, message)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def render(self) -> RenderableType:
+        """The panel as it stands."""
+        parts: list[RenderableType] = [self._progress(), Text(""), self._curves(), Text(""), self._facts()]
+        if self._event is not None:
+            kind, message = self._event
+            parts += [Text(""), Text.assemble((f"{kind}  ", "yellow"), (message, "dim"), no_wrap=True, overflow="ellipsis")]
+        elapsed = format_duration(self._clock() - self._begun)
+        left = self._pace.left(self._phase)
+        subtitle = elapsed + (f" · about {format_duration(left)} left of {self._phase.upper()}" if left is not None else "")
+        return Panel(
+            Group(*parts), title=f"[bold]{self._title}", subtitle=subtitle, title_align="left", subtitle_align="right", border_style="blue"
+        )
+
+    def _progress(self) -> RenderableType:
+        grid = Table.grid(padding=(0, 2), expand=True)
+        for ratio in (None, 1, None):
+            grid.add_column(ratio=ratio, no_wrap=True)
+        for phase, done in self._steps.items():
+            total = self._totals.get(phase, 0)
+            style = "bold" if phase == self._phase else "dim"
+            bar = ProgressBar(total=max(total, 1), completed=min(done, total), complete_style="blue", finished_style="green")
+            grid.add_row(Text(phase.upper(), style), bar, Text(f"{done}/{total}" if total else str(done), style))
+        return grid
+
+    def _curves(self) -> RenderableType:
+        curves = (
+            (("sft/loss", "mtp/loss_1", "mtp/accept_1"))
+            if self._phase == "sft"
+            else ("reward/mean", "rollout/spec_accept_rate", "eval/accuracy")
+        )
+        grid = Table.grid(padding=(0, 2), expand=True)
+        grid.add_column(no_wrap=True)
+        grid.add_column(justify="right", no_wrap=True)
+        grid.add_column(ratio=1, no_wrap=True, overflow="crop")
+        labels = {"rollout/spec_accept_rate": "acceptance", "mtp/loss_1": "MTP loss", "mtp/accept_1": "MTP greedy"}
+        for name in curves:
+            values = self._values.get(name, [])
+            metric = describe(name)
+            value = Text(format_value(values[-1], metric.unit), "bold") if values else Text("–", "dim")
+            grid.add_row(labels.get(name, metric.label), value, Text(sparkline(values, 40), "cyan"))
+        return grid
+
+    def _facts(self) -> RenderableType:
+        def last(name: str) -> str:
+            values = self._values.get(name)
+            return format_value(values[-1], describe(name).unit) if values else "–"
+
+        grid = Table.grid(padding=(0, 2))
+        for style in ("dim", "", "dim", "", "dim", ""):
+            grid.add_column(style=style, no_wrap=True)
+        staleness = self._values.get("async/staleness_mean")
+        worst = self._values.get("async/staleness_max")
+        stale = f"{compact(staleness[-1])}, max {compact(worst[-1])}" if staleness and worst else "–"
+        grid.add_row("trainer", last("perf/tokens_per_s"), "idle", last("async/trainer_idle"), "staleness", stale)
+        grid.add_row("rollout", last("rollout/tokens_per_s"), "idle", last("async/rollout_idle"), "mismatch", last("rollout_corr/abs_diff"))
+        return grid
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The values as block characters, averaged into `width` of them where there are more; flat where all are equal."""
+    if not values:
+        return ""
+    if len(values) > width:
+        edges = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    finite = [value for value in values if value == value and abs(value) != float("inf")]
+    if not finite:
+        return ""
+    low, high = min(finite), max(finite)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] if low <= value <= high else " " for value in values)

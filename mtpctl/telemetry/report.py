@@ -1,0 +1,248 @@
+"""`report.html`: one page that holds everything it shows, without a script and without a second file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from mtpctl.recipe import UserError
+from mtpctl.telemetry.charts import Chart, Phase, Points, Series, render_chart, sparkline_svg
+from mtpctl.telemetry.history import History, load_history
+from mtpctl.telemetry.names import describe, format_duration, format_value
+from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.summary import before_and_after
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A chart of the page. A name that ends in `*` stands for every metric that begins so."""
+
+    title: str
+    note: str
+    names: tuple[str, ...]
+    scale: Literal["linear", "log"] = "linear"
+    zero: bool = False
+    stack: bool = False
+    phases: tuple[str, ...] = ()
+
+
+CHARTS = (
+    Wanted(
+        "Reward", "mean over the batch, and the checker's verdict on held-out problems", ("reward/mean", "eval/accuracy"), phases=("rl",)
+    ),
+    Wanted(
+        "Draft acceptance",
+        "share of MTP drafts that generation kept, and greedy agreement in training",
+        ("rollout/spec_accept_rate", "mtp/accept_*"),
+    ),
+    Wanted("Supervised loss", "nats per token, logarithmic", ("sft/loss",), scale="log"),
+    Wanted("MTP loss", "nats per token, by depth, logarithmic", ("mtp/loss_*",), scale="log"),
+    Wanted("Entropy", "of the policy at the response's tokens, nats", ("actor/entropy",), zero=True),
+    Wanted(
+        "Mismatch",
+        "trainer against rollout on the same tokens, nats, logarithmic",
+        ("rollout_corr/abs_diff", "rollout_corr/k3"),
+        scale="log",
+    ),
+    Wanted("Staleness", "weight versions between sampling and training", ("async/staleness_max", "async/staleness_mean"), zero=True),
+    Wanted("Throughput", "tokens a second of both sides", ("perf/tokens_per_s", "rollout/tokens_per_s"), zero=True, phases=("rl",)),
+    Wanted("Where an update's time goes", "seconds, stacked", ("timing_s/*",), stack=True, phases=("rl",)),
+    Wanted(
+        "Busy and idle",
+        "share of the time; both at once is what asynchrony buys",
+        ("async/overlap", "async/trainer_idle", "async/rollout_idle"),
+        zero=True,
+    ),
+    Wanted("Response length", "tokens, mean over the batch", ("response/length_mean",)),
+    Wanted("Gradient norms", "before clipping", ("actor/grad_norm", "mtp/grad_norm"), zero=True),
+    Wanted("Weight sync", "seconds in all, and seconds that generation stood still", ("sync/seconds", "sync/stall_seconds"), zero=True),
+    Wanted("Groups with signal", "share of groups whose rewards differ", ("reward/signal_fraction",), zero=True),
+)
+
+_DOTTED = {"eval/accuracy"}
+_MOST_LAYERS = 6
+
+
+def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
+    """Write the page of a run, by default as `report.html` in its directory; gives the path back.
+
+    Raises UserError where the directory is none, or holds no metrics yet, or the page cannot be written.
+    """
+    run = RunDirectory(run_dir)
+    if not run.path.is_dir():
+        raise UserError(f"RUN: no directory {run.path}; give a run directory")
+    history = load_history(run.path)
+    if not history.rows:
+        raise UserError(f"RUN: {run.path} holds no metrics yet; start the run first")
+    target = run.report if out is None else Path(out)
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        aside.write_text(render_report(run, history), encoding="utf-8")
+        aside.replace(target)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise UserError(f"--out: cannot write {target} ({error.strerror}); name another place") from error
+    return target
+
+
+def render_report(run: RunDirectory, history: History) -> str:
+    """The page as text."""
+    recipe_text = run.recipe.read_text() if run.recipe.exists() else ""
+    recipe = yaml.safe_load(recipe_text) or {}
+    versions = json.loads(run.versions.read_text()) if run.versions.exists() else {}
+    name = str(recipe.get("name", run.path.name))
+    style = Path(__file__).with_name("report.css").read_text()
+    charts = "".join(render_chart(chart) for wanted in CHARTS if (chart := _chart(wanted, history)))
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
+        f'<meta name="color-scheme" content="light dark"><title>{escape(name)} · mtpctl</title><style>{style}</style></head><body><main>'
+        f"<header><h1>{escape(name)}</h1><p>{escape(' · '.join(_subtitle(recipe, history)))}</p></header>"
+        f'<section class="tiles">{_tiles(history)}</section>'
+        f'<section class="charts">{charts}</section>'
+        f"{_before_after(history)}{_all_metrics(history)}{_events(history)}{_recipe(recipe_text)}{_versions(versions)}"
+        f"<footer>mtpctl · {escape(str(run.path.name))}</footer></main></body></html>\n"
+    )
+
+
+def _subtitle(recipe: dict[str, Any], history: History) -> list[str]:
+    parts = [f"{history.last_step(phase)} {phase.upper()} steps" for phase in history.phases]
+    rollout = recipe.get("rollout") or {}
+    if "engine" in rollout:
+        drafts = (rollout.get("speculation") or {}).get("num_tokens")
+        parts.append(rollout["engine"] + (f", {drafts} draft token{'s' * (drafts != 1)} a step" if drafts else ""))
+    if "seed" in recipe:
+        parts.append(f"seed {recipe['seed']}")
+    parts.append(format_duration(history.active_s))
+    parts.append(datetime.fromtimestamp(history.rows[-1].time, UTC).strftime("%Y-%m-%d %H:%M UTC"))
+    return parts
+
+
+def _tiles(history: History) -> str:
+    tiles = []
+    changes = {row.name: row for row in before_and_after(history)}
+    for colour, (name, label) in enumerate(
+        (("eval/accuracy", "Held-out accuracy"), ("rollout/spec_accept_rate", "Draft acceptance"), ("reward/mean", "Reward"))
+    ):
+        if (row := changes.get(name)) is not None:
+            points: Points = [(float(x), y) for x, y in history.series(name, "rl")]
+            detail = f"from {format_value(row.before, row.metric.unit)} <b>{escape(row.change)}</b>"
+            tiles.append(_tile(label, format_value(row.after, row.metric.unit), detail, sparkline_svg(points, colour)))
+    for name, label, detail in (
+        ("rollout_corr/abs_diff", "Mismatch", "mean |Δ log-prob|, trainer and rollout"),
+        ("async/overlap", "Both busy", "mean share of the time"),
+        ("async/staleness_mean", "Staleness", "weight versions, mean"),
+        ("rollout/tokens_per_s", "Rollout", "mean over the run"),
+        ("perf/tokens_per_s", "Trainer", "mean over the run"),
+    ):
+        values = [value for _, value in history.series(name, "rl")]
+        if values:
+            unit = "number" if name == "async/staleness_mean" else describe(name).unit
+            tiles.append(_tile(label, format_value(sum(values) / len(values), unit), detail, ""))
+    return "".join(tiles)
+
+
+def _tile(label: str, value: str, detail: str, spark: str) -> str:
+    number, _, unit = value.partition(" ")
+    unit = f"<small>{escape(unit)}</small>" if unit else ""
+    return f'<div class="card tile"><h2>{label}</h2><p class="value">{escape(number)}{unit}</p><p class="detail">{detail}</p>{spark}</div>'
+
+
+def _chart(wanted: Wanted, history: History) -> Chart | None:
+    phases = [phase for phase in history.phases if not wanted.phases or phase in wanted.phases]
+    names = [n for w in wanted.names for n in history.names() if (n.startswith(w[:-1]) if w.endswith("*") else n == w)]
+    phases = [phase for phase in phases if any(history.series(name, phase) for name in names)]
+    if not phases:
+        return None
+    spans: list[Phase] = []
+    offset = 0.0
+    for phase in phases:
+        last = history.last_step(phase)
+        spans.append(Phase(phase, offset, offset + last, offset))
+        offset += last
+    series = []
+    for name in names:
+        points = [(step + span.offset, value) for span in spans for step, value in history.series(name, span.name)]
+        metric = describe(name)
+        series.append(Series(metric.label, points, metric.unit, name in _DOTTED))
+    if wanted.stack:
+        series = _largest(series)
+    if wanted.title == "Reward" and len(series) == 2:
+        # Both are shares of right answers where the reward is the checker's verdict, and are read against each other.
+        series = [Series("batch reward", series[0].points, series[0].unit), Series("held-out", series[1].points, "share", dots=True)]
+    return Chart(wanted.title, wanted.note, series, spans, wanted.scale, wanted.zero, wanted.stack)
+
+
+def _largest(series: list[Series]) -> list[Series]:
+    """The series by size, largest at the bottom; what is beyond the first few is added up as `other`."""
+    ordered = sorted(series, key=lambda s: -sum(y for _, y in s.points))
+    rest = ordered[_MOST_LAYERS - 1 :]
+    if len(rest) < 2:
+        return ordered
+    total: dict[float, float] = {}
+    for one in rest:
+        for x, y in one.points:
+            total[x] = total.get(x, 0.0) + y
+    return [*ordered[: _MOST_LAYERS - 1], Series("other", sorted(total.items()), "seconds")]
+
+
+def _before_after(history: History) -> str:
+    rows = "".join(
+        f"<tr><td>{escape(row.metric.meaning)}<code>{row.name}</code></td><td>{format_value(row.before, row.metric.unit)}</td>"
+        f"<td><b>{format_value(row.after, row.metric.unit)}</b></td><td>{escape(row.change)}</td></tr>"
+        for row in before_and_after(history)
+    )
+    if not rows:
+        return ""
+    return (
+        '<section class="card"><h2>Before and after RL</h2><div class="scroll"><table><thead><tr><th></th><th>before</th><th>after</th>'
+        f"<th>change</th></tr></thead><tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _all_metrics(history: History) -> str:
+    rows = []
+    for name in sorted(history.names()):
+        for phase in history.phases:
+            values = [value for _, value in history.series(name, phase)]
+            if values:
+                unit = describe(name).unit
+                cells = "".join(f"<td>{format_value(v, unit)}</td>" for v in (values[0], values[-1], min(values), max(values)))
+                rows.append(f"<tr><td><code>{escape(name)}</code>{escape(describe(name).meaning)}</td><td>{phase.upper()}</td>{cells}</tr>")
+    head = "".join(f"<th>{h}</th>" for h in ("", "phase", "first", "last", "least", "most"))
+    table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    return f'<details class="card"><summary>Every metric</summary>{table}</details>'
+
+
+def _events(history: History) -> str:
+    if not history.events:
+        return ""
+    begin = history.rows[0].time
+    rows = "".join(
+        f"<tr><td>{format_duration(max(0.0, event.time - begin))}</td><td>{escape(event.kind)}</td><td>{escape(event.message)}</td></tr>"
+        for event in history.events
+    )
+    table = f'<div class="scroll"><table class="left"><tbody>{rows}</tbody></table></div>'
+    return f'<details class="card"><summary>Events</summary>{table}</details>'
+
+
+def _recipe(text: str) -> str:
+    if not text:
+        return ""
+    coloured = re.sub(r"(?m)^(\s*(?:- )?)([\w.-]+)(:)", r"\1<span>\2</span>\3", escape(text, quote=False))
+    return f'<details class="card" open><summary>Recipe</summary><pre>{coloured}</pre></details>'
+
+
+def _versions(versions: dict[str, Any]) -> str:
+    flat = {"python": versions.get("python"), **(versions.get("packages") or {}), **(versions.get("machine") or {})}
+    cells = "".join(
+        f"<div><dt>{escape(str(k)).replace('_', ' ')}</dt><dd>{escape(str(v))}</dd></div>" for k, v in flat.items() if v is not None
+    )
+    return f'<section class="card"><h2>Versions and machine</h2><dl>{cells}</dl></section>' if cells else ""

@@ -1,0 +1,113 @@
+"""The run directory, the unit of truth of a run: what it ran, with what, and everything that came of it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from mtpctl.recipe import UserError
+from mtpctl.telemetry.versions import collect_versions
+
+_FOLDERS = ("checkpoints", "buffer", "logs", "tensorboard")
+_ROOM = 64 << 20
+"""Bytes that must be free to begin: less than the smallest checkpoint, more than every text file together."""
+
+
+class RunDirectory:
+    """Paths within a run directory, and the lock of whoever writes there.
+
+    `RunDirectory(path)` is for reading; `RunDirectory.create(path, recipe_text)` makes or takes up a directory and holds
+    it until `close`, against a second run by mistake.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.recipe = self.path / "recipe.resolved.yaml"
+        self.versions = self.path / "versions.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.buffer = self.path / "buffer"
+        self.logs = self.path / "logs"
+        self.tensorboard = self.path / "tensorboard"
+        self.report = self.path / "report.html"
+        self._lock: IO[str] | None = None
+
+    @classmethod
+    def create(cls, path: str | Path, recipe_text: str) -> RunDirectory:
+        """Make the directory with its recipe and versions, or take up one that is there.
+
+        A new directory is put together beside its place and renamed into it. In one that is there, a recipe that differs
+        replaces the old one, which is kept in `logs/`. Raises UserError, with nothing half written, where the place is
+        read-only, full, no directory, or held by another run.
+        """
+        path = Path(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if shutil.disk_usage(path.parent).free < _ROOM:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if not path.exists():
+                _make(path, recipe_text)
+            run = cls(path)
+            run._take(recipe_text)
+        except OSError as error:
+            mend = "free space or name another place" if error.errno == errno.ENOSPC else "name a place that can be written"
+            raise UserError(f"run_dir: cannot write {path} ({error.strerror}); {mend}") from error
+        return run
+
+    def _take(self, recipe_text: str) -> None:
+        for folder in _FOLDERS:
+            (self.path / folder).mkdir(exist_ok=True)
+        lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise UserError(f"run_dir: another run is writing {self.path}; wait for it, or name another place") from None
+        self._lock = lock
+        if self.recipe.exists() and (earlier := self.recipe.read_text()) != recipe_text:
+            _write(self.logs / f"recipe.{len(list(self.logs.glob('recipe.*.yaml'))) + 1}.yaml", earlier)
+        _write(self.recipe, recipe_text)
+        _write(self.versions, json.dumps(collect_versions(), indent=2) + "\n")
+
+    def close(self) -> None:
+        """Let another process write here."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _make(path: Path, recipe_text: str) -> None:
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        aside.chmod(0o755)
+        for folder in _FOLDERS:
+            (aside / folder).mkdir()
+        _write(aside / "recipe.resolved.yaml", recipe_text)
+        aside.rename(path)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _write(path: Path, text: str) -> None:
+    """Write aside, then rename: the file is there whole, or as it was."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(text)
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,62 @@
+"""Where metrics go beside `metrics.jsonl`: TensorBoard, Weights & Biases. Each takes (step, metrics, phase)."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol
+
+from mtpctl.recipe import EnvironmentMissing
+
+
+class Sink(Protocol):
+    """One destination of scalars."""
+
+    def write(self, step: int, metrics: dict[str, float], phase: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardSink:
+    """Event files under `tensorboard/<phase>`, so that phases that count their own steps do not run into each other."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._folder = folder
+        self._event, self._summary, self._open = Event, Summary, EventFileWriter
+        self._writers: dict[str, EventFileWriter] = {}
+
+    def write(self, step: int, metrics: dict[str, float], phase: str) -> None:
+        if phase not in self._writers:
+            self._writers[phase] = self._open(str(self._folder / phase))
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writers[phase].add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+
+class WandbSink:
+    """Weights & Biases, where the package is installed; raises EnvironmentMissing where it is not."""
+
+    def __init__(self, project: str, name: str, folder: Path) -> None:
+        if find_spec("wandb") is None:
+            raise EnvironmentMissing("telemetry.wandb: the package wandb is not installed; install it, or remove the key")
+        import wandb
+
+        # The same directory is the same run, so that a resumed one goes on in its place.
+        identity = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+        self._run = wandb.init(project=project, name=name, dir=str(folder), resume="allow", id=identity)
+
+    def write(self, step: int, metrics: dict[str, float], phase: str) -> None:
+        # W&B wants one step that only grows; each phase has its own instead, as a metric of that name.
+        self._run.log({**metrics, f"{phase}/step": step})
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,72 @@
+"""Before and after: what a run began with, and what it ended with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from mtpctl.telemetry.history import History
+from mtpctl.telemetry.names import Metric, describe, format_value
+
+HEADLINES = (
+    "eval/accuracy",
+    "reward/mean",
+    "rollout/spec_accept_rate",
+    "rollout/spec_accept_length",
+    "actor/entropy",
+    "response/length_mean",
+    "rollout/tokens_per_s",
+    "perf/tokens_per_s",
+)
+
+_SINGLE = {"eval/accuracy", "eval/spec_accept_rate"}
+"""Measured on a whole held-out set: one value counts for itself. The others are means over a window of updates."""
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryRow:
+    """One metric at the begin and at the end of a phase."""
+
+    name: str
+    metric: Metric
+    before: float
+    after: float
+
+    @property
+    def change(self) -> str:
+        """The difference: in points for shares, else relative."""
+        if self.metric.unit == "share":
+            return f"{100 * (self.after - self.before):+.1f} points"
+        if self.before <= 0:
+            return f"{self.after - self.before:+.3g}"
+        percent = round(100 * (self.after / self.before - 1))
+        return f"{percent:+d}%" if percent else "±0%"
+
+
+def before_and_after(history: History, phase: str = "rl") -> list[SummaryRow]:
+    """The headline metrics of a phase: first and last for held-out figures, means of the first and last tenth for the rest.
+
+    A metric that was logged fewer than two times has no before and after, and is left out.
+    """
+    rows = []
+    for name in HEADLINES:
+        values = [value for _, value in history.series(name, phase)]
+        if len(values) < 2:
+            continue
+        window = 1 if name in _SINGLE else max(1, len(values) // 10)
+        rows.append(SummaryRow(name, describe(name), sum(values[:window]) / window, sum(values[-window:]) / window))
+    return rows
+
+
+def summary_table(rows: list[SummaryRow]) -> Table:
+    """The rows for a terminal."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    table.add_column("")
+    for heading in ("before RL", "after RL", "change"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        unit = row.metric.unit
+        label = {"rollout/tokens_per_s": "rollout speed", "perf/tokens_per_s": "trainer speed"}.get(row.name, row.metric.label)
+        table.add_row(label, format_value(row.before, unit), f"[bold]{format_value(row.after, unit)}[/]", row.change)
+    return table
