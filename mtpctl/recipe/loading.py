@@ -155,9 +155,11 @@ def _apply_set(tree: dict[str, Any], text: str, origins: Origins) -> None:
         raise UserError(f"--set {text!r}: write KEY=VALUE, or KEY+=VALUE to append to a list")
     key = find(path)
     if key is None:
-        parent = find(path[:-1]) if len(path) > 1 else None
-        models = parent.models if parent else () if len(path) > 1 else (Recipe,)
-        raise UserError(f"--set {text}: {'.'.join(path)} is not a key{suggest(path, tuple(n for m in models for n in children(m)))}")
+        known = next(depth for depth in range(len(path), -1, -1) if depth == 0 or find(path[:depth]))
+        above = find(path[:known])
+        siblings = tuple(name for model in (above.models if above else (Recipe,)) for name in children(model))
+        hint = suggest(path) or suggest(path[: known + 1], siblings)
+        raise UserError(f"--set {text}: {'.'.join(path)} is not a key{hint}")
     value = yaml12.scalar(raw)
     if append:
         value = _appended(tree, path, key, value, text)

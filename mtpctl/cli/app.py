@@ -1,0 +1,67 @@
+"""The `mtpctl` command: its subcommands, and how errors become one line and an exit code."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from mtpctl.cli import recipe, report, train
+from mtpctl.recipe.errors import MtpctlError
+
+INTERRUPTED = 130
+
+
+class _Commands(TyperGroup):
+    """Tells what this package raises in one line. Mistakes on the command line itself are the parser's, with exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MtpctlError as error:
+            if ctx.params.get("debug"):
+                traceback.print_exc()
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(error.exit_code) from error
+        except KeyboardInterrupt as error:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from error
+
+
+app = typer.Typer(
+    name="mtpctl",
+    cls=_Commands,
+    help="Asynchronous RL post-training for language models that carry multi-token-prediction heads.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # Its panels cost 0.2 s at every start.
+)
+
+
+@app.callback()
+def _everywhere(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error. May stand anywhere on the line.")] = False,
+) -> None:
+    # Read by `_Commands`; declared here for the parser and for --help.
+    pass
+
+
+app.command("train")(train.train)
+app.command("report")(report.report)
+app.add_typer(recipe.app, name="recipe")
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command line and exit.
+
+    Exit codes: those of `mtpctl.recipe.errors`, 2 for a wrong command line, 130 after Ctrl-C, 1 for a bug, with its traceback.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--debug" in arguments:
+        arguments = ["--debug", *(argument for argument in arguments if argument != "--debug")]
+    app(arguments, prog_name="mtpctl")
+    raise AssertionError("a command line ends by exiting")

@@ -1,0 +1,126 @@
+"""What `train --dry-run` tells: everything that can be known about a run before anything is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mtpctl import families, plan
+from mtpctl.plan.memory import GIB
+from mtpctl.recipe import Recipe, UserError, hf_config
+
+
+def dry_run(recipe: Recipe) -> dict[str, Any]:
+    """The plan of a run, JSON-ready. Sizes are bytes.
+
+    Raises UserError, EnvironmentMissing (a hub that does not answer) or ClusterResources, as the run itself would.
+    """
+    config = hf_config(recipe.model)
+    if config is None:
+        raise UserError("model: its sizes are not known")
+    shape = families.shape_of(config)
+    placement = plan.place(recipe)
+    plan.check_fits(recipe, shape)
+    trainer = plan.trainer_memory(recipe, shape)
+    told: dict[str, Any] = {
+        "name": recipe.name,
+        "run_dir": str(recipe.run_path),
+        "stages": {stage: getattr(recipe.train, stage).steps for stage in recipe.train.stages},
+        "model": {
+            "family": shape.family,
+            "architecture": shape.architecture,
+            "parameters": families.count(shape),
+            "mtp_layers": shape.mtp_layers,
+            "mtp_mode": recipe.mtp.mode,
+            "max_positions": shape.max_positions,
+        },
+        "placement": {
+            "device": placement.device,
+            "hosts": placement.hosts,
+            "cpus": placement.cpus,
+            "gpus": placement.gpus,
+            "actors": [
+                {"name": a.name, "role": _role(recipe, a), "host": a.host, "cpus": a.cpus, "gpus": a.gpus} for a in placement.actors
+            ],
+        },
+        "memory": {"trainer_rank": _sizes(trainer) | {"total": trainer.total}},
+        "async": {"staleness_threshold": recipe.async_.staleness, "sync_every": recipe.async_.sync_every},
+    }
+    if "rl" in recipe.train.stages:
+        engine = plan.engine_memory(recipe, shape)
+        told["memory"]["rollout_rank"] = _sizes(engine) | {"kv_tokens": engine.kv_tokens}
+        if recipe.logprob.standalone:
+            server = plan.logprob_memory(recipe, shape)
+            told["memory"]["logprob_rank"] = _sizes(server) | {"total": server.total}
+        told["buckets"] = {
+            section: {
+                "tensors": len({entry.name for bucket in buckets for entry in bucket.entries}),
+                "buckets": len(buckets),
+                "bytes": sum(bucket.nbytes for bucket in buckets),
+                "largest": max(bucket.nbytes for bucket in buckets),
+            }
+            for section, buckets in plan.section_buckets(recipe, shape).items()
+        }
+    return told
+
+
+def render(told: dict[str, Any]) -> str:
+    """The plan for a person to read."""
+    model, placement = told["model"], told["placement"]
+    counts = model["parameters"]
+    stages = ", ".join(f"{stage} {steps} steps" for stage, steps in told["stages"].items())
+    lines = [
+        f"{told['name']}: {stages} → {told['run_dir']}",
+        "",
+        f"model      {model['architecture']} ({model['family']}), {_count(counts['total'])} parameters, {model['max_positions']} positions",
+        f"           {_count(counts['mtp'])} in {model['mtp_layers']} MTP layer(s) ({model['mtp_mode']}), "
+        f"{_count(counts['embedding'])} in the embedding, {_count(counts['head'])} in the head",
+        f"placement  {placement['device']}, {placement['hosts']} host(s), {placement['cpus']:g} CPUs, {placement['gpus']:g} GPUs",
+    ]
+    width = max(len(actor["name"]) for actor in placement["actors"])
+    for actor in placement["actors"]:
+        amount = f"{actor['cpus']:g} CPU" + (f", {actor['gpus']:g} GPU" if actor["gpus"] else "")
+        lines.append(f"           {actor['name']:{width}}  host {actor['host']}, {amount}: {actor['role']}")
+    lines.append("memory     estimates, without CUDA context and allocator slack")
+    for rank, sizes in told["memory"].items():
+        parts = ", ".join(f"{name.replace('_', ' ')} {_size(name, value)}" for name, value in sizes.items() if value)
+        lines.append(f"           {rank.replace('_', ' ')}: {parts}")
+    if "buckets" in told:
+        schedule = told["async"]
+        lines.append(f"sync       every {schedule['sync_every']} update(s), staleness threshold {schedule['staleness_threshold']:g}")
+        for section, one in told["buckets"].items():
+            sizes = f"{_bytes(one['bytes'])}, largest {_bytes(one['largest'])}"
+            lines.append(f"           {section}: {one['tensors']} tensors in {one['buckets']} bucket(s), {sizes}")
+    return "\n".join(lines)
+
+
+def _role(recipe: Recipe, actor: plan.Actor) -> str:
+    parallel = recipe.train.parallel
+    if actor.role == "trainer":
+        layout = ", ".join(f"{name} {getattr(parallel, name)}" for name in ("tp", "pp", "cp", "ep", "dp") if getattr(parallel, name) > 1)
+        return f"Megatron trainer, {recipe.train.precision}" + (f", {layout}" if layout else "")
+    if actor.role == "rollout":
+        k = recipe.rollout.speculation.num_tokens
+        return f"{recipe.rollout.engine}, tp {recipe.rollout.tp}, " + (f"{k} draft token(s) a step" if k else "no speculation")
+    return "old log-probs beside generation"
+
+
+def _sizes(memory: object) -> dict[str, Any]:
+    return {name: getattr(memory, name) for name in type(memory).__dataclass_fields__}  # type: ignore[attr-defined]
+
+
+def _size(name: str, value: int) -> str:
+    return f"{value:,}" if name == "kv_tokens" else _bytes(value)
+
+
+def _bytes(value: int) -> str:
+    for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value} B"
+
+
+def _count(value: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if value >= size:
+            return f"{value / size:.2f} {unit}"
+    return str(value)

@@ -1,0 +1,26 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from mtpctl.recipe import Loaded
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of one that comes with mtpctl.")]
+Overlays = Annotated[list[str] | None, typer.Option("--overlay", metavar="FILE", help="Lay this file over the recipe; may be repeated.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a key to a YAML value, or append to a list with KEY+=VALUE; may be repeated."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+
+
+def load(recipe: str | Path, overlays: list[str] | None, sets: list[str] | None) -> Loaded:
+    """The recipe that the shared arguments name, values checked one by one."""
+    from mtpctl.recipe import load_recipe
+
+    return load_recipe(recipe, overlays=overlays or [], sets=sets or [])

@@ -1,0 +1,137 @@
+"""`mtpctl recipe`: list, show, check and compare recipes."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, load
+
+app = typer.Typer(help="List, show, check and compare recipes.", no_args_is_help=True, rich_markup_mode=None)
+
+Resolved = Annotated[bool, typer.Option("--resolved", help="Every key, defaults too.")]
+Origin = Annotated[bool, typer.Option("--origin", help="Where each value comes from.")]
+
+
+@app.command("ls")
+def list_recipes(as_json: Json = False) -> None:
+    """The recipes and overlays that come with mtpctl."""
+    from mtpctl.recipe.loading import RECIPES, available
+
+    rows = [
+        {"kind": kind, "name": path.stem, "path": str(path), "about": _about(path.read_text(encoding="utf-8"))}
+        for kind, folder in (("recipe", RECIPES), ("overlay", RECIPES / "overlays"))
+        for path in available(folder)
+    ]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    width = max((len(row["name"]) for row in rows), default=0)
+    for row in rows:
+        print(f"{row['kind']:8} {row['name']:{width}}  {row['about']}")
+
+
+@app.command()
+def show(
+    recipe: RecipeArgument,
+    sets: Sets = None,
+    overlay: Overlays = None,
+    resolved: Resolved = False,
+    origin: Origin = False,
+    as_json: Json = False,
+) -> None:
+    """What a recipe says, overlays and sets applied."""
+    from mtpctl.recipe import yaml12
+    from mtpctl.recipe.loading import flatten
+
+    loaded = load(recipe, overlay, sets)
+    tree = loaded.recipe.model_dump(mode="json", by_alias=True)
+    values = {".".join(path): value for path, value in flatten(tree).items()}
+    if not resolved:
+        values = {key: value for key, value in values.items() if loaded.origins[key] != "default"}
+    if as_json:
+        told = {key: {"value": value, "origin": loaded.origins[key]} for key, value in values.items()} if origin else _nested(values, tree)
+        print(json.dumps(told, indent=2))
+    elif origin:
+        lines = {key: f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()}
+        width = min(60, max(map(len, lines.values()), default=0))
+        for key, line in lines.items():
+            print(f"{line:{width}}  # {loaded.origins[key]}")
+    else:
+        print(yaml12.dump(_nested(values, tree)), end="")
+
+
+@app.command()
+def schema() -> None:
+    """The JSON schema of a recipe, for editors."""
+    from mtpctl.recipe import Recipe
+
+    print(json.dumps(Recipe.model_json_schema(by_alias=True), indent=2))
+
+
+@app.command()
+def validate(recipe: RecipeArgument, sets: Sets = None, overlay: Overlays = None, as_json: Json = False) -> None:
+    """Check a recipe. Nothing is started, and the network is not asked."""
+    from mtpctl.recipe import validate as check
+
+    loaded = load(recipe, overlay, sets)
+    check(loaded.recipe)
+    sources = [str(path) for path in loaded.sources]
+    print(json.dumps({"ok": True, "name": loaded.recipe.name, "sources": sources}) if as_json else f"{' + '.join(sources)}: ok")
+
+
+@app.command()
+def diff(
+    first: RecipeArgument,
+    second: Annotated[str, typer.Argument(metavar="RECIPE", help="The other one.")],
+    as_json: Json = False,
+) -> None:
+    """Keys whose values differ between two recipes, defaults included."""
+    from mtpctl.recipe.loading import flatten
+
+    trees = [flatten(load(name, None, None).recipe.model_dump(mode="json", by_alias=True)) for name in (first, second)]
+    keys = list(dict.fromkeys([*trees[0], *trees[1]]))
+    changed = {".".join(key): tuple(tree.get(key, _ABSENT) for tree in trees) for key in keys if _differ(trees, key)}
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    key: {side: v for side, v in zip(("first", "second"), pair, strict=True) if v is not _ABSENT}
+                    for key, pair in changed.items()
+                }
+            )
+        )
+        return
+    for key, pair in changed.items():
+        print(f"{key}: {' → '.join('(absent)' if value is _ABSENT else json.dumps(value, ensure_ascii=False) for value in pair)}")
+
+
+_ABSENT = object()
+
+
+def _differ(trees: list[dict[tuple[str, ...], Any]], key: tuple[str, ...]) -> bool:
+    return trees[0].get(key, _ABSENT) != trees[1].get(key, _ABSENT)
+
+
+def _about(text: str) -> str:
+    """The comment that a recipe begins with."""
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("# ").rstrip())
+    return " ".join(lines)
+
+
+def _nested(values: dict[str, Any], tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The part of `tree` whose dotted keys are among `values`."""
+    kept: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if key in values:
+            kept[name] = value
+        elif isinstance(value, dict) and (below := _nested(values, value, f"{key}.")):
+            kept[name] = below
+    return kept

@@ -1,0 +1,39 @@
+"""`mtpctl train`: run a recipe, or say what would run."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, load
+
+
+def train(
+    recipe: RecipeArgument,
+    sets: Sets = None,
+    overlay: Overlays = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the recipe and print placement, sizes, memory and buckets; start nothing.")
+    ] = False,
+    as_json: Json = False,
+    plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live panel.")] = False,
+) -> None:
+    """Train as the recipe says. The same command on the same run directory resumes."""
+    from mtpctl.recipe import UserError, validate
+
+    if as_json and not dry_run:
+        raise UserError("--json: goes with --dry-run; a run writes metrics.jsonl in its directory")
+    loaded = load(recipe, overlay, sets)
+    validate(loaded.recipe)
+    if dry_run:
+        from mtpctl.cli.dry_run import dry_run as plan_run
+        from mtpctl.cli.dry_run import render
+
+        plan = plan_run(loaded.recipe)
+        print(json.dumps(plan, indent=2) if as_json else render(plan))
+        return
+    from mtpctl.train import run
+
+    raise typer.Exit(run(loaded.recipe, plain=plain))
