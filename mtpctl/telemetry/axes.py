@@ -48,7 +48,7 @@ def log_axis(low: float, high: float) -> Axis:
     steps = [m * d for d in decades for m in (1, 2, 5)]
     begin = max([s for s in steps if s <= low * (1 + 1e-9)], default=steps[0])
     end = min([s for s in [*steps, 10 * decades[-1]] if s >= high * (1 - 1e-9) and s > begin])
-    return Axis(begin, end, [s for s in [*steps, end] if begin <= s <= end], log=True)
+    return Axis(begin, end, [s for s in steps if begin <= s < end] + [end], log=True)
 
 
 def round_step(raw: float) -> float:

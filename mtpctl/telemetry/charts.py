@@ -1,7 +1,7 @@
 """One chart as HTML: lines drawn in an SVG that stretches with the page, every text in HTML, so that it never shrinks.
 
-Series are labelled at their right end, with their last value. A series of many points is drawn twice: as it is, faint,
-and as a moving average. Pointing at a step shows its values; that is CSS alone.
+Series are labelled at their right end, with the value they end at. A series of many points is drawn twice: as it is,
+faint, and as a moving average. Pointing at a step shows its values; that is CSS alone.
 """
 
 from __future__ import annotations
@@ -79,24 +79,27 @@ def render_chart(chart: Chart) -> str:
     shapes = [_bands(phases, x_axis), _grid(y_axis)]
     marks: list[str] = []
     ends: list[float] = []
+    finals: list[float] = []
     for k, (colour, series, pts) in enumerate(drawn):
         if chart.stack:
             below = layers[k - 1] if k else [(x, 0.0) for x, _ in pts]
             outline = _path(layers[k], x_axis, y_axis) + "L" + _path(below[::-1], x_axis, y_axis)[1:] + "Z"
             shapes.append(f'<path class="fill k{colour}" d="{outline}"/>')
             ends.append((_y(layers[k][-1][1], y_axis) + _y(below[-1][1], y_axis)) / 2)
+            finals.append(layers[k][-1][1] - below[-1][1])
             continue
-        smooth = moving_average(pts, max(1, len(pts) // 25)) if len(pts) >= _SMOOTH_FROM and not series.dots else pts
-        if smooth is not pts:
-            shapes.append(f'<path class="raw k{colour}" d="{_path(thin(pts, _MOST_POINTS), x_axis, y_axis)}"/>')
-        shapes.append(f'<path class="line k{colour}" d="{_path(thin(smooth, _MOST_POINTS), x_axis, y_axis)}"/>')
+        for piece in _by_phase(pts, phases):
+            smooth = moving_average(piece, max(1, len(piece) // 25)) if len(piece) >= _SMOOTH_FROM and not series.dots else piece
+            if smooth is not piece:
+                shapes.append(f'<path class="raw k{colour}" d="{_path(thin(piece, _MOST_POINTS), x_axis, y_axis)}"/>')
+            shapes.append(f'<path class="line k{colour}" d="{_path(thin(smooth, _MOST_POINTS), x_axis, y_axis)}"/>')
         marks += [_dot(x, y, colour, x_axis, y_axis) for x, y in (pts if series.dots else smooth[-1:])]
         ends.append(_y(smooth[-1][1], y_axis))
+        finals.append(smooth[-1][1])
     gap = 17.0 if chart.stack else 33.0
     labels = [
-        f'<span class="label k{colour}" style="top:{place:.1f}px">{escape(series.label)}'
-        f"<b>{format_value(pts[-1][1], series.unit)}</b></span>"
-        for (colour, series, pts), place in zip(drawn, spread(ends, gap, gap / 2 - 6, HEIGHT - gap / 2 + 6), strict=True)
+        f'<span class="label k{colour}" style="top:{place:.1f}px">{escape(series.label)}<b>{format_value(final, series.unit)}</b></span>'
+        for (colour, series, _), final, place in zip(drawn, finals, spread(ends, gap, gap / 2 - 6, HEIGHT - gap / 2 + 6), strict=True)
     ]
     y_ticks = [f'<span class="y" style="top:{_y(t, y_axis):.1f}px">{tick_label(t, unit)}</span>' for t in y_axis.ticks]
     kind = "plot stack" if chart.stack else "plot"
@@ -124,11 +127,10 @@ def sparkline_svg(points: Points, colour: int) -> str:
 
 
 def moving_average(points: Points, half: int) -> Points:
-    """Mean over the `half` points on either side as well; narrower, and still centred, at the ends."""
+    """Mean over the `half` points on either side as well, as far as there are any."""
     result = []
     for i, (x, _) in enumerate(points):
-        reach = min(half, i, len(points) - 1 - i)
-        window = points[i - reach : i + reach + 1]
+        window = points[max(0, i - half) : i + half + 1]
         result.append((x, sum(y for _, y in window) / len(window)))
     return result
 
@@ -144,6 +146,12 @@ def thin(points: Points, most: int) -> Points:
 
 def _drawable(points: Points, scale: str) -> Points:
     return [(x, y) for x, y in points if math.isfinite(y) and (scale != "log" or y > 0)]
+
+
+def _by_phase(points: Points, phases: Sequence[Phase]) -> list[Points]:
+    """The points cut where a phase ends: neither a line nor an average goes across."""
+    pieces = [[(x, y) for x, y in points if (x > phase.begin or i == 0) and x <= phase.end] for i, phase in enumerate(phases)]
+    return [piece for piece in pieces if piece]
 
 
 def _stacked(layers: list[Points]) -> list[Points]:

@@ -26,7 +26,7 @@ class Metric:
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric("reward", "number", "Mean reward of the batch's responses."),
     "reward/std": Metric("reward std", "number", "Standard deviation of the batch's rewards."),
-    "reward/signal_fraction": Metric("groups with signal", "share", "Groups whose rewards are not all equal."),
+    "reward/signal_fraction": Metric("with signal", "share", "Groups whose rewards are not all equal."),
     "response/length_mean": Metric("response length", "tokens", "Mean response length."),
     "response/length_max": Metric("longest response", "tokens", "Longest response of the batch."),
     "response/truncated_fraction": Metric("cut off", "share", "Responses that reached the token limit."),
@@ -63,7 +63,7 @@ METRICS: dict[str, Metric] = {
     "async/overlap": Metric("both busy", "share", "Time in which trainer and rollout engines worked at once."),
     "async/partial_ratio": Metric("partial rollouts", "share", "Responses that span more than one weight version."),
     "sync/seconds": Metric("weight sync", "seconds", "From the begin of a weight update to its end."),
-    "sync/stall_seconds": Metric("generation stalled", "seconds", "Time that generation stood still for a weight update."),
+    "sync/stall_seconds": Metric("stalled", "seconds", "Time that generation stood still for a weight update."),
     "sync/gb_per_s": Metric("sync rate", "GB/s", "Weight bytes over the time of the transfer."),
     "perf/tokens_per_s": Metric("trainer", "tokens/s", "Tokens trained a second, prompts included."),
     "perf/mfu": Metric("MFU", "share", "Model FLOP/s over the device's peak."),
@@ -71,7 +71,7 @@ METRICS: dict[str, Metric] = {
 
 _PATTERNS: list[tuple[re.Pattern[str], str, Unit, str]] = [
     (re.compile(r"mtp/loss_(\d+)"), "depth {}", "nats", "Cross-entropy of MTP depth {}, per supervised token."),
-    (re.compile(r"mtp/accept_(\d+)"), "greedy, depth {}", "share", "Positions where MTP depth {} names the target's own first choice."),
+    (re.compile(r"mtp/accept_(\d+)"), "depth {}", "share", "Positions where MTP depth {} names the target's own first choice."),
     (re.compile(r"timing_s/(.+)"), "{}", "seconds", "Seconds of an update spent in {}."),
 ]
 
@@ -104,7 +104,7 @@ def compact(value: float) -> str:
         return "0"
     if size < 1e-3:
         mantissa, exponent = f"{value:.1e}".split("e")
-        return f"{mantissa}e{int(exponent)}"
+        return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size >= limit * 0.9995:
             return f"{_three(value / limit)}{letter}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -23,7 +24,7 @@ from mtpctl.telemetry.summary import before_and_after
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A chart of the page. A name that ends in `*` stands for every metric that begins so."""
+    """A chart of the page. A name that ends in `*` stands for every metric that begins so; `labels` are this chart's own."""
 
     title: str
     note: str
@@ -32,16 +33,22 @@ class Wanted:
     zero: bool = False
     stack: bool = False
     phases: tuple[str, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 CHARTS = (
     Wanted(
-        "Reward", "mean over the batch, and the checker's verdict on held-out problems", ("reward/mean", "eval/accuracy"), phases=("rl",)
+        "Reward",
+        "mean over the batch, and the share of held-out problems solved",
+        ("reward/mean", "eval/accuracy"),
+        phases=("rl",),
+        labels={"reward/mean": "batch", "eval/accuracy": "held-out"},
     ),
     Wanted(
         "Draft acceptance",
-        "share of MTP drafts that generation kept, and greedy agreement in training",
+        "MTP drafts kept while generating, and greedy agreement in training",
         ("rollout/spec_accept_rate", "mtp/accept_*"),
+        labels={"rollout/spec_accept_rate": "generating", "mtp/accept_1": "training"},
     ),
     Wanted("Supervised loss", "nats per token, logarithmic", ("sft/loss",), scale="log"),
     Wanted("MTP loss", "nats per token, by depth, logarithmic", ("mtp/loss_*",), scale="log"),
@@ -61,7 +68,7 @@ CHARTS = (
         ("async/overlap", "async/trainer_idle", "async/rollout_idle"),
         zero=True,
     ),
-    Wanted("Response length", "tokens, mean over the batch", ("response/length_mean",)),
+    Wanted("Response length", "tokens, mean over the batch", ("response/length_mean",), labels={"response/length_mean": "length"}),
     Wanted("Gradient norms", "before clipping", ("actor/grad_norm", "mtp/grad_norm"), zero=True),
     Wanted("Weight sync", "seconds in all, and seconds that generation stood still", ("sync/seconds", "sync/stall_seconds"), zero=True),
     Wanted("Groups with signal", "share of groups whose rewards differ", ("reward/signal_fraction",), zero=True),
@@ -136,7 +143,7 @@ def _tiles(history: History) -> str:
             detail = f"from {format_value(row.before, row.metric.unit)} <b>{escape(row.change)}</b>"
             tiles.append(_tile(label, format_value(row.after, row.metric.unit), detail, sparkline_svg(points, colour)))
     for name, label, detail in (
-        ("rollout_corr/abs_diff", "Mismatch", "mean |Δ log-prob|, trainer and rollout"),
+        ("rollout_corr/abs_diff", "Mismatch", "mean |Δ log-prob|"),
         ("async/overlap", "Both busy", "mean share of the time"),
         ("async/staleness_mean", "Staleness", "weight versions, mean"),
         ("rollout/tokens_per_s", "Rollout", "mean over the run"),
@@ -171,12 +178,9 @@ def _chart(wanted: Wanted, history: History) -> Chart | None:
     for name in names:
         points = [(step + span.offset, value) for span in spans for step, value in history.series(name, span.name)]
         metric = describe(name)
-        series.append(Series(metric.label, points, metric.unit, name in _DOTTED))
+        series.append(Series(wanted.labels.get(name, metric.label), points, metric.unit, name in _DOTTED))
     if wanted.stack:
         series = _largest(series)
-    if wanted.title == "Reward" and len(series) == 2:
-        # Both are shares of right answers where the reward is the checker's verdict, and are read against each other.
-        series = [Series("batch reward", series[0].points, series[0].unit), Series("held-out", series[1].points, "share", dots=True)]
     return Chart(wanted.title, wanted.note, series, spans, wanted.scale, wanted.zero, wanted.stack)
 
 
@@ -215,7 +219,7 @@ def _all_metrics(history: History) -> str:
             if values:
                 unit = describe(name).unit
                 cells = "".join(f"<td>{format_value(v, unit)}</td>" for v in (values[0], values[-1], min(values), max(values)))
-                rows.append(f"<tr><td><code>{escape(name)}</code>{escape(describe(name).meaning)}</td><td>{phase.upper()}</td>{cells}</tr>")
+                rows.append(f"<tr><td><code class="name">{escape(name)}</code>{escape(describe(name).meaning)}</td><td>{phase.upper()}</td>{cells}</tr>")
     head = "".join(f"<th>{h}</th>" for h in ("", "phase", "first", "last", "least", "most"))
     table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
     return f'<details class="card"><summary>Every metric</summary>{table}</details>'
