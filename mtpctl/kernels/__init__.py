@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mtpctl.kernels.logprob import LogProbOut, TopK, linear_logprob
+    from mtpctl.kernels.policy import PolicyLossOut, TokenLoss, linear_policy_loss
 
-_HOME = {"LogProbOut": "logprob", "TopK": "logprob", "linear_logprob": "logprob"}
-__all__ = ["LogProbOut", "TopK", "linear_logprob"]
+_HOME = {
+    "LogProbOut": "logprob",
+    "PolicyLossOut": "policy",
+    "TokenLoss": "policy",
+    "TopK": "logprob",
+    "linear_logprob": "logprob",
+    "linear_policy_loss": "policy",
+}
+__all__ = ["LogProbOut", "PolicyLossOut", "TokenLoss", "TopK", "linear_logprob", "linear_policy_loss"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,6 @@ gradient is needed to add into; the hidden gradient adds up over chunks in fp32.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +15,12 @@ from mtpctl.kernels import products
 from mtpctl.kernels.problem import LocalScores, Problem, RowGrads
 from mtpctl.kernels.reduce import RowStats
 
-BYTES_AN_ELEMENT = 12  # of a chunk: logits and two temporaries of their size, fp32
+TEMPORARIES = 3  # of a chunk's size: logits, their copy that is kept or their exponentials, and a product of the two
 NARROWEST = 64  # columns; narrower chunks would only wait on launches
 
 
-def chunks(problem: Problem, bytes_an_element: int = BYTES_AN_ELEMENT) -> Iterator[slice]:
-    """Ranges of valid columns whose chunk of logits fits the workspace."""
-    width = max(NARROWEST, problem.workspace_bytes // (bytes_an_element * max(1, len(problem.hidden))))
+def _chunks(problem: Problem, width: int) -> Iterator[slice]:
+    """Ranges of valid columns, `width` at a time."""
     for start in range(0, problem.valid, width):
         yield slice(start, min(start + width, problem.valid))
 
@@ -36,13 +34,26 @@ def _scale(logits: Tensor, inverse_temperature: float | Tensor) -> Tensor:
 class Chunked:
     name = "chunked"
 
+    def rows_that_keep(self, problem: Problem) -> int:
+        return max(1, problem.workspace_bytes // (TEMPORARIES * problem.wide.itemsize * max(1, problem.valid)))
+
+    def _width(self, problem: Problem) -> int:
+        return max(NARROWEST, problem.workspace_bytes // (TEMPORARIES * problem.wide.itemsize * max(1, len(problem.hidden))))
+
+    def _keeps(self, problem: Problem) -> bool:
+        """Whether all logits fit the workspace: then they are one chunk, and kept."""
+        return self._width(problem) >= problem.valid
+
     def scores(self, problem: Problem, *, entropy: bool, topk: int, keep: bool) -> LocalScores:
         n, device, wide = len(problem.hidden), problem.hidden.device, problem.wide
         top = torch.full((n,), float("-inf"), dtype=wide, device=device)
         mass, moment, target = torch.zeros_like(top), torch.zeros_like(top), top.clone()
         best: tuple[Tensor, Tensor] | None = None
-        for columns in chunks(problem):
+        kept: Tensor | None = None
+        for columns in _chunks(problem, self._width(problem)):
             z = _scale(products.logits(problem.hidden, problem.weight[columns]), problem.inverse_temperature)
+            if keep and self._keeps(problem):
+                kept = z.clone()
             local = problem.targets - columns.start
             here = (local >= 0) & (local < z.shape[1])
             picked = z.gather(1, local.clamp(0, z.shape[1] - 1).unsqueeze(1)).squeeze(1)
@@ -60,29 +71,26 @@ class Chunked:
             if entropy:
                 moment += weights.mul_(z).sum(1)
             top = newer
-        return LocalScores(RowStats(top, mass, moment, target), best)
+        return LocalScores(RowStats(top, mass, moment, target), best, kept)
 
     def grads(
-        self, problem: Problem, rows: RowGrads, kept: Any, *, hidden: bool, weight: bool, main_grad: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        h, w = problem.hidden, problem.weight
-        hidden_grad = torch.zeros(h.shape, dtype=problem.wide, device=h.device) if hidden else None
-        weight_grad = torch.empty_like(w) if weight and main_grad is None else None
-        for columns in chunks(problem):
-            z = _scale(products.logits(h, w[columns]), problem.inverse_temperature)
+        self, problem: Problem, rows: RowGrads, kept: Tensor | None, *, hidden: bool, weight: Tensor | None, add: bool
+    ) -> Tensor | None:
+        h = problem.hidden
+        hidden_grad: Tensor | None = None
+        for columns in _chunks(problem, self._width(problem)):
+            w = problem.weight[columns]
+            z = kept if kept is not None else _scale(products.logits(h, w), problem.inverse_temperature)
             logit_grad = _logit_grad(z, problem, rows, columns.start)
-            if hidden_grad is not None:
-                products.add_hidden_grad(hidden_grad, logit_grad, w[columns])
-            if weight:
-                products.weight_grad(
-                    logit_grad,
-                    h,
-                    None if weight_grad is None else weight_grad[columns],
-                    main_grad if main_grad is None else main_grad[columns],
-                )
-        if weight_grad is not None:
-            weight_grad[problem.valid :] = 0
-        return hidden_grad, weight_grad
+            if hidden:
+                hidden_grad = products.hidden_grad(hidden_grad, logit_grad, w)
+            if weight is not None:
+                products.weight_grad(logit_grad, h, weight[columns], add)
+        if weight is not None and not add:
+            weight[problem.valid :] = 0
+        if hidden and hidden_grad is None:  # this rank's shard is all padding
+            hidden_grad = torch.zeros(h.shape, dtype=problem.wide, device=h.device)
+        return hidden_grad
 
 
 def _logit_grad(z: Tensor, problem: Problem, rows: RowGrads, start: int) -> Tensor:

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtpctl.kernels import inputs, reduce
-from mtpctl.kernels.choice import choose
-from mtpctl.kernels.problem import Backend, Problem, RowGrads
+from mtpctl.kernels.call import Call, prepare, weight_sink
+from mtpctl.kernels.choice import Wants, choose
+from mtpctl.kernels.problem import Backend, RowGrads
 from mtpctl.kernels.reference import reference_scores
-
-DEFAULT_WORKSPACE_BYTES = 1 << 30
 
 
 class TopK(NamedTuple):
@@ -85,136 +84,93 @@ def linear_logprob(
     values in
     hidden or weight that are not finite.
     """
-    inputs.check_tensors(hidden, weight, labels, group, sequence_parallel)
-    inputs.check_temperature(temperature, labels)
-    shard = inputs.vocab_shard(weight, group, valid_vocab)
-    if not 0 <= topk <= shard.total:
-        raise ValueError(f"topk: {topk}, expected 0 to {shard.total}, the size of the vocabulary")
-    workspace = DEFAULT_WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
-    if workspace <= 0:
-        raise ValueError(f"workspace_bytes: {workspace}, expected above 0")
-    selected = inputs.select_rows(labels, rows, ignore_index, temperature, shard)
+    call = prepare(
+        hidden,
+        weight,
+        labels,
+        temperature=temperature,
+        group=group,
+        ignore_index=ignore_index,
+        rows=rows,
+        valid_vocab=valid_vocab,
+        sequence_parallel=sequence_parallel,
+        workspace_bytes=workspace_bytes,
+        deterministic=deterministic,
+        main_grad=main_grad,
+    )
+    if not 0 <= topk <= call.shard.total:
+        raise ValueError(f"topk: {topk}, expected 0 to {call.shard.total}, the size of the vocabulary")
     if detach_weight:
         weight = weight.detach()
     if implementation == "reference":
-        scores = reference_scores(hidden, weight, labels, temperature, selected, shard, sequence_parallel, topk)
-        logprob, plain_entropy, greedy, best, ids = scores
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        spread = selected.spread
-        return LogProbOut(
-            spread(logprob.to(wide)),
-            spread(plain_entropy.to(wide)) if entropy else None,
-            spread(greedy) if hit else None,
-            TopK(spread(best.to(wide)), spread(ids)) if topk else None,
-        )
-    grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    backend = choose(
-        implementation,
-        hidden=hidden,
-        weight=weight,
-        rows=selected.count,
-        topk=topk,
-        deterministic=deterministic,
-        entropy=entropy,
-        grad=grad,
-    )
-    options = _Options(shard, selected, sequence_parallel, deterministic, workspace, entropy, topk, grad, backend, main_grad)
-    logprob, plain_entropy, greedy, best, ids = _LinearLogProb.apply(hidden, weight, labels, temperature, options)
-    return LogProbOut(logprob, plain_entropy if entropy else None, greedy if hit else None, TopK(best, ids) if topk else None)
+        exact = reference_scores(hidden, weight, labels, call, topk)
+        return LogProbOut(exact[0], exact[1] if entropy else None, exact[2] if hit else None, TopK(*exact[3:]) if topk else None)
+    wants = Wants(call, topk=topk, hit=hit)
+    keep = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    asked = _Asked(call, choose(implementation, hidden, weight, wants), entropy, topk, keep)
+    logprob, row_entropy, greedy, best, ids = _LinearLogProb.apply(hidden, weight, labels, asked)
+    return LogProbOut(logprob, row_entropy if entropy else None, greedy if hit else None, TopK(best, ids) if topk else None)
 
 
-class _Options(NamedTuple):
-    shard: inputs.Shard
-    rows: inputs.Rows
-    sequence_parallel: bool
-    deterministic: bool
-    workspace: int
+class _Asked(NamedTuple):
+    call: Call
+    backend: Backend
     entropy: bool
     topk: int
-    grad: bool
-    backend: Backend
-    main_grad: bool
-
-
-def local_problem(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float | Tensor, o: _Options) -> Problem:
-    if o.sequence_parallel:
-        hidden = reduce.gather_rows(hidden, o.shard)
-    inverse: float | Tensor
-    if isinstance(temperature, Tensor):
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        inverse = o.rows.take(temperature.to(wide).expand(o.rows.total).reciprocal())
-    else:
-        inverse = 1.0 / temperature
-    targets = o.rows.take(labels).long() - o.shard.start
-    return Problem(o.rows.take(hidden).contiguous(), weight, targets, inverse, o.shard.valid, o.workspace)
+    keep: bool
 
 
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float | Tensor, o: _Options) -> tuple[Tensor, ...]:
-        problem = local_problem(hidden, weight, labels, temperature, o)
-        scores = o.backend.scores(problem, entropy=o.entropy, topk=o.topk, keep=o.grad)
-        stats = reduce.join_shards(scores.stats, o.shard)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, asked: _Asked) -> tuple[Tensor, ...]:
+        call, rows = asked.call, asked.call.rows
+        problem = call.problem(hidden, weight, labels)
+        scores = asked.backend.scores(problem, entropy=asked.entropy, topk=asked.topk, keep=asked.keep)
+        stats = reduce.join_shards(scores.stats, call.shard)
         lse = stats.lse
         if not torch.isfinite(lse).all():
             raise inputs.explain_nonfinite(problem.hidden, weight)
-        row_entropy = stats.entropy if o.entropy else torch.zeros_like(lse)
-        best, ids = (
-            _whole_topk(scores.best, lse, o) if o.topk else (lse.new_empty(len(lse), 0), lse.new_empty(len(lse), 0, dtype=torch.long))
-        )
-        spread = o.rows.spread
-        outputs = (spread(stats.logprob), spread(row_entropy), spread(stats.hit), spread(best), spread(ids))
+        row_entropy = stats.entropy if asked.entropy else torch.zeros_like(lse)
+        best = _whole_topk(scores.best, lse, asked.topk, call.shard)
+        outputs = tuple(rows.spread(x) for x in (stats.logprob, row_entropy, stats.hit, *best))
         ctx.mark_non_differentiable(*outputs[2:])
         ctx.set_materialize_grads(False)
-        if o.grad:
-            ctx.save_for_backward(hidden, weight, labels, temperature if isinstance(temperature, Tensor) else None, lse, row_entropy)
-            ctx.temperature, ctx.options, ctx.kept = temperature, o, scores.kept
+        if asked.keep:
+            ctx.save_for_backward(hidden, weight, labels, lse, row_entropy)
+            ctx.asked, ctx.kept = asked, scores.kept
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, temperature, lse, row_entropy = ctx.saved_tensors
-        o: _Options = ctx.options
-        by_logprob, by_entropy = grads[:2]
-        if not o.entropy:
-            by_entropy = None
+        hidden, weight, labels, lse, row_entropy = ctx.saved_tensors
+        asked: _Asked = ctx.asked
+        call, take = asked.call, asked.call.rows.take
+        by_logprob, by_entropy = grads[0], grads[1] if asked.entropy else None
         if by_logprob is None and by_entropy is None:
-            return None, None, None, None, None
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        problem = local_problem(hidden, weight, labels, ctx.temperature if temperature is None else temperature, o)
-        zero = torch.zeros_like(lse)
+            return None, None, None, None
         per_row = RowGrads(
-            zero if by_logprob is None else o.rows.take(by_logprob).to(lse.dtype),
+            torch.zeros_like(lse) if by_logprob is None else take(by_logprob).to(lse.dtype).contiguous(),
             lse,
-            None if by_entropy is None else o.rows.take(by_entropy).to(lse.dtype),
+            None if by_entropy is None else take(by_entropy).to(lse.dtype).contiguous(),
             None if by_entropy is None else row_entropy,
         )
-        into = weight.main_grad if o.main_grad and need_weight and hasattr(weight, "main_grad") else None
-        kept, ctx.kept = ctx.kept, None
-        hidden_grad, weight_grad = o.backend.grads(problem, per_row, kept, hidden=need_hidden, weight=need_weight, main_grad=into)
-        if into is not None and hasattr(weight, "grad_added_to_main_grad"):
-            weight.grad_added_to_main_grad = True
-            weight_grad = torch.empty_like(weight)  # never read: Megatron's hooks fire only for parameters that are given a gradient
-        return None if hidden_grad is None else _hidden_grad(hidden_grad, hidden.dtype, o), weight_grad, None, None, None
+        kept, ctx.kept = ctx.kept, None  # good for one pass: it is overwritten
+        sink = weight_sink(weight, ctx.needs_input_grad[1], call.main_grad)
+        problem = call.problem(hidden, weight, labels)
+        local = asked.backend.grads(problem, per_row, kept, hidden=ctx.needs_input_grad[0], weight=sink.out, add=sink.add)
+        return None if local is None else call.whole_hidden_grad(local, hidden.dtype), sink.finish(), None, None
 
 
-def _hidden_grad(local: Tensor, dtype: torch.dtype, o: _Options) -> Tensor:
-    """Summed over vocabulary shards, in the rows' places, in hidden's dtype."""
-    if o.sequence_parallel:
-        return reduce.scatter_sum(o.rows.spread(local), o.shard, o.deterministic).to(dtype)
-    return o.rows.spread(reduce.sum_ranks(local, o.shard, o.deterministic).to(dtype))
-
-
-def _whole_topk(best: tuple[Tensor, Tensor] | None, lse: Tensor, o: _Options) -> tuple[Tensor, Tensor]:
+def _whole_topk(best: tuple[Tensor, Tensor] | None, lse: Tensor, k: int, shard: inputs.Shard) -> tuple[Tensor, Tensor]:
     """The best k of the whole vocabulary from every shard's best k: log-probs and ids in the whole vocabulary."""
-    if best is None:  # this rank's shard is all padding
+    if best is None:  # none asked for, or this rank's shard is all padding
         best = lse.new_empty(len(lse), 0), lse.new_empty(len(lse), 0, dtype=torch.long)
-    missing = o.topk - best[0].shape[1]
+    missing = k - best[0].shape[1]
     values = torch.nn.functional.pad(best[0], (0, missing), value=float("-inf"))
-    ids = torch.nn.functional.pad(best[1], (0, missing)) + o.shard.start
-    if o.shard.world > 1:
-        values = reduce.gather(values, o.shard).transpose(0, 1).flatten(1)
-        ids = reduce.gather(ids, o.shard).transpose(0, 1).flatten(1)
-        values, order = values.topk(o.topk, dim=1)
+    ids = torch.nn.functional.pad(best[1], (0, missing)) + shard.start
+    if k and shard.world > 1:
+        values = reduce.gather(values, shard).transpose(0, 1).flatten(1)
+        ids = reduce.gather(ids, shard).transpose(0, 1).flatten(1)
+        values, order = values.topk(k, dim=1)
         ids = ids.gather(1, order)
     return (values - lse.unsqueeze(1)).clamp(max=0), ids

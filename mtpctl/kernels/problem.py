@@ -66,8 +66,13 @@ class Backend(Protocol):
         """Statistics of every row; with `keep`, a backward pass will follow."""
         ...
 
-    def grads(
-        self, problem: Problem, rows: RowGrads, kept: Any, *, hidden: bool, weight: bool, main_grad: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """(hidden gradient [n, H] in `problem.wide`, weight gradient [V, H] in the weight's dtype, or added to `main_grad` and None)."""
+    def grads(self, problem: Problem, rows: RowGrads, kept: Any, *, hidden: bool, weight: Tensor | None, add: bool) -> Tensor | None:
+        """The gradient of hidden [n, H] in `problem.wide`, where asked for; the weight's is written to `weight` [V, H], or added to it.
+
+        May overwrite `kept`, which cannot be used a second time.
+        """
+        ...
+
+    def rows_that_keep(self, problem: Problem) -> int:
+        """Of how many rows the workspace can hold every logit between the passes; at least 1."""
         ...

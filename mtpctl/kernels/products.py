@@ -27,25 +27,28 @@ def logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return _wide(hidden) @ _wide(weight).T
 
 
-def add_hidden_grad(out: Tensor, logit_grad: Tensor, weight: Tensor) -> None:
-    """out [n, H] += logit_grad [n, c] x weight [c, H]; `out` is fp32 (fp64)."""
+def hidden_grad(so_far: Tensor | None, logit_grad: Tensor, weight: Tensor) -> Tensor:
+    """so_far [n, H] (0 where None) + logit_grad [n, c] x weight [c, H], in fp32 (fp64); `so_far` is overwritten."""
     if _mixed(weight):
-        torch.addmm(out, logit_grad.to(weight.dtype), weight, out_dtype=out.dtype, out=out)
-    else:
-        out.addmm_(_wide(logit_grad), _wide(weight))
+        logit_grad = logit_grad.to(weight.dtype)
+        if so_far is None:
+            return torch.mm(logit_grad, weight, out_dtype=torch.float32)
+        return torch.addmm(so_far, logit_grad, weight, out_dtype=torch.float32, out=so_far)
+    if so_far is None:
+        return _wide(logit_grad) @ _wide(weight)
+    return so_far.addmm_(_wide(logit_grad), _wide(weight))
 
 
-def weight_grad(logit_grad: Tensor, hidden: Tensor, out: Tensor | None, add_to: Tensor | None) -> None:
-    """logit_grad [n, c] and hidden [n, H] -> [c, H], written to `out` in the weight's dtype, or added to the fp32 `add_to`."""
-    if _mixed(hidden):
-        logit_grad = logit_grad.to(hidden.dtype)
-        if add_to is not None:
-            torch.addmm(add_to, logit_grad.T, hidden, out_dtype=add_to.dtype, out=add_to)
-        elif out is not None:
-            torch.mm(logit_grad.T, hidden, out=out)
+def weight_grad(logit_grad: Tensor, hidden: Tensor, out: Tensor, add: bool) -> None:
+    """logit_grad [n, c] and hidden [n, H] -> out [c, H], written or added, in the dtype of `out` (the operands' or fp32)."""
+    if not _mixed(hidden):
+        wide = _wide(logit_grad).T @ _wide(hidden)
+        out.copy_(out + wide if add else wide)
         return
-    wide = _wide(logit_grad).T @ _wide(hidden)
-    if add_to is not None:
-        add_to += wide
-    elif out is not None:
-        out.copy_(wide)
+    logit_grad = logit_grad.to(hidden.dtype)
+    if out.dtype == hidden.dtype:
+        torch.addmm(out, logit_grad.T, hidden, out=out) if add else torch.mm(logit_grad.T, hidden, out=out)
+    elif add:
+        torch.addmm(out, logit_grad.T, hidden, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(logit_grad.T, hidden, out_dtype=out.dtype, out=out)

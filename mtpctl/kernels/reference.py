@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpctl.kernels.inputs import Rows, Shard
+from mtpctl.kernels.call import Call
+from mtpctl.kernels.inputs import Shard
 from mtpctl.kernels.reduce import gather
 
 
@@ -25,33 +26,23 @@ class _Whole(torch.autograd.Function):
         return grad[ctx.mine], None
 
 
-def reference_scores(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: float | Tensor,
-    rows: Rows,
-    shard: Shard,
-    sequence_parallel: bool,
-    topk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """log-prob, entropy, hit, top-k log-probs and top-k ids of the selected rows, in float64 (ids int64)."""
+def reference_scores(hidden: Tensor, weight: Tensor, labels: Tensor, call: Call, topk: int) -> tuple[Tensor, ...]:
+    """log-prob, entropy, hit [N], top-k log-probs and ids [N, k], as `linear_logprob` returns them."""
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     hidden, weight = hidden.double(), weight.double()
-    if sequence_parallel:
-        hidden = _Whole.apply(hidden, shard)
-    if shard.world > 1:
-        weight = _Whole.apply(weight, shard)
-    hidden, labels = rows.take(hidden), rows.take(labels).long()
+    if call.sequence_parallel:
+        hidden = _Whole.apply(hidden, call.shard)
+    if call.shard.world > 1:
+        weight = _Whole.apply(weight, call.shard)
+    take, spread = call.rows.take, call.rows.spread
+    hidden, labels = take(hidden), take(labels).long().unsqueeze(1)
+    temperature = call.temperature
     if isinstance(temperature, Tensor) and temperature.dim():
-        temperature = rows.take(temperature).double().unsqueeze(1)
-    logits = (hidden @ weight[: shard.total].T) / temperature
+        temperature = take(temperature).double().unsqueeze(1)
+    logits = (hidden @ weight[: call.shard.total].T) / temperature
     logp = logits.log_softmax(1)
-    mine = logp.gather(1, labels.unsqueeze(1)).squeeze(1)
-    best = logp.topk(topk, dim=1)
-    return (
-        mine,
-        -(logp.exp() * logp).sum(1),
-        logits.gather(1, labels.unsqueeze(1)).squeeze(1) >= logits.amax(1),
-        best.values.detach(),
-        best.indices,
-    )
+    entropy = -(logp.exp() * logp).sum(1)
+    hit = logits.gather(1, labels).squeeze(1) >= logits.amax(1)
+    best = logp.detach().topk(topk, dim=1)
+    logprob = logp.gather(1, labels).squeeze(1)
+    return spread(logprob.to(wide)), spread(entropy.to(wide)), spread(hit), spread(best.values.to(wide)), spread(best.indices)

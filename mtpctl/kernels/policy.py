@@ -1,0 +1,207 @@
+"""`linear_policy_loss`: a policy loss and its gradients from hidden states, in one pass and three matrix products.
+
+The gradient that a logit takes depends on its row's softmax and on two numbers: what the loss asks of that token's log-prob and
+entropy. When
+the loss is separable (each token's term looks at that token alone), both numbers are known as soon as the token's row of logits is. So rows
+are taken a slice at a time: logits, statistics, the loss and its two numbers, the gradient of the logits in their own place, and the two
+products that need it. Nothing is computed twice, and nothing but the gradients outlives a slice.
+
+A loss that couples tokens is made separable by a first pass: GSPO's sequence ratio comes from `linear_logprob` without gradient, and
+is then a
+constant of each token.
+
+Departs from plain autograd in one thing: the gradients are made in the forward pass, for an upstream gradient that the caller foretells.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtpctl.kernels import inputs, reduce
+from mtpctl.kernels.call import Call, prepare, weight_sink
+from mtpctl.kernels.choice import Wants, choose
+from mtpctl.kernels.problem import Backend, Problem, RowGrads
+
+# token_loss(logprob [r], entropy [r] or None, rows [r]) -> (summed loss, named sums). `rows` are indices among all N rows.
+TokenLoss = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, dict[str, Tensor]]]
+
+
+class PolicyLossOut(NamedTuple):
+    """`loss_sum` is differentiable (once); `sums` are what `token_loss` named, added up; `logprob` and `entropy` [N] are detached."""
+
+    loss_sum: Tensor
+    sums: dict[str, Tensor]
+    logprob: Tensor
+    entropy: Tensor | None
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_loss: TokenLoss,
+    *,
+    grad_scale: float = 1.0,
+    temperature: float | Tensor = 1.0,
+    group: dist.ProcessGroup | None = None,
+    entropy: bool = False,
+    ignore_index: int = -100,
+    rows: Tensor | None = None,
+    detach_weight: bool = False,
+    valid_vocab: int | None = None,
+    sequence_parallel: bool = False,
+    workspace_bytes: int | None = None,
+    deterministic: bool = False,
+    implementation: str = "auto",
+    main_grad: bool = False,
+) -> PolicyLossOut:
+    """The sum of `token_loss` over the selected rows, with its gradients of hidden and weight.
+
+    token_loss: called once a slice of rows with their log-probs, entropies (None unless `entropy`) and row indices; gives the slice's
+    summed
+        loss and any sums to report. It must be separable: no term may look at another token's log-prob. It is differentiated inside.
+    grad_scale: the gradient that `loss_sum` will receive (1 / global denominator, times a loss scale). Gradients are made for it. If
+    another
+        comes, they are multiplied once more; with `main_grad`, where they are already added, that is a ValueError.
+
+    All else is as in `linear_logprob`. The default workspace of 1 GiB makes slices of about 3,000 rows at 150,000 vocabulary entries; of a
+    half-precision weight gradient every further slice costs one more rounding, unless it is added to an fp32 `main_grad`.
+    """
+    if not 0 < grad_scale < math.inf:
+        raise ValueError(f"grad_scale: {grad_scale}, expected a finite number above 0")
+    call = prepare(
+        hidden,
+        weight,
+        labels,
+        temperature=temperature,
+        group=group,
+        ignore_index=ignore_index,
+        rows=rows,
+        valid_vocab=valid_vocab,
+        sequence_parallel=sequence_parallel,
+        workspace_bytes=workspace_bytes,
+        deterministic=deterministic,
+        main_grad=main_grad,
+    )
+    if detach_weight:
+        weight = weight.detach()
+    backend = choose(implementation, hidden, weight, Wants(call, separable_loss=True))
+    sums: dict[str, Tensor] = {}
+    live = torch.is_grad_enabled()
+    asked = _Asked(call, backend, token_loss, entropy, grad_scale, live and hidden.requires_grad, live and weight.requires_grad, sums)
+    loss, logprob, row_entropy = _LinearPolicyLoss.apply(hidden, weight, labels, asked)
+    return PolicyLossOut(loss, sums, logprob, row_entropy if entropy else None)
+
+
+class _Asked(NamedTuple):
+    call: Call
+    backend: Backend
+    token_loss: TokenLoss
+    entropy: bool
+    grad_scale: float
+    hidden: bool
+    weight: bool
+    sums: dict[str, Tensor]
+
+
+class _LinearPolicyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, asked: _Asked) -> tuple[Tensor, ...]:
+        call, backend = asked.call, asked.backend
+        whole = call.problem(hidden, weight, labels)
+        n, keep = len(whole.hidden), asked.hidden or asked.weight
+        index = torch.arange(call.rows.total, device=labels.device) if call.rows.index is None else call.rows.index
+        sink = weight_sink(weight, asked.weight, call.main_grad)
+        # Over several ranks the shares are summed in fp32; alone, a slice's gradient is final when it is made.
+        dtype = whole.wide if call.shard.world > 1 else hidden.dtype
+        hidden_grad = torch.empty(whole.hidden.shape, dtype=dtype, device=hidden.device) if asked.hidden else None
+        logprob, row_entropy = torch.zeros(2, n, dtype=whole.wide, device=hidden.device).unbind(0)
+        loss = torch.zeros((), dtype=whole.wide, device=hidden.device)
+        broken = torch.zeros((), dtype=torch.bool, device=hidden.device)
+        for number, part in enumerate(_slices(n, backend.rows_that_keep(whole) if keep else n)):
+            problem = _part(whole, part)
+            scores = backend.scores(problem, entropy=asked.entropy, topk=0, keep=keep)
+            stats = reduce.join_shards(scores.stats, call.shard)
+            broken |= ~torch.isfinite(stats.lse).all()
+            logprob[part] = stats.logprob
+            if asked.entropy:
+                row_entropy[part] = stats.entropy
+            value, per_row = _loss_and_grads(stats, index[part], asked, keep)
+            loss += value
+            if per_row is not None:
+                local = backend.grads(problem, per_row, scores.kept, hidden=asked.hidden, weight=sink.out, add=sink.add or number > 0)
+                if hidden_grad is not None and local is not None:
+                    hidden_grad[part] = local
+        if broken:
+            raise inputs.explain_nonfinite(whole.hidden, weight)
+        if keep:
+            if hidden_grad is not None:
+                hidden_grad = call.whole_hidden_grad(hidden_grad, hidden.dtype)
+            ctx.grads, ctx.asked = (hidden_grad, sink), asked
+        spread = call.rows.spread
+        outputs = loss, spread(logprob), spread(row_entropy)
+        ctx.mark_non_differentiable(*outputs[1:])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        if ctx.grads is None:
+            raise RuntimeError("linear_policy_loss: its gradients were made for one backward pass, which has been")
+        (hidden_grad, sink), ctx.grads = ctx.grads, None
+        expected, came = ctx.asked.grad_scale, grad.item()
+        factor = came / expected
+        if not math.isclose(factor, 1.0, rel_tol=1e-6):
+            if sink.out is not None and sink.add:
+                raise ValueError(f"grad_scale: {expected}, but the loss received a gradient of {came}; main_grad has been added to already")
+            for x in (hidden_grad, sink.out):
+                if x is not None:
+                    x.mul_(factor)
+        return hidden_grad, sink.finish(), None, None
+
+
+def _slices(n: int, at_most: int) -> list[slice]:
+    """Ranges of rows, about equal (in whole 128s), none longer than `at_most`; one empty range where there are no rows."""
+    count = max(1, math.ceil(n / max(1, at_most)))
+    size = math.ceil(n / count)
+    if at_most >= 128:
+        size = min(at_most, math.ceil(size / 128) * 128)
+    return [slice(start, min(start + size, n)) for start in range(0, max(n, 1), max(size, 1))]
+
+
+def _part(whole: Problem, part: slice) -> Problem:
+    inverse = whole.inverse_temperature
+    return Problem(
+        whole.hidden[part],
+        whole.weight,
+        whole.targets[part],
+        inverse[part] if isinstance(inverse, Tensor) else inverse,
+        whole.valid,
+        whole.workspace_bytes,
+    )
+
+
+def _loss_and_grads(stats: reduce.RowStats, rows: Tensor, asked: _Asked, keep: bool) -> tuple[Tensor, RowGrads | None]:
+    """The loss of a slice, and what it asks of each row."""
+    logprob = stats.logprob.detach().requires_grad_(keep)
+    entropy = stats.entropy.detach().requires_grad_(keep) if asked.entropy else None
+    with torch.set_grad_enabled(keep):
+        value, sums = asked.token_loss(logprob, entropy, rows)
+    for name, x in sums.items():
+        asked.sums[name] = asked.sums[name] + x.detach() if name in asked.sums else x.detach()
+    if not keep:
+        return value, None
+    if not value.requires_grad:  # a constant, as where nothing in the slice is trained
+        return value, RowGrads(torch.zeros_like(logprob), stats.lse)
+    leaves = [logprob] if entropy is None else [logprob, entropy]
+    grads = torch.autograd.grad(value, leaves, grad_outputs=torch.full_like(value, asked.grad_scale), allow_unused=True)
+    by_logprob = torch.zeros_like(logprob) if grads[0] is None else grads[0].contiguous()
+    by_entropy = grads[1] if entropy is not None else None
+    if by_entropy is None:
+        return value.detach(), RowGrads(by_logprob, stats.lse)
+    return value.detach(), RowGrads(by_logprob, stats.lse, by_entropy.contiguous(), stats.entropy)

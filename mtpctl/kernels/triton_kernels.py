@@ -1,0 +1,181 @@
+# mypy: disallow-untyped-defs=False
+# (what is inside a Triton kernel has no Python types)
+"""The Triton kernels: the head's matrix product with its softmax done where the tile of logits lies, and two companions.
+
+`head_tiles` walks tiles of [BM rows, BN vocabulary entries], one persistent program a multiprocessor, logits in fp32 registers. What
+becomes of a finished tile is `MODE`:
+
+- STATS: maximum, mass, moment and target logit of each row over the tile's columns, written as partial results, joined by `join_tiles`;
+- KEEP: the same, and the tile's logits relative to the row's maximum in the tile, rounded to the operands' dtype. Relative to the maximum,
+  the likeliest entries lose least to the rounding, where plain logits would lose most;
+- GRAD: the gradient of the unscaled logits, given each row's log-sum-exp and upstream gradients, rounded to the operands' dtype.
+
+Tiles are walked in groups of rows, so that what runs at one time shares its slices of hidden and weight in the L2 cache.
+
+Shape legend: n rows, H hidden size, V vocabulary entries of this rank, c columns at hand, T column tiles.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+STATS = tl.constexpr(0)
+KEEP = tl.constexpr(1)
+GRAD = tl.constexpr(2)
+LOG2E = tl.constexpr(1.4426950408889634)
+# Stands for "no logit". Finite, so that 0 x FLOOR = 0 in the moment, where minus infinity would make it undefined.
+FLOOR = tl.constexpr(-1e30)
+# The least that is kept of a logit relative to its row's maximum: far below what exp can tell from 0, and within fp16's range.
+LEAST_KEPT = tl.constexpr(-6e4)
+
+
+# Sizes change with every packed batch: specialising on them would compile anew each time one stops being a multiple of 16.
+@triton.jit(do_not_specialize=["n", "first_column", "end_column", "kept_columns"])
+def head_tiles(
+    hidden,  # descriptor [n, H], block [BM, BK]
+    weight,  # descriptor [V, H], block [BN, BK]
+    out,  # descriptor [n, kept or c], block [BM, BN]: KEEP, GRAD
+    partial_ptr,  # fp32 [4, T, n]: STATS, KEEP
+    target_ptr,  # int64 [n], counted from the weight's first row
+    scale_ptr,  # fp32 [n], inverse temperature
+    lse_ptr,
+    by_logprob_ptr,
+    by_entropy_ptr,
+    row_entropy_ptr,  # fp32 [n]: GRAD; the last two with ENTROPY alone
+    n,
+    first_column,  # a multiple of BN
+    end_column,
+    kept_columns,  # KEEP: how many of the columns are stored
+    width,  # H
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    MODE: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    row_tiles = tl.cdiv(n, BM)
+    column_tiles = tl.cdiv(end_column - first_column, BN)
+    group_tiles = GROUP * column_tiles
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
+        group = tile // group_tiles
+        members = min(row_tiles - group * GROUP, GROUP)
+        row0 = (group * GROUP + (tile % group_tiles) % members) * BM
+        column_tile = (tile % group_tiles) // members
+        column0 = first_column + column_tile * BN
+        z = tl.zeros((BM, BN), dtype=tl.float32)
+        for step in range(tl.cdiv(width, BK)):
+            a = hidden.load([row0, step * BK])
+            b = weight.load([column0, step * BK])
+            z = tl.dot(a, b.T, z)
+
+        row = row0 + tl.arange(0, BM)
+        inside = row < n
+        column = column0 + tl.arange(0, BN)
+        scale = tl.load(scale_ptr + row, mask=inside, other=1.0)
+        target = tl.load(target_ptr + row, mask=inside, other=-1).to(tl.int32)
+        z = z * scale[:, None]
+        if MODE == GRAD:
+            logp = z - tl.load(lse_ptr + row, mask=inside, other=0.0)[:, None]
+            by_logprob = tl.load(by_logprob_ptr + row, mask=inside, other=0.0) * scale
+            pull = by_logprob[:, None]
+            if ENTROPY:
+                by_entropy = tl.load(by_entropy_ptr + row, mask=inside, other=0.0) * scale
+                row_entropy = tl.load(row_entropy_ptr + row, mask=inside, other=0.0)
+                pull = pull + by_entropy[:, None] * (logp + row_entropy[:, None])
+            grad = tl.where(column[None, :] == target[:, None], by_logprob[:, None], 0.0) - tl.exp2(logp * LOG2E) * pull
+            out.store([row0, column0 - first_column], grad.to(out.dtype))
+        else:
+            z = tl.where(column[None, :] < end_column, z, FLOOR)
+            top = tl.max(z, 1)
+            stride = column_tiles * n
+            place = partial_ptr + column_tile * n + row
+            tl.store(place, top, mask=inside)
+            picked = tl.full((BM,), float("-inf"), dtype=tl.float32)
+            if tl.sum(((target >= column0) & (target < column0 + BN)).to(tl.int32)) > 0:
+                picked = tl.max(tl.where(column[None, :] == target[:, None], z, float("-inf")), 1)
+            tl.store(place + 3 * stride, picked, mask=inside)
+            shifted = z - top[:, None]
+            if MODE == KEEP:  # noqa: SIM102 - decided when compiling, the other while running
+                if column0 - first_column < kept_columns:
+                    out.store([row0, column0 - first_column], tl.maximum(shifted, LEAST_KEPT).to(out.dtype))
+            e = tl.exp2(shifted * LOG2E)
+            tl.store(place + stride, tl.sum(e, 1), mask=inside)
+            if ENTROPY:
+                tl.store(place + 2 * stride, tl.sum(e * shifted, 1), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n", "tiles", "stride"])
+def join_tiles(
+    partial_ptr,  # fp32 [4, T, n]
+    stats_ptr,  # fp32 [4, n], row stride `stride`: top, mass, moment, target
+    n,
+    tiles,
+    stride,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < n
+    top = tl.full((BLOCK,), FLOOR, dtype=tl.float32)
+    target = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    mass = tl.zeros((BLOCK,), dtype=tl.float32)
+    moment = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, tiles, TILES):
+        tile = start + tl.arange(0, TILES)
+        here = (tile[:, None] < tiles) & inside[None, :]
+        place = partial_ptr + tile[:, None] * n + row[None, :]
+        tops = tl.load(place, mask=here, other=FLOOR)
+        newer = tl.maximum(top, tl.max(tops, 0))
+        shift = top - newer
+        keep = tl.exp2(shift * LOG2E)
+        shifts = tops - newer[None, :]
+        keeps = tl.exp2(shifts * LOG2E)
+        masses = tl.load(place + tiles * n, mask=here, other=0.0)
+        if ENTROPY:
+            moments = tl.load(place + 2 * tiles * n, mask=here, other=0.0)
+            moment = (moment + mass * shift) * keep + tl.sum((moments + masses * shifts) * keeps, 0)
+        mass = mass * keep + tl.sum(masses * keeps, 0)
+        target = tl.maximum(target, tl.max(tl.load(place + 3 * tiles * n, mask=here, other=float("-inf")), 0))
+        top = newer
+    tl.store(stats_ptr + row, top, mask=inside)
+    tl.store(stats_ptr + stride + row, mass, mask=inside)
+    tl.store(stats_ptr + 2 * stride + row, moment, mask=inside)
+    tl.store(stats_ptr + 3 * stride + row, target, mask=inside)
+
+
+@triton.jit(do_not_specialize=["n", "c"])
+def kept_grads(
+    kept_ptr,  # [n, c], row stride `stride`: what KEEP stored; overwritten with the gradient of the unscaled logits
+    top_ptr,  # fp32 [T, n]: each tile's maxima, to which the kept logits are relative
+    target_ptr,  # int64 [n], counted from the first column
+    scale_ptr,
+    lse_ptr,
+    by_logprob_ptr,
+    by_entropy_ptr,
+    row_entropy_ptr,  # fp32 [n]; the last two with ENTROPY alone
+    n,
+    c,
+    stride,
+    BN: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(scale_ptr + row)
+    target = tl.load(target_ptr + row)
+    lse = tl.load(lse_ptr + row)
+    by_logprob = tl.load(by_logprob_ptr + row) * scale
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < c
+    top = tl.load(top_ptr + (column // BN) * n + row, mask=inside, other=0.0)
+    place = kept_ptr + row * stride + column
+    logp = tl.load(place, mask=inside, other=0.0).to(tl.float32) + (top - lse)
+    pull = by_logprob
+    if ENTROPY:
+        pull += tl.load(by_entropy_ptr + row) * scale * (logp + tl.load(row_entropy_ptr + row))
+    grad = tl.where(column == target, by_logprob, 0.0) - tl.exp2(logp * LOG2E) * pull
+    tl.store(place, grad.to(kept_ptr.dtype.element_ty), mask=inside)
