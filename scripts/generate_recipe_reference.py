@@ -1,0 +1,109 @@
+#!/usr/bin/env python3
+"""Write docs/recipe.md, the reference of all recipe keys, from the schema's types, defaults and descriptions.
+
+Run it after a change of mtpctl/recipe/schema.py. `--check` writes nothing and exits 1 where the page is not current.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+
+from mtpctl.recipe.fields import Key, children, type_text
+from mtpctl.recipe.schema import DEFAULT_VARIANTS, Recipe
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipe.md"
+INTRODUCTION = """\
+# Recipe reference
+
+Generated from `mtpctl/recipe/schema.py` by `scripts/generate_recipe_reference.py`.
+
+A recipe is one YAML file; what it leaves out has the default given here. `mtpctl recipe show RECIPE --resolved --origin` prints
+every value of a recipe and where it comes from, `mtpctl recipe schema` the JSON schema for an editor.
+
+- `--overlay FILE` lays another file over the recipe: mappings merge, everything else is replaced.
+- `--set KEY=VALUE` sets one key to a YAML value; `--set KEY+=VALUE` appends to a list.
+- Scalars are YAML 1.2: `1e-5` is a number, `no` and `off` are text where a text is wanted, only `true` and `false` are booleans
+  by themselves. A key that is given twice, or that does not exist, is an error with its line.
+"""
+
+
+def page() -> str:
+    """The whole reference."""
+    return "\n".join([INTRODUCTION, *_section(Recipe, (), "Top level", "")]) + "\n"
+
+
+def _section(model: type[BaseModel], path: tuple[str, ...], title: str, about: str) -> Iterator[str]:
+    keys = children(model, path)
+    values = [key for key in keys.values() if not key.models]
+    if values:
+        yield from (f"## {title}", "")
+        if about:
+            yield from (about, "")
+        yield from ("| key | type | default | |", "|---|---|---|---|")
+        yield from (_row(key) for key in values)
+        yield ""
+    for key in keys.values():
+        if key.models:
+            yield from _below(key)
+
+
+def _below(key: Key) -> Iterator[str]:
+    about = key.field.description or ""
+    if type(None) in getattr(key.field.annotation, "__args__", ()):
+        about = f"{about} Default: none.".strip()
+    if len(key.models) == 1:
+        model = key.models[0]
+        own = model.__doc__.strip() if model.__doc__ and "Base of all sections" not in model.__doc__ else ""
+        yield from _section(model, key.path, f"`{key.dotted}`", about or own)
+        return
+    tag, default = DEFAULT_VARIANTS[key.path[-1]]
+    shared = set.intersection(*({name for name in children(model)} for model in key.models)) - {tag}
+    base = key.models[0].__mro__[1]
+    chosen = ", ".join(f"`{model.model_fields[tag].default}`" for model in key.models)
+    yield from _section(base, key.path, f"`{key.dotted}`", f"`{key.dotted}.{tag}` chooses one of {chosen}; default `{default}`.")
+    for model in key.models:
+        name = model.model_fields[tag].default
+        own_keys = [found for field, found in children(model, key.path).items() if field not in shared and field != tag]
+        yield from (f"### `{key.dotted}` with `{tag}: {name}`", "", model.model_fields[tag].description or "", "")
+        if own_keys:
+            yield from ("| key | type | default | |", "|---|---|---|---|", *(_row(found) for found in own_keys), "")
+
+
+def _row(key: Key) -> str:
+    cells = (f"`{key.dotted}`", _type(key), f"`{_default(key.default)}`", key.field.description or "")
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _type(key: Key) -> str:
+    signs = {Gt: ">", Ge: "≥", Lt: "<", Le: "≤"}
+    limits = [f"{signs[type(item)]} {getattr(item, type(item).__name__.lower())}" for item in key.field.metadata if type(item) in signs]
+    return ", ".join([type_text(key.field.annotation), *limits])
+
+
+def _default(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False).strip('"')
+
+
+def main() -> int:
+    """Write or check the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare only")
+    if parser.parse_args().check:
+        current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page()
+        print(f"{PAGE}: {'current' if current else 'not current; run scripts/generate_recipe_reference.py'}")
+        return 0 if current else 1
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""What does not fit together is refused in one line that begins with the field and ends with the mend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpctl.recipe import EnvironmentMissing, UserError, hf_config, load_recipe, validate
+from mtpctl.recipe.checks import complaints_of
+from mtpctl.recipe.loading import RECIPES, available
+from mtpctl.recipe.schema import ModelConfig
+
+
+def complaint(*sets: str, recipe: str = "tiny_mtp") -> str:
+    """The one thing that is wrong."""
+    found = list(complaints_of(load_recipe(recipe, sets=sets).recipe))
+    assert len(found) == 1, found
+    with pytest.raises(UserError) as caught:
+        validate(load_recipe(recipe, sets=sets).recipe)
+    assert str(caught.value) == found[0] and "\n" not in found[0]
+    return found[0]
+
+
+@pytest.mark.parametrize("path", available(), ids=lambda path: path.stem)
+def test_our_recipes_fit(path: Path) -> None:
+    validate(load_recipe(path).recipe)
+
+
+@pytest.mark.parametrize("path", available(RECIPES / "overlays"), ids=lambda path: path.stem)
+def test_our_overlays_fit(path: Path) -> None:
+    validate(load_recipe("mimo7b_mtp", overlays=[path]).recipe)
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["model.tokenizer="], "model.tokenizer: a model made from model.config has none"),
+        (["model.config.vocab_size=256"], "model.config.vocab_size: 256 is too small for the byte tokenizer's 259 ids"),
+        (["data.chat_template=true"], "data.chat_template: the byte tokenizer has no chat template"),
+        (["model.config.num_nextn_predict_layers=0"], "mtp.mode: isolated, but the model has no MTP layers; set mtp.mode: off"),
+        (["mtp.mode=off"], "rollout.speculation.num_tokens: 1 needs the MTP layers that mtp.mode: off leaves out"),
+        (["rollout.speculation={num_tokens: 0, auto: true}"], "rollout.speculation.auto: there is nothing to switch"),
+        (["async.deterministic=true", "rollout.speculation.auto=true"], "rollout.speculation.auto: switches by measured speed"),
+        (["train.stages=[]"], "train.stages: must name sft, rl or both"),
+        (["train.stages=[rl, rl]"], "train.stages: must name sft, rl or both, each once, got [rl, rl]"),
+        (["train.rl.steps=0"], "train.rl.steps: is 0; say how many updates, or leave rl out of train.stages"),
+        (["train.sft.steps=0"], "train.sft.steps: is 0"),
+        (
+            ["train.rl={prompts_per_step: 16, minibatches: 3}"],
+            "train.rl.minibatches: 3 does not divide train.rl.prompts_per_step: 16; 1, 2, 4, 8, 16",
+        ),
+        (["train.rl.group_size=1"], "train.rl.group_size: the grpo baseline needs at least 2 responses"),
+        (["train.sft.optimizer.betas=[0.9, 1.0]"], "train.sft.optimizer.betas: must lie in [0, 1)"),
+        (["rollout.top_p=0.9"], "rollout.top_p: 0.9 renormalises what is sampled from"),
+        (["rollout.top_k=5"], "rollout.top_k: 5 renormalises what is sampled from"),
+        (["train.rl.correction={mode: mask, low: 3}"], "train.rl.correction.low: must be below high: 2.0, got 3"),
+        (
+            ["train.rl.old_logprobs=behaviour", "logprob.standalone=true"],
+            "train.rl.old_logprobs: behaviour leaves the log-prob servers without work",
+        ),
+        (["train.rl.old_logprobs=behaviour", "train.rl.correction.mode=truncate"], "train.rl.correction.mode: behaviour log-probs"),
+        (["train.rl.old_logprobs=behaviour", "train.rl.loss=decoupled"], "train.rl.loss: decoupled needs a proximal policy"),
+        (["train.rl.clip_low=1"], "train.rl.clip_low: must be below 1"),
+        (["train.rl.clip_dual=0.5"], "train.rl.clip_dual: must be above 1, or 0"),
+        (
+            ["rollout.max_tokens=64", "train.rl.overlong={enabled: true, buffer: 64}"],
+            "train.rl.overlong.buffer: must be below rollout.max_tokens: 64",
+        ),
+        (["sync.sections=[draft]"], "sync.sections: must hold target"),
+        (["sync.bucket_bytes=256"], "sync.bucket_bytes: must be at least 1024"),
+        (["data.task="], "data: there is nothing to train on"),
+        (["data.eval_path=/nowhere/e.jsonl"], "data.eval_path: "),
+        (["data.task.min_digits=4", "data.task.max_digits=3"], "data.task.min_digits: must be at most max_digits: 3, got 4"),
+        (["sync.transport=ipc"], "sync.transport: ipc needs CUDA; set shm"),
+        (["cluster.device=cuda"], "sync.transport: shm is for CPU tensors; set ipc (one host) or nccl"),
+        (["run_dir=runs/{nmae}"], "run_dir: {nmae} is not known"),
+        (["rollout.max_tokens=4096"], "rollout.max_tokens: must leave room for a prompt in the model's positions: "),
+        (["rollout.context=100000"], "rollout.context: the model has "),
+        (["train.parallel.tp=3"], "train.parallel.tp: 3 does not divide 4 attention heads; 1, 2 fit"),
+        (["train.parallel.tp=4"], "train.parallel.tp: 4 does not divide 2 key-value heads; 1, 2 fit"),
+        (["train.parallel.sequence_parallel=true"], "train.parallel.sequence_parallel: splits over tensor-parallel ranks"),
+        (["train.parallel.pp=3"], "train.parallel.pp: 3 does not divide 4 layers; 1, 2, 4 fit, or give pp_layout"),
+        (["train.parallel={pp: 2, pp_layout: [1, 2]}"], "train.parallel.pp_layout: must name 2 stages with 4 layers in all, got [1, 2]"),
+        (["train.parallel.ep=2"], "train.parallel.ep: the model has no experts"),
+        (["logprob={standalone: true, parallel: {tp: 8}}"], "logprob.parallel.tp: 8 does not divide"),
+        (["rollout.tp=3"], "rollout.tp: 3 does not divide 4 attention heads"),
+        (["rollout.engine_args.hf_token=abc"], "rollout.engine_args.hf_token: secrets do not belong in a recipe"),
+        (["cluster.address=ray://me:pw@host:1"], "cluster.address: carries a password"),
+    ],
+)
+def test_what_does_not_fit(sets: list[str], message: str) -> None:
+    base = ["rollout.max_tokens=64", "model.config.max_position_embeddings=512"]
+    told = [text for text in list_complaints([*base, *sets]) if message in text]
+    assert told and told[0].startswith(message.split(":")[0])
+
+
+def list_complaints(sets: list[str]) -> list[str]:
+    return list(complaints_of(load_recipe("tiny_mtp", sets=sets).recipe))
+
+
+def test_the_rest_is_named() -> None:
+    with pytest.raises(UserError, match=r"^train.stages: .* \(also wrong: run_dir\)$"):
+        validate(load_recipe("tiny_mtp", sets=["train.stages=[]", "run_dir=x/{y}"]).recipe)
+
+
+def test_sampling_that_renormalises_is_allowed_with_a_correction_and_without_rl() -> None:
+    validate(load_recipe("tiny_mtp", sets=["rollout.top_p=0.9", "train.rl.correction.mode=truncate"]).recipe)
+    validate(load_recipe("tiny_mtp", sets=["rollout.top_p=0.9", "train.stages=[sft]"]).recipe)
+
+
+def test_names_of_special_tokens_are_no_secrets() -> None:
+    validate(load_recipe("tiny_mtp", sets=["model.config.bos_token=<bos>", "model.config.eos_token_id=3"]).recipe)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"ep": 3, "dp": 3}, "train.parallel.ep: 3 does not divide 4 experts"),
+        ({"ep": 4, "dp": 2}, "train.parallel.ep: 4 does not divide 2 data- and context-parallel ranks; 1, 2 fit"),
+        ({"tp": 2}, "train.parallel.sequence_parallel: experts with tp: 2 need it"),
+    ],
+)
+def test_experts(fields: dict[str, Any], message: str) -> None:
+    moe = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    sets = [f"model.config.{key}={json.dumps(value)}" for key, value in {**moe, "num_nextn_predict_layers": 0}.items()]
+    off = ["mtp.mode=off", "rollout.speculation.num_tokens=0", f"train.parallel={json.dumps(fields)}"]
+    assert complaint(*sets, *off).startswith(message)
+
+
+# ------------------------------------------------------------------------------------------------- where a model is
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(load_recipe("tiny_mtp").recipe.model.config))
+    (path / "model.safetensors").write_bytes(b"")
+    return path
+
+
+def with_folder(path: Path, *sets: str) -> list[str]:
+    recipe = load_recipe("tiny_mtp", sets=["model={config: null, path: " + json.dumps(str(path)) + ", tokenizer: bytes}", *sets]).recipe
+    return list(complaints_of(recipe))
+
+
+def test_a_model_folder_is_read(folder: Path) -> None:
+    assert with_folder(folder) == []
+
+
+def test_a_folder_without_weights_is_refused_unless_they_are_drawn(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    assert with_folder(folder)[0].startswith(f"model.path: {folder} holds no weights")
+    assert with_folder(folder, "model.init=random") == []
+
+
+def test_a_folder_without_a_config_or_with_a_broken_one_is_named(folder: Path) -> None:
+    (folder / "config.json").write_text('{\n"a": \n}')
+    with pytest.raises(UserError, match=r"config.json:3: not valid JSON"):
+        with_folder(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(UserError, match="must hold an object"):
+        with_folder(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(UserError, match=r"holds no config\.json"):
+        with_folder(folder)
+
+
+def test_a_path_that_is_neither_folder_nor_hub_id(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.path: there is no folder"):
+        with_folder(tmp_path / "missing")
+
+
+def test_a_recipe_needs_one_model() -> None:
+    with pytest.raises(UserError, match="neither is given"):
+        hf_config(ModelConfig())
+    with pytest.raises(UserError, match="both are given"):
+        hf_config(ModelConfig(path="a/b", config={}))
+
+
+def test_known_hub_models_need_no_network_and_unknown_ones_are_not_asked_for_by_checks() -> None:
+    known = hf_config(ModelConfig(path="XiaomiMiMo/MiMo-7B-RL"))
+    assert known is not None and known["hidden_size"] == 4096
+    assert hf_config(ModelConfig(path="nobody/nothing"), fetch=False) is None
+    validate(load_recipe("mimo7b_mtp", sets=["model.path=nobody/nothing"]).recipe)
+
+
+def test_a_hub_that_does_not_answer_is_missing_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def unreachable(*_: Any, **__: Any) -> str:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
+    with pytest.raises(EnvironmentMissing, match=r"nobody/nothing could not be had from the hub \(no route to host\)"):
+        hf_config(ModelConfig(path="nobody/nothing"))
