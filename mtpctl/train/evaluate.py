@@ -32,7 +32,7 @@ async def evaluate(recipe: Recipe, prepared: Prepared, generator: Generator, che
         samples.append(sample)
     metrics = {"eval/accuracy": hits / len(samples), "eval/problems": float(len(samples))}
     metrics |= {name.replace("rollout/", "eval/"): value for name, value in speculation(samples).items()}
-    metrics["eval/response_length"] = sum(len(s.response_ids) for s in samples) / len(samples)
+    metrics["eval/length_mean"] = sum(len(s.response_ids) for s in samples) / len(samples)
     return metrics
 
 

@@ -43,7 +43,7 @@ def of_samples(samples: list[Sample], version: int, max_tokens: int) -> dict[str
         "reward/mean": sum(rewards) / len(rewards),
         "response/length_mean": sum(lengths) / len(lengths),
         "response/length_max": float(max(lengths)),
-        "response/clip_ratio": sum(n >= max_tokens for n in lengths) / len(lengths),
+        "response/truncated_fraction": sum(n >= max_tokens for n in lengths) / len(lengths),
         "async/staleness_mean": sum(staleness) / len(staleness),
         "async/staleness_max": float(max(staleness)),
         "async/partial_ratio": partial / len(samples),

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from mtpctl.cluster import within
 from mtpctl.data import PromptCursor
-from mtpctl.recipe import Recipe
+from mtpctl.recipe import Recipe, RuntimeFailure
 from mtpctl.rl import Checker, has_signal
 from mtpctl.rollout import Generator
 from mtpctl.samples import GenerationRequest, Sample
@@ -34,6 +34,9 @@ Score = Callable[[Sample], Awaitable[Sample]]
 
 Sync = Callable[[int], Awaitable[dict[str, float]]]
 """Publishes the trainer's weights under a version and waits until every target has them. Returns `sync/*`."""
+
+BARREN_BATCHES = 20
+"""Batches' worth of groups without signal, one after the other, after which dynamic sampling gives up."""
 
 
 class RlStage:
@@ -62,6 +65,7 @@ class RlStage:
         self._again: list[Group] = []
         self._gate = asyncio.Event()
         self._dropped = 0
+        self._barren = 0
         self._generated = 0
         if state.cursor is not None:
             self.cursor.load_state_dict(state.cursor)
@@ -76,8 +80,8 @@ class RlStage:
     async def run(self) -> None:
         """All updates that are left, with held-out evaluations before and after."""
         self.state.buffer = self.buffer
-        if "before" not in self.state.results:
-            self.state.results["before"] = await self._evaluate()
+        if self.state.step == 0:
+            await self._evaluate()
         rollout = asyncio.create_task(self._collect(), name="rollout")
         training = asyncio.create_task(self._train(), name="training")
         # Whichever ends first ends the stage: training by being done or stopped, either of them by failing.
@@ -88,7 +92,7 @@ class RlStage:
             if isinstance(error, Exception):
                 raise error
         if self.state.step == self.recipe.train.rl.steps:
-            self.state.results["after"] = await self._evaluate()
+            await self._evaluate()
 
     # ------------------------------------------------------------------------------------------------------- rollout
 
@@ -139,9 +143,17 @@ class RlStage:
             sample.reward = await asyncio.to_thread(self.checker, text, group.problem.answer)
         if self.recipe.train.rl.dynamic_sampling and not has_signal([s.reward or 0.0 for s in group.samples]):
             self._dropped += 1
+            self._barren += 1
+            if self._barren >= BARREN_BATCHES * self.recipe.train.rl.prompts_per_step:
+                reward = group.samples[0].reward
+                raise RuntimeFailure(
+                    f"train.rl.dynamic_sampling: {self._barren} groups in a row had no signal (the last one's rewards were all {reward:g}); "
+                    "take easier or harder problems, a longer train.sft, or set it to false"
+                )
             self.admission.drop()
             self._gate.set()
             return
+        self._barren = 0
         await self.buffer.put(group)
 
     # ------------------------------------------------------------------------------------------------------ training
@@ -168,7 +180,7 @@ class RlStage:
             self.telemetry.log(self.state.step, metrics, "rl")
             await self.state.checkpoint_if_due(self.trainer)
             if self.recipe.train.eval_every and self.state.step % self.recipe.train.eval_every == 0 and self.state.step < rl.steps:
-                self.telemetry.log(self.state.step, await self._evaluate(), "rl")
+                await self._evaluate()
 
     async def _batch(self) -> list[Group] | None:
         """The next batch; None where a stop is asked for first."""
@@ -198,10 +210,12 @@ class RlStage:
         return shares | {
             "perf/tokens_per_s": metrics.pop("perf/tokens") / seconds,
             "rollout/tokens_per_s": generated / wall,
-            "reward/no_signal_ratio": dropped / (dropped + groups),
+            "reward/signal_fraction": groups / (dropped + groups),
             "async/buffer_groups": float(self.buffer.ready),
             "async/version": float(self.state.version),
         }
 
-    async def _evaluate(self) -> dict[str, float]:
-        return await evaluate(self.recipe, self.prepared, self.generator, self.checker)
+    async def _evaluate(self) -> None:
+        """Held-out accuracy of the published weights, logged at the current step; nothing without held-out problems."""
+        if metrics := await evaluate(self.recipe, self.prepared, self.generator, self.checker):
+            self.telemetry.log(self.state.step, metrics, "rl")

@@ -15,12 +15,12 @@ from mtpctl.train.buffer import SampleBuffer
 from mtpctl.train.trainer import TrainerGroup
 
 _FILE = "run.json"
-_KEPT = ("stage", "step", "version", "cursor", "drawn", "results", "ended")
+_KEPT = ("stage", "step", "version", "cursor", "drawn", "ended")
 
 
 @dataclass
 class RunState:
-    """The controller's part of a checkpoint: stage and step, weight version, place in the data, held-out results so far.
+    """The controller's part of a checkpoint: stage and step, weight version, place in the data.
 
     `buffer` is written beside the checkpoint while a stage has one. `stopping` is set when a stop was asked for: stages
     return at their next step.
@@ -33,7 +33,6 @@ class RunState:
     version: int = 0
     cursor: dict[str, Any] | None = None
     drawn: int = 0
-    results: dict[str, dict[str, float]] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)
     buffer: SampleBuffer | None = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)

@@ -11,7 +11,7 @@ from pathlib import Path
 from mtpctl.cluster import cluster, within
 from mtpctl.recipe import Recipe, dump_resolved
 from mtpctl.rl import make_checker
-from mtpctl.rollout import Generator, start_generator
+from mtpctl.rollout import ReplicaPool, engine_settings, start_replica
 from mtpctl.sync import VersionStore, default_root
 from mtpctl.telemetry import RunDirectory, Telemetry
 from mtpctl.train.buffer import SampleBuffer
@@ -26,10 +26,14 @@ INTERRUPTED = 130
 
 def run(recipe: Recipe, *, plain: bool = False) -> int:
     """Train as the recipe says. Returns the exit code: 0, or 130 after a stop that was asked for."""
-    directory = RunDirectory(recipe.run_dir, dump_resolved(recipe))
-    prepared = prepare(recipe, directory.path)
-    with Telemetry(directory, recipe.telemetry, plain) as telemetry, cluster(recipe.cluster, **needs(recipe)):
-        finished = asyncio.run(Run(recipe, prepared, directory, telemetry).drive())
+    path = recipe.run_dir.format(name=recipe.name, seed=recipe.seed)
+    totals = {stage: getattr(recipe.train, stage).steps for stage in recipe.train.stages}
+    with RunDirectory.create(path, dump_resolved(recipe)) as directory:
+        prepared = prepare(recipe, directory.path)
+        with Telemetry(directory, recipe.telemetry, plain, totals=totals) as telemetry, cluster(recipe.cluster, **needs(recipe)):
+            finished = asyncio.run(Run(recipe, prepared, directory, telemetry).drive())
+            if finished:
+                telemetry.print_summary()
     return 0 if finished else INTERRUPTED
 
 
@@ -49,7 +53,7 @@ class Run:
 
     def __init__(self, recipe: Recipe, prepared: Prepared, directory: RunDirectory, telemetry: Telemetry) -> None:
         self.recipe, self.prepared, self.directory, self.telemetry = recipe, prepared, directory, telemetry
-        self.state = RunState(directory.path / "checkpoints", recipe.train)
+        self.state = RunState(directory.checkpoints, recipe.train)
         self.store = VersionStore(default_root(directory.path.name, 1 << 30, directory.path / "versions"))
 
     async def drive(self) -> bool:
@@ -60,7 +64,7 @@ class Run:
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self.store.close)
             # The engine takes its time to start; the supervised stage does not need it, so they overlap.
-            starting = asyncio.create_task(self._start_generator(stack)) if "rl" in self.recipe.train.stages else None
+            starting = asyncio.create_task(self._start_rollout(stack)) if "rl" in self.recipe.train.stages else None
             try:
                 await self._stages(trainer, starting)
             finally:
@@ -84,11 +88,32 @@ class Run:
 
         loop.add_signal_handler(signal.SIGINT, ask)
 
-    async def _start_generator(self, stack: contextlib.AsyncExitStack) -> Generator:
-        folder = str(self.prepared.model.path)
-        return await stack.enter_async_context(start_generator(self.recipe, folder, self.store, context=self.prepared.context))
+    async def _start_rollout(self, stack: contextlib.AsyncExitStack) -> ReplicaPool:
+        recipe = self.recipe
+        cuda = recipe.cluster.device == "cuda"
+        settings = engine_settings(
+            recipe.rollout.model_copy(update={"context": self.prepared.context}),
+            model=str(self.prepared.model.path),
+            precision=recipe.train.precision,
+            device="cuda" if cuda else "cpu",
+            seed=recipe.seed,
+        )
+        options = {"num_cpus": 1, "num_gpus": recipe.rollout.tp if cuda else 0}
+        pool = await within(
+            ReplicaPool.start(
+                lambda index: start_replica(settings, name=f"rollout replica {index}", options=options),
+                recipe.rollout.replicas,
+                latest=self.store.latest,
+                max_in_flight=recipe.rollout.max_in_flight,
+                max_restarts=recipe.rollout.max_restarts,
+            ),
+            recipe.cluster.actor_deadline_s,
+            "rollout, start",
+        )
+        stack.push_async_callback(pool.close)
+        return pool
 
-    async def _stages(self, trainer: TrainerGroup, starting: asyncio.Task[Generator] | None) -> None:
+    async def _stages(self, trainer: TrainerGroup, starting: asyncio.Task[ReplicaPool] | None) -> None:
         self.telemetry.event("start", f"trainer: {self.recipe.train.parallel.world_size} rank(s)")
         told = await trainer.build(self.prepared.model.path)
         self.telemetry.event("start", f"trainer ready: {told['parameters']:,} parameters")
@@ -115,30 +140,32 @@ class Run:
             self.state.end(stage)
             await self.state.checkpoint(trainer)
 
-    async def _rl(self, trainer: TrainerGroup, generator: Generator, restored: Path | None) -> None:
+    async def _rl(self, trainer: TrainerGroup, rollout: ReplicaPool, restored: Path | None) -> None:
         async def sync(version: int) -> dict[str, float]:
             began = time.perf_counter()
             verify = self.recipe.sync.verify
             checksums = verify == "always" or (verify == "first" and not synced)
             manifest = await trainer.call("publish", version, str(self.store.root), checksums)
             packed = time.perf_counter()
-            stall = await within(generator.update(manifest), self.recipe.sync.deadline_s, f"sync of version {version}")
+            options = self.recipe.sync
+            reports = await within(
+                rollout.update(manifest, mode=options.pause, verify=checksums, deadline_s=options.deadline_s),
+                2 * options.deadline_s,
+                f"sync of version {version}",
+            )
             synced.append(version)
             seconds = time.perf_counter() - began
             return {
                 "sync/seconds": seconds,
                 "sync/publish_seconds": packed - began,
-                "sync/stall_seconds": stall,
+                "sync/stall_seconds": max((report.stall_seconds for report in reports), default=0.0),
                 "sync/gb_per_s": manifest.nbytes / seconds / 1e9,
             }
 
         synced: list[int] = []
         checker = make_checker(self.recipe.data.checker)
-        stage = RlStage(self.recipe, self.prepared, trainer, generator, sync, checker, self.telemetry, self.state)
+        stage = RlStage(self.recipe, self.prepared, trainer, rollout, sync, checker, self.telemetry, self.state)
         if restored is not None and (restored / "buffer.jsonl").exists():
             await stage.resume_buffer(*SampleBuffer.load(restored / "buffer.jsonl"))
         await stage.publish()
         await stage.run()
-        if self.state.stopping.is_set():
-            return
-        self.telemetry.table(self.state.results["before"], self.state.results["after"])
