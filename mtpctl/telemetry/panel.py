@@ -148,7 +148,7 @@ class LivePanel:
         grid = Table.grid(padding=(0, 2), expand=True)
         for ratio in (None, 1, None):
             grid.add_column(ratio=ratio, no_wrap=True)
-        for phase, done in self._steps.items():
+        for phase, done in list(self._steps.items()):
             total = self._totals.get(phase, 0)
             style = "bold" if phase == self._phase else "dim"
             bar = ProgressBar(total=max(total, 1), completed=min(done, total), complete_style="blue", finished_style="green")
@@ -157,7 +157,7 @@ class LivePanel:
 
     def _curves(self) -> RenderableType:
         curves = (
-            (("sft/loss", "mtp/loss_1", "mtp/accept_1"))
+            ("sft/loss", "mtp/loss_1", "mtp/accept_1")
             if self._phase == "sft"
             else ("reward/mean", "rollout/spec_accept_rate", "eval/accuracy")
         )

@@ -219,7 +219,8 @@ def _all_metrics(history: History) -> str:
             if values:
                 unit = describe(name).unit
                 cells = "".join(f"<td>{format_value(v, unit)}</td>" for v in (values[0], values[-1], min(values), max(values)))
-                rows.append(f"<tr><td><code class="name">{escape(name)}</code>{escape(describe(name).meaning)}</td><td>{phase.upper()}</td>{cells}</tr>")
+                title = f'<code class="name">{escape(name)}</code>{escape(describe(name).meaning)}'
+                rows.append(f"<tr><td>{title}</td><td>{phase.upper()}</td>{cells}</tr>")
     head = "".join(f"<th>{h}</th>" for h in ("", "phase", "first", "last", "least", "most"))
     table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
     return f'<details class="card"><summary>Every metric</summary>{table}</details>'
