@@ -47,7 +47,7 @@ class Actor:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """All actors, on which device, over how many hosts."""
+    """All actors, on which device, over how many hosts in use."""
 
     device: Device
     actors: tuple[Actor, ...]
@@ -89,7 +89,7 @@ def place(recipe: Recipe, hosts: Sequence[Host] | None = None) -> Placement:
     device = planned_device(recipe)
     groups = _groups(recipe, device)
     if hosts is None:
-        hosts = _planned_hosts(recipe, device, sum(cpus * n for _, _, n, cpus, _ in groups), sum(gpus * n for _, _, n, _, gpus in groups))
+        hosts = _planned_hosts(recipe, device, sum(cpus * n for _, _, n, cpus, _ in groups), sum(n for _, _, n, _, _ in groups))
     free = [[host.cpus, host.gpus] for host in hosts]
     actors: list[Actor] = []
     for role, index, ranks, cpus, gpus in groups:
@@ -101,7 +101,7 @@ def place(recipe: Recipe, hosts: Sequence[Host] | None = None) -> Placement:
         if None in places:
             raise _too_few(recipe, device, groups, hosts)
         actors += [Actor(role, index, rank, host, cpus, gpus) for rank, host in enumerate(places) if host is not None]
-    return Placement(device, tuple(actors), len(hosts))
+    return Placement(device, tuple(actors), len({actor.host for actor in actors}))
 
 
 Group = tuple[Role, int, int, float, float]
@@ -126,15 +126,14 @@ def _groups(recipe: Recipe, device: Device) -> list[Group]:
     return groups
 
 
-def _planned_hosts(recipe: Recipe, device: Device, cpus: float, gpus: float) -> list[Host]:
+def _planned_hosts(recipe: Recipe, device: Device, cpus: float, ranks: int) -> list[Host]:
     cluster = recipe.cluster
     if device == "cpu":
         return [Host(cluster.num_cpus or os.cpu_count() or 1)]
     if cluster.num_gpus is not None:
         return [Host(cluster.num_cpus or cpus, cluster.num_gpus)]
-    needed = max(1, -(-int(-(-gpus // 1)) // cluster.gpus_per_node))
-    # A group that must not span hosts may leave cards idle on each: one host more than the sum asks for is enough room to plan in.
-    return [Host(cpus, cluster.gpus_per_node) for _ in range(needed if needed == 1 else needed + 1)]
+    # As many as it takes: a trainer rank needs at most a host of its own, and so does an engine.
+    return [Host(cpus, cluster.gpus_per_node) for _ in range(ranks)]
 
 
 def _take(free: list[list[float]], ranks: int, cpus: float, gpus: float) -> int | None:

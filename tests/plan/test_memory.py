@@ -1,0 +1,178 @@
+"""Parameters a rank, and what follows from them in bytes."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+
+from mtpctl import families, plan
+from mtpctl.families import ModelShape
+from mtpctl.plan.memory import GIB, activation_width, kv_bytes_per_token
+from mtpctl.plan.sharding import layers_of_stages
+from mtpctl.recipe import ClusterResources, Recipe, UserError, load_recipe
+from mtpctl.recipe.schema import ParallelConfig
+
+MIMO = families.shape_of(families.hub_config("XiaomiMiMo/MiMo-7B-RL"))
+
+
+def recipe(*sets: str, name: str = "mimo7b_mtp") -> Recipe:
+    return load_recipe(name, sets=sets).recipe
+
+
+def test_one_rank_holds_everything_once() -> None:
+    (only,) = plan.stages(MIMO, ParallelConfig(), mtp=True)
+    counted = families.count(MIMO)
+    assert (only.parameters, only.mtp) == (counted["total"], counted["mtp"])
+    assert plan.stages(MIMO, ParallelConfig(), mtp=False)[0].parameters == counted["total"] - counted["mtp"]
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_tensor_ranks_split_matrices_and_repeat_norms(tp: int) -> None:
+    (rank,) = plan.stages(MIMO, ParallelConfig(tp=tp), mtp=True)
+    norms = sum(prod(size) for name, size in families.tensors(MIMO).items() if "norm" in name)
+    assert rank.parameters == norms + (families.count(MIMO)["total"] - norms) // tp
+
+
+def test_pipeline_stages_hold_their_layers_and_the_last_one_the_head_and_the_mtp_layers() -> None:
+    first, last = plan.stages(MIMO, ParallelConfig(pp=2, pp_layout=[20, 16]), mtp=True)
+    counted = families.count(MIMO)
+    layer = sum(prod(size) for name, size in families.tensors(MIMO).items() if name.startswith("model.layers.0."))
+    assert first.parameters == counted["embedding"] + 20 * layer
+    # MTP layers read the embedding: the last stage has a copy of its own.
+    assert last.trunk == 16 * layer + counted["head"] + MIMO.hidden + counted["embedding"]
+    assert (first.mtp, last.mtp) == (0, counted["mtp"])
+    assert first.parameters + last.parameters == counted["total"] + counted["embedding"]
+
+
+def test_even_layout() -> None:
+    assert layers_of_stages(6, ParallelConfig(pp=3)) == [range(2), range(2, 4), range(4, 6)]
+
+
+def moe_shape() -> ModelShape:
+    return families.shape_of(
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 128,
+            "vocab_size": 256,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        }
+    )
+
+
+def test_expert_ranks_split_experts_alone() -> None:
+    shape = moe_shape()
+    whole, split = (plan.stages(shape, ParallelConfig(ep=ep, dp=4), mtp=False)[0].parameters for ep in (1, 4))
+    assert whole - split == families.count(shape)["experts"] * 3 // 4
+
+
+def test_trainer_memory_of_mimo_7b_in_bf16() -> None:
+    memory = plan.trainer_memory(recipe("train.parallel={tp: 1}", "train.tokens_per_microbatch=8192"), MIMO)
+    total = families.count(MIMO)["total"]
+    assert (memory.weights, memory.gradients, memory.optimizer) == (2 * total, 4 * total, 12 * total)
+    assert memory.workspace == 1 << 30
+    # One H200 peaked at 68 GiB with weights and gradients in bf16 (2 × 14.6 GiB) and every logit kept: 39 GiB beyond them.
+    assert 25 * GIB < memory.activations < 39 * GIB
+
+
+def test_fp32_has_no_masters() -> None:
+    memory = plan.trainer_memory(recipe("train.precision=fp32"), MIMO)
+    assert (memory.gradients, memory.optimizer) == (memory.weights, 2 * memory.weights)
+
+
+def test_what_is_offloaded_moves_to_the_host_and_what_is_sharded_is_divided() -> None:
+    plain = plan.trainer_memory(recipe("train.parallel.dp=2"), MIMO)
+    sharded = plan.trainer_memory(recipe("train.parallel.dp=2", "train.distributed_optimizer=true"), MIMO)
+    offloaded = plan.trainer_memory(recipe("train.parallel.dp=2", "train.offload.optimizer=true"), MIMO)
+    assert sharded.optimizer == plain.optimizer // 2
+    assert (offloaded.optimizer, offloaded.host) == (0, plain.optimizer)
+
+
+def test_mtp_layers_that_are_loaded_only_have_weights_and_nothing_else() -> None:
+    trained, loaded, off = (
+        plan.trainer_memory(recipe("train.parallel={tp: 1}", f"mtp.mode={mode}"), MIMO) for mode in ("isolated", "load", "off")
+    )
+    mtp = families.count(MIMO)["mtp"]
+    assert trained.weights == loaded.weights == off.weights + 2 * mtp
+    assert trained.gradients - loaded.gradients == 4 * mtp
+    assert loaded.gradients == off.gradients
+
+
+def test_an_adapter_trains_little() -> None:
+    memory = plan.trainer_memory(recipe("train.parallel={tp: 1}", "train.lora={rank: 8}"), MIMO)
+    sides = 4096 + 48 * 128 + 4096 + 4096 + 4096 + 2 * 11008 + 11008 + 4096
+    assert memory.gradients == 8 * 36 * sides * 4
+
+
+@pytest.mark.parametrize(("recompute", "smaller"), [("selective", 1.0), ("full", 0.15)])
+def test_recompute(recompute: str, smaller: float) -> None:
+    plain, less = (plan.trainer_memory(recipe("train.parallel={tp: 1}", f"train.recompute={mode}"), MIMO) for mode in ("none", recompute))
+    assert less.activations <= plain.activations * smaller
+
+
+def test_sequence_parallelism_splits_what_tensor_parallelism_leaves() -> None:
+    tp, sp = (activation_width(MIMO, ParallelConfig(tp=4, sequence_parallel=flag)) for flag in (False, True))
+    assert sp == activation_width(MIMO, ParallelConfig()) / 4
+    assert tp - sp == 4 * MIMO.hidden * 3 / 4
+
+
+def test_every_logit_is_kept_by_the_reference_kernel() -> None:
+    memory = plan.trainer_memory(
+        recipe("train.parallel={tp: 1}", "kernels.linear_logprob=reference", "train.tokens_per_microbatch=1024"), MIMO
+    )
+    assert memory.workspace == 1024 * 151680 * 8
+
+
+def test_kv_cache() -> None:
+    assert kv_bytes_per_token(MIMO, 1, 2, drafting=False) == 36 * 2 * 8 * 128 * 2
+    assert kv_bytes_per_token(MIMO, 4, 2, drafting=True) == 37 * 2 * 2 * 128 * 2
+    memory = plan.engine_memory(recipe("rollout.kv_cache_bytes=10000000000"), MIMO)
+    assert memory.kv_tokens == 10_000_000_000 // memory.kv_token
+    assert plan.engine_memory(recipe("cluster.gpu_gib="), MIMO).kv_tokens is None
+
+
+def test_a_cache_too_small_for_one_sample_names_what_would_do() -> None:
+    needed = 10240 * kv_bytes_per_token(MIMO, 1, 2, drafting=True)
+    with pytest.raises(UserError, match=f"rollout.kv_cache_bytes: .* give at least {needed}"):
+        plan.engine_memory(recipe(f"rollout.kv_cache_bytes={needed - 1}"), MIMO)
+    plan.engine_memory(recipe(f"rollout.kv_cache_bytes={needed}"), MIMO)
+
+
+def test_a_log_prob_rank_holds_one_layers_activations_and_both_versions_on_demand() -> None:
+    one, two = (plan.logprob_memory(recipe(f"logprob.keep_previous={flag}"), MIMO) for flag in ("false", "true"))
+    assert two.weights == 2 * one.weights == 4 * families.count(MIMO)["total"]
+    assert one.activations < 4 * GIB
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["train.parallel={tp: 1}"], "train.parallel: a trainer rank needs .* GiB of a card's 139"),
+        (["rollout.gpu_memory=0.1"], "rollout.gpu_memory: 13.9 GiB of the card do not hold 14.6 GiB of weights"),
+        (["logprob.gpus=0.1", "rollout.gpu_memory=0.8"], "logprob.gpus: a rank needs .* GiB, its share is 14 GiB"),
+        (["logprob.gpus=0.3", "rollout.gpu_memory=0.8"], "share a card and exceed it"),
+    ],
+)
+def test_what_a_card_does_not_hold(sets: list[str], message: str) -> None:
+    with pytest.raises(ClusterResources, match=message):
+        plan.check_fits(recipe(*sets), MIMO)
+        plan.engine_memory(recipe(*sets), MIMO)
+
+
+def test_without_a_stated_card_nothing_is_checked() -> None:
+    plan.check_fits(recipe("train.parallel={tp: 1}", "cluster.gpu_gib="), MIMO)
+
+
+def test_sections_on_the_wire_are_each_tensor_once() -> None:
+    buckets = plan.section_buckets(recipe(), MIMO)
+    names = [entry.name for section in buckets.values() for bucket in section for entry in bucket.entries if entry.part_start == 0]
+    assert sorted(names) == sorted(families.tensors(MIMO))
+    assert sum(entry.nbytes for section in buckets.values() for b in section for entry in b.entries) == 2 * families.count(MIMO)["total"]
+    assert set(plan.section_buckets(recipe("sync.sections=[target]"), MIMO)) == {"target"}
+    assert set(plan.section_buckets(recipe("mtp.mode=off"), MIMO)) == {"target"}

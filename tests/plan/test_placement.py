@@ -1,0 +1,95 @@
+"""Every rank has its CPUs and GPUs on one host, engines stay whole, and too few is told with the counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from mtpctl.plan import Host, Placement, place, planned_device
+from mtpctl.recipe import ClusterResources, UserError, load_recipe
+
+
+def placed(*sets: str, name: str = "mimo7b_mtp", hosts: list[Host] | None = None) -> Placement:
+    return place(load_recipe(name, sets=sets).recipe, hosts)
+
+
+def test_mimo_on_one_host_of_eight() -> None:
+    placement = placed()
+    assert Counter(actor.role for actor in placement.actors) == {"trainer": 4, "rollout": 3, "logprob": 1}
+    assert (placement.hosts, placement.gpus) == (1, 8)
+    assert [actor.name for actor in placement.actors] == [
+        "trainer-0",
+        "trainer-1",
+        "trainer-2",
+        "trainer-3",
+        "rollout-0",
+        "rollout-1",
+        "rollout-2",
+        "logprob-0",
+    ]
+    assert placement.bundles("rollout") == [{"CPU": 1, "GPU": 1.0}] * 3
+
+
+@pytest.mark.parametrize(("overlay", "gpus"), [("h200x2", 2), ("h200x4", 4), ("h200x8", 8)])
+def test_overlays_fill_their_cards(overlay: str, gpus: int) -> None:
+    assert place(load_recipe("mimo7b_mtp", overlays=[overlay]).recipe).gpus == gpus
+
+
+def test_a_fraction_shares_the_rollout_card() -> None:
+    placement = placed("train.parallel.tp=1", "rollout.replicas=1", "logprob.gpus=0.25")
+    assert [actor.gpus for actor in placement.actors] == [1.0, 0.75, 0.25]
+
+
+def test_engines_do_not_span_hosts() -> None:
+    hosts = [Host(64, 3), Host(64, 4)]
+    placement = placed("train.parallel.tp=2", "rollout.replicas=1", "rollout.tp=4", "logprob.standalone=false", hosts=hosts)
+    assert [(actor.role, actor.host) for actor in placement.actors] == [("trainer", 0)] * 2 + [("rollout", 1)] * 4
+
+
+def test_many_hosts_are_planned_where_one_is_not_enough() -> None:
+    placement = placed("rollout.replicas=12")
+    assert placement.gpus == 17
+    per_host = Counter(actor.host for actor in placement.actors)
+    assert placement.hosts == 3 and max(per_host.values()) <= 8
+
+
+def test_sft_alone_places_trainers_alone() -> None:
+    assert {actor.role for actor in placed("train.stages=[sft]").actors} == {"trainer"}
+
+
+def test_cpu_claims_threads() -> None:
+    placement = placed("train.threads=2", "rollout.threads=3", name="tiny_mtp", hosts=[Host(5)])
+    assert (placement.device, placement.cpus, placement.gpus) == ("cpu", 5, 0)
+    assert placement.bundles("trainer") == [{"CPU": 2}]
+
+
+@pytest.mark.parametrize(
+    ("sets", "name", "hosts", "message"),
+    [
+        (
+            [],
+            "mimo7b_mtp",
+            [Host(64, 4)],
+            r"8 GPUs are asked for \(trainer 4, rollout 3, logprob 1\) and 4 are there; lower train.parallel",
+        ),
+        (["cluster.num_gpus=2"], "mimo7b_mtp", None, "8 GPUs are asked for .* and 2 are there"),
+        (["cluster.num_gpus=0"], "mimo7b_mtp", None, "and 0 are there"),
+        ([], "tiny_mtp", [Host(1)], r"2 CPUs are asked for \(trainer 1, rollout 1\) and 1 are there; .* set cluster.num_cpus"),
+        (["cluster.num_cpus=1"], "tiny_mtp", None, "2 CPUs are asked for"),
+    ],
+)
+def test_too_few(sets: list[str], name: str, hosts: list[Host] | None, message: str) -> None:
+    with pytest.raises(ClusterResources, match=message):
+        placed(*sets, name=name, hosts=hosts)
+
+
+def test_an_engine_larger_than_a_host_is_the_recipes_mistake() -> None:
+    with pytest.raises(UserError, match=r"rollout\.tp: 16 ranks do not fit a host of cluster\.gpus_per_node: 8"):
+        placed("rollout.tp=16")
+
+
+@pytest.mark.parametrize(("device", "transport", "planned"), [("auto", "shm", "cpu"), ("auto", "nccl", "cuda"), ("cuda", "nccl", "cuda")])
+def test_the_transport_says_the_device_where_the_recipe_does_not(device: str, transport: str, planned: str) -> None:
+    recipe = load_recipe("tiny_mtp", sets=[f"cluster.device={device}", f"sync.transport={transport}"]).recipe
+    assert planned_device(recipe) == planned
