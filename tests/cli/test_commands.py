@@ -1,0 +1,172 @@
+"""What each command prints, and what it exits with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpctl.cli import main
+from mtpctl.recipe import EnvironmentMissing, load_recipe
+
+
+class Told:
+    """What a command printed, and its exit code."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def mtpctl(capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*arguments: str) -> Told:
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        printed = capsys.readouterr()
+        return Told(int(ended.value.code or 0), printed.out, printed.err)
+
+    return call
+
+
+def test_recipes_and_overlays_are_listed_with_what_they_are(mtpctl: Any) -> None:
+    rows = {row["name"]: row for row in json.loads(mtpctl("recipe", "ls", "--json").out)}
+    assert rows["tiny_mtp"]["kind"] == "recipe" and rows["h200x2"]["kind"] == "overlay"
+    told = mtpctl("recipe", "ls").out
+    for row in rows.values():
+        assert row["about"] and row["about"] in told
+
+
+def test_show_prints_what_the_recipe_says_and_resolved_everything(mtpctl: Any) -> None:
+    from mtpctl.recipe import yaml12
+
+    said = yaml12.parse(mtpctl("recipe", "show", "tiny_mtp", "--set", "seed=9").out, "shown").value
+    assert said["seed"] == 9 and "logprob" not in said
+    resolved = json.loads(mtpctl("recipe", "show", "tiny_mtp", "--resolved", "--json").out)
+    assert resolved == load_recipe("tiny_mtp").recipe.model_dump(mode="json", by_alias=True)
+
+
+def test_origins(mtpctl: Any) -> None:
+    told = json.loads(mtpctl("recipe", "show", "tiny_mtp", "--resolved", "--origin", "--json", "--set", "seed=9").out)
+    assert told["seed"] == {"value": 9, "origin": "--set"}
+    assert told["logprob.standalone"]["origin"] == "default"
+    assert told["sync.transport"]["origin"].rsplit(":", 1)[0].endswith("tiny_mtp.yaml")
+    lines = mtpctl("recipe", "show", "tiny_mtp", "--origin", "--set", "seed=9").out.splitlines()
+    assert any(line.startswith("seed: 9 ") and line.endswith("# --set") for line in lines)
+
+
+def test_schema_is_json_schema_that_accepts_our_recipes(mtpctl: Any) -> None:
+    import jsonschema
+
+    schema = json.loads(mtpctl("recipe", "schema").out)
+    jsonschema.validate(load_recipe("tiny_mtp").recipe.model_dump(mode="json", by_alias=True), schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"sed": 1}, schema)
+
+
+def test_validate(mtpctl: Any) -> None:
+    assert mtpctl("recipe", "validate", "tiny_mtp").out.endswith("tiny_mtp.yaml: ok\n")
+    told = json.loads(mtpctl("recipe", "validate", "mimo7b_mtp", "--overlay", "h200x2", "--json").out)
+    assert told["ok"] and len(told["sources"]) == 2
+    wrong = mtpctl("recipe", "validate", "tiny_mtp", "--set", "run_dir=x/{y}")
+    assert (wrong.code, wrong.out) == (2, "")
+    assert wrong.err == "error: run_dir: {y} is not known; {name} and {seed} are filled in\n"
+
+
+def test_diff(mtpctl: Any, tmp_path: Path) -> None:
+    changed = tmp_path / "b.yaml"
+    changed.write_text(Path(load_recipe("tiny_mtp").sources[0]).read_text().replace("seed: 0", "seed: 5"))
+    assert mtpctl("recipe", "diff", "tiny_mtp", str(changed)).out == "seed: 0 → 5\n"
+    assert json.loads(mtpctl("recipe", "diff", "tiny_mtp", str(changed), "--json").out) == {"seed": {"first": 0, "second": 5}}
+    assert mtpctl("recipe", "diff", "tiny_mtp", "tiny_mtp").out == ""
+
+
+@pytest.mark.parametrize("arguments", [["tiny_mtp"], ["mimo7b_mtp"], ["mimo7b_mtp", "--overlay", "h200x2"]])
+def test_a_dry_run_tells_every_actor_and_starts_nothing(mtpctl: Any, arguments: list[str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    arguments = ["train", *arguments, "--dry-run", "--set", f"run_dir={run_dir}", "--set", "cluster.num_cpus=8"]
+    plan = json.loads(mtpctl(*arguments, "--json").out)
+    assert plan["model"]["parameters"]["total"] > plan["model"]["parameters"]["mtp"] > 0
+    assert {"trainer_rank", "rollout_rank"} <= set(plan["memory"])
+    assert set(plan["buckets"]) == {"target", "draft"}
+    told = mtpctl(*arguments).out
+    for actor in plan["placement"]["actors"]:
+        assert actor["name"] in told and actor["role"] in told
+    assert not run_dir.exists()
+
+
+def test_a_dry_run_of_a_deterministic_run_shows_no_staleness(mtpctl: Any) -> None:
+    told = mtpctl("train", "tiny_mtp", "--dry-run", "--set", "async.deterministic=true", "--set", "cluster.num_cpus=8").out
+    assert "staleness threshold 0\n" in told
+
+
+@pytest.mark.parametrize(
+    ("sets", "code"),
+    [
+        (["trian.rl.steps=1"], 2),
+        (["rollout.kv_cache_bytes=1024"], 2),
+        (["cluster.num_cpus=1"], 4),
+    ],
+)
+def test_exit_codes(mtpctl: Any, sets: list[str], code: int) -> None:
+    told = mtpctl("train", "tiny_mtp", "--dry-run", *(part for text in sets for part in ("--set", text)))
+    assert (told.code, told.out) == (code, "")
+    assert told.err.startswith("error: ") and told.err.count("\n") == 1
+
+
+def test_a_hub_that_does_not_answer_is_exit_3(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(hub_id: str) -> dict[str, Any]:
+        raise EnvironmentMissing(f"model.path: the config of {hub_id} could not be had")
+
+    monkeypatch.setattr("mtpctl.recipe.model_source._fetch", unreachable)
+    told = mtpctl("train", "mimo7b_mtp", "--dry-run", "--set", "model.path=nobody/nothing")
+    assert (told.code, told.err) == (3, "error: model.path: the config of nobody/nothing could not be had\n")
+
+
+def test_json_without_a_dry_run_is_refused(mtpctl: Any) -> None:
+    told = mtpctl("train", "tiny_mtp", "--json")
+    assert (told.code, told.err.startswith("error: --json")) == (2, True)
+
+
+@pytest.mark.parametrize("where", [0, 2, 4])
+def test_debug_shows_the_traceback_wherever_it_stands(mtpctl: Any, where: int) -> None:
+    arguments = ["recipe", "validate", "tiny_mtp", "--set", "seed=x"]
+    assert "Traceback" not in mtpctl(*arguments).err
+    told = mtpctl(*arguments[:where], "--debug", *arguments[where:])
+    assert told.code == 2 and "Traceback" in told.err and told.err.endswith("error: --set: seed must be an integer, got 'x'\n")
+
+
+@pytest.mark.parametrize("arguments", [["nothing"], ["recipe", "shwo"], ["train"], ["train", "tiny_mtp", "--nothing"]])
+def test_a_wrong_command_line_is_exit_2_without_a_traceback(mtpctl: Any, arguments: list[str]) -> None:
+    told = mtpctl(*arguments)
+    assert told.code == 2 and "Traceback" not in told.err and told.err
+
+
+def test_a_run_is_handed_the_recipe_and_its_exit_code_is_ours(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    from types import ModuleType
+
+    handed: list[Any] = []
+    room = ModuleType("mtpctl.train")
+    room.run = lambda recipe, *, plain: handed.append((recipe, plain)) or 130  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mtpctl.train", room)
+    told = mtpctl("train", "tiny_mtp", "--plain", "--set", "seed=4")
+    assert told.code == 130
+    assert handed == [(load_recipe("tiny_mtp", sets=["seed=4"]).recipe, True)]
+
+
+def test_a_recipe_that_does_not_fit_starts_nothing(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "mtpctl.train", None)
+    assert mtpctl("train", "tiny_mtp", "--set", "train.stages=[]").code == 2
+
+
+def test_ctrl_c_is_exit_130(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mtpctl.recipe.loading.load_recipe", interrupted)
+    told = mtpctl("recipe", "validate", "tiny_mtp")
+    assert (told.code, told.err) == (130, "interrupted\n")
