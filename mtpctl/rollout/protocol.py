@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -77,7 +77,7 @@ class Health:
 class Generator(Protocol):
     """Responses for requests, as they come, in any order."""
 
-    def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncIterator[Sample]:
+    def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
         """Every request's sample, grown by its response, exactly once.
 
         Requests are drawn as there is room. A finished sample has a `finish_reason` of `stop`, `length` or `deadline`.

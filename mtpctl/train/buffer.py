@@ -97,7 +97,8 @@ class SampleBuffer:
     @staticmethod
     def load(path: Path) -> tuple[list[Group], list[Group]]:
         """What `save` wrote: groups that are complete, and groups that have to be asked for again."""
-        complete, again = [], []
+        complete: list[Group] = []
+        again: list[Group] = []
         for line in path.read_text().splitlines():
             data = json.loads(line)
             samples = [Sample.from_dict(s) for s in data["samples"]]

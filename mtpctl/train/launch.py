@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mtpctl.cluster import cluster, within
 from mtpctl.recipe import Recipe, dump_resolved
+from mtpctl.recipe.schema import VllmConfig
 from mtpctl.rl import make_checker
 from mtpctl.rollout import ReplicaPool, engine_settings, start_replica
 from mtpctl.sync import VersionStore, default_root
@@ -27,7 +28,7 @@ INTERRUPTED = 130
 def run(recipe: Recipe, *, plain: bool = False) -> int:
     """Train as the recipe says. Returns the exit code: 0, or 130 after a stop that was asked for."""
     path = recipe.run_dir.format(name=recipe.name, seed=recipe.seed)
-    totals = {stage: getattr(recipe.train, stage).steps for stage in recipe.train.stages}
+    totals: dict[str, int] = {stage: getattr(recipe.train, stage).steps for stage in recipe.train.stages}
     with RunDirectory.create(path, dump_resolved(recipe)) as directory:
         prepared = prepare(recipe, directory.path)
         with Telemetry(directory, recipe.telemetry, plain, totals=totals) as telemetry, cluster(recipe.cluster, **needs(recipe)):
@@ -90,6 +91,7 @@ class Run:
 
     async def _start_rollout(self, stack: contextlib.AsyncExitStack) -> ReplicaPool:
         recipe = self.recipe
+        assert isinstance(recipe.rollout, VllmConfig)
         cuda = recipe.cluster.device == "cuda"
         settings = engine_settings(
             recipe.rollout.model_copy(update={"context": self.prepared.context}),
@@ -117,7 +119,7 @@ class Run:
         self.telemetry.event("start", f"trainer: {self.recipe.train.parallel.world_size} rank(s)")
         told = await trainer.build(self.prepared.model.path)
         self.telemetry.event("start", f"trainer ready: {told['parameters']:,} parameters")
-        checkpoint = self.state.load()
+        checkpoint = await self.state.load(trainer)
         within_stage = checkpoint is not None and self.state.stage not in self.state.ended
         if checkpoint is not None and not within_stage:
             await trainer.call("restore", str(checkpoint))

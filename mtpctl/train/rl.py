@@ -147,8 +147,8 @@ class RlStage:
             if self._barren >= BARREN_BATCHES * self.recipe.train.rl.prompts_per_step:
                 reward = group.samples[0].reward
                 raise RuntimeFailure(
-                    f"train.rl.dynamic_sampling: {self._barren} groups in a row had no signal (the last one's rewards were all {reward:g}); "
-                    "take easier or harder problems, a longer train.sft, or set it to false"
+                    f"train.rl.dynamic_sampling: {self._barren} groups in a row had no signal (the last rewards were all {reward:g}); "
+                    "take easier or harder problems or a longer train.sft, or set it to false"
                 )
             self.admission.drop()
             self._gate.set()

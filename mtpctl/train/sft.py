@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 from mtpctl.data import PromptCursor, encode_prompt, encode_target
-from mtpctl.engine import Sequence
 from mtpctl.recipe import Recipe, RuntimeFailure
 from mtpctl.telemetry import Telemetry
 from mtpctl.train.prepare import Prepared
@@ -27,8 +26,8 @@ class SftStage:
         sft, bad = self.recipe.train.sft, 0
         while self.state.step < sft.steps and not self.state.stopping.is_set():
             began = time.perf_counter()
-            sequences = [self._sequence() for _ in range(sft.batch_size)]
-            metrics = await self.trainer.call("sft_step", sequences)
+            pairs = [self._pair() for _ in range(sft.batch_size)]
+            metrics = await self.trainer.call("sft_step", pairs)
             seconds = time.perf_counter() - began
             bad = check_applied(metrics, bad, self.recipe.train.max_bad_steps)
             self.state.step += 1
@@ -37,11 +36,9 @@ class SftStage:
             self.telemetry.log(self.state.step, metrics, "sft")
             await self.state.checkpoint_if_due(self.trainer)
 
-    def _sequence(self) -> Sequence:
+    def _pair(self) -> tuple[list[int], list[int]]:
         problem = next(self.cursor)
-        prompt = encode_prompt(self.prepared.tokenizer, problem, self.recipe.data)
-        target = encode_target(self.prepared.tokenizer, problem)
-        return Sequence(prompt + target, len(prompt), [1] * len(target))
+        return encode_prompt(self.prepared.tokenizer, problem, self.recipe.data), encode_target(self.prepared.tokenizer, problem)
 
 
 def check_applied(metrics: dict[str, float], bad: int, limit: int) -> int:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mtpctl.engine import latest_checkpoint, publish_checkpoint
 from mtpctl.recipe.schema import TrainConfig
 from mtpctl.train.buffer import SampleBuffer
 from mtpctl.train.trainer import TrainerGroup
@@ -47,13 +46,14 @@ class RunState:
         self.ended.append(stage)
         self.buffer = None
 
-    def load(self) -> Path | None:
+    async def load(self, trainer: TrainerGroup) -> Path | None:
         """Take up the newest checkpoint's place in the run. Returns its folder, None where there is none."""
-        path = latest_checkpoint(self.root)
-        if path is not None:
-            for name, value in json.loads((path / _FILE).read_text()).items():
-                setattr(self, name, value)
-        return path
+        found = await trainer.call("latest_checkpoint", str(self.root))
+        if found is None:
+            return None
+        for name, value in json.loads((Path(found) / _FILE).read_text()).items():
+            setattr(self, name, value)
+        return Path(found)
 
     async def checkpoint_if_due(self, trainer: TrainerGroup) -> None:
         """A checkpoint, where the recipe wants one at this step."""
@@ -68,5 +68,5 @@ class RunState:
         (path / _FILE).write_text(json.dumps({name: getattr(self, name) for name in _KEPT}))
         if self.buffer is not None:
             self.buffer.save(path / "buffer.jsonl")
-        publish_checkpoint(path, keep=self.train.keep_checkpoints)
+        await trainer.call("publish_checkpoint", str(path), self.train.keep_checkpoints)
         return path

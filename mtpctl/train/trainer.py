@@ -66,10 +66,11 @@ class TrainerRank:
             self.reference = [p.detach().clone() for p in self.engine.module.parameters()]
         self.engine.set_optimizer(train.sft.optimizer if stage == "sft" else train.rl.optimizer)
 
-    def sft_step(self, sequences: list[Any]) -> dict[str, float]:
-        """One supervised update."""
-        from mtpctl.engine import NextToken
+    def sft_step(self, pairs: list[tuple[list[int], list[int]]]) -> dict[str, float]:
+        """One supervised update on token ids of prompts and of their targets."""
+        from mtpctl.engine import NextToken, Sequence
 
+        sequences = [Sequence(prompt + target, len(prompt), [1] * len(target)) for prompt, target in pairs]
         return self.engine.update(sequences, NextToken(), total_steps=self.recipe.train.sft.steps)
 
     def score(self, samples: list[Sample], version: int) -> list[Sample]:
@@ -183,6 +184,20 @@ class TrainerRank:
         """Load a checkpoint: the model, and the optimizer once a stage has begun."""
         self.engine.restore(Path(path))
 
+    def latest_checkpoint(self, root: str) -> str | None:
+        """The newest whole checkpoint under `root`."""
+        from mtpctl.engine import latest_checkpoint
+
+        found = latest_checkpoint(Path(root))
+        return None if found is None else str(found)
+
+    def publish_checkpoint(self, path: str, keep: int) -> None:
+        """Make `path` the newest checkpoint, and drop all but the `keep` newest."""
+        from mtpctl.engine import publish_checkpoint
+
+        if self.rank == 0:
+            publish_checkpoint(Path(path), keep=keep)
+
 
 class TrainerGroup:
     """The trainer ranks as one: every call goes to all of them, rank 0 answers."""
@@ -199,7 +214,7 @@ class TrainerGroup:
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(recipe.train.threads or 1)}},
         )
         payload = recipe.model_dump_json(by_alias=True)
-        self.ranks = [actor.remote(payload, rank, parallel.world_size) for rank in range(parallel.world_size)]
+        self.ranks: list[Any] = [actor.remote(payload, rank, parallel.world_size) for rank in range(parallel.world_size)]
 
     async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
         """`method` on every rank; the answer of rank 0. Raises RuntimeFailure where a rank dies or is late."""

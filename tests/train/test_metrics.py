@@ -22,7 +22,7 @@ def test_staleness_is_counted_from_the_oldest_weights_that_made_a_token() -> Non
     assert metrics["async/staleness_max"] == 2.0
     assert metrics["async/partial_ratio"] == 0.5
     assert metrics["reward/mean"] == 0.5
-    assert metrics["response/clip_ratio"] == 1.0
+    assert metrics["response/truncated_fraction"] == 1.0
 
 
 def test_acceptance_is_counted_over_drafts_and_by_position_over_steps() -> None:
