@@ -30,12 +30,12 @@ def linear_axis(low: float, high: float, *, zero: bool = False, count: int = 4) 
     """About `count` round ticks that enclose the range; with `zero`, from or to zero."""
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    if high - low < 1e-12 * max(1.0, abs(high)):
-        pad = abs(high) * 0.1 or 1.0
+    if high - low <= 1e-12 * max(abs(low), abs(high)) or high - low < 1e-30:
+        pad = abs(high) * 0.1 if abs(high) > 1e-30 else 1.0
         low, high = (0.0, high + pad) if zero and high >= 0 else (low - pad, high + pad)
     step = round_step((high - low) / count)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    ticks = [round(i * step, 12) for i in range(first, last + 1)]
+    ticks = [float(f"{i * step:.12g}") for i in range(first, last + 1)]
     return Axis(ticks[0], ticks[-1], ticks)
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from mtpctl.telemetry.axes import Axis, linear_axis, log_axis, spread, tick_label
@@ -75,7 +75,7 @@ def render_chart(chart: Chart) -> str:
         else linear_axis(min(values), max(values), zero=chart.zero or chart.stack)
     )
     unit = drawn[0][1].unit
-    phases = [phase for phase in chart.phases if phase.end > x_axis.low and phase.begin < x_axis.high]
+    phases = [phase for phase in chart.phases if phase.end >= x_axis.low and phase.begin < x_axis.high]
     shapes = [_bands(phases, x_axis), _grid(y_axis)]
     marks: list[str] = []
     ends: list[float] = []
@@ -128,11 +128,9 @@ def sparkline_svg(points: Points, colour: int) -> str:
 
 def moving_average(points: Points, half: int) -> Points:
     """Mean over the `half` points on either side as well, as far as there are any."""
-    result = []
-    for i, (x, _) in enumerate(points):
-        window = points[max(0, i - half) : i + half + 1]
-        result.append((x, sum(y for _, y in window) / len(window)))
-    return result
+    total = [0.0, *accumulate(y for _, y in points)]
+    spans = ((max(0, i - half), min(len(points), i + half + 1)) for i in range(len(points)))
+    return [(x, (total[b] - total[a]) / (b - a)) for (x, _), (a, b) in zip(points, spans, strict=True)]
 
 
 def thin(points: Points, most: int) -> Points:

@@ -141,7 +141,12 @@ class LivePanel:
         left = self._pace.left(self._phase)
         subtitle = elapsed + (f" · about {format_duration(left)} left of {self._phase.upper()}" if left is not None else "")
         return Panel(
-            Group(*parts), title=f"[bold]{self._title}", subtitle=subtitle, title_align="left", subtitle_align="right", border_style="blue"
+            Group(*parts),
+            title=Text(self._title, "bold"),
+            subtitle=subtitle,
+            title_align="left",
+            subtitle_align="right",
+            border_style="blue",
         )
 
     def _progress(self) -> RenderableType:

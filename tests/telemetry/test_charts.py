@@ -1,0 +1,96 @@
+"""Charts: well-formed, labelled, with nothing drawn outside, and nothing at all without data."""
+
+from __future__ import annotations
+
+import math
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from mtpctl.telemetry.charts import HEIGHT, Chart, Phase, Series, moving_average, render_chart, sparkline_svg, thin
+
+RL = [Phase("rl", 0, 100, 0)]
+BOTH = [Phase("sft", 0, 300, 0), Phase("rl", 300, 400, 300)]
+
+
+def curve(label: str, n: int = 100, offset: int = 0, scale: float = 1.0) -> Series:
+    return Series(label, [(offset + i, scale * (1 + math.sin(i / 7))) for i in range(1, n + 1)])
+
+
+def parse(html: str) -> ElementTree.Element:
+    return ElementTree.fromstring(html)
+
+
+def coordinates(figure: ElementTree.Element) -> list[tuple[float, float]]:
+    paths = " ".join(p.get("d", "") for p in figure.iter("path"))
+    return [(float(x), float(y)) for x, y in re.findall(r"(-?[\d.]+),(-?[\d.]+)", paths)]
+
+
+@pytest.mark.parametrize("scale", ["linear", "log"])
+@pytest.mark.parametrize("stack", [False, True])
+def test_everything_is_drawn_inside(scale: str, stack: bool) -> None:
+    series = [curve("one"), curve("two", scale=30.0)]
+    figure = parse(render_chart(Chart("T", "n", series, RL, scale=scale, stack=stack)))  # type: ignore[arg-type]
+    points = coordinates(figure)
+    assert len(points) > 200
+    assert all(0 <= x <= 1000 and 0 <= y <= HEIGHT for x, y in points)
+
+
+def test_series_are_labelled_with_where_they_end() -> None:
+    figure = parse(render_chart(Chart("Reward", "n", [Series("batch", [(1, 0.25), (2, 0.5)], "share")], RL)))
+    (label,) = [e for e in figure.iter("span") if e.get("class") == "label k0"]
+    assert "".join(label.itertext()) == "batch50.0%"
+    ticks = [e.text for e in figure.iter("span") if e.get("class") == "y"]
+    assert ticks and all(tick and tick.endswith("%") for tick in ticks)
+
+
+def test_names_and_notes_are_escaped() -> None:
+    html = render_chart(Chart("a <b>", "x & y", [Series("<script>", [(1, 1.0), (2, 2.0)])], RL))
+    assert "<script>" not in html
+    parse(html)
+
+
+def test_phases_are_marked_and_count_their_own_steps() -> None:
+    series = Series("loss", [*((i, 2.0) for i in range(1, 301)), *((300 + i, 1.0) for i in range(1, 101))])
+    figure = parse(render_chart(Chart("L", "n", [series], BOTH)))
+    assert [e.text for e in figure.iter("span") if e.get("class") == "phase"] == ["SFT", "RL"]
+    assert [e.text for e in figure.iter("span") if e.get("class") == "x"][-1] == "100"
+    assert "SFT step 300" in "".join(figure.itertext()) or "SFT step 299" in "".join(figure.itertext())
+    lines = [p.get("d", "") for p in figure.iter("path") if (p.get("class") or "").startswith("line")]
+    heights = [{y for _, y in re.findall(r"([\d.]+),([\d.]+)", line)} for line in lines]
+    assert len(lines) == 2 and all(len(h) == 1 for h in heights), "an average across the border would bend the lines"
+
+
+def test_what_cannot_be_drawn_is_left_out() -> None:
+    assert render_chart(Chart("T", "n", [], RL)) == ""
+    assert render_chart(Chart("T", "n", [Series("a", [(1, math.nan)])], RL)) == ""
+    assert render_chart(Chart("T", "n", [Series("a", [(1, 0.0), (2, -1.0)])], RL, scale="log")) == ""
+    figure = parse(render_chart(Chart("T", "n", [Series("a", [(1, 1.0), (2, math.inf), (3, 2.0)])], RL)))
+    assert "inf" not in ElementTree.tostring(figure, encoding="unicode")
+
+
+def test_one_point_and_a_flat_line() -> None:
+    parse(render_chart(Chart("T", "n", [Series("a", [(5, 0.3)], dots=True)], RL)))
+    parse(render_chart(Chart("T", "n", [Series("a", [(1, 0.3), (2, 0.3)])], RL)))
+    assert sparkline_svg([(1, 1.0)], 0) == ""
+    parse(sparkline_svg([(1, 1.0), (2, 1.0)], 0))
+
+
+def test_a_long_run_stays_a_small_page() -> None:
+    html = render_chart(Chart("T", "n", [curve("a", 20000)], [Phase("rl", 0, 20000, 0)]))
+    assert len(html) < 60_000
+    assert html.count('class="hit"') == 100
+
+
+def test_thinning_keeps_the_mean_and_the_end() -> None:
+    points = [(float(i), float(i % 10)) for i in range(1000)]
+    thinned = thin(points, 100)
+    assert len(thinned) == 100 and thinned[-1] == points[-1]
+    assert sum(y for _, y in thinned[:-1]) / 99 == pytest.approx(4.5)
+    assert thin(points, 1000) is points
+
+
+def test_moving_average() -> None:
+    assert moving_average([(0, 0.0), (1, 3.0), (2, 6.0), (3, 0.0)], 1) == [(0, 1.5), (1, 3.0), (2, 3.0), (3, 3.0)]
+    assert moving_average([(0, 1.0), (1, 2.0)], 0) == [(0, 1.0), (1, 2.0)]

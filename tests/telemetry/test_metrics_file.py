@@ -1,0 +1,84 @@
+"""`metrics.jsonl`: appended line by line, read whole after any crash."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpctl.recipe import RuntimeFailure, UserError
+from mtpctl.telemetry.metrics_file import MetricsFile, read_rows
+
+
+def row(step: int, **metrics: Any) -> dict[str, Any]:
+    return {"time": float(step), "phase": "rl", "step": step, **metrics}
+
+
+def test_rows_come_back(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "m.jsonl")
+    file.append(row(1, **{"reward/mean": 0.5}))
+    assert read_rows(tmp_path / "m.jsonl") == [{"session": 1, **row(1, **{"reward/mean": 0.5})}], "readable before it is closed"
+    file.close()
+
+
+def test_what_is_not_finite_survives_as_valid_json(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "m.jsonl")
+    file.append(row(1, a=math.nan, b=math.inf, c=-math.inf))
+    file.append({"time": 2.0, "event": "note", "message": "NaN"})
+    file.close()
+    for line in (tmp_path / "m.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    first, second = read_rows(tmp_path / "m.jsonl")
+    assert math.isnan(first["a"]) and first["b"] == math.inf and first["c"] == -math.inf
+    assert second["message"] == "NaN"
+
+
+@pytest.mark.parametrize("cut", [1, 10, 40])
+def test_a_torn_last_line_is_left_out_and_cut_off_by_the_next_session(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "m.jsonl"
+    file = MetricsFile(path)
+    for step in (1, 2):
+        file.append(row(step))
+    file.close()
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert [r["step"] for r in read_rows(path)] == [1]
+    again = MetricsFile(path)
+    again.append(row(2))
+    again.close()
+    assert [(r["session"], r["step"]) for r in read_rows(path)] == [(1, 1), (2, 2)]
+
+
+def test_rows_survive_a_process_that_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    code = (
+        "import os, signal, sys; from pathlib import Path; from mtpctl.telemetry.metrics_file import MetricsFile\n"
+        "f = MetricsFile(Path(sys.argv[1])); f.append({'time': 0.0, 'phase': 'rl', 'step': 7}); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], timeout=60, check=False)
+    assert [r["step"] for r in read_rows(path)] == [7]
+
+
+@pytest.mark.parametrize("broken", ["{", "[]", "3", '{"step": 1}'])
+def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, broken: str) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text(json.dumps({"session": 1, **row(1)}) + f"\n{broken}\n" + json.dumps({"session": 1, **row(2)}) + "\n")
+    with pytest.raises(UserError, match=r"m\.jsonl:2: "):
+        read_rows(path)
+
+
+def test_a_full_disk_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = MetricsFile(tmp_path / "m.jsonl")
+
+    class Full:
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(file, "_file", Full())
+    with pytest.raises(RuntimeFailure, match="No space left on device; free space"):
+        file.append(row(1))

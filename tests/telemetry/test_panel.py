@@ -1,0 +1,91 @@
+"""What is on the screen: lines where there is no terminal, a panel where there is one."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from mtpctl.telemetry.panel import LivePanel, Pace, PlainLines, sparkline
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def screen(width: int = 200, terminal: bool = False) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=width, force_terminal=terminal, color_system=None), out
+
+
+def test_time_left_follows_the_pace_of_the_latest_steps() -> None:
+    clock = Clock()
+    pace = Pace({"rl": 100}, clock)
+    pace.mark(1, "rl")
+    assert pace.left("rl") is None
+    for step in range(2, 51):
+        clock.now += 2.0 if step > 20 else 50.0
+        pace.mark(step, "rl")
+    assert pace.left("rl") == pytest.approx(100.0)
+    clock.now += 1.0
+    assert pace.left("rl") == pytest.approx(99.0)
+    assert pace.left("sft") is None
+
+
+def test_plain_lines_say_what_was_logged_one_line_a_row() -> None:
+    console, out = screen(width=40)
+    clock = Clock()
+    lines = PlainLines(console, {"rl": 10}, clock)
+    for step in (1, 2):
+        clock.now += 30.0
+        lines.row(step, {"reward/mean": 0.5, "rollout/spec_accept_rate": 0.812, "rollout/tokens_per_s": 2400.0, "other": 1.0}, "rl")
+    lines.event("restart", "rollout-0 [died] was started anew")
+    assert out.getvalue().splitlines() == [
+        "rl 1/10  reward 0.5  accept 81.2%  rollout 2.4k tok/s",
+        "rl 2/10  reward 0.5  accept 81.2%  rollout 2.4k tok/s  left 4 min 00 s",
+        "restart: rollout-0 [died] was started anew",
+    ]
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_panel_shows_both_sides_in_any_width(width: int) -> None:
+    console, out = screen(width, terminal=True)
+    clock = Clock()
+    panel = LivePanel(console, "tiny [x]", {"sft": 5, "rl": 10}, clock, draw=False)
+    console.print(panel.render())
+    panel.row(5, {"sft/loss": 0.5}, "sft")
+    for step in (1, 2, 3):
+        clock.now += 10.0
+        panel.row(step, {"reward/mean": step / 10, "rollout/spec_accept_rate": 0.8, "perf/tokens_per_s": 5200.0}, "rl")
+    panel.event("checkpoint", "step 3 [saved]")
+    out.seek(0)
+    out.truncate()
+    console.print(panel.render())
+    text = out.getvalue()
+    assert "tiny [x]" in text and "3/10" in text and "5/5" in text and "80.0%" in text and "checkpoint" in text
+    assert all(len(line) <= width for line in text.splitlines())
+    if width >= 80:
+        assert "about 1 min 10 s left of RL" in text and "step 3 [saved]" in text and "5.2k tok/s" in text
+
+
+def test_the_live_panel_starts_and_stops() -> None:
+    console, out = screen(80, terminal=True)
+    panel = LivePanel(console, "run", {"rl": 2})
+    panel.row(1, {"reward/mean": 0.25}, "rl")
+    panel.close()
+    panel.close()
+    assert "0.25" in out.getvalue()
+
+
+def test_sparkline() -> None:
+    assert sparkline([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], 40) == "▁▂▃▄▅▆▇█"
+    assert sparkline([1.0, 1.0], 40) == "▁▁"
+    assert sparkline([], 40) == ""
+    assert sparkline([float("nan")], 40) == ""
+    assert sparkline([0.0, float("nan"), 1.0], 40) == "▁ █"
+    assert len(sparkline([float(i) for i in range(1000)], 40)) == 40

@@ -1,0 +1,154 @@
+"""The report: one file that needs no other, with every figure from the run's own metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpctl.recipe import UserError
+from mtpctl.telemetry import RunDirectory, write_report
+
+RECIPE = "name: tiny <mtp>\nseed: 3\nrollout:\n  engine: vllm\n  speculation:\n    num_tokens: 2\n"
+
+
+def metrics(step: int) -> dict[str, float]:
+    return {
+        "reward/mean": 0.3 + step / 100,
+        "rollout/spec_accept_rate": 0.7 + step / 500,
+        "actor/entropy": 0.2,
+        "rollout_corr/abs_diff": 2e-6,
+        "async/staleness_mean": 0.5,
+        "async/staleness_max": 2.0,
+        "perf/tokens_per_s": 5000.0,
+        "rollout/tokens_per_s": 2000.0,
+        "mtp/loss_1": math.exp(-step / 50),
+        **{f"timing_s/part_{i}": 1.0 / (i + 1) for i in range(9)},
+    }
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    with RunDirectory.create(tmp_path / "run", RECIPE) as run:
+        rows: list[dict[str, Any]] = [{"phase": "sft", "step": s, "sft/loss": 5 / s, "mtp/loss_1": 6 / s} for s in range(1, 31)]
+        rows.append({"phase": "rl", "step": 0, "eval/accuracy": 0.25})
+        rows += [{"phase": "rl", "step": s, **metrics(s)} for s in range(1, 51)]
+        rows.append({"phase": "rl", "step": 50, "eval/accuracy": 0.75})
+        rows.append({"event": "restart", "message": "rollout-0 <died>"})
+        run.metrics.write_text("".join(json.dumps({"session": 1, "time": 1.7e9 + i, **row}) + "\n" for i, row in enumerate(rows)))
+    return run.path
+
+
+class Page(HTMLParser):
+    """Collects text and addresses, and sees that tags close in order."""
+
+    VOID = ("meta", "path", "rect")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.addresses: list[str] = []
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def read(path: Path) -> Page:
+    page = Page()
+    page.feed(path.read_text())
+    page.close()
+    assert page.open == []
+    return page
+
+
+def test_the_page_is_whole_and_needs_nothing_else(run_dir: Path) -> None:
+    path = write_report(run_dir)
+    assert path == run_dir / "report.html"
+    page = read(path)
+    assert page.addresses == [] and not {"script", "link", "img", "iframe"} & page.tags
+    style = re.search(r"<style>(.*?)</style>", path.read_text(), re.S)
+    assert style and "url(" not in style[1] and "@import" not in style[1]
+    assert "prefers-color-scheme: dark" in style[1]
+
+
+def test_headline_figures_are_those_of_the_metrics(run_dir: Path) -> None:
+    text = " ".join(read(write_report(run_dir)).text)
+    tiles = text[: text.index("Supervised loss")]
+    for figure in ("75.0%", "25.0%", "+50.0 points", "2e-6", "5k", "2k"):
+        assert figure in tiles
+    after = sum(0.3 + s / 100 for s in range(46, 51)) / 5
+    assert f"{after:.2f}" in tiles
+    assert "30 SFT steps · 50 RL steps · vllm, 2 draft tokens a step · seed 3" in tiles
+
+
+def test_every_chart_that_has_data_is_there_and_no_other(run_dir: Path) -> None:
+    html = write_report(run_dir).read_text()
+    titles = re.findall(r"<h3>(.*?)</h3>", html)
+    assert titles == [
+        "Reward",
+        "Draft acceptance",
+        "Supervised loss",
+        "MTP loss",
+        "Entropy",
+        "Mismatch",
+        "Staleness",
+        "Throughput",
+        "Where an update&#x27;s time goes",
+    ]
+
+
+def test_many_timings_are_folded_into_other(run_dir: Path) -> None:
+    html = write_report(run_dir).read_text()
+    figure = html[html.index("Where an update") :]
+    labels = re.findall(r'class="label k\d" [^>]*>([^<]*)<', figure[: figure.index("</figure>")])
+    assert labels == ["part 0", "part 1", "part 2", "part 3", "part 4", "other"]
+
+
+def test_what_users_wrote_is_escaped(run_dir: Path) -> None:
+    html = write_report(run_dir).read_text()
+    assert "tiny &lt;mtp&gt;" in html and "rollout-0 &lt;died&gt;" in html
+    assert "<mtp>" not in html and "<died>" not in html
+
+
+def test_recipe_and_versions_are_in_it(run_dir: Path) -> None:
+    text = "".join(read(write_report(run_dir)).text)
+    assert RECIPE in text
+    assert "megatron-core" in text
+
+
+def test_a_run_that_has_just_begun(run_dir: Path) -> None:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "metrics.jsonl").write_text(lines[0])
+    read(write_report(run_dir))
+
+
+def test_out_and_what_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "elsewhere.html"
+    assert write_report(run_dir, out) == out and out.exists()
+    with pytest.raises(UserError, match="no directory"):
+        write_report(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no metrics yet"):
+        write_report(tmp_path / "empty")
+    with pytest.raises(UserError, match=r"--out: cannot write"):
+        write_report(run_dir, tmp_path / "no" / "folder.html")
+    assert not list(tmp_path.glob(".*"))

@@ -1,0 +1,91 @@
+"""A run directory is made whole or not at all, and belongs to one run at a time."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from mtpctl.recipe import UserError
+from mtpctl.telemetry import RunDirectory
+
+
+def test_a_new_directory(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "a" / "run", "name: x\n") as run:
+        assert run.recipe.read_text() == "name: x\n"
+        assert json.loads(run.versions.read_text())["packages"]["torch"]
+        assert all(folder.is_dir() for folder in (run.checkpoints, run.buffer, run.logs, run.tensorboard))
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["run"]
+
+
+def test_resuming_keeps_everything_and_the_earlier_recipe(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "run", "steps: 1\n") as run:
+        run.metrics.write_text("kept\n")
+    for text in ("steps: 2\n", "steps: 3\n", "steps: 3\n"):
+        RunDirectory.create(tmp_path / "run", text).close()
+    assert run.metrics.read_text() == "kept\n"
+    assert run.recipe.read_text() == "steps: 3\n"
+    assert [p.read_text() for p in sorted(run.logs.iterdir())] == ["steps: 1\n", "steps: 2\n"]
+
+
+def test_an_empty_directory_that_is_there_is_taken_up(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with RunDirectory.create(tmp_path / "run", "a: 1\n") as run:
+        assert run.recipe.read_text() == "a: 1\n"
+
+
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "run", "a: 1\n") as run:
+        with pytest.raises(UserError, match="another run is writing"):
+            RunDirectory.create(tmp_path / "run", "a: 2\n")
+        assert run.recipe.read_text() == "a: 1\n"
+    RunDirectory.create(tmp_path / "run", "a: 2\n").close()
+
+
+def test_a_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for place in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(UserError, match=r"^run_dir: cannot write") as caught:
+            RunDirectory.create(place, "a: 1\n")
+        assert "\n" not in str(caught.value)
+    assert (tmp_path / "file").read_text() == "x"
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_place_that_refuses_while_it_is_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(self: Path, text: str) -> int:
+        self.touch()
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(UserError, match=r"^run_dir: cannot write .*" + os.strerror(number)):
+        RunDirectory.create(tmp_path / "run", "a: 1\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recipe_that_cannot_be_rewritten_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    RunDirectory.create(tmp_path / "run", "a: 1\n").close()
+
+    def refuse(self: Path, text: str) -> int:
+        self.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(UserError, match="free space or name another place"):
+        RunDirectory.create(tmp_path / "run", "a: 2\n")
+    monkeypatch.undo()
+    assert (tmp_path / "run" / "recipe.resolved.yaml").read_text() == "a: 1\n"
+    assert not [p for p in (tmp_path / "run").rglob(".*") if p.name != ".lock"]
+    RunDirectory.create(tmp_path / "run", "a: 2\n").close()
+
+
+def test_a_disk_with_no_room_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage(1 << 40, 1 << 40, 1000))
+    with pytest.raises(UserError, match="No space left"):
+        RunDirectory.create(tmp_path / "run", "a: 1\n")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,106 @@
+"""One session end to end: what the trainer logs is in every sink, on the screen, and in the summary."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+import types
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mtpctl.recipe import EnvironmentMissing
+from mtpctl.recipe.schema import TelemetryConfig
+from mtpctl.telemetry import RunDirectory, Telemetry, load_history
+
+
+def start(path: Path, config: TelemetryConfig | None = None) -> tuple[Telemetry, io.StringIO]:
+    out = io.StringIO()
+    run = RunDirectory.create(path, "name: t\n")
+    telemetry = Telemetry(
+        run, config or TelemetryConfig(tensorboard=False), plain=True, totals={"rl": 20}, console=Console(file=out, width=200)
+    )
+    return telemetry, out
+
+
+def test_log_event_and_summary(tmp_path: Path) -> None:
+    telemetry, out = start(tmp_path / "run")
+    with telemetry:
+        telemetry.log(0, {"eval/accuracy": 0.25}, "rl")
+        for step in range(1, 21):
+            telemetry.log(step, {"reward/mean": step / 20}, "rl")
+        telemetry.log(20, {"eval/accuracy": 0.75}, "rl")
+        telemetry.event("checkpoint", "step 20")
+        telemetry.print_summary()
+    telemetry.close()
+    history = load_history(tmp_path / "run")
+    assert history.series("eval/accuracy") == [(0, 0.25), (20, 0.75)]
+    assert len(history.series("reward/mean")) == 20 and history.events[0].message == "step 20"
+    table = " ".join(out.getvalue().split())
+    assert "held-out accuracy 25.0% 75.0% +50.0 points" in table
+    assert "reward 0.075 0.975 +1200%" in table
+
+
+def test_a_run_of_no_rl_has_no_summary(tmp_path: Path) -> None:
+    telemetry, out = start(tmp_path / "run")
+    with telemetry:
+        telemetry.log(1, {"sft/loss": 1.0}, "sft")
+        telemetry.print_summary()
+    assert "before" not in out.getvalue()
+
+
+def test_tensorboard_holds_the_same_scalars_by_phase(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    telemetry, _ = start(tmp_path / "run", TelemetryConfig())
+    with telemetry:
+        telemetry.log(1, {"reward/mean": 0.25}, "rl")
+        telemetry.log(2, {"reward/mean": 0.5}, "rl")
+        telemetry.log(1, {"sft/loss": 3.0}, "sft")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard" / "rl")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+    assert EventAccumulator(str(tmp_path / "run" / "tensorboard" / "sft")).Reload().Scalars("sft/loss")[0].value == 3.0
+
+
+def test_many_threads_write_whole_rows(tmp_path: Path) -> None:
+    telemetry, _ = start(tmp_path / "run")
+    with telemetry:
+        threads = [threading.Thread(target=lambda k=k: [telemetry.log(i, {f"m{k}": float(i)}, "rl") for i in range(100)]) for k in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    history = load_history(tmp_path / "run")
+    assert all(history.series(f"m{k}") == [(i, float(i)) for i in range(100)] for k in range(4))
+
+
+def test_wandb_is_asked_for_only_when_wanted_and_missing_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtpctl.telemetry.sinks.find_spec", lambda name: None)
+    with pytest.raises(EnvironmentMissing, match=r"^telemetry\.wandb: "):
+        start(tmp_path / "run", TelemetryConfig(tensorboard=False, wandb="project"))
+
+
+def test_wandb_gets_the_rows_and_the_same_identity_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[dict[str, float]] = []
+    begun: list[dict[str, str]] = []
+
+    class Run:
+        def log(self, values: dict[str, float]) -> None:
+            logged.append(values)
+
+        def finish(self) -> None:
+            logged.append({"finished": 1.0})
+
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **options: begun.append(options) or Run()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr("mtpctl.telemetry.sinks.find_spec", lambda name: object())
+    for _ in range(2):
+        run = RunDirectory.create(tmp_path / "run", "name: t\n")
+        config = TelemetryConfig(tensorboard=False, wandb="project")
+        with run, Telemetry(run, config, plain=True, console=Console(file=io.StringIO())) as telemetry:
+            telemetry.log(3, {"reward/mean": 0.5}, "rl")
+    assert logged[:2] == [{"reward/mean": 0.5, "rl/step": 3}, {"finished": 1.0}]
+    assert begun[0]["id"] == begun[1]["id"] and begun[0]["project"] == "project"
