@@ -42,6 +42,7 @@ class VllmEngine:
         self._dirty = False
         self._manifest: Manifest | None = None
         self._updating: tuple[Manifest, Section] | None = None
+        self._session_open = False
         self._touched: set[Section] = set()
         self._loaded: dict[Section, int] = {}
 
@@ -233,6 +234,7 @@ class VllmEngine:
         start = self._llm.start_draft_weight_update if section == "draft" else self._llm.start_weight_update
         try:
             await self._within(start(), "opening a weight session")
+            self._session_open = True
             await self._step(action="begin", section=section, manifest=plan.to_dict())
         except SyncError:
             raise
@@ -253,16 +255,15 @@ class VllmEngine:
             raise SyncError("there is no update to finish")
         plan, section = self._updating
         await self._within(self._llm.finish_weight_update(str(plan.version)), "closing a weight session")
-        self._updating = None
+        self._updating, self._session_open = None, False
         self._version = self._loaded[section] = plan.version
         if all(self._loaded.get(name) == plan.version for name in plan.sections):  # type: ignore[call-overload]
             self._manifest, self._touched = plan, set()
 
     async def abort_update(self) -> None:
         """See `WeightTarget`. Weights already overwritten are taken again from the version before, where it is published."""
-        if self._updating is not None:
-            self._updating = None
-            await self._end_session()
+        self._updating = None
+        await self._end_session()
         if not self._touched:
             return
         before, self._touched = self._manifest, set()
@@ -286,10 +287,16 @@ class VllmEngine:
     async def _step(self, **step: Any) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._within(self._llm.update_weights(WeightTransferUpdateRequest(update_info=step)), "a weight update")
+        try:
+            await self._within(self._llm.update_weights(WeightTransferUpdateRequest(update_info=step)), "a weight update")
+        except BaseException:
+            self._session_open = False  # vLLM ends a session in which an update fails
+            raise
 
     async def _end_session(self) -> None:
-        """Close vLLM's session without making it count: a session ends when one of its updates fails."""
+        """Close vLLM's session, if one is open, without making it count: with an update that fails on purpose."""
+        if not self._session_open:
+            return
         try:
             await self._step(action="abort", section="")
         except Exception as error:

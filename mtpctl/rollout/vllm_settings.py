@@ -72,6 +72,9 @@ def engine_settings(
 def _environment(cpu: bool, in_loop: bool, threads: int) -> dict[str, str]:
     """Variables that must be set before vLLM, or torch, is imported."""
     found = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    if cpu:
+        # vLLM compiles single functions even in eager mode, which takes seconds and a C++ compiler.
+        found["TORCH_COMPILE_DISABLE"] = "1"
     if in_loop:
         found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if cpu and threads:

@@ -65,8 +65,8 @@ class VersionStore:
         if (published := self.versions()) and version <= published[-1]:
             raise VersionConflict(f"weight version {version} is not newer than the published {published[-1]}")
         folder = self.folder(version)
-        self.discard(version)
         try:
+            self.discard(version)
             folder.mkdir(parents=True)
         except OSError as error:
             raise EnvironmentMissing(f"{folder}: cannot hold published weights: {error.strerror}") from error

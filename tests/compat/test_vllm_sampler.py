@@ -1,0 +1,104 @@
+"""The faults of vLLM's CPU sampler are there without the mends, and gone with them."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from mtpctl.compat import vllm_sampler, vllm_version
+from mtpctl.compat.vllm_plugin import register
+from mtpctl.compat.vllm_version import UpstreamMoved
+
+X = torch.tensor([0.5, 2.0, 0.0])
+CUMULATIVE = torch.tensor([2, 2, 5], dtype=torch.int32)
+EXPANDED = [0.5, 0.5, 1.0, 1.0, 1.0]
+
+
+@pytest.fixture
+def upstream() -> ModuleType:
+    """vLLM's module as it is shipped, apart from the one that is mended."""
+    pytest.importorskip("vllm")
+    register()
+    from vllm.v1.sample import rejection_sampler
+
+    spec = importlib.util.find_spec(rejection_sampler.__name__)
+    assert spec is not None and spec.loader is not None
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    return fresh
+
+
+def test_upstream_loses_the_expanded_values() -> None:
+    from vllm.utils.cpu_triton_utils import _expand_kernel_impl
+
+    output = torch.full((5,), -1.0)
+    _expand_kernel_impl(output, X, CUMULATIVE, 0, 1)
+    assert output.tolist() == [-1.0] * 5
+
+
+def test_expansion_by_the_mend() -> None:
+    found = vllm_sampler.expand_batch_to_tokens(X, CUMULATIVE, 5, replace_from=0, replace_to=1)
+    assert found.tolist() == EXPANDED
+    assert found.dtype == X.dtype
+    whole = torch.tensor([40, 5], dtype=torch.int32)
+    assert vllm_sampler.expand_batch_to_tokens(whole, torch.tensor([1, 3], dtype=torch.int32), 3).tolist() == [40, 5, 5]
+
+
+class Metadata:
+    """What `apply_sampling_constraints` reads of vLLM's sampling metadata."""
+
+    all_greedy = False
+
+    def __init__(self, temperature: list[float], top_k: list[int] | None) -> None:
+        self.temperature = torch.tensor(temperature)
+        self.top_k = None if top_k is None else torch.tensor(top_k, dtype=torch.int32)
+        self.top_p = None
+
+
+def constrained(module: Any, logits: torch.Tensor, drafts: list[int], metadata: Metadata) -> torch.Tensor:
+    cumulative = torch.tensor(drafts, dtype=torch.int32).cumsum(0).int()
+    found: torch.Tensor = module.apply_sampling_constraints(logits.clone(), cumulative, metadata)
+    return found
+
+
+def test_temperature_reaches_every_draft_token(upstream: ModuleType) -> None:
+    from vllm.v1.sample import rejection_sampler as mended
+
+    logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+    wanted = logits / torch.tensor([0.5, 0.5, 2.0])[:, None]
+    metadata = Metadata([0.5, 2.0], None)
+    assert torch.allclose(constrained(mended, logits, [2, 1], metadata), wanted)
+    # Uninitialised memory may hold anything, even the right thing once: give the allocator something wrong to hand out.
+    torch.full((3,), 7.0)
+    assert not torch.allclose(constrained(upstream, logits, [2, 1], metadata), wanted)
+
+
+def test_top_k_without_draft_tokens(upstream: ModuleType) -> None:
+    from vllm.v1.sample import rejection_sampler as mended
+
+    metadata = Metadata([1.0, 1.0], [3, 3])
+    assert constrained(mended, torch.empty(0, 6), [0, 0], metadata).shape == (0, 6)
+    with pytest.raises((RuntimeError, IndexError)):
+        constrained(upstream, torch.empty(0, 6), [0, 0], metadata)
+
+
+def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.sample import rejection_sampler
+
+    monkeypatch.setattr(vllm_version, "installed", lambda: "0.33.0")
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", None)
+    with pytest.raises(UpstreamMoved, match=r"vllm_sampler was written for vLLM 0\.32\.0, found 0\.33\.0"):
+        vllm_sampler.install()
+
+
+def test_a_fault_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.sample import rejection_sampler
+
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", None)
+    monkeypatch.setattr(vllm_sampler, "_loses_result", lambda upstream: False)
+    with pytest.raises(UpstreamMoved, match="remove the mend"):
+        vllm_sampler.install()

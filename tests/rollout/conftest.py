@@ -1,0 +1,62 @@
+"""Engines for the tests: one event loop and one vLLM in this process for each module that asks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from mtpctl.recipe.schema import SpeculationConfig, VllmConfig
+from mtpctl.rollout import VllmEngine, VllmSettings, engine_settings
+
+T = TypeVar("T")
+
+
+def cpu_settings(folder: Path, *, k: int = 1, **rollout: Any) -> VllmSettings:
+    """Settings of a tiny engine on one CPU thread."""
+    options: dict[str, Any] = {"max_in_flight": 64, "context": 256, "threads": 1, "kv_cache_bytes": 64 << 20, **rollout}
+    config = VllmConfig(speculation=SpeculationConfig(num_tokens=k), **options)
+    return engine_settings(config, model=str(folder), precision="fp32", device="cpu", seed=0)
+
+
+class Loop:
+    """An event loop that outlives a test, so that an engine living in it can too."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+
+    def __call__(self, step: Awaitable[T], seconds: float = 120.0) -> T:
+        """Run `step` to its end, or fail the test after `seconds`."""
+        return self._loop.run_until_complete(asyncio.wait_for(step, seconds))
+
+    def close(self) -> None:
+        """End what still runs."""
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Loop]:
+    """Runs coroutines of this module in one loop."""
+    loop = Loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def start_engine(run: Loop) -> Iterator[Callable[[VllmSettings], VllmEngine]]:
+    """Starts engines that end with the module."""
+    engines: list[VllmEngine] = []
+
+    def start(settings: VllmSettings) -> VllmEngine:
+        engines.append(run(VllmEngine.start(settings)))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        run(engine.shutdown())

@@ -1,0 +1,245 @@
+"""A real vLLM on the CPU: what it samples is what its log-probs say, through speculation, weight updates and aborts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtpctl.recipe import UserError
+from mtpctl.rollout import ABORTED, DEADLINE, VllmEngine, VllmSettings
+from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.sync import Manifest, PlanMismatch, Publisher, SyncError, VersionConflict, VersionStore, update_target
+from tests.rollout.checkpoints import Tensors, random_tensors, reference_logprobs, tiny_config, write_checkpoint
+from tests.rollout.conftest import Loop, cpu_settings
+
+CONFIG = tiny_config()
+PROMPT = [3, 4, 5, 6, 7]
+
+
+def request(index: int = 0, max_tokens: int = 40, **options: object) -> GenerationRequest:
+    return GenerationRequest(Sample(f"p{index}", "g", list(PROMPT)), max_tokens, seed=index, **options)  # type: ignore[arg-type]
+
+
+def assert_matches(sample: Sample, weights: Callable[[int], Tensors], temperature: float = 1.0) -> None:
+    """Each stretch's log-probs against a recomputation under the version that it names."""
+    assert [span.start for span in sample.version_spans[1:]] == [span.end for span in sample.version_spans[:-1]]
+    for span in sample.version_spans:
+        full = reference_logprobs(CONFIG, weights(span.version), sample.prompt_ids + sample.response_ids, temperature)
+        wanted = full[len(sample.prompt_ids) - 1 :][span.start : span.end]
+        found = torch.tensor(sample.behaviour_logprobs[span.start : span.end], dtype=torch.float64)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+class Weights:
+    """Published versions of random weights; version 0 is what the engine loads."""
+
+    def __init__(self, root: Path) -> None:
+        self.store = VersionStore(root)
+        self.made: dict[int, Tensors] = {0: random_tensors(CONFIG, 0)}
+        self.newest = 0
+
+    def publish(self, *, bucket_bytes: int = 1 << 30, **options: object) -> Manifest:
+        """The next version, drawn anew."""
+        self.newest += 1
+        self.made[self.newest] = random_tensors(CONFIG, self.newest)
+        publisher = Publisher(self.store, bucket_bytes=bucket_bytes, **options)  # type: ignore[arg-type]
+        return publisher.publish(self.made[self.newest].items(), self.newest, checksums=True)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weights]:
+    found = Weights(tmp_path_factory.mktemp("store"))
+    yield found
+    found.store.close()
+
+
+@pytest.fixture(scope="module")
+def engine(start_engine: Callable[[VllmSettings], VllmEngine], weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> VllmEngine:
+    folder = write_checkpoint(tmp_path_factory.mktemp("model"), CONFIG, weights.made[0])
+    return start_engine(cpu_settings(folder, k=1))
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_logprobs_are_those_of_the_policy(engine: VllmEngine, run: Loop, weights: Weights, temperature: float) -> None:
+    async def many() -> list[Sample]:
+        return await asyncio.gather(*(engine.generate(request(index, temperature=temperature)) for index in range(8)))
+
+    for sample in run(many()):
+        assert sample.finish_reason == "length"
+        assert len(sample.response_ids) == len(sample.behaviour_logprobs) == len(sample.loss_mask) == 40
+        assert sample.speculation.drafted == sample.speculation.steps > 0
+        assert sample.speculation.accepted == sample.speculation.accepted_by_position[0]
+        assert_matches(sample, weights.made.__getitem__, temperature)
+
+
+def test_a_seed_repeats_a_response(engine: VllmEngine, run: Loop) -> None:
+    first, second, other = (run(engine.generate(request(seed_index))) for seed_index in (11, 11, 12))
+    assert first.response_ids == second.response_ids != other.response_ids
+
+
+def test_a_stop_token_ends_a_response(engine: VllmEngine, run: Loop) -> None:
+    whole = run(engine.generate(request(3)))
+    stop = whole.response_ids[7]
+    stopped = run(engine.generate(request(3, stop_token_ids=[stop])))
+    assert stopped.finish_reason == "stop"
+    assert stopped.response_ids == whole.response_ids[: whole.response_ids.index(stop) + 1]
+
+
+def test_a_full_context_ends_a_response(engine: VllmEngine, run: Loop) -> None:
+    sample = run(engine.generate(request(0, max_tokens=1000)))
+    assert sample.finish_reason == "length"
+    assert sample.length == 256
+
+
+def test_a_prompt_beyond_the_context_is_the_users_mistake(engine: VllmEngine, run: Loop) -> None:
+    with pytest.raises(UserError, match=r"has 256 tokens, the context 256: raise rollout.context"):
+        run(engine.generate(GenerationRequest(Sample("p", "g", [3] * 256), 8)))
+
+
+def test_a_deadline_keeps_what_was_made(engine: VllmEngine, run: Loop, weights: Weights) -> None:
+    run(engine.pause("keep"))
+    task = asyncio.ensure_future(engine.generate(request(0, deadline_s=0.2)), loop=run._loop)
+    late = run(task)
+    run(engine.resume())
+    assert late.finish_reason == DEADLINE
+    assert late.response_ids == []
+
+
+def test_an_aborted_response_goes_on_where_it_was(engine: VllmEngine, run: Loop, weights: Weights) -> None:
+    async def cut() -> Sample:
+        task = asyncio.ensure_future(engine.generate(request(5, max_tokens=200)))
+        await asyncio.sleep(0.1)
+        await engine.pause("abort")
+        partial = await task
+        await engine.resume()
+        return partial
+
+    partial = run(cut())
+    assert partial.finish_reason == ABORTED
+    kept = list(partial.response_ids)
+    assert 0 < len(kept) < 200
+    whole = run(engine.generate(GenerationRequest(partial, 200, seed=5)))
+    assert whole.response_ids[: len(kept)] == kept
+    assert len(whole.response_ids) == 200
+    assert whole.finish_reason == "length"
+    assert_matches(whole, weights.made.__getitem__)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 30, 4096])
+def test_an_update_during_generation(engine: VllmEngine, run: Loop, weights: Weights, bucket_bytes: int) -> None:
+    async def update() -> list[Sample]:
+        tasks = [asyncio.ensure_future(engine.generate(request(index, max_tokens=80))) for index in range(4)]
+        await asyncio.sleep(0.1)
+        before = engine.version
+        manifest = weights.publish(bucket_bytes=bucket_bytes)
+        assert len(manifest.sections["target"].buckets) == (1 if bucket_bytes > 1 << 20 else pytest.approx(600, abs=200))
+        report = await engine.update(manifest, verify=True)
+        assert (report.version, report.verified) == (before + 1, len(weights.made[0]))
+        return await asyncio.gather(*tasks)
+
+    for sample in run(update()):
+        assert [span.version for span in sample.version_spans] == [weights.newest - 1, weights.newest]
+        assert_matches(sample, weights.made.__getitem__)
+
+
+def test_an_update_of_the_drafter_alone_changes_no_policy(engine: VllmEngine, run: Loop, weights: Weights) -> None:
+    run(engine.update(weights.publish(), verify=True))
+    last = weights.newest
+    before = run(engine.checksums())
+    run(engine.update(weights.publish(sections=["draft"]), verify=True))
+    after = run(engine.checksums())
+    assert {name for name in before if before[name] != after[name]} == {name for name in weights.made[0] if ".mtp_layers." in name}
+    sample = run(engine.generate(request(21)))
+    assert [span.version for span in sample.version_spans] == [weights.newest]
+    assert_matches(sample, lambda version: weights.made[last])
+    run(engine.update(weights.publish()))
+
+
+BROKEN = {
+    "shape": (lambda tensors: tensors.update({"model.norm.weight": torch.ones(64)}), r"model.norm.weight has shape \(64,\).*\(128,\)"),
+    "dtype": (
+        lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].half()}),
+        "lm_head.weight is float16, lm_head.weight is float32",
+    ),
+    "missing": (lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"), "qkv_proj.weight is filled in part"),
+    "missing draft": (
+        lambda tensors: tensors.pop("model.mtp_layers.0.final_layernorm.weight"),
+        "final_layernorm.weight is filled by nothing",
+    ),
+    "stranger": (lambda tensors: tensors.update({"model.more.weight": torch.ones(3)}), "model.more.weight resolves to nothing"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_weights_that_do_not_fit_change_nothing(engine: VllmEngine, run: Loop, weights: Weights, tmp_path: Path, broken: str) -> None:
+    change, message = BROKEN[broken]
+    live, version = run(engine.checksums()), engine.version
+    tensors = random_tensors(CONFIG, 99)
+    change(tensors)
+    manifest = Publisher(VersionStore(tmp_path), bucket_bytes=1 << 30).publish(tensors.items(), version + 1)
+    with pytest.raises(PlanMismatch, match=message):
+        run(engine.update(manifest))
+    assert (run(engine.checksums()), engine.version) == (live, version)
+    assert_matches(run(engine.generate(request(31))), weights.made.__getitem__)
+
+
+def test_versions_do_not_go_back(engine: VllmEngine, run: Loop, weights: Weights) -> None:
+    with pytest.raises(VersionConflict, match="is not newer than the live"):
+        run(engine.update(weights.store.open(engine.version)))
+
+
+def test_one_update_at_a_time(engine: VllmEngine, run: Loop, weights: Weights) -> None:
+    async def twice() -> None:
+        manifest = weights.publish()
+        await engine.pause("keep")
+        await engine.begin_update(manifest, manifest.version, "target")
+        with pytest.raises(VersionConflict, match=f"an update to version {manifest.version} is under way"):
+            await engine.update(manifest)
+        await engine.abort_update()
+        await engine.resume()
+        await engine.update(manifest, verify=True)
+
+    run(twice())
+    assert engine.version == weights.newest
+
+
+def test_weights_change_only_while_paused(engine: VllmEngine, run: Loop, weights: Weights) -> None:
+    manifest = weights.publish()
+    with pytest.raises(SyncError, match="only while generation is paused"):
+        run(engine.begin_update(manifest, manifest.version, "target"))
+    run(engine.update(manifest))
+
+
+def test_a_broken_off_update_returns_to_the_version_before(engine: VllmEngine, run: Loop, weights: Weights) -> None:
+    live, version = run(engine.checksums()), engine.version
+    manifest = weights.publish(bucket_bytes=4096)
+    lost = VersionStore(weights.store.root).folder(manifest.version) / f"target-{40:05d}.bin"
+    lost.unlink()
+    with pytest.raises(SyncError, match="bucket 40 of section target cannot be read"):
+        run(engine.update(manifest))
+    assert (run(engine.checksums()), engine.version) == (live, version)
+    assert_matches(run(engine.generate(request(41))), weights.made.__getitem__)
+    run(engine.update(weights.publish(), verify=True))
+
+
+def test_spec_stats_count_what_was_drafted(engine: VllmEngine, run: Loop) -> None:
+    before = run(engine.spec_stats())
+    drafted, tokens = before.drafted, before.tokens
+    sample = run(engine.generate(request(0)))
+    after = run(engine.spec_stats())
+    assert after.drafted - drafted == sample.speculation.drafted
+    assert after.tokens - tokens == 40
+
+
+def test_a_target_is_what_the_protocol_says(engine: VllmEngine, run: Loop, weights: Weights) -> None:
+    async def drive() -> int:
+        await engine.pause("wait")
+        report = await update_target(engine, weights.publish(), verify=True)
+        await engine.resume()
+        return report.verified
+
+    assert run(drive()) == len(weights.made[0])

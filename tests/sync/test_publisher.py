@@ -1,0 +1,104 @@
+"""What is packed is what comes out, in any bucket size; and an export that changes is an error."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtpctl.plan import TensorSpec
+from mtpctl.sync import Manifest, PlanMismatch, Publisher, VersionStore
+from mtpctl.sync.receiver import pieces
+from mtpctl.sync.transports import open_reader
+
+
+def model(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"model.embed.weight": (40, 8), "model.layers.0.w": (8, 8), "model.norm.weight": (8,), "model.mtp_layers.0.w": (5, 3)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def unpacked(manifest: Manifest) -> dict[str, torch.Tensor]:
+    reader = open_reader(manifest.transport, manifest.address)
+    found: dict[str, torch.Tensor] = {}
+    for section, plan in manifest.sections.items():
+        for bucket in plan.buckets:
+            for entry, piece in pieces(bucket, reader.read(section, bucket)):
+                whole = found.setdefault(entry.name, torch.empty(entry.shape, dtype=piece.dtype))
+                whole.reshape(-1)[entry.part_start : entry.part_stop] = piece
+    return found
+
+
+@pytest.mark.parametrize("bucket_bytes", [256, 400, 1 << 20])
+def test_every_tensor_arrives_byte_equal(tmp_path: Path, bucket_bytes: int) -> None:
+    publisher = Publisher(VersionStore(tmp_path), bucket_bytes=bucket_bytes)
+    for version in (1, 2):
+        manifest = publisher.publish(model(version).items(), version)
+        found = unpacked(manifest)
+        assert found.keys() == model(version).keys()
+        for name, tensor in model(version).items():
+            assert torch.equal(found[name], tensor), name
+        assert all(bucket.nbytes <= bucket_bytes for plan in manifest.sections.values() for bucket in plan.buckets)
+
+
+def test_sections_are_told_apart_and_may_be_left_out(tmp_path: Path) -> None:
+    manifest = Publisher(VersionStore(tmp_path), bucket_bytes=1 << 20, sections=["draft"]).publish(model(1).items(), 1)
+    assert list(manifest.sections) == ["draft"]
+    assert list(manifest.sections["draft"].tensors()) == ["model.mtp_layers.0.w"]
+
+
+def test_tied_weights_travel_once(tmp_path: Path) -> None:
+    tensors = model(1)
+    tensors["lm_head.weight"] = tensors["model.embed.weight"]
+    publisher = Publisher(VersionStore(tmp_path), bucket_bytes=1 << 20)
+    for version in (1, 2):
+        manifest = publisher.publish(tensors.items(), version)
+        assert "lm_head.weight" not in manifest.sections["target"].tensors()
+        assert manifest.sections["target"].tensors()["model.embed.weight"].aliases == ("lm_head.weight",)
+
+
+def test_floats_are_cast_to_the_wire_dtype(tmp_path: Path) -> None:
+    manifest = Publisher(VersionStore(tmp_path), bucket_bytes=1 << 20, dtype=torch.bfloat16).publish(model(1).items(), 1)
+    assert torch.equal(unpacked(manifest)["model.norm.weight"], model(1)["model.norm.weight"].bfloat16())
+
+
+def test_a_planned_export_streams(tmp_path: Path) -> None:
+    seen: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for number in range(20):
+            tensor = torch.full((16,), float(number))
+            seen.append(weakref.ref(tensor))
+            most = max(most, sum(ref() is not None for ref in seen))
+            yield f"w{number}", tensor
+
+    publisher = Publisher(VersionStore(tmp_path), bucket_bytes=1 << 20)
+    publisher.plan(TensorSpec(f"w{number}", (16,), "float32") for number in range(20))
+    publisher.publish(export(), 1)
+    assert len(seen) == 20
+    assert most <= 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "ended without model.norm.weight"),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(9)}), r"model.norm.weight \(9,\) float32"),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(8).half()}), "model.norm.weight.*float16"),
+        (lambda tensors: tensors.update({"model.more": torch.zeros(1)}), "model.more: not in the plan"),
+    ],
+)
+def test_an_export_that_changes_is_refused(tmp_path: Path, change: object, message: str) -> None:
+    store = VersionStore(tmp_path)
+    publisher = Publisher(store, bucket_bytes=1 << 20)
+    publisher.publish(model(1).items(), 1)
+    tensors = model(2)
+    change(tensors)  # type: ignore[operator]
+    with pytest.raises(PlanMismatch, match=message):
+        publisher.publish(tensors.items(), 2)
+    assert store.versions() == [1]

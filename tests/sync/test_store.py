@@ -1,0 +1,119 @@
+"""Versions appear whole or not at all, only grow, and go away with the store."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtpctl.recipe import EnvironmentMissing
+from mtpctl.sync import Manifest, Publisher, VersionConflict, VersionStore, default_root
+from mtpctl.sync.transports import open_reader
+
+
+def tensors(value: float) -> list[tuple[str, torch.Tensor]]:
+    return [("model.norm.weight", torch.full((8,), float(value))), ("model.mtp_layers.0.norm.weight", torch.full((4,), float(-value)))]
+
+
+def publisher(root: Path, **options: object) -> Publisher:
+    return Publisher(VersionStore(root), bucket_bytes=1 << 20, **options)  # type: ignore[arg-type]
+
+
+def test_the_newest_two_versions_are_kept(tmp_path: Path) -> None:
+    publish = publisher(tmp_path / "store").publish
+    for version in (1, 2, 5):
+        publish(tensors(version), version)
+    assert VersionStore(tmp_path / "store").versions() == [2, 5]
+    with pytest.raises(VersionConflict, match=r"version 1 is not in .*there are \[2, 5\]"):
+        VersionStore(tmp_path / "store").open(1)
+
+
+def test_versions_only_grow(tmp_path: Path) -> None:
+    store = publisher(tmp_path)
+    store.publish(tensors(1), 3)
+    for version in (3, 2):
+        with pytest.raises(VersionConflict, match=f"version {version} is not newer than the published 3"):
+            store.publish(tensors(1), version)
+    assert VersionStore(tmp_path).versions() == [3]
+
+
+def test_a_manifest_survives_json(tmp_path: Path) -> None:
+    written = publisher(tmp_path).publish(tensors(1), 1, checksums=True)
+    latest = VersionStore(tmp_path).latest()
+    assert latest == written
+    assert set(written.sections) == {"target", "draft"}
+    assert set(written.sections["target"].checksums) == {"model.norm.weight"}
+
+
+def test_a_mapped_bucket_outlives_its_version(tmp_path: Path) -> None:
+    store = VersionStore(tmp_path)
+    manifest = Publisher(store, bucket_bytes=1 << 20).publish(tensors(7), 1)
+    bucket = manifest.sections["target"].buckets[0]
+    mapped = open_reader(manifest.transport, manifest.address).read("target", bucket)
+    store.discard(1)
+    assert mapped[: bucket.entries[0].nbytes].view(torch.float32).tolist() == [7.0] * 8
+
+
+def _publish_and_die(root: Path) -> None:
+    def export() -> object:
+        yield from tensors(2)[:1]
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    publish = publisher(root)
+    publish.publish(tensors(1), 1)
+    publish.publish(export(), 2)  # type: ignore[arg-type]
+
+
+def test_a_publisher_killed_in_a_bucket_publishes_nothing(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=_publish_and_die, args=(tmp_path,))
+    process.start()
+    process.join(30)
+    assert process.exitcode == -signal.SIGKILL
+    store = VersionStore(tmp_path)
+    assert store.versions() == [1]
+    assert store.folder(2).exists()
+    publisher(tmp_path).publish(tensors(3), 2)
+    assert store.versions() == [1, 2]
+
+
+def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
+    store = publisher(tmp_path)
+    store.publish(tensors(1), 1)
+
+    def export() -> object:
+        yield from tensors(2)[:1]
+        raise RuntimeError("the trainer failed")
+
+    with pytest.raises(RuntimeError, match="the trainer failed"):
+        store.publish(export(), 2)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["v00000001"]
+
+
+def test_close_leaves_no_trace(tmp_path: Path) -> None:
+    store = VersionStore(tmp_path / "run")
+    Publisher(store, bucket_bytes=1 << 20).publish(tensors(1), 1)
+    store.close()
+    store.close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_store_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentMissing, match="cannot hold published weights"):
+        publisher(tmp_path / "file").publish(tensors(1), 1)
+
+
+def test_shared_memory_is_used_where_versions_fit(tmp_path: Path) -> None:
+    assert default_root("run", 1 << 62, tmp_path) == tmp_path
+    small = default_root("run", 1, tmp_path)
+    assert small == (Path("/dev/shm/mtpctl-run") if Path("/dev/shm").is_dir() else tmp_path)
+
+
+def test_manifest_counts_bytes(tmp_path: Path) -> None:
+    manifest = publisher(tmp_path).publish(tensors(1), 1)
+    assert isinstance(manifest, Manifest)
+    assert manifest.nbytes == 8 * 4 + 4 * 4
