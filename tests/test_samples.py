@@ -1,0 +1,63 @@
+"""A sample grows by whole fields, and makes every trip through JSON unchanged."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mtpctl.samples import Sample, Speculation, VersionSpan
+
+
+def sample() -> Sample:
+    return Sample(prompt_id="p", group_id="g", prompt_ids=[1, 2, 3])
+
+
+def test_tokens_come_with_log_probs_mask_and_version() -> None:
+    s = sample()
+    s.append([10, 11], [-0.1, -0.2], version=4)
+    s.append([12], [-0.3], version=4)
+    s.append([13, 14], [-0.4, -0.5], version=6)
+    assert s.response_ids == [10, 11, 12, 13, 14]
+    assert s.behaviour_logprobs == [-0.1, -0.2, -0.3, -0.4, -0.5]
+    assert s.version_spans == [VersionSpan(0, 3, 4), VersionSpan(3, 5, 6)], "one span a version, end to end"
+    assert s.loss_mask == [1] * 5 and s.length == 8
+
+
+def test_tokens_of_the_environment_are_not_trained() -> None:
+    s = sample()
+    s.append([10], [-0.1], version=1)
+    s.append([20, 21], [0.0, 0.0], version=1, trained=False)
+    s.append([11], [-0.2], version=1)
+    assert s.loss_mask == [1, 0, 0, 1]
+    assert s.version_spans == [VersionSpan(0, 4, 1)]
+
+
+def test_nothing_appended_changes_nothing() -> None:
+    s = sample()
+    s.append([], [], version=9)
+    assert s == sample()
+
+
+def test_tokens_without_their_log_probs_are_refused_and_leave_the_sample_as_it_was() -> None:
+    s = sample()
+    with pytest.raises(ValueError, match="2 tokens came with 1 log-probs"):
+        s.append([1, 2], [-0.1], version=0)
+    assert s == sample()
+
+
+def test_json_round_trip() -> None:
+    s = sample()
+    s.append([10, 11], [-0.1, -0.2], version=4)
+    s.append([12], [-0.3], version=5)
+    s.old_logprobs, s.old_entropy, s.old_version = [-0.1, -0.2, -0.3], [0.5, 0.5, 0.5], 5
+    s.reward, s.finish_reason = 1.0, "stop"
+    s.speculation = Speculation(drafted=4, accepted=2, accepted_by_position=[2, 0], steps=2)
+    assert Sample.from_dict(json.loads(json.dumps(s.to_dict()))) == s
+
+
+def test_samples_share_no_lists() -> None:
+    first, second = sample(), sample()
+    first.append([1], [-0.1], version=0)
+    first.speculation.drafted = 3
+    assert second.response_ids == [] and second.speculation.drafted == 0
