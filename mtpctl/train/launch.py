@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from mtpctl.cluster import cluster, within
+from mtpctl.plan import Placement, place
 from mtpctl.recipe import Recipe, dump_resolved
 from mtpctl.recipe.schema import VllmConfig
 from mtpctl.rl import make_checker
@@ -27,33 +28,25 @@ INTERRUPTED = 130
 
 def run(recipe: Recipe, *, plain: bool = False) -> int:
     """Train as the recipe says. Returns the exit code: 0, or 130 after a stop that was asked for."""
-    path = recipe.run_dir.format(name=recipe.name, seed=recipe.seed)
     totals: dict[str, int] = {stage: getattr(recipe.train, stage).steps for stage in recipe.train.stages}
-    with RunDirectory.create(path, dump_resolved(recipe)) as directory:
+    with RunDirectory.create(recipe.run_path, dump_resolved(recipe)) as directory:
+        placement = place(recipe)
         prepared = prepare(recipe, directory.path)
-        with Telemetry(directory, recipe.telemetry, plain, totals=totals) as telemetry, cluster(recipe.cluster, **needs(recipe)):
-            finished = asyncio.run(Run(recipe, prepared, directory, telemetry).drive())
+        with (
+            Telemetry(directory, recipe.telemetry, plain, totals=totals) as telemetry,
+            cluster(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus),
+        ):
+            finished = asyncio.run(Run(recipe, prepared, directory, telemetry, placement).drive())
             if finished:
                 telemetry.print_summary()
     return 0 if finished else INTERRUPTED
 
 
-def needs(recipe: Recipe) -> dict[str, float]:
-    """CPUs and GPUs that the recipe's actors claim at once."""
-    ranks = recipe.train.parallel.world_size
-    engines = recipe.rollout.replicas if "rl" in recipe.train.stages else 0
-    servers = recipe.logprob.replicas * recipe.logprob.parallel.world_size if recipe.logprob.standalone else 0
-    if recipe.cluster.device == "cuda":
-        gpus = ranks + engines * recipe.rollout.tp + servers * recipe.logprob.gpus
-        return {"cpus": ranks + engines + servers, "gpus": gpus}
-    return {"cpus": ranks + engines + servers, "gpus": 0.0}
-
-
 class Run:
     """The actors of one run and the order in which its stages use them."""
 
-    def __init__(self, recipe: Recipe, prepared: Prepared, directory: RunDirectory, telemetry: Telemetry) -> None:
-        self.recipe, self.prepared, self.directory, self.telemetry = recipe, prepared, directory, telemetry
+    def __init__(self, recipe: Recipe, prepared: Prepared, directory: RunDirectory, telemetry: Telemetry, placement: Placement) -> None:
+        self.recipe, self.prepared, self.directory, self.telemetry, self.placement = recipe, prepared, directory, telemetry, placement
         self.state = RunState(directory.checkpoints, recipe.train)
         self.store = VersionStore(default_root(directory.path.name, 1 << 30, directory.path / "versions"))
 
@@ -61,7 +54,7 @@ class Run:
         """Run all stages. Returns False where a stop was asked for before the end; a checkpoint is there then."""
         self._listen()
         self.store.close()
-        trainer = TrainerGroup(self.recipe)
+        trainer = TrainerGroup(self.recipe, self.placement)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self.store.close)
             # The engine takes its time to start; the supervised stage does not need it, so they overlap.
@@ -92,15 +85,15 @@ class Run:
     async def _start_rollout(self, stack: contextlib.AsyncExitStack) -> ReplicaPool:
         recipe = self.recipe
         assert isinstance(recipe.rollout, VllmConfig)
-        cuda = recipe.cluster.device == "cuda"
         settings = engine_settings(
             recipe.rollout.model_copy(update={"context": self.prepared.context}),
             model=str(self.prepared.model.path),
             precision=recipe.train.precision,
-            device="cuda" if cuda else "cpu",
+            device=self.placement.device,
             seed=recipe.seed,
         )
-        options = {"num_cpus": 1, "num_gpus": recipe.rollout.tp if cuda else 0}
+        seat = self.placement.of("rollout")[0]
+        options = {"num_cpus": seat.cpus * recipe.rollout.tp, "num_gpus": seat.gpus * recipe.rollout.tp}
         pool = await within(
             ReplicaPool.start(
                 lambda index: start_replica(settings, name=f"rollout replica {index}", options=options),

@@ -57,9 +57,8 @@ class RlStage:
         self.recipe, self.prepared, self.trainer, self.generator = recipe, prepared, trainer, generator
         self.sync, self.checker, self.telemetry, self.state, self.score = sync, checker, telemetry, state, score
         rl, asynchronous = recipe.train.rl, recipe.async_
-        deterministic = asynchronous.deterministic
-        self.buffer = SampleBuffer(ordered=deterministic)
-        self.admission = Admission(rl.prompts_per_step, asynchronous.sync_every, 0.0 if deterministic else asynchronous.staleness_threshold)
+        self.buffer = SampleBuffer(ordered=asynchronous.deterministic)
+        self.admission = Admission(rl.prompts_per_step, asynchronous.sync_every, asynchronous.staleness)
         self.cursor = PromptCursor(prepared.problems.train, recipe.seed, shuffle=recipe.data.shuffle)
         self.clock = BusyClock()
         self._again: list[Group] = []

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpctl.cluster import within
+from mtpctl.plan import Placement
 from mtpctl.recipe import Recipe
 from mtpctl.samples import Sample
 from mtpctl.sync import Manifest
@@ -202,19 +203,17 @@ class TrainerRank:
 class TrainerGroup:
     """The trainer ranks as one: every call goes to all of them, rank 0 answers."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, placement: Placement) -> None:
         import ray
 
         self.recipe = recipe
-        parallel = recipe.train.parallel
-        cuda = recipe.cluster.device == "cuda"
-        actor = ray.remote(TrainerRank).options(
-            num_cpus=1,
-            num_gpus=1 if cuda else 0,
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(recipe.train.threads or 1)}},
-        )
+        world_size = recipe.train.parallel.world_size
         payload = recipe.model_dump_json(by_alias=True)
-        self.ranks: list[Any] = [actor.remote(payload, rank, parallel.world_size) for rank in range(parallel.world_size)]
+        environment = {"env_vars": {"OMP_NUM_THREADS": str(recipe.train.threads)} if recipe.train.threads else {}}
+        self.ranks: list[Any] = []
+        for seat in placement.of("trainer"):
+            actor = ray.remote(TrainerRank).options(num_cpus=seat.cpus, num_gpus=seat.gpus, runtime_env=environment)
+            self.ranks.append(actor.remote(payload, seat.rank, world_size))
 
     async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
         """`method` on every rank; the answer of rank 0. Raises RuntimeFailure where a rank dies or is late."""
