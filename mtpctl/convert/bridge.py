@@ -13,6 +13,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from mtpctl.compat import vllm_mimo
 from mtpctl.compat.transformer_engine import import_auto_bridge
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.recipe import UserError
@@ -24,6 +25,7 @@ class WeightBridge:
     """Names and tensors of one model between a Hugging Face folder and Megatron modules."""
 
     def __init__(self, folder: HfFolder) -> None:
+        vllm_mimo.install()
         self.folder = folder
         self._bridge = AutoBridge.from_hf_pretrained(folder.path)
 
@@ -50,8 +52,7 @@ class WeightBridge:
 
     def export(self, chunks: list[torch.nn.Module], *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) one by one; every rank must iterate, and every rank gets all of them."""
-        for name, tensor in self._bridge.export_hf_weights(chunks, cpu=False, show_progress=False, weight_dtype=dtype):
-            yield name, tensor
+        yield from self._bridge.export_hf_weights(chunks, cpu=False, show_progress=False, weight_dtype=dtype)
 
 
 class _Missing(logging.Handler):

@@ -7,15 +7,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mtpctl.engine.batch import MicroBatch, Sequence
+    from mtpctl.engine.checkpoint import latest_checkpoint, publish_checkpoint
     from mtpctl.engine.engine import EngineConfig, MegatronEngine, Scores
     from mtpctl.engine.objective import NextToken, Objective
     from mtpctl.engine.parallel import Rank
 
-__all__ = ["EngineConfig", "MegatronEngine", "MicroBatch", "NextToken", "Objective", "Rank", "Scores", "Sequence"]
+__all__ = [
+    "EngineConfig",
+    "MegatronEngine",
+    "MicroBatch",
+    "NextToken",
+    "Objective",
+    "Rank",
+    "Scores",
+    "Sequence",
+    "latest_checkpoint",
+    "publish_checkpoint",
+]
 
 _HOMES = {
     "MicroBatch": "batch",
     "Sequence": "batch",
+    "latest_checkpoint": "checkpoint",
+    "publish_checkpoint": "checkpoint",
     "EngineConfig": "engine",
     "MegatronEngine": "engine",
     "Scores": "engine",

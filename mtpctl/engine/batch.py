@@ -30,9 +30,10 @@ class Sequence:
         response = len(self.token_ids) - self.prompt_length
         if self.prompt_length < 1 or response < 1:
             raise ValueError(f"a sequence needs a prompt and a response; it has {self.prompt_length} and {response} tokens")
-        for name, values in {"loss_mask": self.loss_mask, **self.columns}.items():
-            if len(values) != response:
-                raise ValueError(f"{name} has {len(values)} entries for {response} response tokens")
+        lengths = {"loss_mask": len(self.loss_mask)} | {name: len(values) for name, values in self.columns.items()}
+        for name, length in lengths.items():
+            if length != response:
+                raise ValueError(f"{name} has {length} entries for {response} response tokens")
 
 
 @dataclass

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mtpctl.convert import HfFolder, WeightBridge
+from mtpctl.engine import checkpoint
 from mtpctl.engine import parallel as groups
 from mtpctl.engine.batch import MicroBatch, Sequence, pack, partition
 from mtpctl.engine.objective import Objective, Sums
 from mtpctl.engine.optimizer import Optimizer
 from mtpctl.kernels import LogProbOut, linear_logprob
-from mtpctl.model import DTYPES, Hidden, build_model, complete_config
+from mtpctl.model import Hidden, MtpModel, build_model, complete_config
 from mtpctl.recipe.schema import KernelsConfig, MtpConfig, OptimizerConfig, ParallelConfig
 
 
@@ -35,8 +36,8 @@ class EngineConfig:
 
     parallel: ParallelConfig
     precision: str = "fp32"
-    mtp: MtpConfig = MtpConfig()
-    kernels: KernelsConfig = KernelsConfig()
+    mtp: MtpConfig = field(default_factory=MtpConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     tokens_per_microbatch: int = 8192
     recompute: str = "none"
     distributed_optimizer: bool = False
@@ -86,7 +87,7 @@ class MegatronEngine:
             self.transformer.finalize_model_grads_func = finalize_model_grads
 
     @property
-    def module(self) -> torch.nn.Module:
+    def module(self) -> MtpModel:
         """The model without its data-parallel wrapping."""
         return self.model.module if self.config.train else self.model
 
@@ -103,7 +104,9 @@ class MegatronEngine:
 
     # ------------------------------------------------------------------------------------------------------- updates
 
-    def update(self, sequences: list[Sequence], objective: Objective, *, temperature: float = 1.0, total_steps: int = 1) -> dict[str, float]:
+    def update(
+        self, sequences: list[Sequence], objective: Objective, *, temperature: float = 1.0, total_steps: int = 1
+    ) -> dict[str, float]:
         """One optimizer step on these sequences. Returns metrics, means over what they count.
 
         `skipped` is 1 where loss or gradients were not finite, and then nothing was applied.
@@ -189,6 +192,22 @@ class MegatronEngine:
         self.bridge.load([self.module], path)
         if self.optimizer is not None:
             self.optimizer.inner.reload_model_params()
+
+    def save(self, path: Path, state: dict[str, Any] | None = None) -> None:
+        """Checkpoint the model, the optimizer where one is set, and `state`; whole or not at all."""
+        inner, steps = (self.optimizer.inner, self.optimizer.steps) if self.optimizer else (None, 0)
+        checkpoint.save(path, self.module, inner, steps, state or {})
+
+    def restore(self, path: Path) -> dict[str, Any]:
+        """Take up a checkpoint, written under any layout. Returns the `state` it was saved with.
+
+        The optimizer is restored where one is set; its learning rates and clips stay those it was set with. Raises
+        UserError where the checkpoint is not whole, or is of another model.
+        """
+        steps, state = checkpoint.restore(path, self.module, self.optimizer.inner if self.optimizer else None)
+        if self.optimizer is not None:
+            self.optimizer.steps = steps
+        return state
 
     # -------------------------------------------------------------------------------------------------------- passes
 

@@ -66,7 +66,9 @@ class PackedAttention(torch.nn.Module):
         super().__init__()
         self.scale = softmax_scale
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *_: Any, packed_seq_params: Packing, **__: Any) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *_: Any, packed_seq_params: Packing, **__: Any
+    ) -> Tensor:
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         out = self._cuda(q, k, v, packed_seq_params) if q.is_cuda else self._cpu(q, k, v, packed_seq_params)
         return out.reshape(query.shape[0], 1, -1)
@@ -75,7 +77,10 @@ class PackedAttention(torch.nn.Module):
         from torch.nn.attention.varlen import varlen_attn
 
         cu, longest = packing.cu_seqlens_q, packing.max_seqlen_q
-        return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(-1, 0), scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
+        grouped = q.shape[1] != k.shape[1]
+        out = varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(-1, 0), scale=self.scale, enable_gqa=grouped)
+        assert isinstance(out, Tensor)
+        return out
 
     def _cpu(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
