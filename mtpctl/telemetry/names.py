@@ -25,12 +25,14 @@ class Metric:
 
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric("reward", "number", "Mean reward of the batch's responses."),
+    "reward/unfiltered_mean": Metric("reward, unfiltered", "number", "The same with the groups that dynamic sampling dropped."),
     "reward/std": Metric("reward std", "number", "Standard deviation of the batch's rewards."),
     "reward/signal_fraction": Metric("with signal", "share", "Groups whose rewards are not all equal."),
     "response/length_mean": Metric("response length", "tokens", "Mean response length."),
     "response/length_max": Metric("longest response", "tokens", "Longest response of the batch."),
     "response/truncated_fraction": Metric("cut off", "share", "Responses that reached the token limit."),
     "eval/accuracy": Metric("held-out accuracy", "share", "Held-out problems whose final answer is right."),
+    "eval/problems": Metric("held-out problems", "number", "Held-out problems that the accuracy is over."),
     "eval/length_mean": Metric("held-out length", "tokens", "Mean response length on held-out problems."),
     "eval/spec_accept_rate": Metric("held-out acceptance", "share", "Draft tokens accepted on held-out problems."),
     "sft/loss": Metric("SFT loss", "nats", "Cross-entropy of the supervised stage, per supervised token."),
@@ -47,10 +49,13 @@ METRICS: dict[str, Metric] = {
     "mtp/grad_norm": Metric("MTP layers", "number", "Gradient norm of the MTP layers, before clipping."),
     "rollout/spec_accept_rate": Metric("drafts accepted", "share", "Draft tokens that the target accepted while generating."),
     "rollout/spec_accept_length": Metric("tokens a step", "tokens", "Tokens that one decoding step yields, the sampled one included."),
+    "rollout/spec_drafted": Metric("drafted", "tokens", "Draft tokens proposed for the batch's responses."),
+    "rollout/spec_accepted": Metric("accepted", "tokens", "Draft tokens of those that the target accepted."),
     "rollout/tokens_per_s": Metric("rollout", "tokens/s", "Response tokens generated a second, all engines together."),
     "rollout_corr/kl": Metric("KL", "nats", "Estimate of KL(rollout ‖ trainer) at equal weights or nearly so."),
     "rollout_corr/k3": Metric("KL (k3)", "nats", "The same, by the estimator that is never negative."),
     "rollout_corr/abs_diff": Metric("|Δ log-prob|", "nats", "Mean absolute difference of trainer and rollout log-probs."),
+    "rollout_corr/abs_diff_same_version": Metric("same weights", "nats", "The same, where both had the very same weights."),
     "rollout_corr/ppl_ratio": Metric("perplexity ratio", "number", "Perplexity under the trainer over that under the rollout engine."),
     "rollout_corr/chi2": Metric("chi²", "number", "Estimate of χ²(trainer ‖ rollout)."),
     "rollout_corr/ess": Metric("effective samples", "share", "Effective share of the tokens under importance weights."),
@@ -62,6 +67,9 @@ METRICS: dict[str, Metric] = {
     "async/rollout_idle": Metric("rollout idle", "share", "Time that the rollout engines had nothing to do."),
     "async/overlap": Metric("both busy", "share", "Time in which trainer and rollout engines worked at once."),
     "async/partial_ratio": Metric("partial rollouts", "share", "Responses that span more than one weight version."),
+    "async/buffer_groups": Metric("groups waiting", "number", "Complete groups that wait in the sample buffer."),
+    "async/version": Metric("weight version", "number", "Weight version that rollout was last given."),
+    "sync/publish_seconds": Metric("export", "seconds", "Writing the weights into the version store, before the transfer."),
     "sync/seconds": Metric("weight sync", "seconds", "From the begin of a weight update to its end."),
     "sync/stall_seconds": Metric("stalled", "seconds", "Time that generation stood still for a weight update."),
     "sync/gb_per_s": Metric("sync rate", "GB/s", "Weight bytes over the time of the transfer."),
@@ -72,6 +80,7 @@ METRICS: dict[str, Metric] = {
 _PATTERNS: list[tuple[re.Pattern[str], str, Unit, str]] = [
     (re.compile(r"mtp/loss_(\d+)"), "depth {}", "nats", "Cross-entropy of MTP depth {}, per supervised token."),
     (re.compile(r"mtp/accept_(\d+)"), "depth {}", "share", "Positions where MTP depth {} names the target's own first choice."),
+    (re.compile(r"rollout/spec_accept_rate_(\d+)"), "position {}", "share", "Decoding steps whose draft token {} was accepted."),
     (re.compile(r"timing_s/(.+)"), "{}", "seconds", "Seconds of an update spent in {}."),
 ]
 

@@ -164,7 +164,7 @@ class LivePanel:
         curves = (
             ("sft/loss", "mtp/loss_1", "mtp/accept_1")
             if self._phase == "sft"
-            else ("reward/mean", "rollout/spec_accept_rate", "eval/accuracy")
+            else (self._reward(), "rollout/spec_accept_rate", "eval/accuracy")
         )
         grid = Table.grid(padding=(0, 2), expand=True)
         grid.add_column(no_wrap=True)
@@ -177,6 +177,10 @@ class LivePanel:
             value = Text(format_value(values[-1], metric.unit), "bold") if values else Text("–", "dim")
             grid.add_row(labels.get(name, metric.label), value, Text(sparkline(values, 40), "cyan"))
         return grid
+
+    def _reward(self) -> str:
+        """Dynamic sampling holds the batch's own reward near one half: the unfiltered one tells more, where it is logged."""
+        return "reward/unfiltered_mean" if "reward/unfiltered_mean" in self._values else "reward/mean"
 
     def _facts(self) -> RenderableType:
         def last(name: str) -> str:

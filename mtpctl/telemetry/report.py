@@ -40,9 +40,9 @@ CHARTS = (
     Wanted(
         "Reward",
         "mean over the batch, and the share of held-out problems solved",
-        ("reward/mean", "eval/accuracy"),
+        ("reward/mean", "eval/accuracy", "reward/unfiltered_mean"),
         phases=("rl",),
-        labels={"reward/mean": "batch", "eval/accuracy": "held-out"},
+        labels={"reward/mean": "batch", "eval/accuracy": "held-out", "reward/unfiltered_mean": "unfiltered"},
     ),
     Wanted(
         "Draft acceptance",
@@ -56,7 +56,7 @@ CHARTS = (
     Wanted(
         "Mismatch",
         "trainer against rollout on the same tokens, nats, logarithmic",
-        ("rollout_corr/abs_diff", "rollout_corr/k3"),
+        ("rollout_corr/abs_diff", "rollout_corr/k3", "rollout_corr/abs_diff_same_version"),
         scale="log",
     ),
     Wanted("Staleness", "weight versions between sampling and training", ("async/staleness_max", "async/staleness_mean"), zero=True),
@@ -75,6 +75,8 @@ CHARTS = (
 )
 
 _DOTTED = {"eval/accuracy"}
+_TOTALS = {"timing_s/step"}
+"""What the other timings are parts of, and so no layer beside them."""
 _MOST_LAYERS = 6
 
 
@@ -135,15 +137,19 @@ def _subtitle(recipe: dict[str, Any], history: History) -> list[str]:
 def _tiles(history: History) -> str:
     tiles = []
     changes = {row.name: row for row in before_and_after(history)}
+    reward = "reward/unfiltered_mean" if "reward/unfiltered_mean" in changes else "reward/mean"
     for colour, (name, label) in enumerate(
-        (("eval/accuracy", "Held-out accuracy"), ("rollout/spec_accept_rate", "Draft acceptance"), ("reward/mean", "Reward"))
+        (("eval/accuracy", "Held-out accuracy"), ("rollout/spec_accept_rate", "Draft acceptance"), (reward, "Reward"))
     ):
         if (row := changes.get(name)) is not None:
             points: Points = [(float(x), y) for x, y in history.series(name, "rl")]
             detail = f"from {format_value(row.before, row.metric.unit)} <b>{escape(row.change)}</b>"
             tiles.append(_tile(label, format_value(row.after, row.metric.unit), detail, sparkline_svg(points, colour)))
+    same = "rollout_corr/abs_diff_same_version"
     for name, label, detail in (
-        ("rollout_corr/abs_diff", "Mismatch", "mean |Δ log-prob|"),
+        (same, "Mismatch", "mean |Δ log-prob|, same weights")
+        if history.series(same)
+        else ("rollout_corr/abs_diff", "Mismatch", "mean |Δ log-prob|"),
         ("async/overlap", "Both busy", "mean share of the time"),
         ("async/staleness_mean", "Staleness", "weight versions, mean"),
         ("rollout/tokens_per_s", "Rollout", "mean over the run"),
@@ -165,6 +171,8 @@ def _tile(label: str, value: str, detail: str, spark: str) -> str:
 def _chart(wanted: Wanted, history: History) -> Chart | None:
     phases = [phase for phase in history.phases if not wanted.phases or phase in wanted.phases]
     names = [n for w in wanted.names for n in history.names() if (n.startswith(w[:-1]) if w.endswith("*") else n == w)]
+    if wanted.stack and len(names) > 1:
+        names = [name for name in names if name not in _TOTALS]
     phases = [phase for phase in phases if any(history.series(name, phase) for name in names)]
     if not phases:
         return None

@@ -12,6 +12,7 @@ from mtpctl.telemetry.names import Metric, describe, format_value
 HEADLINES = (
     "eval/accuracy",
     "reward/mean",
+    "reward/unfiltered_mean",
     "rollout/spec_accept_rate",
     "rollout/spec_accept_length",
     "actor/entropy",

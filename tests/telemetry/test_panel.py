@@ -73,6 +73,14 @@ def test_the_panel_shows_both_sides_in_any_width(width: int) -> None:
         assert "about 1 min 10 s left of RL" in text and "step 3 [saved]" in text and "5.2k tok/s" in text
 
 
+def test_the_unfiltered_reward_is_shown_where_there_is_one() -> None:
+    console, out = screen(100, terminal=True)
+    panel = LivePanel(console, "run", {"rl": 2}, draw=False)
+    panel.row(1, {"reward/mean": 0.5, "reward/unfiltered_mean": 0.875}, "rl")
+    console.print(panel.render())
+    assert "0.875" in out.getvalue() and "0.5 " not in out.getvalue()
+
+
 def test_the_live_panel_starts_and_stops() -> None:
     console, out = screen(80, terminal=True)
     panel = LivePanel(console, "run", {"rl": 2})

@@ -28,6 +28,7 @@ def metrics(step: int) -> dict[str, float]:
         "perf/tokens_per_s": 5000.0,
         "rollout/tokens_per_s": 2000.0,
         "mtp/loss_1": math.exp(-step / 50),
+        "timing_s/step": 3.0,
         **{f"timing_s/part_{i}": 1.0 / (i + 1) for i in range(9)},
     }
 
@@ -121,6 +122,16 @@ def test_many_timings_are_folded_into_other(run_dir: Path) -> None:
     figure = html[html.index("Where an update") :]
     labels = re.findall(r'class="label k\d" [^>]*>([^<]*)<', figure[: figure.index("</figure>")])
     assert labels == ["part 0", "part 1", "part 2", "part 3", "part 4", "other"]
+
+
+def test_figures_that_tell_more_take_the_place_of_those_that_tell_less(run_dir: Path) -> None:
+    rows = [{"phase": "rl", "step": s, "reward/unfiltered_mean": 0.9, "rollout_corr/abs_diff_same_version": 4e-7} for s in range(1, 51)]
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps({"session": 1, "time": 1.7e9 + 200, **row}) + "\n" for row in rows)
+    text = " ".join(read(write_report(run_dir)).text)
+    tiles = text[: text.index("Supervised loss")]
+    assert "4e-7" in tiles and "2e-6" not in tiles.split("Both busy")[0].split("Mismatch")[1].split("Staleness")[0]
+    assert "0.9" in tiles
 
 
 def test_what_users_wrote_is_escaped(run_dir: Path) -> None:
