@@ -88,6 +88,8 @@ class RlStage:
         rollout.cancel()
         training.cancel()
         for error in await asyncio.gather(training, rollout, return_exceptions=True):
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
             if isinstance(error, Exception):
                 raise error
         if self.state.step == self.recipe.train.rl.steps:

@@ -1,0 +1,198 @@
+"""The RL stage on a fake trainer and a fake generator: order, staleness, overlap, dynamic sampling, stops."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, AsyncIterable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mtpctl.data import Problem, ProblemSets
+from mtpctl.recipe import Recipe, RuntimeFailure
+from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.telemetry import Telemetry
+from mtpctl.train.prepare import Prepared
+from mtpctl.train.rl import BARREN_BATCHES, RlStage
+from mtpctl.train.state import RunState
+from mtpctl.train.trainer import TrainerGroup
+
+
+class Letters:
+    """A tokenizer of characters."""
+
+    eos_id, pad_id, vocab_size = 0, 0, 256
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        return [ord(c) for c in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(i) for i in ids)
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        raise NotImplementedError
+
+
+@dataclass
+class World:
+    """What the fakes share: the published version, who is busy, and what happened."""
+
+    version: int = 0
+    updating: bool = False
+    batches: list[list[Sample]] = field(default_factory=list)
+    made_while_updating: int = 0
+    rows: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+
+
+class FakeTrainer:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
+        assert method == "rl_step"
+        self.world.updating = True
+        self.world.batches.append(args[0])
+        await asyncio.sleep(0.01)
+        self.world.updating = False
+        return {"skipped": 0.0, "perf/tokens": 1.0}
+
+
+class FakeGenerator:
+    """Answers every request after a moment; `text` says with what."""
+
+    def __init__(self, world: World, text: Callable[[Sample], str]) -> None:
+        self.world, self.text = world, text
+
+    async def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
+        waiting: asyncio.Queue[Sample] = asyncio.Queue()
+
+        async def one(sample: Sample, version: int) -> None:
+            await asyncio.sleep(0.001)
+            ids = [ord(c) for c in self.text(sample)]
+            sample.append(ids, [-1.0] * len(ids), version)
+            self.world.made_while_updating += self.world.updating
+            await waiting.put(sample)
+
+        async def feed() -> None:
+            async with asyncio.TaskGroup() as group:
+                async for request in requests:
+                    group.create_task(one(request.sample, self.world.version))
+
+        feeding = asyncio.create_task(feed())
+        try:
+            while not (feeding.done() and waiting.empty()):
+                get = asyncio.create_task(waiting.get())
+                await asyncio.wait({get, feeding}, return_when=asyncio.FIRST_COMPLETED)
+                if get.done():
+                    yield get.result()
+                get.cancel()
+        finally:
+            feeding.cancel()
+
+
+class Rows:
+    """Telemetry that keeps what it is told."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def log(self, step: int, metrics: dict[str, float], phase: str) -> None:
+        self.world.rows.append((step, metrics))
+
+
+def recipe_of(*, steps: int = 6, staleness: float = 0.5, sync_every: int = 1, deterministic: bool = False) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "model": {"path": "anywhere"},
+            "train": {"rl": {"steps": steps, "prompts_per_step": 4, "group_size": 2}},
+            "async": {"staleness_threshold": staleness, "sync_every": sync_every, "deterministic": deterministic},
+            "data": {"shuffle": False},
+        }
+    )
+
+
+def stage_of(recipe: Recipe, world: World, tmp_path: Path, text: Callable[[Sample], str]) -> RlStage:
+    problems = [Problem(f"p{i}", f"{i}", "1") for i in range(1000)]
+    prepared = Prepared(cast(Any, None), Letters(), ProblemSets(problems, []), context=64)
+
+    async def sync(version: int) -> dict[str, float]:
+        world.version = version
+        return {"sync/seconds": 0.0}
+
+    return RlStage(
+        recipe,
+        prepared,
+        cast(TrainerGroup, FakeTrainer(world)),
+        cast(Any, FakeGenerator(world, text)),
+        sync,
+        lambda response, answer: float(response == answer),
+        cast(Telemetry, Rows(world)),
+        RunState(tmp_path, recipe.train),
+    )
+
+
+def run(recipe: Recipe, tmp_path: Path, text: Callable[[Sample], str] = lambda s: str(s.index)) -> World:
+    """The stage to its end. By default the second response of every group is right, the first wrong."""
+    world = World()
+    asyncio.run(asyncio.wait_for(stage_of(recipe, world, tmp_path, text).run(), 20))
+    return world
+
+
+@pytest.mark.parametrize("sync_every", [1, 2])
+@pytest.mark.parametrize("staleness", [0.0, 0.5, 1.0])
+def test_no_sample_is_staler_than_the_threshold_allows(tmp_path: Path, staleness: float, sync_every: int) -> None:
+    world = run(recipe_of(staleness=staleness, sync_every=sync_every), tmp_path)
+    assert len(world.batches) == 6
+    for step, metrics in world.rows:
+        assert metrics["async/staleness_max"] <= math.ceil(staleness), f"step {step}"
+
+
+def test_with_staleness_generation_goes_on_while_the_trainer_works(tmp_path: Path) -> None:
+    assert run(recipe_of(staleness=1.0), tmp_path).made_while_updating > 0
+
+
+def test_without_staleness_trainer_and_rollout_take_turns(tmp_path: Path) -> None:
+    assert run(recipe_of(staleness=0.0), tmp_path).made_while_updating == 0
+
+
+def test_batches_hold_whole_groups_with_rewards(tmp_path: Path) -> None:
+    for batch in run(recipe_of(), tmp_path).batches:
+        assert [s.index for s in batch] == [0, 1] * 4
+        assert [s.group_id for s in batch[::2]] == [s.group_id for s in batch[1::2]]
+        assert [s.reward for s in batch] == [0.0, 1.0] * 4
+
+
+def test_a_deterministic_run_trains_on_prompts_in_the_order_of_the_data(tmp_path: Path) -> None:
+    world = run(recipe_of(deterministic=True), tmp_path)
+    assert [s.prompt_id for batch in world.batches for s in batch[::2]] == [f"p{i}" for i in range(24)]
+
+
+def test_groups_without_signal_are_replaced_and_counted(tmp_path: Path) -> None:
+    world = run(recipe_of(staleness=0.0), tmp_path, lambda s: str(s.index) if int(s.prompt_id[1:]) % 2 else "0")
+    assert {int(s.prompt_id[1:]) % 2 for batch in world.batches for s in batch} == {1}
+    assert all(len(batch) == 8 for batch in world.batches)
+    assert world.rows[-1][1]["reward/signal_fraction"] == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_task_that_never_gives_signal_ends_the_run_instead_of_going_on_for_ever(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeFailure, match=f"{BARREN_BATCHES * 4} groups in a row had no signal"):
+        run(recipe_of(), tmp_path, lambda s: "0")
+
+
+def test_a_stop_is_taken_at_the_next_step(tmp_path: Path) -> None:
+    recipe, world = recipe_of(steps=1000), World()
+
+    async def scenario() -> RunState:
+        stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
+        running = asyncio.create_task(stage.run())
+        while len(world.batches) < 3:
+            await asyncio.sleep(0.001)
+        stage.state.stopping.set()
+        await asyncio.wait_for(running, 5)
+        return stage.state
+
+    state = asyncio.run(scenario())
+    assert state.step == len(world.batches) < 1000
