@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable
 from typing import Any, Protocol
 
@@ -82,6 +83,10 @@ class RolloutActor:
         found: dict[str, str] = await self._engine.checksums()
         return found
 
+    async def pid(self) -> int:
+        """Process of the actor."""
+        return os.getpid()
+
     async def shutdown(self) -> None:
         """End the engine; the actor itself is ended by its owner."""
         if self._engine is not None:
@@ -137,6 +142,10 @@ class RayReplica:
         """See `RolloutActor.checksums`."""
         found: dict[str, str] = await self._call(self._handle.checksums.remote())
         return found
+
+    async def pid(self) -> int:
+        """See `RolloutActor.pid`."""
+        return int(await self._call(self._handle.pid.remote()))
 
     async def shutdown(self) -> None:
         """End the engine and its process."""

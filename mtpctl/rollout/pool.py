@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mtpctl.recipe import RuntimeFailure
 from mtpctl.rollout.actor import Replica
@@ -72,10 +72,11 @@ class ReplicaPool:
 
     # ------------------------------------------------------------------------------------------------- generation
 
-    async def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
+    async def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncIterator[Sample]:
         """See `Generator.generate`. Raises RuntimeFailure when every replica is in quarantine."""
-        done: asyncio.Queue[Sample | BaseException] = asyncio.Queue()
+        done: asyncio.Queue[Sample | BaseException | None] = asyncio.Queue()
         tasks: set[asyncio.Task[None]] = set()
+        outstanding = 0
 
         async def one(request: GenerationRequest) -> None:
             try:
@@ -83,28 +84,35 @@ class ReplicaPool:
             except Exception as error:
                 done.put_nowait(error)
 
+        def has_room() -> bool:
+            return outstanding < self._capacity()
+
         async def admit() -> None:
+            nonlocal outstanding
             try:
                 async for request in requests:
-                    await self._wait_for_room()
+                    outstanding += 1
                     tasks.add(task := asyncio.create_task(one(request)))
                     task.add_done_callback(tasks.discard)
-                    await asyncio.sleep(0)
+                    async with self._room:
+                        await self._room.wait_for(has_room)
+                done.put_nowait(None)
             except Exception as error:
                 done.put_nowait(error)
 
         admission = asyncio.create_task(admit())
+        admitting = True
         try:
-            while not (admission.done() and not tasks and done.empty()):
-                getter = asyncio.ensure_future(done.get())
-                await asyncio.wait({getter, admission, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-                if not getter.done():
-                    getter.cancel()
-                    with suppress(asyncio.CancelledError):
-                        await getter
-                    continue
-                if isinstance(result := getter.result(), BaseException):
+            while admitting or outstanding:
+                result = await done.get()
+                if isinstance(result, BaseException):
                     raise result
+                if result is None:
+                    admitting = False
+                    continue
+                outstanding -= 1
+                async with self._room:
+                    self._room.notify_all()
                 yield result
         finally:
             for task in (admission, *tasks):
@@ -112,13 +120,16 @@ class ReplicaPool:
 
     async def sample(self, request: GenerationRequest) -> Sample:
         """One request's finished sample, whatever happens to the replicas on the way."""
+        clock = asyncio.get_running_loop().time
+        until = clock() + request.deadline_s
         while True:
             await self._running.wait()
             seat = await self._take(request.sample.group_id)
             replica = seat.replica
             assert replica is not None
+            attempt = replace(request, sample=copy.deepcopy(request.sample), deadline_s=max(until - clock(), 0.0))
             try:
-                sample = await asyncio.wait_for(replica.generate(copy.deepcopy(request)), request.deadline_s + GRACE_S)
+                sample = await asyncio.wait_for(replica.generate(attempt), attempt.deadline_s + GRACE_S)
             except (EngineDead, TargetDirty, TimeoutError) as error:
                 self._lost(seat, replica, error)
                 continue
@@ -126,11 +137,7 @@ class ReplicaPool:
                 await self._give(seat, request.sample.group_id)
             if sample.finish_reason != ABORTED:
                 return sample
-            request.sample = sample
-
-    async def _wait_for_room(self) -> None:
-        async with self._room:
-            await self._room.wait_for(lambda: any(self._free(seat) for seat in self._seats) or self._all_quarantined())
+            request = replace(request, sample=sample)
 
     async def _take(self, group: str) -> _Seat:
         """A replica with room, counted as busier by one."""
@@ -154,6 +161,10 @@ class ReplicaPool:
             if not seat.groups[group]:
                 del seat.groups[group]
             self._room.notify_all()
+
+    def _capacity(self) -> int:
+        """Responses that may be in flight at once; never none, so that a pool without replicas still says so."""
+        return max(self._max_in_flight * sum(not seat.quarantined for seat in self._seats), 1)
 
     def _free(self, seat: _Seat) -> bool:
         return seat.replica is not None and seat.in_flight < self._max_in_flight

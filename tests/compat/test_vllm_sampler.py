@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
-from typing import Any
+from types import FunctionType
 
 import pytest
 import torch
+from vllm.v1.sample import rejection_sampler as mended
 
 from mtpctl.compat import vllm_sampler, vllm_version
 from mtpctl.compat.vllm_plugin import register
@@ -19,17 +19,20 @@ EXPANDED = [0.5, 0.5, 1.0, 1.0, 1.0]
 
 
 @pytest.fixture
-def upstream() -> ModuleType:
-    """vLLM's module as it is shipped, apart from the one that is mended."""
-    pytest.importorskip("vllm")
-    register()
-    from vllm.v1.sample import rejection_sampler
+def shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's functions as they are shipped, for one test."""
+    from vllm.platforms import current_platform
 
-    spec = importlib.util.find_spec(rejection_sampler.__name__)
+    register()
+    current_platform.register_triton_kernel_overrides()
+    spec = importlib.util.find_spec(mended.__name__)
     assert spec is not None and spec.loader is not None
     fresh = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fresh)
-    return fresh
+    # In the namespace of the live module, whose kernels vLLM has bound to the CPU's.
+    code = fresh.expand_batch_to_tokens
+    monkeypatch.setattr(mended, code.__name__, FunctionType(code.__code__, vars(mended), argdefs=code.__defaults__))
+    monkeypatch.setattr(mended, "apply_top_k_top_p", fresh.apply_top_k_top_p)
 
 
 def test_upstream_loses_the_expanded_values() -> None:
@@ -59,46 +62,49 @@ class Metadata:
         self.top_p = None
 
 
-def constrained(module: Any, logits: torch.Tensor, drafts: list[int], metadata: Metadata) -> torch.Tensor:
+def constrained(logits: torch.Tensor, drafts: list[int], metadata: Metadata) -> torch.Tensor:
     cumulative = torch.tensor(drafts, dtype=torch.int32).cumsum(0).int()
-    found: torch.Tensor = module.apply_sampling_constraints(logits.clone(), cumulative, metadata)
+    found: torch.Tensor = mended.apply_sampling_constraints(logits.clone(), cumulative, metadata)
     return found
 
 
-def test_temperature_reaches_every_draft_token(upstream: ModuleType) -> None:
-    from vllm.v1.sample import rejection_sampler as mended
-
-    logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
-    wanted = logits / torch.tensor([0.5, 0.5, 2.0])[:, None]
-    metadata = Metadata([0.5, 2.0], None)
-    assert torch.allclose(constrained(mended, logits, [2, 1], metadata), wanted)
-    # Uninitialised memory may hold anything, even the right thing once: give the allocator something wrong to hand out.
-    torch.full((3,), 7.0)
-    assert not torch.allclose(constrained(upstream, logits, [2, 1], metadata), wanted)
+LOGITS = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+COOLED = LOGITS / torch.tensor([0.5, 0.5, 2.0])[:, None]
 
 
-def test_top_k_without_draft_tokens(upstream: ModuleType) -> None:
-    from vllm.v1.sample import rejection_sampler as mended
+def test_temperature_reaches_every_draft_token() -> None:
+    register()
+    assert torch.allclose(constrained(LOGITS, [2, 1], Metadata([0.5, 2.0], None)), COOLED)
 
-    metadata = Metadata([1.0, 1.0], [3, 3])
-    assert constrained(mended, torch.empty(0, 6), [0, 0], metadata).shape == (0, 6)
+
+@pytest.mark.usefixtures("shipped")
+def test_temperature_is_lost_without_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Uninitialised memory may hold anything, even the right values: have it hold sevens.
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *size: self.new_full(size, 7))
+    found = constrained(LOGITS, [2, 1], Metadata([0.5, 2.0], None))
+    assert torch.allclose(found, LOGITS / 7)
+
+
+def test_top_k_without_draft_tokens() -> None:
+    register()
+    assert constrained(torch.empty(0, 6), [0, 0], Metadata([1.0, 1.0], [3, 3])).shape == (0, 6)
+
+
+@pytest.mark.usefixtures("shipped")
+def test_top_k_without_draft_tokens_crashes_without_the_mend() -> None:
     with pytest.raises((RuntimeError, IndexError)):
-        constrained(upstream, torch.empty(0, 6), [0, 0], metadata)
+        constrained(torch.empty(0, 6), [0, 0], Metadata([1.0, 1.0], [3, 3]))
 
 
 def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.sample import rejection_sampler
-
     monkeypatch.setattr(vllm_version, "installed", lambda: "0.33.0")
-    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", None)
+    monkeypatch.setattr(mended, "expand_batch_to_tokens", None)
     with pytest.raises(UpstreamMoved, match=r"vllm_sampler was written for vLLM 0\.32\.0, found 0\.33\.0"):
         vllm_sampler.install()
 
 
 def test_a_fault_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.sample import rejection_sampler
-
-    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", None)
+    monkeypatch.setattr(mended, "expand_batch_to_tokens", None)
     monkeypatch.setattr(vllm_sampler, "_loses_result", lambda upstream: False)
     with pytest.raises(UpstreamMoved, match="remove the mend"):
         vllm_sampler.install()

@@ -1,0 +1,74 @@
+"""vLLM in Ray actors: one that is killed is replaced, and takes the current weights before it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpctl.rollout import RayReplica, ReplicaPool, start_replica
+from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.sync import Publisher, VersionStore
+from tests.rollout.checkpoints import random_tensors, tiny_config, write_checkpoint
+from tests.rollout.conftest import cpu_settings
+
+pytestmark = pytest.mark.chaos
+CONFIG = tiny_config()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+async def stream(count: int, tokens: int) -> AsyncIterator[GenerationRequest]:
+    for index in range(count):
+        yield GenerationRequest(Sample(f"p{index}", "g", [5, 6, index]), tokens)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("cluster")
+def test_a_killed_actor_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", CONFIG, random_tensors(CONFIG, 0))
+    store = VersionStore(tmp_path / "store")
+    publisher = Publisher(store, bucket_bytes=1 << 30)
+    started: list[RayReplica] = []
+
+    async def start(index: int) -> RayReplica:
+        started.append(await start_replica(cpu_settings(folder), name=f"rollout-{index}", options={"num_cpus": 1}))
+        return started[-1]
+
+    async def drive() -> tuple[list[Sample], list[Any], dict[str, str]]:
+        pool = await ReplicaPool.start(start, 2, latest=store.latest, max_in_flight=16)
+        await pool.update(publisher.publish(random_tensors(CONFIG, 1).items(), 1, checksums=True), verify=True)
+        victim = await started[0].pid()
+
+        async def kill() -> None:
+            await asyncio.sleep(0.5)
+            os.kill(victim, signal.SIGKILL)
+
+        killer = asyncio.ensure_future(kill())
+        samples = [sample async for sample in pool.generate(stream(60, 150))]
+        await killer
+        while not all(health.alive for health in await pool.health()):
+            await asyncio.sleep(0.2)
+        health, sums = await pool.health(), await started[2].checksums()
+        await pool.close()
+        return samples, health, sums
+
+    samples, health, sums = asyncio.run(drive())
+    assert sorted(sample.prompt_id for sample in samples) == sorted(f"p{index}" for index in range(60))
+    assert {len(sample.response_ids) for sample in samples} == {150}
+    assert [entry.version for entry in health] == [1, 1]
+    published = store.open(1)
+    assert sums == {name: value for section in published.sections.values() for name, value in section.checksums.items()}
+    store.close()

@@ -1,0 +1,168 @@
+"""What every `Generator` does, whichever engine is behind it: the tests' fake and a real vLLM pass the same suite."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+
+from mtpctl.rollout import DEADLINE, Generator, ReplicaPool, VllmEngine, VllmSettings
+from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.sync import Manifest, Publisher, VersionStore
+from tests.rollout.checkpoints import random_tensors, tiny_config, write_checkpoint
+from tests.rollout.conftest import Loop, cpu_settings
+from tests.rollout.fake_replica import FakeReplica
+
+CONFIG = tiny_config()
+
+
+@pytest.fixture(scope="module", params=["fake", "vllm"])
+def pool(
+    request: pytest.FixtureRequest,
+    run: Loop,
+    start_engine: Callable[[VllmSettings], VllmEngine],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> ReplicaPool:
+    if request.param == "fake":
+        replica: FakeReplica | VllmEngine = FakeReplica()
+    else:
+        folder = write_checkpoint(tmp_path_factory.mktemp("model"), CONFIG, random_tensors(CONFIG, 0))
+        replica = start_engine(cpu_settings(folder))
+
+    async def start(index: int) -> FakeReplica | VllmEngine:
+        return replica
+
+    return run(ReplicaPool.start(start, 1, latest=lambda: None, max_in_flight=16))
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Manifest]:
+    store = VersionStore(tmp_path_factory.mktemp("store"))
+    yield Publisher(store, bucket_bytes=1 << 30).publish(random_tensors(CONFIG, 1).items(), 1)
+    store.close()
+
+
+async def stream(requests: list[GenerationRequest]) -> AsyncIterator[GenerationRequest]:
+    for request in requests:
+        yield request
+
+
+async def collect(pool: Generator, requests: list[GenerationRequest]) -> dict[str, Sample]:
+    found: dict[str, Sample] = {}
+    async for sample in pool.generate(stream(requests)):
+        assert sample.prompt_id not in found
+        found[sample.prompt_id] = sample
+    return found
+
+
+def requests(count: int, max_tokens: int = 20, **options: object) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(Sample(f"p{index}", f"g{index // 4}", [5, 6, index % 40]), max_tokens, seed=index, **options)  # type: ignore[arg-type]
+        for index in range(count)
+    ]
+
+
+def assert_whole(sample: Sample) -> None:
+    tokens = len(sample.response_ids)
+    assert len(sample.behaviour_logprobs) == len(sample.loss_mask) == tokens
+    assert [span.start for span in sample.version_spans] == [0, *(span.end for span in sample.version_spans[:-1])]
+    assert not tokens or sample.version_spans[-1].end == tokens
+    assert all(logprob <= 0 for logprob in sample.behaviour_logprobs)
+
+
+def test_every_request_is_answered_once(pool: ReplicaPool, run: Loop) -> None:
+    found = run(collect(pool, requests(40)))
+    assert found.keys() == {f"p{index}" for index in range(40)}
+    for sample in found.values():
+        assert sample.finish_reason == "length"
+        assert len(sample.response_ids) == 20
+        assert_whole(sample)
+
+
+def test_no_requests_no_samples(pool: ReplicaPool, run: Loop) -> None:
+    assert run(collect(pool, [])) == {}
+
+
+def test_requests_are_drawn_as_there_is_room(pool: ReplicaPool, run: Loop) -> None:
+    drawn = answered = 0
+
+    async def source() -> AsyncIterator[GenerationRequest]:
+        nonlocal drawn
+        for request in requests(60):
+            drawn += 1
+            assert drawn - answered <= 16
+            yield request
+
+    async def consume() -> None:
+        nonlocal answered
+        async for _ in pool.generate(source()):
+            answered += 1
+
+    run(consume())
+    assert answered == 60
+
+
+def test_a_stop_token_stops(pool: ReplicaPool, run: Loop) -> None:
+    whole = run(collect(pool, requests(1)))["p0"]
+    stop = whole.response_ids[4]
+    stopped = run(collect(pool, requests(1, stop_token_ids=[stop])))["p0"]
+    assert stopped.finish_reason == "stop"
+    assert stopped.response_ids == whole.response_ids[: whole.response_ids.index(stop) + 1]
+
+
+def test_a_deadline_ends_one_response_and_no_other(pool: ReplicaPool, run: Loop) -> None:
+    async def drive() -> dict[str, Sample]:
+        task = asyncio.ensure_future(collect(pool, [*requests(1, 200, deadline_s=0.03), *requests(4)[1:]]))
+        return await task
+
+    found = run(drive())
+    assert found["p0"].finish_reason == DEADLINE
+    assert len(found["p0"].response_ids) < 200
+    assert_whole(found["p0"])
+    assert {found[f"p{index}"].finish_reason for index in (1, 2, 3)} == {"length"}
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
+def test_a_pause_stops_tokens_and_resume_goes_on(pool: ReplicaPool, run: Loop, mode: str) -> None:
+    async def drive() -> tuple[int, dict[str, Sample]]:
+        early = 0
+        task = asyncio.ensure_future(collect(pool, requests(12, 60)))
+        await asyncio.sleep(0.02)
+        await pool.pause(mode)  # type: ignore[arg-type]
+        late = asyncio.ensure_future(collect(pool, requests(16)[12:]))
+        await asyncio.sleep(0.1)
+        assert not late.done()
+        early = task.done()
+        await pool.resume()
+        return early, await task | await late
+
+    early, found = run(drive())
+    assert early == (mode == "wait")
+    assert found.keys() == {f"p{index}" for index in range(16)}
+    for index in range(12):
+        assert len(found[f"p{index}"].response_ids) == 60
+    for sample in found.values():
+        assert sample.finish_reason == "length"
+        assert_whole(sample)
+
+
+def test_an_update_shows_in_the_spans(pool: ReplicaPool, run: Loop, published: Manifest) -> None:
+    async def drive() -> dict[str, Sample]:
+        task = asyncio.ensure_future(collect(pool, requests(8, 120)))
+        await asyncio.sleep(0.03)
+        (report,) = await pool.update(published)
+        assert report.version == 1
+        return await task
+
+    for sample in run(drive()).values():
+        assert [span.version for span in sample.version_spans] == [0, 1]
+        assert len(sample.response_ids) == 120
+        assert_whole(sample)
+
+
+def test_health_names_the_version(pool: ReplicaPool, run: Loop) -> None:
+    (health,) = run(pool.health())
+    assert health.alive
+    assert health.version == 1
+    assert health.in_flight == 0

@@ -1,0 +1,227 @@
+"""Replicas die, and no sample notices: none is lost, none doubled, and what serves again serves the current weights."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from mtpctl.recipe import RuntimeFailure, UserError
+from mtpctl.rollout import EngineDead, ReplicaPool
+from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.sync import Manifest, SyncError, SyncReport
+from tests.rollout.fake_replica import VOCABULARY, FakeReplica
+
+MANIFESTS = {version: Manifest(version, "shm", "/nowhere", {}) for version in range(100)}
+
+
+class Fleet:
+    """Fakes by seat, newest last, and the version that a fresh one should take in."""
+
+    def __init__(self, make: Callable[[int], FakeReplica] | None = None) -> None:
+        self.made: dict[int, list[FakeReplica]] = {}
+        self.latest: Manifest | None = None
+        self.make = make or (lambda index: FakeReplica())
+
+    async def start(self, index: int) -> FakeReplica:
+        await asyncio.sleep(0.002)
+        replica = self.make(index)
+        self.made.setdefault(index, []).append(replica)
+        return replica
+
+    async def pool(self, count: int, **options: Any) -> ReplicaPool:
+        return await ReplicaPool.start(self.start, count, latest=lambda: self.latest, **{"max_in_flight": 8, **options})
+
+    @property
+    def live(self) -> list[FakeReplica]:
+        return [replicas[-1] for replicas in self.made.values()]
+
+
+def requests(count: int, max_tokens: int = 20, group: int = 1) -> list[GenerationRequest]:
+    return [GenerationRequest(Sample(f"p{index}", f"g{index // group}", [index % VOCABULARY]), max_tokens) for index in range(count)]
+
+
+async def collect(pool: ReplicaPool, wanted: list[GenerationRequest]) -> list[Sample]:
+    async def stream() -> AsyncIterator[GenerationRequest]:
+        for request in wanted:
+            yield request
+
+    return [sample async for sample in pool.generate(stream())]
+
+
+def assert_all_once(samples: list[Sample], count: int, tokens: int = 20) -> None:
+    assert sorted(sample.prompt_id for sample in samples) == sorted(f"p{index}" for index in range(count))
+    for sample in samples:
+        first = sample.prompt_ids[0] + 1
+        assert sample.response_ids == [(first + step) % VOCABULARY for step in range(tokens)]
+        assert len(sample.behaviour_logprobs) == tokens
+
+
+def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Runs an asynchronous test, with a deadline."""
+
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(test(), 30))
+
+    run.__doc__, run.__name__ = test.__doc__, test.__name__
+    return run
+
+
+@in_loop
+async def test_load_is_spread() -> None:
+    fleet = Fleet()
+    pool = await fleet.pool(3)
+    assert_all_once(await collect(pool, requests(60)), 60)
+    served = [len(replica.served) for replica in fleet.live]
+    assert min(served) > 10
+    assert all(replica.most_in_flight <= 8 for replica in fleet.live)
+
+
+@in_loop
+async def test_a_group_stays_on_one_replica() -> None:
+    fleet = Fleet()
+    pool = await fleet.pool(4)
+    assert_all_once(await collect(pool, requests(16, group=4)), 16)
+    homes = {f"g{group}": set() for group in range(4)}
+    for place, replica in enumerate(fleet.live):
+        for prompt in replica.served:
+            homes[f"g{int(prompt[1:]) // 4}"].add(place)
+    assert all(len(places) == 1 for places in homes.values())
+    assert len(set.union(*homes.values())) == 4
+
+
+@in_loop
+async def test_a_killed_replica_loses_and_doubles_nothing() -> None:
+    for seed in range(20):
+        dice = random.Random(seed)
+        fleet = Fleet()
+        pool = await fleet.pool(2)
+        task = asyncio.ensure_future(collect(pool, requests(40)))
+        for _ in range(2):
+            await asyncio.sleep(dice.uniform(0, 0.02))
+            dice.choice(fleet.live).die()
+        assert_all_once(await task, 40)
+
+
+@in_loop
+async def test_a_restarted_replica_serves_the_newest_version() -> None:
+    fleet = Fleet()
+    pool = await fleet.pool(1)
+    await pool.update(MANIFESTS[3])
+    fleet.latest = MANIFESTS[3]
+    fleet.live[0].die()
+    samples = await collect(pool, requests(4))
+    assert_all_once(samples, 4)
+    assert {span.version for sample in samples for span in sample.version_spans} == {3}
+    assert len(fleet.made[0]) == 2
+    assert fleet.made[0][0].closed
+
+
+@in_loop
+async def test_a_replica_that_dies_in_an_update_is_replaced_with_it() -> None:
+    fleet = Fleet()
+    pool = await fleet.pool(2)
+    fleet.live[1].die()
+    fleet.latest = MANIFESTS[5]
+    reports = await pool.update(MANIFESTS[5])
+    assert len(reports) == 1
+    while not all(health.alive for health in await pool.health()):
+        await asyncio.sleep(0.005)
+    assert [health.version for health in await pool.health()] == [5, 5]
+
+
+@in_loop
+async def test_a_refused_update_is_told() -> None:
+    class Refusing(FakeReplica):
+        async def update(self, manifest: Manifest, **_: Any) -> SyncReport:
+            raise SyncError("lm_head.weight does not fit")
+
+    fleet = Fleet(lambda index: Refusing() if index else FakeReplica())
+    pool = await fleet.pool(2)
+    with pytest.raises(SyncError, match=r"lm_head\.weight does not fit"):
+        await pool.update(MANIFESTS[1])
+    assert_all_once(await collect(pool, requests(4)), 4)
+
+
+@in_loop
+async def test_a_replica_that_keeps_failing_is_quarantined_with_its_reason() -> None:
+    class Stillborn(FakeReplica):
+        async def generate(self, request: GenerationRequest) -> Sample:
+            raise EngineDead("no such kernel")
+
+    fleet = Fleet(lambda index: Stillborn() if index == 1 else FakeReplica())
+    pool = await fleet.pool(2, max_restarts=2)
+    assert_all_once(await collect(pool, requests(60)), 60)
+    while len(fleet.made[1]) < 3:
+        await collect(pool, requests(8))
+    await collect(pool, requests(60))
+    assert len(fleet.made[1]) == 3
+    health = (await pool.health())[1]
+    assert not health.alive
+    assert "in quarantine after EngineDead: no such kernel" in health.reason
+
+
+@in_loop
+async def test_without_any_replica_the_run_ends_with_the_reason() -> None:
+    class Stillborn(FakeReplica):
+        async def generate(self, request: GenerationRequest) -> Sample:
+            raise EngineDead("no such kernel")
+
+    pool = await Fleet(lambda index: Stillborn()).pool(2, max_restarts=1)
+    with pytest.raises(RuntimeFailure, match="every rollout replica failed: 0: EngineDead: no such kernel"):
+        await collect(pool, requests(10))
+
+
+@in_loop
+async def test_a_users_mistake_is_nobodys_death() -> None:
+    class Strict(FakeReplica):
+        async def generate(self, request: GenerationRequest) -> Sample:
+            raise UserError("the prompt is too long: raise rollout.context")
+
+    fleet = Fleet(lambda index: Strict())
+    pool = await fleet.pool(1)
+    with pytest.raises(UserError, match=r"raise rollout\.context"):
+        await collect(pool, requests(1))
+    assert len(fleet.made[0]) == 1
+
+
+@in_loop
+async def test_a_long_response_holds_no_other() -> None:
+    pool = await Fleet().pool(1)
+    long = GenerationRequest(Sample("long", "g", [0]), 400)
+    order = [sample.prompt_id for sample in await collect(pool, [long, *requests(30)])]
+    assert order[-1] == "long"
+
+
+@in_loop
+async def test_a_replica_that_hangs_counts_as_dead() -> None:
+    class Hanging(FakeReplica):
+        async def generate(self, request: GenerationRequest) -> Sample:
+            await asyncio.Event().wait()
+            raise AssertionError("unreachable")
+
+    from mtpctl.rollout import pool as module
+
+    before, module.GRACE_S = module.GRACE_S, 0.05
+    try:
+        fleet = Fleet(lambda index: Hanging() if index == 1 else FakeReplica())
+        pool = await fleet.pool(2, max_restarts=0)
+        wanted = requests(6)
+        for request in wanted:
+            request.deadline_s = 0.3
+        samples = await collect(pool, wanted)
+        assert sorted(sample.prompt_id for sample in samples) == [f"p{index}" for index in range(6)]
+        assert not (await pool.health())[1].alive
+    finally:
+        module.GRACE_S = before
+
+
+@in_loop
+async def test_close_ends_every_replica() -> None:
+    fleet = Fleet()
+    pool = await fleet.pool(3)
+    await pool.close()
+    assert all(replica.closed for replica in fleet.live)
