@@ -84,7 +84,7 @@ class MegatronEngine:
                 ),
                 model,
             )
-            self.transformer.finalize_model_grads_func = finalize_model_grads
+            self.transformer.finalize_model_grads_func = _finish_gradients
 
     @property
     def module(self) -> MtpModel:
@@ -222,7 +222,7 @@ class MegatronEngine:
 
         def finish(micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Tensor, Sums]:
             total, sums = loss(micro, hidden)
-            return total, torch.ones((), dtype=torch.int), sums
+            return total, torch.zeros((), dtype=torch.int), sums
 
         def forward(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
             micro = next(iterator)
@@ -252,7 +252,9 @@ class MegatronEngine:
         dist.all_reduce(flat, group=parallel_state.get_data_parallel_group())
         return dict(zip(names, flat, strict=True))
 
-    def _logprob(self, state: Tensor, head: Tensor, rows: Tensor, labels: Tensor, temperature: float, **options: Any) -> LogProbOut:
+    def _logprob(
+        self, state: Tensor, head: Tensor, rows: Tensor, labels: Tensor, temperature: float | Tensor, **options: Any
+    ) -> LogProbOut:
         kernels = self.config.kernels
         sequence_parallel = self.transformer.sequence_parallel
         if sequence_parallel:
@@ -273,3 +275,8 @@ class MegatronEngine:
     def close(self) -> None:
         """Leave the process groups."""
         groups.stop()
+
+
+def _finish_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
+    """megatron-core's reductions, without its division by tokens: the losses were divided by global counts already."""
+    finalize_model_grads(model, None, **options)

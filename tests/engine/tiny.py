@@ -13,7 +13,7 @@ import torch
 from mtpctl.compat import cpu_device
 from mtpctl.convert import HfFolder, create_hf_folder
 from mtpctl.engine import EngineConfig, MegatronEngine, Rank, Sequence
-from mtpctl.recipe.schema import MtpConfig, ParallelConfig
+from mtpctl.recipe.schema import MtpConfig, OptimizerConfig, ParallelConfig
 
 MIMO: dict[str, Any] = {
     "architectures": ["MiMoForCausalLM"],
@@ -83,5 +83,21 @@ def engine(
 
 
 def gradients(made: MegatronEngine) -> dict[str, torch.Tensor]:
-    """The gradients that the last update found, before they were applied."""
-    return {name: parameter.main_grad.clone() for name, parameter in made.module.named_parameters()}
+    """The last update's gradients under Hugging Face names. The engine's weights are gone afterwards."""
+    with torch.no_grad():
+        for parameter in made.module.parameters():
+            parameter.copy_(parameter.main_grad)
+    return {name: value.clone() for name, value in made.export()}
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float) -> None:
+    """Every tensor within `bound` of the expected one, relative to its norm, or to a thousandth of the largest norm if that is more."""
+    assert found.keys() == expected.keys()
+    floor = 1e-3 * max(float(value.norm()) for value in expected.values())
+    errors = {name: float((found[name] - value).norm()) / max(float(value.norm()), floor) for name, value in expected.items()}
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] <= bound, f"{worst}: {errors[worst]:.2e}"
+
+
+GENTLE = OptimizerConfig(lr=1e-3, clip_grad=0.0)
+"""Clips nothing, so that gradients can be compared after a step."""

@@ -1,0 +1,141 @@
+"""One update's loss and every gradient against a plain reference, whatever the packing, the mode and the depth."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mtpctl.engine import NextToken, Sequence
+from mtpctl.recipe.schema import MtpConfig
+from tests.engine.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
+from tests.model import mimo_reference
+
+
+def reference(folder, batch, *, depths, isolated, loss_scale):
+    """Losses by definition, token by token: depth k at position i predicts token i + 1 + k.
+
+    Supervised are response tokens that were sampled, and of them, at depth k, those after the first k: the drafter begins
+    at the last prompt token. Each loss is a mean over all such tokens of the batch.
+    """
+    weights = {name: value.double().requires_grad_() for name, value in load_file(folder.path / "model.safetensors").items()}
+    sums, counts = [0.0] * (depths + 1), [0] * (depths + 1)
+    for sequence in batch:
+        logits, drafts = mimo_reference.forward(weights, folder.config, sequence.token_ids, depths, isolated=isolated)
+        for target in range(sequence.prompt_length, len(sequence.token_ids)):
+            if not sequence.loss_mask[target - sequence.prompt_length]:
+                continue
+            for depth, scores in enumerate((logits, *drafts)):
+                position = target - 1 - depth
+                if position >= sequence.prompt_length - 1:
+                    sums[depth] = sums[depth] - scores[position].log_softmax(-1)[sequence.token_ids[target]]
+                    counts[depth] += 1
+    means = [total / count for total, count in zip(sums, counts, strict=True)]
+    (means[0] + loss_scale * sum(means[1:]) / max(1, depths)).backward()
+    grads = {name: value.grad if value.grad is not None else torch.zeros_like(value) for name, value in weights.items()}
+    return [float(mean) for mean in means], grads
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("depths", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["joint", "isolated"])
+def test_losses_and_gradients(tmp_path, mode, depths, tied):
+    folder = mimo(tmp_path / "model", num_nextn_predict_layers=depths, tie_word_embeddings=tied)
+    batch = sequences()
+    losses, expected = reference(folder, batch, depths=depths, isolated=mode == "isolated", loss_scale=0.3)
+    with engine(folder, mtp=MtpConfig(mode=mode, loss_scale=0.3, clip_grad=0), tokens_per_microbatch=40) as made:
+        made.set_optimizer(GENTLE)
+        metrics = made.update(batch, NextToken())
+        found = gradients(made)
+    assert [metrics["sft/loss"], *(metrics[f"mtp/loss_{k}"] for k in range(1, depths + 1))] == pytest.approx(losses, rel=1e-6)
+    assert_close(found, expected, 1e-5)
+    draft, target = (sum(float(g.norm()) ** 2 for n, g in expected.items() if ("mtp" in n) is is_mtp) ** 0.5 for is_mtp in (True, False))
+    assert (metrics["mtp/grad_norm"], metrics["actor/grad_norm"]) == pytest.approx((draft, target), rel=1e-5)
+
+
+class Nothing(NextToken):
+    """A main loss of no weight: what gradient there is comes from MTP."""
+
+    def __call__(self, logprob, entropy, micro):
+        loss, sums = super().__call__(logprob, entropy, micro)
+        return loss * 0.0, sums
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("depths", [1, 2, 3])
+def test_isolated_loss_moves_nothing_but_mtp(tmp_path, depths, tied):
+    """Exactly nothing, and every MTP parameter: the chain of depths is not cut."""
+    folder = mimo(tmp_path / "model", num_nextn_predict_layers=depths, tie_word_embeddings=tied)
+    with engine(folder, mtp=MtpConfig(mode="isolated", clip_grad=0)) as made:
+        made.set_optimizer(GENTLE)
+        made.update(sequences(), Nothing())
+        for name, grad in gradients(made).items():
+            assert bool(grad.any()) is ("mtp" in name), name
+
+
+def test_chain_of_depths_is_not_cut(tmp_path):
+    """The second depth's loss alone reaches the first depth's layer."""
+    folder = mimo(tmp_path / "model", num_nextn_predict_layers=2)
+    batch = [Sequence([3, 5, 7], 1, [0, 0]), Sequence([2, 4, 6, 8], 1, [0, 0, 1])]
+    with engine(folder, mtp=MtpConfig(mode="isolated", clip_grad=0)) as made:
+        made.set_optimizer(GENTLE)
+        made.update(batch, Nothing())
+        both = gradients(made)["model.mtp_layers.0.input_proj.weight"]
+    _, expected = reference(folder, batch, depths=2, isolated=True, loss_scale=0.1)
+    assert_close({"first": both}, {"first": expected["model.mtp_layers.0.input_proj.weight"]}, 1e-5)
+
+
+@pytest.mark.parametrize("mode", ["off", "load"])
+def test_modes_that_do_not_train_mtp(tmp_path, mode):
+    """The trunk trains as ever; MTP's weights, where they are kept, leave as they came."""
+    folder = mimo(tmp_path / "model")
+    batch = sequences()
+    with engine(folder, mtp=MtpConfig(mode="joint", loss_scale=0.0)) as made:
+        made.set_optimizer(GENTLE)
+        expected = [made.update(batch, NextToken())["sft/loss"] for _ in range(3)]
+    with engine(folder, mtp=MtpConfig(mode=mode)) as made:
+        made.set_optimizer(GENTLE.model_copy(update={"weight_decay": 0.1}))
+        metrics = [made.update(batch, NextToken()) for _ in range(3)]
+        exported = {name: value.clone() for name, value in made.export()}
+    assert metrics[0]["sft/loss"] == expected[0]
+    assert not [name for name in metrics[0] if name.startswith("mtp/")]
+    weights = load_file(folder.path / "model.safetensors")
+    draft = {name for name in weights if "mtp" in name}
+    assert {name for name in exported if "mtp" in name} == (draft if mode == "load" else set())
+    assert all(torch.equal(exported[name], weights[name]) is ("mtp" in name) for name in exported)
+
+
+def test_cutting_the_batch_another_way_leaves_loss_and_gradients(tmp_path):
+    """Every sequence alone, a few packed, all packed: 1e-6 over all gradients together."""
+    folder = mimo(tmp_path / "model", num_nextn_predict_layers=2)
+    batch = sequences(9, seed=3)
+    _, exact = reference(folder, batch, depths=2, isolated=False, loss_scale=0.1)
+    expected = torch.cat([exact[name].flatten() for name in sorted(exact)])
+    losses = []
+    for budget in (1, 40, 100_000):
+        with engine(folder, mtp=MtpConfig(mode="joint", clip_grad=0), tokens_per_microbatch=budget) as made:
+            made.set_optimizer(GENTLE)
+            metrics = made.update(batch, NextToken())
+            losses.append([metrics[name] for name in ("sft/loss", "mtp/loss_1", "mtp/loss_2", "mtp/accept_1")])
+            grads = gradients(made)
+        found = torch.cat([grads[name].flatten() for name in sorted(grads)])
+        assert (found - expected).norm() <= 1e-6 * expected.norm()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) == losses[2]
+
+
+def test_acceptance_counts_greedy_hits(tmp_path):
+    """By hand: how often the MTP head's likeliest token is the one that was sampled."""
+    folder = mimo(tmp_path / "model")
+    batch = sequences(60)
+    weights = load_file(folder.path / "model.safetensors")
+    hits = total = 0
+    for sequence in batch:
+        (draft,) = mimo_reference.forward(weights, folder.config, sequence.token_ids, 1)[1]
+        for position in range(sequence.prompt_length - 1, len(sequence.token_ids) - 2):
+            if sequence.loss_mask[position + 2 - sequence.prompt_length]:
+                total += 1
+                hits += int(draft[position].argmax()) == sequence.token_ids[position + 2]
+    assert hits
+    with engine(folder) as made:
+        made.set_optimizer(GENTLE)
+        assert made.update(batch, NextToken())["mtp/accept_1"] == pytest.approx(hits / total, rel=1e-6)
