@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -72,7 +72,7 @@ class ReplicaPool:
 
     # ------------------------------------------------------------------------------------------------- generation
 
-    async def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncIterator[Sample]:
+    async def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
         """See `Generator.generate`. Raises RuntimeFailure when every replica is in quarantine."""
         done: asyncio.Queue[Sample | BaseException | None] = asyncio.Queue()
         tasks: set[asyncio.Task[None]] = set()

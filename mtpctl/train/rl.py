@@ -66,6 +66,7 @@ class RlStage:
         self._dropped = 0
         self._barren = 0
         self._generated = 0
+        self._rewards: list[float] = []
         if state.cursor is not None:
             self.cursor.load_state_dict(state.cursor)
 
@@ -142,13 +143,14 @@ class RlStage:
         for sample in group.samples:
             text = self.prepared.tokenizer.decode(sample.response_ids)
             sample.reward = await asyncio.to_thread(self.checker, text, group.problem.answer)
-        if self.recipe.train.rl.dynamic_sampling and not has_signal([s.reward or 0.0 for s in group.samples]):
+        rewards = [s.reward or 0.0 for s in group.samples]
+        self._rewards += rewards
+        if self.recipe.train.rl.dynamic_sampling and not has_signal(rewards):
             self._dropped += 1
             self._barren += 1
             if self._barren >= BARREN_BATCHES * self.recipe.train.rl.prompts_per_step:
-                reward = group.samples[0].reward
                 raise RuntimeFailure(
-                    f"train.rl.dynamic_sampling: {self._barren} groups in a row had no signal (the last rewards were all {reward:g}); "
+                    f"train.rl.dynamic_sampling: {self._barren} groups in a row had no signal (the last rewards were all {rewards[0]:g}); "
                     "take easier or harder problems or a longer train.sft, or set it to false"
                 )
             self.admission.drop()
@@ -208,6 +210,10 @@ class RlStage:
         wall = shares["timing_s/step"]
         generated, self._generated = self._generated, 0
         dropped, self._dropped = self._dropped, 0
+        rewards, self._rewards = self._rewards, []
+        if rewards:
+            # Dynamic sampling keeps groups between all wrong and all right, so `reward/mean` hardly leaves one half.
+            shares["reward/unfiltered_mean"] = sum(rewards) / len(rewards)
         return shares | {
             "perf/tokens_per_s": metrics.pop("perf/tokens") / seconds,
             "rollout/tokens_per_s": generated / wall,
