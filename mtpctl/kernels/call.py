@@ -43,6 +43,10 @@ class Call:
         targets = self.rows.take(labels).long() - self.shard.start
         return Problem(self.rows.take(hidden).contiguous(), weight, targets, inverse, self.shard.valid, self.workspace_bytes)
 
+    def share_dtype(self, hidden: Tensor) -> torch.dtype:
+        """In which a rank's share of the hidden gradient is best made: several are summed in fp32; alone it is final."""
+        return hidden.dtype if self.shard.world == 1 or hidden.dtype == torch.float64 else torch.float32
+
     def whole_hidden_grad(self, local: Tensor, dtype: torch.dtype) -> Tensor:
         """This rank's share [n, H], summed over vocabulary shards, in its rows' places."""
         if self.sequence_parallel:
@@ -72,7 +76,7 @@ def prepare(
     workspace = DEFAULT_WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
     if workspace <= 0:
         raise ValueError(f"workspace_bytes: {workspace}, expected above 0")
-    selected = inputs.select_rows(labels, rows, ignore_index, temperature, shard)
+    selected = inputs.select_rows(None if sequence_parallel else hidden, labels, rows, ignore_index, temperature, shard)
     return Call(shard, selected, temperature, sequence_parallel, deterministic, workspace, main_grad)
 
 

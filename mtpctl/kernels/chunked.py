@@ -16,7 +16,7 @@ from mtpctl.kernels.problem import LocalScores, Problem, RowGrads
 from mtpctl.kernels.reduce import RowStats
 
 TEMPORARIES = 3  # of a chunk's size: logits, their copy that is kept or their exponentials, and a product of the two
-NARROWEST = 64  # columns; narrower chunks would only wait on launches
+NARROWEST = 64  # columns, and what chunks are multiples of; narrower ones would only wait on launches
 
 
 def _chunks(problem: Problem, width: int) -> Iterator[slice]:
@@ -38,7 +38,8 @@ class Chunked:
         return max(1, problem.workspace_bytes // (TEMPORARIES * problem.wide.itemsize * max(1, problem.valid)))
 
     def _width(self, problem: Problem) -> int:
-        return max(NARROWEST, problem.workspace_bytes // (TEMPORARIES * problem.wide.itemsize * max(1, len(problem.hidden))))
+        fit = problem.workspace_bytes // (TEMPORARIES * problem.wide.itemsize * max(1, len(problem.hidden)))
+        return max(NARROWEST, fit // NARROWEST * NARROWEST)
 
     def _keeps(self, problem: Problem) -> bool:
         """Whether all logits fit the workspace: then they are one chunk, and kept."""
@@ -74,7 +75,7 @@ class Chunked:
         return LocalScores(RowStats(top, mass, moment, target), best, kept)
 
     def grads(
-        self, problem: Problem, rows: RowGrads, kept: Tensor | None, *, hidden: bool, weight: Tensor | None, add: bool
+        self, problem: Problem, rows: RowGrads, kept: Tensor | None, *, hidden: torch.dtype | None, weight: Tensor | None, add: bool
     ) -> Tensor | None:
         h = problem.hidden
         hidden_grad: Tensor | None = None
@@ -82,14 +83,14 @@ class Chunked:
             w = problem.weight[columns]
             z = kept if kept is not None else _scale(products.logits(h, w), problem.inverse_temperature)
             logit_grad = _logit_grad(z, problem, rows, columns.start)
-            if hidden:
-                hidden_grad = products.hidden_grad(hidden_grad, logit_grad, w)
+            if hidden is not None:
+                hidden_grad = products.hidden_grad(hidden_grad, logit_grad, w, hidden if len(w) == problem.valid else problem.wide)
             if weight is not None:
                 products.weight_grad(logit_grad, h, weight[columns], add)
         if weight is not None and not add:
             weight[problem.valid :] = 0
-        if hidden and hidden_grad is None:  # this rank's shard is all padding
-            hidden_grad = torch.zeros(h.shape, dtype=problem.wide, device=h.device)
+        if hidden is not None and hidden_grad is None:  # this rank's shard is all padding
+            hidden_grad = torch.zeros(h.shape, dtype=hidden, device=h.device)
         return hidden_grad
 
 

@@ -100,50 +100,95 @@ def check_temperature(temperature: float | Tensor, labels: Tensor) -> None:
         raise ValueError(f"temperature: {temperature}, expected a finite number above 0")
 
 
-def select_rows(labels: Tensor, rows: Tensor | None, ignore_index: int, temperature: float | Tensor, shard: Shard) -> Rows:
-    """Rows that are both asked for and not ignored, checked for labels in range, with one wait for the device."""
+def select_rows(
+    hidden: Tensor | None, labels: Tensor, rows: Tensor | None, ignore_index: int, temperature: float | Tensor, shard: Shard
+) -> Rows:
+    """Rows that are both asked for and not ignored, checked for labels in range, with one wait for the device.
+
+    `hidden` is checked for values that are not finite on the way; None where ranks hold different rows and must not disagree about it.
+    """
     total = labels.shape[0]
     if total == 0:
         return Rows(0, 0, None)
     keep = labels != ignore_index
-    inside = None
+    # A sum is finite unless an addend is not (or it overflows: then `nonfinite` finds nothing).
+    wide = torch.float64 if labels.device.type == "cpu" else torch.float32
+    facts = [torch.ones_like(keep[0]) if hidden is None else torch.isfinite(hidden.detach().sum(dtype=wide))]
     if rows is not None:
-        if rows.device != labels.device:
-            raise ValueError(f"rows: on {rows.device}, labels on {labels.device}")
-        if rows.dtype == torch.bool:
-            if rows.shape != labels.shape:
-                raise ValueError(f"rows: mask of shape {tuple(rows.shape)}, expected {tuple(labels.shape)}, one for each label")
-            keep = keep & rows
-        elif rows.dtype in (torch.int64, torch.int32) and rows.dim() == 1:
-            inside = torch.stack([rows.min(), rows.max()]) if rows.numel() else None
-            chosen = torch.zeros_like(keep)
-            chosen[rows.long().clamp(0, total - 1)] = True
-            keep = keep & chosen
-        else:
-            raise ValueError(f"rows: dtype {rows.dtype}, shape {tuple(rows.shape)}, expected a bool mask or a 1-D tensor of indices")
-    first = keep.to(torch.int8).argmax()  # a kept label stands in where a row is not kept, so that min and max see kept ones alone
-    kept = torch.where(keep, labels, labels[first]).long()
-    facts = [keep.sum(), kept.min(), kept.max()] + ([] if inside is None else [inside[0].long(), inside[1].long()])
-    coldest = torch.where(keep, temperature, 1).min() if isinstance(temperature, Tensor) else None
-    count, low, high, *span = torch.stack(facts).tolist()
-    if span and (span[0] < 0 or span[1] >= total):
-        bad = span[0] if span[0] < 0 else span[1]
-        raise ValueError(f"rows: index {bad} is outside hidden's {total} rows")
-    if count and (low < 0 or high >= shard.total):
+        chosen, span = _chosen(rows, labels)
+        keep = keep & chosen
+        facts += span
+    kept = torch.where(keep, labels, 0)  # 0 is in every vocabulary, so that the least and the most tell of kept labels alone
+    count, low, high, finite, *extremes = torch.stack([keep.sum(), *(x.long() for x in (*kept.aminmax(), *facts))]).tolist()
+    if extremes and (extremes[0] < 0 or extremes[1] >= total):
+        raise ValueError(f"rows: index {extremes[0] if extremes[0] < 0 else extremes[1]} is outside hidden's {total} rows")
+    if low < 0 or high >= shard.total:
         raise ValueError(
             f"labels: {low if low < 0 else high} is outside the vocabulary of {shard.total} entries (ignore_index is {ignore_index})"
         )
-    if coldest is not None and not coldest.item() > 0:
-        raise ValueError(f"temperature: smallest value {coldest.item()}, expected above 0")
+    if hidden is not None and not finite and (found := nonfinite("hidden", hidden)):
+        raise found
+    if isinstance(temperature, Tensor):
+        coldest = torch.where(keep, temperature, 1).min().item()
+        if not coldest > 0:
+            raise ValueError(f"temperature: smallest value {coldest}, expected above 0")
     return Rows(total, count, None if count == total else keep.nonzero().squeeze(1))
+
+
+def _chosen(rows: Tensor, labels: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """`rows` as a mask [N]; where they were indices, also the least and the largest of them."""
+    total = labels.shape[0]
+    if rows.device != labels.device:
+        raise ValueError(f"rows: on {rows.device}, labels on {labels.device}")
+    if rows.dtype == torch.bool:
+        if rows.shape != labels.shape:
+            raise ValueError(f"rows: mask of shape {tuple(rows.shape)}, expected {tuple(labels.shape)}, one for each label")
+        return rows, []
+    if rows.dtype not in (torch.int64, torch.int32) or rows.dim() != 1:
+        raise ValueError(f"rows: dtype {rows.dtype}, shape {tuple(rows.shape)}, expected a bool mask or a 1-D tensor of indices")
+    mask = torch.zeros_like(labels, dtype=torch.bool)
+    mask[rows.long().clamp(0, total - 1)] = True
+    return mask, list(rows.aminmax()) if rows.numel() else []
+
+
+class FiniteCheck:
+    """Whether every log-sum-exp is finite, asked of the device without waiting for the answer.
+
+    A forward pass that a backward pass follows looks at the answer there: waiting for it at once would leave the device idle while the
+    backward pass is being launched.
+    """
+
+    def __init__(self, lse: Tensor) -> None:
+        finite = torch.isfinite(lse).all()
+        if lse.is_cuda:
+            self._answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._answer.copy_(finite, non_blocking=True)
+            self._ready: torch.cuda.Event | None = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(lse.device))
+        else:
+            self._answer, self._ready = finite, None
+
+    def enforce(self, hidden: Tensor, weight: Tensor) -> None:
+        """Raises ValueError, naming what is not finite in `hidden` (as given by the caller) or `weight`."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        if not self._answer:
+            raise explain_nonfinite(hidden, weight)
+
+
+def nonfinite(name: str, x: Tensor) -> ValueError | None:
+    """The error that names the first value of `x` [·, ·] that is not finite, if there is one."""
+    bad = (~torch.isfinite(x)).nonzero()
+    if not len(bad):
+        return None
+    row, col = bad[0].tolist()
+    return ValueError(f"{name}: {x[row, col].item()} at [{row}, {col}], expected finite values in all of {tuple(x.shape)}")
 
 
 def explain_nonfinite(hidden: Tensor, weight: Tensor) -> ValueError:
     """Which argument made a log-sum-exp that is not finite."""
     for name, x in (("hidden", hidden), ("weight", weight)):
-        bad = (~torch.isfinite(x)).nonzero()
-        if len(bad):
-            row, col = bad[0].tolist()
-            return ValueError(f"{name}: {x[row, col].item()} at [{row}, {col}], expected finite values in all of {tuple(x.shape)}")
+        if found := nonfinite(name, x):
+            return found
     most = [x.abs().max().item() for x in (hidden, weight)]
     return ValueError(f"hidden: logits overflow {torch.float32}: largest |hidden| {most[0]}, largest |weight| {most[1]}")

@@ -69,7 +69,7 @@ class Liger:
         return LocalScores(RowStats(zero, one, moment, -nll.detach()), kept=_Graph(hidden, weight, nll, row_entropy) if keep else None)
 
     def grads(
-        self, problem: Problem, rows: RowGrads, kept: _Graph | None, *, hidden: bool, weight: Tensor | None, add: bool
+        self, problem: Problem, rows: RowGrads, kept: _Graph | None, *, hidden: torch.dtype | None, weight: Tensor | None, add: bool
     ) -> Tensor | None:
         if kept is None:
             raise RuntimeError("implementation: 'liger' can go backward once only; its graph is spent")
@@ -84,4 +84,4 @@ class Liger:
             else:
                 weight[: problem.valid] = weight_grad
                 weight[problem.valid :] = 0
-        return hidden_grad.float() if hidden else None
+        return None if hidden is None else hidden_grad

@@ -128,17 +128,22 @@ class _LinearLogProb(torch.autograd.Function):
         scores = asked.backend.scores(problem, entropy=asked.entropy, topk=asked.topk, keep=asked.keep)
         stats = reduce.join_shards(scores.stats, call.shard)
         lse = stats.lse
-        if not torch.isfinite(lse).all():
-            raise inputs.explain_nonfinite(problem.hidden, weight)
         row_entropy = stats.entropy if asked.entropy else torch.zeros_like(lse)
-        best = _whole_topk(scores.best, lse, asked.topk, call.shard)
-        outputs = tuple(rows.spread(x) for x in (stats.logprob, row_entropy, stats.hit, *best))
+        outputs = [rows.spread(x) for x in (stats.logprob, row_entropy, stats.hit)]
+        if asked.topk:
+            outputs += [rows.spread(x) for x in _whole_topk(scores.best, lse, asked.topk, call.shard)]
+        else:
+            outputs += [lse.new_empty(0), lse.new_empty(0)]
         ctx.mark_non_differentiable(*outputs[2:])
         ctx.set_materialize_grads(False)
+        finite = inputs.FiniteCheck(lse)
         if asked.keep:
             ctx.save_for_backward(hidden, weight, labels, lse, row_entropy)
-            ctx.asked, ctx.kept = asked, scores.kept
-        return outputs
+            ctx.asked, ctx.kept, ctx.finite = asked, scores.kept, finite
+        # `prepare` has looked at hidden; a weight that is not finite, or logits that overflow, may wait for the backward pass.
+        if not asked.keep or call.sequence_parallel:
+            finite.enforce(problem.hidden, weight)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -157,18 +162,20 @@ class _LinearLogProb(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None  # good for one pass: it is overwritten
         sink = weight_sink(weight, ctx.needs_input_grad[1], call.main_grad)
         problem = call.problem(hidden, weight, labels)
-        local = asked.backend.grads(problem, per_row, kept, hidden=ctx.needs_input_grad[0], weight=sink.out, add=sink.add)
+        share = call.share_dtype(hidden) if ctx.needs_input_grad[0] else None
+        local = asked.backend.grads(problem, per_row, kept, hidden=share, weight=sink.out, add=sink.add)
+        ctx.finite.enforce(problem.hidden, weight)
         return None if local is None else call.whole_hidden_grad(local, hidden.dtype), sink.finish(), None, None
 
 
 def _whole_topk(best: tuple[Tensor, Tensor] | None, lse: Tensor, k: int, shard: inputs.Shard) -> tuple[Tensor, Tensor]:
     """The best k of the whole vocabulary from every shard's best k: log-probs and ids in the whole vocabulary."""
-    if best is None:  # none asked for, or this rank's shard is all padding
+    if best is None:  # this rank's shard is all padding
         best = lse.new_empty(len(lse), 0), lse.new_empty(len(lse), 0, dtype=torch.long)
     missing = k - best[0].shape[1]
     values = torch.nn.functional.pad(best[0], (0, missing), value=float("-inf"))
     ids = torch.nn.functional.pad(best[1], (0, missing)) + shard.start
-    if k and shard.world > 1:
+    if shard.world > 1:
         values = reduce.gather(values, shard).transpose(0, 1).flatten(1)
         ids = reduce.gather(ids, shard).transpose(0, 1).flatten(1)
         values, order = values.topk(k, dim=1)

@@ -118,9 +118,8 @@ class _LinearPolicyLoss(torch.autograd.Function):
         n, keep = len(whole.hidden), asked.hidden or asked.weight
         index = torch.arange(call.rows.total, device=labels.device) if call.rows.index is None else call.rows.index
         sink = weight_sink(weight, asked.weight, call.main_grad)
-        # Over several ranks the shares are summed in fp32; alone, a slice's gradient is final when it is made.
-        dtype = whole.wide if call.shard.world > 1 else hidden.dtype
-        hidden_grad = torch.empty(whole.hidden.shape, dtype=dtype, device=hidden.device) if asked.hidden else None
+        share = call.share_dtype(hidden) if asked.hidden else None
+        hidden_grad = None if share is None else torch.empty(whole.hidden.shape, dtype=share, device=hidden.device)
         logprob, row_entropy = torch.zeros(2, n, dtype=whole.wide, device=hidden.device).unbind(0)
         loss = torch.zeros((), dtype=whole.wide, device=hidden.device)
         broken = torch.zeros((), dtype=torch.bool, device=hidden.device)
@@ -135,9 +134,10 @@ class _LinearPolicyLoss(torch.autograd.Function):
             value, per_row = _loss_and_grads(stats, index[part], asked, keep)
             loss += value
             if per_row is not None:
-                local = backend.grads(problem, per_row, scores.kept, hidden=asked.hidden, weight=sink.out, add=sink.add or number > 0)
+                local = backend.grads(problem, per_row, scores.kept, hidden=share, weight=sink.out, add=sink.add or number > 0)
                 if hidden_grad is not None and local is not None:
                     hidden_grad[part] = local
+            del scores  # or two slices' logits would live at the same time
         if broken:
             raise inputs.explain_nonfinite(whole.hidden, weight)
         if keep:

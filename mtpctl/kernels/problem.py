@@ -66,8 +66,11 @@ class Backend(Protocol):
         """Statistics of every row; with `keep`, a backward pass will follow."""
         ...
 
-    def grads(self, problem: Problem, rows: RowGrads, kept: Any, *, hidden: bool, weight: Tensor | None, add: bool) -> Tensor | None:
-        """The gradient of hidden [n, H] in `problem.wide`, where asked for; the weight's is written to `weight` [V, H], or added to it.
+    def grads(
+        self, problem: Problem, rows: RowGrads, kept: Any, *, hidden: torch.dtype | None, weight: Tensor | None, add: bool
+    ) -> Tensor | None:
+        """The gradient of hidden [n, H] where a dtype is asked for, in it or wider; the weight's is written to `weight` [V, H], or
+        added to it.
 
         May overwrite `kept`, which cannot be used a second time.
         """

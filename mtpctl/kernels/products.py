@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
+ALIGNED = 8  # elements
 
 
 def _mixed(x: Tensor) -> bool:
@@ -27,16 +28,20 @@ def logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return _wide(hidden) @ _wide(weight).T
 
 
-def hidden_grad(so_far: Tensor | None, logit_grad: Tensor, weight: Tensor) -> Tensor:
-    """so_far [n, H] (0 where None) + logit_grad [n, c] x weight [c, H], in fp32 (fp64); `so_far` is overwritten."""
-    if _mixed(weight):
-        logit_grad = logit_grad.to(weight.dtype)
+def hidden_grad(so_far: Tensor | None, logit_grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """logit_grad [n, c] x weight [c, H] -> [n, H] in `dtype`, or added to `so_far`, which is fp32 (fp64)."""
+    if not _mixed(weight):
         if so_far is None:
-            return torch.mm(logit_grad, weight, out_dtype=torch.float32)
-        return torch.addmm(so_far, logit_grad, weight, out_dtype=torch.float32, out=so_far)
-    if so_far is None:
-        return _wide(logit_grad) @ _wide(weight)
-    return so_far.addmm_(_wide(logit_grad), _wide(weight))
+            return (_wide(logit_grad) @ _wide(weight)).to(dtype)
+        return so_far.addmm_(_wide(logit_grad), _wide(weight))
+    logit_grad = logit_grad.to(weight.dtype)
+    whole = logit_grad.shape[1] // ALIGNED * ALIGNED
+    if 0 < whole < logit_grad.shape[1]:  # the library is several times slower at a length that is not aligned; so only the rest is not
+        so_far = hidden_grad(so_far, logit_grad[:, :whole], weight[:whole], torch.float32)
+        logit_grad, weight = logit_grad[:, whole:], weight[whole:]
+    if so_far is not None:
+        return torch.addmm(so_far, logit_grad, weight, out_dtype=so_far.dtype, out=so_far)
+    return torch.mm(logit_grad, weight) if dtype == weight.dtype else torch.mm(logit_grad, weight, out_dtype=dtype)
 
 
 def weight_grad(logit_grad: Tensor, hidden: Tensor, out: Tensor, add: bool) -> None:

@@ -26,6 +26,7 @@ from mtpctl.kernels.triton_kernels import GRAD, KEEP, STATS, head_tiles, join_ti
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CHUNK_COLUMNS = 16384  # wide enough for the products to run at full rate; wider ones only take memory from kept logits
+TILES_A_PROGRAM = 4  # of kept logits, when they become gradients
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Tiles:
 
 @dataclass
 class Kept:
-    """Logits of the first columns, [n, padded columns] relative to `tops` [T, n], each tile's row maxima."""
+    """Logits of the first columns, [n, padded columns] relative to `tops` [n, T], each tile's row maxima."""
 
     logits: Tensor
     tops: Tensor
@@ -86,7 +87,7 @@ class Triton:
         columns = self._kept_columns(problem) if keep else 0
         scale, kept, spare = _scales(problem), None, problem.workspace_bytes // 4
         if columns:
-            kept = Kept(_padded(h, n, columns), h.new_empty(triton.cdiv(columns, t.bn), n, dtype=torch.float32), columns)
+            kept = Kept(_padded(h, n, columns), h.new_empty(n, triton.cdiv(columns, t.bn), dtype=torch.float32), columns)
             spare = min(spare, 4 * h.numel())  # set aside for the hidden gradient, which comes later
         rows_at_once = max(t.bm, spare // (16 * tiles) // t.bm * t.bm)
         for start in range(0, n, rows_at_once):
@@ -100,11 +101,11 @@ class Triton:
                     partial, stats[:, rows], count, tiles, n, ENTROPY=entropy, BLOCK=32, TILES=16, num_warps=4
                 )
             if kept is not None:
-                kept.tops[:, rows] = partial[0, : len(kept.tops)]
+                kept.tops[rows] = partial[0, : kept.tops.shape[1]].T
         return LocalScores(RowStats(*stats.unbind(0)), kept=kept)
 
     def grads(
-        self, problem: Problem, rows: RowGrads, kept: Kept | None, *, hidden: bool, weight: Tensor | None, add: bool
+        self, problem: Problem, rows: RowGrads, kept: Kept | None, *, hidden: torch.dtype | None, weight: Tensor | None, add: bool
     ) -> Tensor | None:
         h, n = problem.hidden, len(problem.hidden)
         scale = _scales(problem)
@@ -124,16 +125,24 @@ class Triton:
             hidden_grad = self._spend(problem, chunk, columns, hidden, hidden_grad, weight, add)
         if weight is not None and not add:
             weight[problem.valid :] = 0
-        if hidden and hidden_grad is None:  # this rank's shard is all padding
-            hidden_grad = torch.zeros(h.shape, dtype=torch.float32, device=h.device)
+        if hidden is not None and hidden_grad is None:  # this rank's shard is all padding
+            hidden_grad = torch.zeros(h.shape, dtype=hidden, device=h.device)
         return hidden_grad
 
     def _spend(
-        self, problem: Problem, chunk: Tensor, columns: slice, hidden: bool, so_far: Tensor | None, weight: Tensor | None, add: bool
+        self,
+        problem: Problem,
+        chunk: Tensor,
+        columns: slice,
+        hidden: torch.dtype | None,
+        so_far: Tensor | None,
+        weight: Tensor | None,
+        add: bool,
     ) -> Tensor | None:
         """The two products of a finished chunk of logit gradients."""
-        if hidden:
-            so_far = products.hidden_grad(so_far, chunk, problem.weight[columns])
+        if hidden is not None:
+            dtype = hidden if chunk.shape[1] == problem.valid else torch.float32
+            so_far = products.hidden_grad(so_far, chunk, problem.weight[columns], dtype)
         if weight is not None:
             products.weight_grad(chunk, problem.hidden, weight[columns], add)
         return so_far
@@ -203,10 +212,10 @@ class Triton:
             )
 
     def _kept_grads(self, problem: Problem, rows: RowGrads, kept: Kept, scale: Tensor) -> None:
-        n, block = len(problem.hidden), 1024
+        n, tiles = kept.tops.shape
         entropy = rows.entropy is not None
         with _on(problem.hidden):
-            kept_grads[(n, triton.cdiv(kept.columns, block))](
+            kept_grads[(n * triton.cdiv(tiles, TILES_A_PROGRAM),)](
                 kept.logits,
                 kept.tops,
                 problem.targets,
@@ -215,12 +224,12 @@ class Triton:
                 rows.logprob,
                 rows.entropy if entropy else scale,
                 rows.row_entropy if entropy else scale,
-                n,
                 kept.columns,
+                tiles,
                 kept.logits.stride(0),
                 BN=self.tiles.bn,
+                TILES=TILES_A_PROGRAM,
                 ENTROPY=entropy,
-                BLOCK=block,
                 num_warps=4,
             )
 

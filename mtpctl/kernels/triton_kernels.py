@@ -147,35 +147,37 @@ def join_tiles(
     tl.store(stats_ptr + 3 * stride + row, target, mask=inside)
 
 
-@triton.jit(do_not_specialize=["n", "c"])
+@triton.jit(do_not_specialize=["c", "tiles"])
 def kept_grads(
     kept_ptr,  # [n, c], row stride `stride`: what KEEP stored; overwritten with the gradient of the unscaled logits
-    top_ptr,  # fp32 [T, n]: each tile's maxima, to which the kept logits are relative
+    top_ptr,  # fp32 [n, T]: each tile's maxima, to which the kept logits are relative
     target_ptr,  # int64 [n], counted from the first column
     scale_ptr,
     lse_ptr,
     by_logprob_ptr,
     by_entropy_ptr,
     row_entropy_ptr,  # fp32 [n]; the last two with ENTROPY alone
-    n,
     c,
+    tiles,  # T
     stride,
     BN: tl.constexpr,
+    TILES: tl.constexpr,  # how many one program does
     ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    scale = tl.load(scale_ptr + row)
-    target = tl.load(target_ptr + row)
-    lse = tl.load(lse_ptr + row)
-    by_logprob = tl.load(by_logprob_ptr + row) * scale
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # Programs that run together lie along a row: across rows, every one would open a page of memory of its own.
+    programs = tl.cdiv(tiles, TILES)
+    row = (tl.program_id(0) // programs).to(tl.int64)
+    tile = (tl.program_id(0) % programs) * TILES + tl.arange(0, TILES)
+    top = tl.load(top_ptr + row * tiles + tile, mask=tile < tiles, other=0.0)
+    column = tile[:, None] * BN + tl.arange(0, BN)[None, :]
     inside = column < c
-    top = tl.load(top_ptr + (column // BN) * n + row, mask=inside, other=0.0)
     place = kept_ptr + row * stride + column
-    logp = tl.load(place, mask=inside, other=0.0).to(tl.float32) + (top - lse)
+    kept = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + row)
+    by_logprob = tl.load(by_logprob_ptr + row) * scale
+    logp = kept + (top - tl.load(lse_ptr + row))[:, None]
     pull = by_logprob
     if ENTROPY:
         pull += tl.load(by_entropy_ptr + row) * scale * (logp + tl.load(row_entropy_ptr + row))
-    grad = tl.where(column == target, by_logprob, 0.0) - tl.exp2(logp * LOG2E) * pull
+    grad = tl.where(column == tl.load(target_ptr + row), by_logprob, 0.0) - tl.exp2(logp * LOG2E) * pull
     tl.store(place, grad.to(kept_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,72 @@
+"""`mtpctl bench`: measurements, each with a verdict."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from mtpctl.bench.fused_kernels import Shape
+
+app = typer.Typer(help="Measure, side by side with the best there is.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    # Keeps `mtpctl bench NAME` a group while it has one command only.
+    pass
+
+
+@app.command("fused-kernels")
+def fused_kernels(
+    shape: Annotated[list[str] | None, typer.Option("--shape", metavar="ROWSxHIDDENxVOCAB", help="May be given several times.")] = None,
+    peers: Annotated[bool, typer.Option("--peers", help="Measure what others publish too, as far as it is installed.")] = False,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Instead: the vocabulary sharded over that many cards of this host.")] = 1,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Log-probs and policy loss from hidden states: times, memory, errors, against the floor. Exit code 6 when a bound is missed."""
+    import torch
+
+    from mtpctl.bench import fused_kernels as bench
+    from mtpctl.recipe.errors import ThresholdMissed, UserError
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    default = "8192x4096x151680" if device == "cuda" else "64x64x1000"
+    try:
+        shapes = [bench.Shape.parse(text) for text in shape or [default]]
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if tp > 1:
+        return _parallel(shapes, tp, json)
+    results = [result for each in shapes for result in bench.measure(each, with_peers=peers)]
+    if json:
+        print(bench.as_json(results, device))
+    else:
+        print(f"{bench.environment(device)}\nThe timer covers: {bench.TIMER}\n\n{bench.table(results)}\n")
+        for line in bench.verdict(results):
+            print(line)
+        if peers and bench.missing(device):
+            print(f"not installed, not measured: {', '.join(bench.missing(device))}")
+    missed = [r for r in results if r.misses]
+    if missed:
+        raise ThresholdMissed(
+            f"{len(missed)} of {len(results)} measurements missed a bound, first: {missed[0].what} {missed[0].name}: {missed[0].misses[0]}"
+        )
+
+
+def _parallel(shapes: list[Shape], tp: int, json: bool) -> None:
+    from dataclasses import asdict
+    from json import dumps
+
+    from mtpctl.bench.fused_parallel import BOUND, measure_parallel, parallel_table
+    from mtpctl.recipe.errors import ThresholdMissed, UserError
+
+    try:
+        results = [result for each in shapes for result in measure_parallel(each, tp)]
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    print(dumps([{**asdict(r), "ratio": r.ratio} for r in results], indent=1) if json else parallel_table(results))
+    slow = [r for r in results if r.ratio > BOUND]
+    if slow:
+        raise ThresholdMissed(f"{slow[0].what} on {tp} cards takes {slow[0].ratio:.2f}x of one card's share, bound {BOUND}x")
