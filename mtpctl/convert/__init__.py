@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mtpctl.convert.bridge import WeightBridge
     from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
+    from mtpctl.convert.stream import StreamMap, WeightStream
 
-__all__ = ["HfFolder", "WeightBridge", "create_hf_folder"]
+__all__ = ["HfFolder", "StreamMap", "WeightBridge", "WeightStream", "create_hf_folder"]
 
-_HOMES = {"WeightBridge": "bridge", "HfFolder": "hf_folder", "create_hf_folder": "hf_folder"}
+_HOMES = {
+    "WeightBridge": "bridge",
+    "HfFolder": "hf_folder",
+    "create_hf_folder": "hf_folder",
+    "StreamMap": "stream",
+    "WeightStream": "stream",
+}
 
 
 def __getattr__(name: str) -> Any:

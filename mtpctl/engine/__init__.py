@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from mtpctl.engine.engine import EngineConfig, MegatronEngine, Scores
     from mtpctl.engine.objective import NextToken, Objective
     from mtpctl.engine.parallel import Rank
+    from mtpctl.engine.scoring import DraftScores, TokenScores, Want, score_tokens
 
 __all__ = [
+    "DraftScores",
     "EngineConfig",
     "MegatronEngine",
     "MicroBatch",
@@ -21,8 +23,11 @@ __all__ = [
     "Rank",
     "Scores",
     "Sequence",
+    "TokenScores",
+    "Want",
     "latest_checkpoint",
     "publish_checkpoint",
+    "score_tokens",
 ]
 
 _HOMES = {
@@ -36,6 +41,10 @@ _HOMES = {
     "NextToken": "objective",
     "Objective": "objective",
     "Rank": "parallel",
+    "DraftScores": "scoring",
+    "TokenScores": "scoring",
+    "Want": "scoring",
+    "score_tokens": "scoring",
 }
 
 

@@ -1,0 +1,71 @@
+"""From a recipe to a running server on the Ray cluster that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from mtpctl.logprob.rank import ReplicaConfig
+from mtpctl.logprob.replica import Replica, start_replica
+from mtpctl.logprob.server import LogprobServer, Published, ServerLimits
+from mtpctl.recipe import Recipe
+
+
+async def start_server(
+    recipe: Recipe,
+    model: Path,
+    *,
+    device: Literal["cpu", "cuda"],
+    cpus: float,
+    gpus: float,
+    published: Published | None = None,
+    checkpoint: Path | None = None,
+    version: int = 0,
+) -> LogprobServer:
+    """The replicas of `logprob`, on the model in `model` or, over it, a checkpoint of weight version `version`.
+
+    `cpus` and `gpus` are those of one rank. `published`: where replicas that start late find newer weights.
+    """
+    options = recipe.logprob
+    config = ReplicaConfig(
+        model=str(model),
+        parallel=options.parallel,
+        precision=recipe.train.precision,
+        mtp=recipe.mtp,
+        kernels=recipe.kernels,
+        tokens_per_batch=options.tokens_per_batch,
+        keep_previous=options.keep_previous,
+        # Ranks on a CPU share it with generation and training; one thread each leaves those their own.
+        threads=1 if device == "cpu" else 0,
+        checkpoint=None if checkpoint is None else str(checkpoint),
+        version=version,
+    )
+
+    async def start(index: int) -> Replica:
+        return await start_replica(config, name=f"log-prob replica {index}", cpus=cpus, gpus=gpus)
+
+    limits = ServerLimits(options.tokens_per_batch, options.queue_tokens)
+    return await LogprobServer.start(start, options.replicas, limits, published=published)
+
+
+def meter(server: LogprobServer) -> Callable[[], dict[str, float]]:
+    """Metrics of what the server did between two readings."""
+    counters = server.counters
+    names = ("busy_s", "wait_s", "tokens", "requests", "stall_s")
+    last = dict.fromkeys(names, 0.0)
+
+    def read() -> dict[str, float]:
+        now = {name: float(getattr(counters, name)) for name in names}
+        passed = {name: now[name] - last[name] for name in names}
+        last.update(now)
+        if not passed["requests"]:
+            return {}
+        return {
+            "timing_s/logprob_server": passed["busy_s"],
+            "logprob/wait_s_mean": passed["wait_s"] / passed["requests"],
+            "logprob/tokens_per_s": passed["tokens"] / passed["busy_s"] if passed["busy_s"] else 0.0,
+            "logprob/stall_seconds": passed["stall_s"],
+        }
+
+    return read

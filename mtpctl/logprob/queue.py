@@ -1,0 +1,112 @@
+"""The requests that wait, and which of them make the next batch: pure bookkeeping, without clocks or tasks.
+
+Callers share the server by tokens: each has a queue of its own and an account of the tokens it was served, and the next
+request is that of the caller with the smallest account (start-time fair queueing, Goyal et al. 1996). Who comes back after a
+rest starts level with the others, so nobody saves up. A batch is filled up to its budget; a request that does not fit waits
+at the head of its queue, where it is first in line for the next batch, so a long one is not passed by for ever.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from mtpctl.logprob.protocol import ScoreRequest
+
+CALLERS = 1024
+"""Callers whose accounts are kept while they have nothing in line."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A request in line. `answer` is its caller's; `alone`: it gets a batch of its own, since
+    a pass with it failed; `attempts`: replicas that died over such a batch."""
+
+    request: ScoreRequest
+    answer: Any
+    attempts: int = 0
+    alone: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of its forward pass."""
+        return self.request.tokens
+
+
+@dataclass(slots=True)
+class _Line:
+    account: float
+    waiting: deque[Waiting] = field(default_factory=deque)
+
+
+class FairQueue:
+    """Requests by caller. `tokens` and `requests` count what waits."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, _Line] = {}
+        self._level = 0.0
+        self.tokens = 0
+        self.requests = 0
+
+    def put(self, item: Waiting, *, first: bool = False) -> None:
+        """Stand in line; with `first` at the head of the caller's own, where a request that was taken out goes back."""
+        caller = item.request.caller
+        line = self._lines.setdefault(caller, _Line(self._level))
+        if first:
+            line.waiting.appendleft(item)
+            line.account -= item.tokens
+        else:
+            line.waiting.append(item)
+        self.tokens += item.tokens
+        self.requests += 1
+
+    def take(self, budget: int, ready: Callable[[ScoreRequest], bool]) -> list[Waiting]:
+        """The next batch: of the requests that are `ready`, what fits into `budget` tokens, or one that is longer alone."""
+        batch: list[Waiting] = []
+        room = budget
+        blocked: set[str] = set()
+        while True:
+            caller = min((c for c in self._lines if c not in blocked), key=lambda c: self._lines[c].account, default=None)
+            if caller is None:
+                return batch
+            line = self._lines[caller]
+            place = next((i for i, item in enumerate(line.waiting) if ready(item.request)), None)
+            if place is None:
+                blocked.add(caller)
+                continue
+            item = line.waiting[place]
+            if batch and (item.tokens > room or item.alone):
+                blocked.add(caller)
+                continue
+            del line.waiting[place]
+            self._level = max(self._level, line.account)
+            line.account += item.tokens
+            self._left(caller, item)
+            batch.append(item)
+            room -= item.tokens
+            if item.alone:
+                return batch
+
+    def remove(self, unwanted: Callable[[Waiting], bool]) -> list[Waiting]:
+        """Take out everyone for whom `unwanted` holds."""
+        removed = [item for item in self if unwanted(item)]
+        for item in removed:
+            self._lines[item.request.caller].waiting.remove(item)
+            self._left(item.request.caller, item)
+        return removed
+
+    def __iter__(self) -> Iterator[Waiting]:
+        for line in self._lines.values():
+            yield from line.waiting
+
+    def _left(self, caller: str, item: Waiting) -> None:
+        self.tokens -= item.tokens
+        self.requests -= 1
+        if not self.requests:
+            self._lines.clear()
+            self._level = 0.0
+        elif len(self._lines) > CALLERS:
+            for idle in [name for name, line in self._lines.items() if not line.waiting]:
+                del self._lines[idle]

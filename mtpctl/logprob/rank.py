@@ -1,0 +1,194 @@
+"""One rank of a log-prob replica: a forward-only engine, and the weights that it holds. Runs in a process of its own.
+
+All ranks of a replica are called together, with the same arguments and in the same order; rank 0's answers count.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtpctl.logprob.protocol import Bounds, Draft, Scored, ScoreRequest
+from mtpctl.plan import Entry
+from mtpctl.recipe.schema import KernelsConfig, MtpConfig, ParallelConfig
+from mtpctl.sync import Manifest, PlanMismatch, Section, SyncError
+
+
+@dataclass(frozen=True)
+class ReplicaConfig:
+    """What a replica serves and how: the model folder, on demand a checkpoint over it, and the version that these weights are."""
+
+    model: str
+    parallel: ParallelConfig
+    precision: str
+    mtp: MtpConfig
+    kernels: KernelsConfig
+    tokens_per_batch: int
+    keep_previous: bool = False
+    threads: int = 0
+    checkpoint: str | None = None
+    version: int = 0
+
+
+class ScoreRank:
+    """A `MegatronEngine` that scores and takes in weights."""
+
+    def __init__(self, config: ReplicaConfig, rank: int) -> None:
+        self.config, self.rank = config, rank
+        self._stream: Any = None
+        self._reader: Any = None
+        self._finished: set[str] = set()
+
+    def address(self) -> str:
+        """A host and a free port for the ranks to meet at."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"{socket.gethostbyname(socket.gethostname())}:{probe.getsockname()[1]}"
+
+    def build(self, master: str) -> Bounds:
+        """Load the model."""
+        import torch
+
+        from mtpctl.convert import HfFolder
+        from mtpctl.engine import EngineConfig, MegatronEngine, Rank
+
+        config = self.config
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        settings = EngineConfig(
+            parallel=config.parallel,
+            precision=config.precision,
+            # The MTP layers are read, never trained.
+            mtp=config.mtp if config.mtp.mode == "off" else config.mtp.model_copy(update={"mode": "load"}),
+            kernels=config.kernels,
+            tokens_per_microbatch=config.tokens_per_batch,
+            train=False,
+        )
+        engine = MegatronEngine(HfFolder.open(config.model), settings, Rank(self.rank, config.parallel.world_size, master))
+        if config.checkpoint is not None:
+            engine.restore(Path(config.checkpoint))
+        return self.adopt(engine)
+
+    def adopt(self, engine: Any) -> Bounds:
+        """Serve an engine that is there, with its weights as the configured version."""
+        from mtpctl import families
+        from mtpctl.convert import StreamMap
+        from mtpctl.logprob.weights import HeldWeights
+
+        shape = engine.folder.shape
+        self.engine = engine
+        self.tensors = families.tensors(shape)
+        self._section_of = lambda name: families.section_of(name, shape)
+        self.map = StreamMap(engine.bridge, [engine.module], [*self.tensors, *families.aliases(shape)])
+        self.held = HeldWeights(engine.module, self.config.version, keep_previous=self.config.keep_previous)
+        return Bounds(shape.max_positions, shape.vocab, engine.depths)
+
+    def score(self, requests: list[ScoreRequest], version: int) -> list[Scored] | None:
+        """Answers in the order of `requests`, all under weights `version`. Raises VersionConflict where they are not held."""
+        from mtpctl.engine import Sequence, Want, score_tokens
+
+        sequences, wants = [], []
+        for request in requests:
+            response = len(request.token_ids) - request.prompt_length
+            sequences.append(Sequence(request.token_ids, request.prompt_length, request.mask or [1] * response))
+            wants.append(Want(request.temperature, request.topk, request.mtp))
+        with self.held.using(version):
+            scores = score_tokens(self.engine, sequences, wants)
+        if self.rank:
+            return None
+        return [
+            Scored(version, s.logprobs, s.entropy, s.topk_ids, s.topk_logprobs, [Draft(d.logprobs, d.hits) for d in s.drafts])
+            for s in scores
+        ]
+
+    def ping(self) -> list[int]:
+        """Versions held, newest first."""
+        return self.held.versions
+
+    # ------------------------------------------------------------------------------------------------------- weights
+
+    def begin_update(self, manifest: dict[str, Any], version: int, section: Section) -> None:
+        """See `WeightTarget.begin_update`."""
+        from mtpctl.convert import WeightStream
+        from mtpctl.sync.transports import open_reader
+
+        self._manifest = Manifest.from_dict(manifest)
+        plan = self._manifest.sections[section]
+        entries = plan.tensors()
+        self._check(entries, section)
+        self.held.begin(version)
+        self._section, self._plan = section, plan
+        names = {name for entry in entries.values() for name in (entry.name, *entry.aliases)}
+        self._stream = WeightStream(self.map, names, self.held.destination)
+        self._partial: dict[str, Any] = {}
+        self._taken = 0
+        self._reader = open_reader(self._manifest.transport, self._manifest.address)
+
+    def _check(self, entries: dict[str, Entry], section: Section) -> None:
+        dtype = {"fp32": "float32", "bf16": "bfloat16"}[self.config.precision]
+        unknown = [name for name, e in entries.items() if not self.map.known & {name, *e.aliases}]
+        wrong = [f"{name} is not a tensor of the served model" for name in unknown]
+        for name, entry in entries.items():
+            if name in self.tensors and tuple(self.tensors[name]) != entry.shape:
+                wrong.append(f"{name} has shape {entry.shape}, the served model {tuple(self.tensors[name])}")
+            if entry.dtype != dtype:
+                wrong.append(f"{name} is {entry.dtype}, the served model {dtype}")
+        there = {name for name, e in entries.items() for name in (name, *e.aliases)}
+        wrong += [f"{name} is missing" for name in self.map.known - there if self._section_of(name) == section]
+        if wrong:
+            raise PlanMismatch(f"the weights do not fit the log-prob replica: {'; '.join(wrong[:8])}")
+
+    def receive(self, index: int) -> None:
+        """Take in bucket `index` of the section begun last. Raises SyncError for one out of order."""
+        import torch
+
+        from mtpctl.sync.receiver import pieces
+
+        if self._stream is None or index != self._taken:
+            raise SyncError(f"bucket {index} came where bucket {self._taken if self._stream else 'none'} was due")
+        bucket = self._plan.buckets[index]
+        for entry, piece in pieces(bucket, self._reader.read(self._section, bucket)):
+            tensor = piece
+            if not entry.whole:
+                whole = self._partial.setdefault(entry.name, torch.empty(entry.shape, dtype=piece.dtype))
+                whole.view(-1)[entry.part_start : entry.part_stop].copy_(piece)
+                if not entry.last:
+                    continue
+                tensor = self._partial.pop(entry.name)
+            for name in (entry.name, *entry.aliases):
+                self._stream.add(name, tensor.view(entry.shape))
+        self._stream.settle()
+        self._taken += 1
+
+    def finish_update(self) -> None:
+        """Close the section; the last one of the manifest makes the version current. Raises SyncError where buckets are missing."""
+        if self._stream is None or self._taken < len(self._plan.buckets):
+            raise SyncError("the section ended before all of its buckets came")
+        try:
+            self._stream.finish()
+        except ValueError as error:
+            raise SyncError(str(error)) from error
+        self._close()
+        self._finished.add(self._section)
+        if self._finished == set(self._manifest.sections):
+            self._finished = set()
+            self.held.commit()
+
+    def abort_update(self) -> None:
+        """Give up the update, all its sections. Raises TargetDirty where the weights are mixed."""
+        self._close()
+        self._finished = set()
+        self.held.abort()
+
+    def checksums(self) -> dict[str, str]:
+        """Checksum of every tensor as it would be exported now, by its Hugging Face name."""
+        from mtpctl.sync import checksum
+
+        return {name: checksum(tensor) for name, tensor in self.engine.export()}
+
+    def _close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+        self._stream = self._reader = None
