@@ -19,8 +19,9 @@ def cluster(config: ClusterConfig, *, cpus: float, gpus: float) -> Iterator[None
     """
     import ray
 
-    # Workers start from a copy of this environment; thread pools are sized by each actor, not by the library.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # A loaded machine may take longer than Ray's half minute to start its own processes.
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
     try:
         ray.init(
             address=config.address,
@@ -32,7 +33,7 @@ def cluster(config: ClusterConfig, *, cpus: float, gpus: float) -> Iterator[None
             logging_level=logging.ERROR,
             namespace="mtpctl",
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray raises plain `Exception` where one of its own processes does not start.
         where = f"no Ray cluster answers at {config.address}" if config.address else "Ray did not start on this machine"
         raise EnvironmentMissing(f"cluster.address: {where}: {str(error).splitlines()[0]}") from error
     try:

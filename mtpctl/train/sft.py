@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import time
 
 from mtpctl.data import PromptCursor, encode_prompt, encode_target
@@ -10,6 +11,9 @@ from mtpctl.telemetry import Telemetry
 from mtpctl.train.prepare import Prepared
 from mtpctl.train.state import RunState
 from mtpctl.train.trainer import TrainerGroup
+
+WINDOW = 10
+"""Updates over which the loss is averaged for `until_loss`."""
 
 
 class SftStage:
@@ -24,12 +28,17 @@ class SftStage:
     async def run(self) -> None:
         """All updates that are left, with checkpoints between."""
         sft, bad = self.recipe.train.sft, 0
+        losses: collections.deque[float] = collections.deque(maxlen=WINDOW)
         while self.state.step < sft.steps and not self.state.stopping.is_set():
+            if len(losses) == WINDOW and sum(losses) / WINDOW <= sft.until_loss:
+                self.telemetry.event("sft", f"mean loss {sum(losses) / WINDOW:.3g} after {self.state.step} updates: far enough")
+                return
             began = time.perf_counter()
             pairs = [self._pair() for _ in range(sft.batch_size)]
             metrics = await self.trainer.call("sft_step", pairs)
             seconds = time.perf_counter() - began
             bad = check_applied(metrics, bad, self.recipe.train.max_bad_steps)
+            losses.append(metrics["sft/loss"])
             self.state.step += 1
             self.state.cursor = self.cursor.state_dict()
             metrics |= {"timing_s/step": seconds, "perf/tokens_per_s": metrics.pop("perf/tokens") / seconds}
