@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -47,25 +46,3 @@ async def start_server(
 
     limits = ServerLimits(options.tokens_per_batch, options.queue_tokens)
     return await LogprobServer.start(start, options.replicas, limits, published=published)
-
-
-def meter(server: LogprobServer) -> Callable[[], dict[str, float]]:
-    """Metrics of what the server did between two readings."""
-    counters = server.counters
-    names = ("busy_s", "wait_s", "tokens", "requests", "stall_s")
-    last = dict.fromkeys(names, 0.0)
-
-    def read() -> dict[str, float]:
-        now = {name: float(getattr(counters, name)) for name in names}
-        passed = {name: now[name] - last[name] for name in names}
-        last.update(now)
-        if not passed["requests"]:
-            return {}
-        return {
-            "timing_s/logprob_server": passed["busy_s"],
-            "logprob/wait_s_mean": passed["wait_s"] / passed["requests"],
-            "logprob/tokens_per_s": passed["tokens"] / passed["busy_s"] if passed["busy_s"] else 0.0,
-            "logprob/stall_seconds": passed["stall_s"],
-        }
-
-    return read

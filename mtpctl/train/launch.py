@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from mtpctl.cluster import cluster, within
+from mtpctl.logprob import LogprobServer, start_server
 from mtpctl.plan import Placement, place
 from mtpctl.recipe import Recipe, dump_resolved
 from mtpctl.recipe.schema import VllmConfig
@@ -19,6 +20,7 @@ from mtpctl.telemetry import RunDirectory, Telemetry
 from mtpctl.train.buffer import SampleBuffer
 from mtpctl.train.prepare import Prepared, prepare
 from mtpctl.train.rl import RlStage
+from mtpctl.train.scoring import Scoring
 from mtpctl.train.sft import SftStage
 from mtpctl.train.state import RunState
 from mtpctl.train.trainer import TrainerGroup
@@ -58,7 +60,7 @@ class Run:
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self.store.close)
             # The engine takes its time to start; the supervised stage does not need it, so they overlap.
-            starting = asyncio.create_task(self._start_rollout(stack)) if "rl" in self.recipe.train.stages else None
+            starting = asyncio.create_task(self._start_actors(stack)) if "rl" in self.recipe.train.stages else None
             try:
                 await self._stages(trainer, starting)
             finally:
@@ -81,6 +83,29 @@ class Run:
             loop.remove_signal_handler(signal.SIGINT)
 
         loop.add_signal_handler(signal.SIGINT, ask)
+
+    async def _start_actors(self, stack: contextlib.AsyncExitStack) -> tuple[ReplicaPool, LogprobServer | None]:
+        """What RL needs beside the trainer."""
+        if not self.recipe.logprob.standalone:
+            return await self._start_rollout(stack), None
+        return await asyncio.gather(self._start_rollout(stack), self._start_logprob(stack))
+
+    async def _start_logprob(self, stack: contextlib.AsyncExitStack) -> LogprobServer:
+        seat = self.placement.of("logprob")[0]
+        server = await within(
+            start_server(
+                self.recipe,
+                self.prepared.model.path,
+                device=self.placement.device,
+                cpus=seat.cpus,
+                gpus=seat.gpus,
+                published=self.store,
+            ),
+            self.recipe.cluster.actor_deadline_s,
+            "log-prob server, start",
+        )
+        stack.push_async_callback(server.close)
+        return server
 
     async def _start_rollout(self, stack: contextlib.AsyncExitStack) -> ReplicaPool:
         recipe = self.recipe
@@ -108,7 +133,7 @@ class Run:
         stack.push_async_callback(pool.close)
         return pool
 
-    async def _stages(self, trainer: TrainerGroup, starting: asyncio.Task[ReplicaPool] | None) -> None:
+    async def _stages(self, trainer: TrainerGroup, starting: asyncio.Task[tuple[ReplicaPool, LogprobServer | None]] | None) -> None:
         self.telemetry.event("start", f"trainer: {self.recipe.train.parallel.world_size} rank(s)")
         told = await trainer.build(self.prepared.model.path)
         self.telemetry.event("start", f"trainer ready: {told['parameters']:,} parameters")
@@ -129,13 +154,15 @@ class Run:
                 await SftStage(self.recipe, self.prepared, trainer, self.telemetry, self.state).run()
             else:
                 assert starting is not None
-                await self._rl(trainer, await starting, resumed)
+                await self._rl(trainer, *await starting, resumed)
             if self.state.stopping.is_set():
                 return
             self.state.end(stage)
             await self.state.checkpoint(trainer)
 
-    async def _rl(self, trainer: TrainerGroup, rollout: ReplicaPool, restored: Path | None) -> None:
+    async def _rl(self, trainer: TrainerGroup, rollout: ReplicaPool, server: LogprobServer | None, restored: Path | None) -> None:
+        scoring = None if server is None else Scoring(server, self.recipe.rollout.temperature)
+
         async def sync(version: int) -> dict[str, float]:
             began = time.perf_counter()
             verify = self.recipe.sync.verify
@@ -143,11 +170,10 @@ class Run:
             manifest = await trainer.call("publish", version, str(self.store.root), checksums)
             packed = time.perf_counter()
             options = self.recipe.sync
-            reports = await within(
-                rollout.update(manifest, mode=options.pause, verify=checksums, deadline_s=options.deadline_s),
-                2 * options.deadline_s,
-                f"sync of version {version}",
-            )
+            updates = [rollout.update(manifest, mode=options.pause, verify=checksums, deadline_s=options.deadline_s)]
+            if server is not None:
+                updates.append(server.update(manifest, verify=checksums, deadline_s=options.deadline_s))
+            reports, *_ = await within(asyncio.gather(*updates), 2 * options.deadline_s, f"sync of version {version}")
             synced.append(version)
             seconds = time.perf_counter() - began
             return {
@@ -155,11 +181,11 @@ class Run:
                 "sync/publish_seconds": packed - began,
                 "sync/stall_seconds": max((report.stall_seconds for report in reports), default=0.0),
                 "sync/gb_per_s": manifest.nbytes / seconds / 1e9,
-            }
+            } | (scoring.metrics() if scoring is not None else {})
 
         synced: list[int] = []
         checker = make_checker(self.recipe.data.checker)
-        stage = RlStage(self.recipe, self.prepared, trainer, rollout, sync, checker, self.telemetry, self.state)
+        stage = RlStage(self.recipe, self.prepared, trainer, rollout, sync, checker, self.telemetry, self.state, scoring)
         if restored is not None and (restored / "buffer.jsonl").exists():
             await stage.resume_buffer(*SampleBuffer.load(restored / "buffer.jsonl"))
         await stage.publish()
