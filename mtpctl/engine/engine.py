@@ -58,6 +58,14 @@ class MegatronEngine:
     def __init__(self, folder: HfFolder, config: EngineConfig, rank: groups.Rank | None = None) -> None:
         self.config, self.folder = config, folder
         groups.start(rank or groups.Rank(), config.parallel)
+        try:
+            self._build()
+        except BaseException:
+            groups.stop()
+            raise
+
+    def _build(self) -> None:
+        folder, config = self.folder, self.config
         self.device = torch.device(torch.cuda.current_device())
         self.bridge = WeightBridge(folder)
         self.transformer = complete_config(

@@ -10,6 +10,7 @@ from megatron.core.transformer import TransformerConfig
 
 from mtpctl.families import ModelShape
 from mtpctl.model.gpt import MtpModel
+from mtpctl.model.rope import rope_of
 from mtpctl.model.spec import decoder_spec, mtp_spec
 from mtpctl.recipe import UserError
 from mtpctl.recipe.schema import MtpConfig, ParallelConfig
@@ -56,6 +57,7 @@ def complete_config(
         "mtp_use_repeated_layer": mtp.repeat > 1,
         "mtp_detach_heads": mtp.mode == "isolated",
         "seq_length": shape.max_positions,
+        "position_embedding_type": "rope",
     }
     if recompute == "full":
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -68,6 +70,9 @@ def complete_config(
 
 
 def _check_fit(shape: ModelShape, parallel: ParallelConfig) -> None:
+    if shape.out_bias or shape.mlp_bias:
+        field = "attention_bias" if shape.out_bias else "mlp_bias"
+        raise UserError(f"model config: {field} puts a bias on the output projections of {shape.family}, which is not supported")
     for what, size in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads), ("vocabulary", shape.vocab)):
         if size % parallel.tp:
             fits = [n for n in range(1, 65) if shape.heads % n == shape.kv_heads % n == shape.vocab % n == 0]
@@ -85,9 +90,9 @@ def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) ->
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope",
-        rotary_base=int(shape.rope_theta),
         mtp_block_spec=mtp_spec(config),
     )
+    model.use_rope(rope_of(shape))
     model.mtp_reads_prenorm = shape.mtp_reads_prenorm
     model.mtp_isolated = mtp.mode == "isolated"
     if model.mtp_process and mtp.mode == "load":

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.attention import Attention
 from torch import Tensor
 
 from mtpctl.model.packing import Packing
+from mtpctl.model.rope import Rope
 
 
 @dataclass
@@ -41,12 +43,20 @@ class MtpModel(GPTModel):
 
     mtp_reads_prenorm: bool = False
     mtp_isolated: bool = True
+    rope: Rope
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._prenorm: Tensor | None = None
         if self.mtp_process:
             self.decoder.final_layernorm.register_forward_pre_hook(self._keep_prenorm)
+
+    def use_rope(self, rope: Rope) -> None:
+        """Rotate queries and keys so, in every attention layer."""
+        self.rope = rope
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module._yarn_concentration_factor = rope.scaling
 
     def _keep_prenorm(self, _: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
         self._prenorm = args[0]
@@ -57,7 +67,7 @@ class MtpModel(GPTModel):
         depths: how many MTP depths to compute; 0 leaves the head's weights untouched by the pass.
         """
         position_ids = packing.position_ids
-        rotary = self._rotary(position_ids, packing)
+        rotary = None if self.config.multi_latent_attention else self.rope.angles(position_ids)
         embedded = self._embed(input_ids, position_ids) if self.pre_process else None
         state = self.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packing)
         if not self.post_process:
@@ -73,11 +83,6 @@ class MtpModel(GPTModel):
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         return self.embedding(input_ids=input_ids[None], position_ids=position_ids[None])
-
-    def _rotary(self, position_ids: Tensor, packing: Packing) -> Tensor | None:
-        if self.position_embedding_type != "rope" or self.config.multi_latent_attention:
-            return None
-        return self.rotary_pos_emb(packing.max_seqlen_q, packed_seq=True)[position_ids]
 
     def _mtp(
         self, state: Tensor, input_ids: Tensor, position_ids: Tensor, rotary: Tensor | None, packing: Packing, depths: int

@@ -1,0 +1,97 @@
+"""Every family: a toy model made by transformers goes in, gives the same logits, and comes out as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mtpctl.convert import HfFolder
+from mtpctl.recipe import UserError
+from mtpctl.recipe.schema import MtpConfig
+from tests.engine.tiny import engine, sequences
+from tests.model.test_mimo import packed_logits
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3-tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "llama": ("Llama", {}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "head_dim": 16}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+    "qwen2-yarn": ("Qwen2", {"rope_parameters": YARN}),
+}
+
+
+def hf_model(kind: str, fields: dict[str, Any], folder: Path) -> Any:
+    """A toy model of transformers with every parameter drawn, saved to `folder`."""
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(**(SIZES | fields))
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(tmp_path, case):
+    model = hf_model(*CASES[case], tmp_path)
+    ids = [s.token_ids for s in sequences(5, high=40)]
+    folder = HfFolder.open(tmp_path)
+    with engine(folder, train=False, mtp=MtpConfig(mode="load")) as made:
+        (logits,) = packed_logits(made, ids, 0)
+        exported = {name: value.clone() for name, value in made.export()}
+    with torch.no_grad():
+        for sample, found in zip(ids, logits, strict=True):
+            torch.testing.assert_close(found, model(torch.tensor([sample])).logits[0], atol=1e-5, rtol=0)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert exported.keys() == saved.keys()
+    assert all(torch.equal(exported[name], saved[name]) for name in saved)
+
+
+def test_biases_of_output_projections_are_refused(tmp_path):
+    hf_model("Llama", {"attention_bias": True}, tmp_path)
+    with pytest.raises(UserError, match="attention_bias"), engine(HfFolder.open(tmp_path)):
+        pass
+
+
+def test_unknown_rope_scaling_is_refused(tmp_path):
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64}
+    hf_model("Qwen2", {"rope_parameters": rope}, tmp_path)
+    with pytest.raises(UserError, match="'dynamic' is not supported; linear, llama3 and yarn are"), engine(HfFolder.open(tmp_path)):
+        pass
