@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.model_executor.models import registry
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient, InprocClient
@@ -122,16 +123,20 @@ class LoopCore(InprocClient):
 def core_in_loop() -> Iterator[None]:
     """An `AsyncLLM` built inside this context runs its core in this process and in the running event loop.
 
+    The model class is inspected here too, where it is about to be imported anyway, and not in a process started for it.
     Raises UpstreamMoved for another release.
     """
     require_pinned(__name__)
-    upstream = EngineCoreClient.make_async_mp_client
+    client: Any = EngineCoreClient
+    upstream, inspect_elsewhere = client.make_async_mp_client, registry._run_in_subprocess
 
     def make(vllm_config: Any, executor_class: Any, log_stats: bool, **_: Any) -> LoopCore:
         return LoopCore(vllm_config, executor_class, log_stats)
 
-    EngineCoreClient.make_async_mp_client = staticmethod(make)
+    client.make_async_mp_client = staticmethod(make)
+    registry._run_in_subprocess = lambda fn: fn()
     try:
         yield
     finally:
-        EngineCoreClient.make_async_mp_client = upstream
+        client.make_async_mp_client = staticmethod(upstream)
+        registry._run_in_subprocess = inspect_elsewhere

@@ -70,6 +70,7 @@ def install() -> bool:
     def apply_top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
         return upstream(logits, k, p) if logits.shape[0] else logits
 
-    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
-    rejection_sampler.apply_top_k_top_p = apply_top_k_top_p
+    module: Any = rejection_sampler
+    module.expand_batch_to_tokens = expand_batch_to_tokens
+    module.apply_top_k_top_p = apply_top_k_top_p
     return True
