@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from mtpctl.cli import recipe, report, train
+from mtpctl.cli import bench, doctor, recipe, report, rollout, train
 from mtpctl.recipe.errors import MtpctlError
 
 INTERRUPTED = 130
@@ -51,7 +51,10 @@ def _everywhere(
 
 
 app.command("train")(train.train)
+app.command("rollout")(rollout.rollout)
 app.command("report")(report.report)
+app.command("doctor")(doctor.doctor)
+app.add_typer(bench.app, name="bench")
 app.add_typer(recipe.app, name="recipe")
 
 

@@ -1,0 +1,204 @@
+"""The examination: one check after the other, each with its finding in a sentence, its data, and its seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from mtpctl.bench.doctor import stack
+from mtpctl.bench.doctor.part import run_part
+from mtpctl.bench.doctor.self_check import Agreement
+from mtpctl.recipe import EnvironmentMissing, MtpctlError, ThresholdMissed
+
+DEADLINE_S = {"kernels": 240.0, "transports": 120.0, "ray": 120.0, "sample": 300.0, "score": 300.0}
+"""Seconds that each part has; kernels may have to compile, and the machine may be busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found, in a sentence and as data. `absent` is something that need not be there; a `failed` one has its error."""
+
+    state: Literal["ok", "absent", "skipped", "failed"]
+    told: str
+    data: Any = None
+    error: MtpctlError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check: its finding, and the seconds it took."""
+
+    name: str
+    finding: Finding
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """All checks, in their order, and the seconds they took together, two at a time."""
+
+    checks: list[Check]
+    seconds: float
+
+    @property
+    def error(self) -> MtpctlError | None:
+        """The first failure, naming the other checks that failed; None where all is well."""
+        failed = [(check.name, check.finding.error) for check in self.checks if check.finding.error is not None]
+        if not failed:
+            return None
+        first = failed[0][1]
+        return type(first)(f"{first} (also wrong: {', '.join(name for name, _ in failed[1:])})") if failed[1:] else first
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: every check by its name, the seconds in all, and the exit code."""
+        checks = {}
+        for check in self.checks:
+            found = check.finding
+            error = None if found.error is None else str(found.error)
+            checks[check.name] = {"state": found.state, "finding": found.told, "data": found.data, "error": error} | {
+                "seconds": round(check.seconds, 3)
+            }
+        return {"checks": checks, "seconds": round(self.seconds, 3), "exit_code": 0 if self.error is None else self.error.exit_code}
+
+
+Report = Callable[[Check], None]
+
+
+def examine(*, quick: bool = False, done: Report = lambda check: None) -> Diagnosis:
+    """Run every check; `quick` leaves out the self-check. `done` hears of each check as it ends.
+
+    A check that fails is recorded, and the others go on. Raises EnvironmentMissing where the project is not installed.
+    """
+    cards, no_cards = stack.gpus()
+    installed = stack.packages(stack.project_requirements(), "gpu" if cards else "cpu")
+    with tempfile.TemporaryDirectory(prefix="mtpctl-doctor-") as made:
+        folder = Path(made)
+        # Two at a time: most of a part is importing its packages, on one core.
+        lanes: list[dict[str, Callable[[], Awaitable[Finding]]]] = [
+            {
+                "python": python,
+                "machine": machine,
+                "gpus": lambda: gpus(cards, no_cards),
+                "packages": lambda: packages(installed),
+                "kernels": lambda: kernels(folder),
+                "transports": lambda: transports(folder),
+                "ray": lambda: ray(folder),
+            },
+            {"self-check": lambda: self_check(folder, quick)},
+        ]
+
+        async def both() -> list[list[Check]]:
+            return await asyncio.gather(*(_one_by_one(lane, done) for lane in lanes))
+
+        began = time.perf_counter()
+        checks = asyncio.run(both())
+        return Diagnosis([check for lane in checks for check in lane], time.perf_counter() - began)
+
+
+async def _one_by_one(lane: dict[str, Callable[[], Awaitable[Finding]]], done: Report) -> list[Check]:
+    checks = []
+    for name, find in lane.items():
+        began = time.perf_counter()
+        try:
+            finding = await find()
+        except MtpctlError as error:
+            finding = Finding("failed", str(error), error=error)
+        checks.append(Check(name, finding, time.perf_counter() - began))
+        done(checks[-1])
+    return checks
+
+
+async def python() -> Finding:
+    """Is this interpreter one that the stack runs on?"""
+    found = stack.python()
+    if found.state == "other":
+        raise EnvironmentMissing(f"Python: {found.found} is running, {found.wanted} is needed; make the environment with such a one")
+    return Finding("ok", f"{found.found} ({found.wanted} is needed)", {"version": found.found, "needed": found.wanted})
+
+
+async def machine() -> Finding:
+    """CPUs and memory; nothing here is right or wrong by itself."""
+    found = stack.machine()
+    told = (
+        f"{found['cpus']} CPUs, {found['memory_gib']:g} GiB memory, {found['memory_available_gib']:g} of it free, "
+        f"{found['shared_memory_free_gib']:g} GiB free in /dev/shm; {found['system']}, {found['arch']}"
+    )
+    return Finding("ok", told, found)
+
+
+async def gpus(cards: list[dict[str, Any]], why_none: str) -> Finding:
+    """The cards, by kind."""
+    if not cards:
+        return Finding("absent", f"none ({why_none}): everything runs on the CPU", [])
+    kinds = [(card["name"], card["memory_gib"]) for card in cards]
+    told = "; ".join(f"{kinds.count(kind)} x {kind[0]}, {kind[1]:g} GiB each" for kind in dict.fromkeys(kinds))
+    return Finding("ok", f"{told}; driver {cards[0]['driver']}", cards)
+
+
+async def packages(installed: list[stack.Package]) -> Finding:
+    """Is everything there that the project asks for, in the version that it asks for?"""
+    data = [asdict(package) | {"state": package.state} for package in installed]
+    wrong = [package for package in installed if package.needed and package.state != "ok"]
+    if wrong:
+        others = f" (also: {', '.join(package.name for package in wrong[1:])})" if wrong[1:] else ""
+        return Finding("failed", "; ".join(package.mend for package in wrong), data, EnvironmentMissing(wrong[0].mend + others))
+    pinned = [f"{package.name} {package.found}" for package in installed if package.pinned and package.state == "ok"]
+    optional = [package.name for package in installed if package.state != "ok"]
+    told = f"all {len(installed) - len(optional)} as asked for, pinned: {', '.join(pinned)}"
+    return Finding("ok", told + (f"; not there, and optional: {', '.join(optional)}" if optional else ""), data)
+
+
+async def kernels(folder: Path) -> Finding:
+    """Which implementations of `linear_logprob` agree with the reference here? One of them has to, `auto`'s choice."""
+    told = await run_part("kernels", folder, DEADLINE_S["kernels"])
+    text = f"{_live(told['implementations'])}; auto runs {told['auto']}"
+    if not any(row["live"] for row in told["implementations"] if row["name"] == told["auto"].split()[0]):
+        return Finding("failed", text, told, ThresholdMissed(f"kernels: what auto runs here does not agree with the reference: {text}"))
+    return Finding("ok", text, told)
+
+
+async def transports(folder: Path) -> Finding:
+    """Which ways do weights have from the trainer to the engines here?"""
+    rows = (await run_part("transports", folder, DEADLINE_S["transports"]))["transports"]
+    text = _live(rows)
+    if not any(row["live"] for row in rows):
+        return Finding("failed", text, rows, EnvironmentMissing(f"transports: none works here: {text}"))
+    return Finding("ok", text, rows)
+
+
+async def ray(folder: Path) -> Finding:
+    """Does Ray start on this machine, and does a worker answer?"""
+    told = await run_part("ray", folder, DEADLINE_S["ray"])
+    return Finding("ok", f"{told['version']} starts here, and a task answers", told)
+
+
+async def self_check(folder: Path, quick: bool) -> Finding:
+    """Do vLLM and Megatron give the same tokens the same log-probs?"""
+    if quick:
+        return Finding("skipped", "left out by --quick: vLLM's log-probs were not compared with the trainer's")
+    if find_spec("vllm") is None:
+        return Finding("skipped", "there is no vLLM to sample with")
+    sampled = await run_part("sample", folder, DEADLINE_S["sample"])
+    found = Agreement(**await run_part("score", folder, DEADLINE_S["score"]))
+    told = (
+        f"{found.tokens:,} tokens of {found.responses} responses, sampled at T={found.temperature:g} with speculation: the log-probs of "
+        f"vLLM and of the trainer differ by {found.mean_abs:.1e} in the mean, {found.max_abs:.1e} at most (bound {found.bound:g} for the "
+        f"mean, {found.precision}); {found.accepted:,} of {found.drafted:,} drafts accepted"
+    )
+    data = asdict(found) | {"tokens_per_s": sampled["tokens"] / sampled["seconds"]}
+    try:
+        found.check()
+    except ThresholdMissed as error:
+        return Finding("failed", told, data, error)
+    return Finding("ok", told, data)
+
+
+def _live(rows: list[dict[str, Any]]) -> str:
+    live = [row["name"] for row in rows if row["live"]]
+    return "; ".join([f"{', '.join(live) or 'none'} live", *(f"{row['name']} {row['reason']}" for row in rows if not row["live"])])

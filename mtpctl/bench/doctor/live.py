@@ -1,0 +1,121 @@
+"""What works here, found out by using it: kernels, transports, Ray."""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, get_args
+
+from mtpctl.recipe.schema import ClusterConfig, IpcConfig, KernelsConfig, NcclConfig, ShmConfig
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
+"""How far a kernel's log-probs may be from the float64 reference, for inputs of this dtype."""
+_RAY_S = 60.0
+
+
+def kernels(folder: Path) -> dict[str, Any]:
+    """Every `linear_logprob` implementation on this device, on a small problem: live, how far from the reference, or why not."""
+    import torch
+
+    from mtpctl.kernels import linear_logprob
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, 256, generator=generator).to(device, dtype) for rows in (128, 1000))
+    weight = weight / 16
+    labels = torch.randint(1000, (128,), generator=generator).to(device)
+    exact = linear_logprob(hidden.double(), weight.double(), labels, implementation="reference").logprob
+    rows = []
+    names = [name for name in get_args(KernelsConfig.model_fields["linear_logprob"].annotation) if name != "auto"]
+    for name in names:
+        row: dict[str, Any] = {"name": name, "live": False}
+        try:
+            error = float((linear_logprob(hidden, weight, labels, implementation=name).logprob - exact).abs().max())
+        except ValueError as refusal:
+            row["reason"] = str(refusal).removeprefix(f"implementation: {name!r} ")
+        except Exception as failure:  # A backend that does not compile or launch here is what is asked for; the others go on.
+            row["reason"] = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0] if str(failure).strip() else 'no message'}"
+        else:
+            bound = TOLERANCE[str(dtype).removeprefix("torch.")]
+            row |= {"live": error <= bound, "max_abs_error": error}
+            if error > bound:
+                row["reason"] = f"is {error:.1e} off the reference, beyond {bound:g}"
+        rows.append(row)
+    return {"device": device, "auto": _auto(hidden, weight, labels), "implementations": rows}
+
+
+def _auto(hidden: Any, weight: Any, labels: Any) -> str:
+    """What `auto` takes, in the words of its own log line."""
+    from mtpctl.kernels import linear_logprob
+
+    told: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+
+    log, listener = logging.getLogger("mtpctl.kernels"), Listener()
+    log.addHandler(listener)
+    log.setLevel(logging.INFO)
+    linear_logprob(hidden, weight, labels)
+    log.removeHandler(listener)
+    return told[-1].removeprefix("linear_logprob: auto runs ")
+
+
+def transports(folder: Path) -> dict[str, Any]:
+    """Every transport that a recipe may name. `shm` carries a tensor; the CUDA ones are live where their needs are met."""
+    import torch
+
+    rows = []
+    for config in (ShmConfig, IpcConfig, NcclConfig):
+        name = config.model_fields["transport"].default
+        if find_spec(f"mtpctl.sync.transports.{name}") is None:
+            reason = "is not part of this version"
+        elif config is ShmConfig:
+            reason = _carry(folder / "versions")
+        elif not torch.cuda.is_available():
+            reason = "needs CUDA"
+        elif name == "nccl" and not torch.distributed.is_nccl_available():
+            reason = "needs a torch that is built with NCCL"
+        else:
+            reason = ""
+        rows.append({"name": name, "live": not reason, "reason": reason})
+    return {"transports": rows}
+
+
+def _carry(fallback: Path) -> str:
+    """Publish a tensor and read it back as a receiver does. Returns what went wrong, or nothing."""
+    import os
+
+    import torch
+
+    from mtpctl.sync import Publisher, VersionStore, default_root
+    from mtpctl.sync.transports import open_reader
+
+    store = VersionStore(default_root(f"doctor-{os.getpid()}", 1 << 20, fallback))
+    try:
+        sent = torch.arange(1 << 16, dtype=torch.float32)
+        manifest = Publisher(store, bucket_bytes=1 << 16).publish([("weight", sent)], 1)
+        reader = open_reader(manifest.transport, manifest.address)
+        parts = [reader.read("target", bucket)[: bucket.nbytes].clone() for bucket in manifest.sections["target"].buckets]
+        reader.close()
+    finally:
+        store.close()
+    return "" if torch.equal(torch.cat(parts).view(torch.float32), sent) else "what was read is not what was sent"
+
+
+def ray(folder: Path) -> dict[str, Any]:
+    """Start Ray on this machine and have one task answered."""
+    import ray
+
+    from mtpctl.cluster import cluster
+
+    with cluster(ClusterConfig(num_cpus=1, num_gpus=0), cpus=1, gpus=0):
+        answer = ray.get(ray.remote(num_cpus=1)(_answer).remote(), timeout=_RAY_S)
+    return {"version": ray.__version__, "answered": answer}
+
+
+def _answer() -> int:
+    return 42

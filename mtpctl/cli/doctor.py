@@ -1,0 +1,59 @@
+"""`mtpctl doctor`: whether this machine is fit to run, and what is live on it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mtpctl.cli.options import Json
+
+if TYPE_CHECKING:
+    from mtpctl.bench.doctor import Diagnosis
+
+MARKS = {"ok": "[green]✓[/]", "absent": "[dim]–[/]", "skipped": "[yellow]–[/]", "failed": "[red]✗[/]"}
+
+
+def doctor(
+    as_json: Json = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out the self-check, which samples and scores for real.")] = False,
+) -> None:
+    """Check versions, devices, kernels, transports and Ray, and compare vLLM's log-probs with the trainer's.
+
+    Exit code 3 where something needed is missing, 6 where the log-probs differ.
+    """
+    from rich.console import Console
+
+    from mtpctl.bench.doctor import examine
+
+    with Console(stderr=True).status("looking at what is installed …") as status:
+        diagnosis = examine(quick=quick, done=lambda check: status.update(f"{check.name}: {check.finding.state}; going on …"))
+    if as_json:
+        print(json.dumps(diagnosis.to_dict(), indent=2))
+    else:
+        _print(diagnosis)
+    if diagnosis.error is not None:
+        sys.stdout.flush()
+        raise diagnosis.error
+
+
+def _print(diagnosis: Diagnosis) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(width=1)
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1)
+    table.add_column(justify="right", no_wrap=True, style="dim")
+    for check in diagnosis.checks:
+        finding = check.finding
+        table.add_row(MARKS[finding.state], f"[bold]{check.name}[/]", escape(finding.told), f"{check.seconds:.1f} s")
+    console = Console(highlight=False)
+    console.print(table)
+    skipped = [check.name for check in diagnosis.checks if check.finding.state == "skipped"]
+    verdict = "all well" if diagnosis.error is None else "not fit to run"
+    console.print(f"\n{verdict}{f', without the {skipped[0]}' if skipped else ''}, after {diagnosis.seconds:.1f} s")

@@ -1,0 +1,77 @@
+"""`mtpctl rollout`: answers to a file of prompts, from the recipe's model through its engines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, load
+
+if TYPE_CHECKING:
+    from mtpctl.rollout.offline import Progress
+    from mtpctl.rollout.sample_file import Tally
+
+
+def rollout(
+    recipe: RecipeArgument,
+    prompts: Annotated[Path, typer.Option("--prompts", metavar="FILE", help="JSONL or Parquet with `prompt`, and `answer` where known.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="JSONL to write, or to go on with.")],
+    n: Annotated[int, typer.Option("--n", metavar="N", help="Responses to each prompt.")] = 1,
+    sets: Sets = None,
+    overlay: Overlays = None,
+    as_json: Json = False,
+) -> None:
+    """Generate with the recipe's model and engines. The same command again makes what is missing in the file."""
+    loaded = load(recipe, overlay, sets)
+    from mtpctl.train.offline import rollout as generate
+
+    with _progress() as progress:
+        found = generate(loaded.recipe, prompts, out, n=n, say=lambda line: print(line, file=sys.stderr), progress=progress)
+    print(json.dumps(found, indent=2) if as_json else _told(found))
+
+
+def _told(found: dict[str, Any]) -> str:
+    """The summary in lines."""
+    lines = [f"{found['samples']} samples in {found['out']}, {found['made']} of them made now"]
+    if found["tokens_per_s"] is not None:
+        lines.append(f"{found['tokens_per_s']:,.0f} tokens/s over {found['seconds']:.1f} s")
+    if found["samples"]:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in found["finish_reasons"].items())
+        lines.append(f"mean length {found['length_mean']:.1f} tokens; ended by {reasons}")
+    if found["drafted"]:
+        drafts = f"{found['accepted']:,} of {found['drafted']:,} drafts"
+        lines.append(f"acceptance {found['accept_rate']:.1%} ({drafts}), {found['accept_length']:.2f} tokens a step")
+    if found["reward_mean"] is not None:
+        lines.append(f"mean reward {found['reward_mean']:.3f} over {found['rewarded']} samples with an answer to compare with")
+    return "\n".join(lines)
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A bar on a terminal; elsewhere a line at every tenth."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines
+        return
+    columns = (TextColumn("samples"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[told]}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None, told="starting the engines")
+
+        def show(done: int, total: int, tally: Tally) -> None:
+            bar.update(task, completed=done, total=total, told=f"acceptance {tally.speculation.accept_rate:.0%}")
+
+        yield show
+
+
+def _lines(done: int, total: int, tally: Tally) -> None:
+    if done == total or done % max(1, total // 10) == 0:
+        print(f"{done}/{total} samples, acceptance {tally.speculation.accept_rate:.1%}", file=sys.stderr)

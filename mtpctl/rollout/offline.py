@@ -1,0 +1,103 @@
+"""Generation without training: every prompt answered n times into a file, and what it came to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from mtpctl.recipe.schema import RolloutBase
+from mtpctl.rollout.protocol import Generator
+from mtpctl.rollout.sample_file import SampleFile, Tally
+from mtpctl.samples import GenerationRequest, Sample
+
+Reward = Callable[[str, str], float]
+Progress = Callable[[int, int, Tally], None]
+"""Hears of every sample: how many there are, of how many, and their sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt as text and as token ids; `number` is its place, `answer` is None where there is none to reward by."""
+
+    number: int
+    prompt_id: str
+    text: str
+    ids: list[int]
+    answer: str | None = None
+
+
+def wanted(prompts: Iterable[Prompt], n: int, done: set[tuple[str, int]]) -> list[tuple[Prompt, int]]:
+    """Prompts with the number of each response that is still to be made, in the prompts' order."""
+    return [(prompt, index) for prompt in prompts for index in range(n) if (prompt.prompt_id, index) not in done]
+
+
+async def answer_all(
+    generator: Generator,
+    missing: list[tuple[Prompt, int]],
+    out: SampleFile,
+    rollout: RolloutBase,
+    *,
+    context: int,
+    eos_id: int,
+    decode: Callable[[list[int]], str],
+    reward: Reward,
+    seed: int | None = None,
+    progress: Progress = lambda done, total, tally: None,
+) -> float:
+    """Have everything in `missing` answered as `rollout` samples, each sample written when it is finished. Returns seconds.
+
+    `seed` gives every request one of its own, so that the same response comes back whatever is made before and beside it. Whatever
+    ends this early leaves the finished samples in the file.
+    """
+    prompts = {prompt.prompt_id: prompt for prompt, _ in missing}
+    total, began = len(out.done) + len(missing), time.perf_counter()
+
+    async def requests() -> AsyncIterator[GenerationRequest]:
+        for prompt, index in missing:
+            yield GenerationRequest(
+                sample=Sample(prompt.prompt_id, prompt.prompt_id, prompt.ids, index=index),
+                max_tokens=min(rollout.max_tokens, context - len(prompt.ids)),
+                temperature=rollout.temperature,
+                top_p=rollout.top_p,
+                top_k=rollout.top_k,
+                seed=None if seed is None else (seed * 1_000_003 + prompt.number) * 65_537 + index,
+                stop=rollout.stop,
+                stop_token_ids=[eos_id],
+                deadline_s=rollout.deadline_s,
+            )
+
+    async with contextlib.aclosing(generator.generate(requests())) as samples:
+        async for sample in samples:
+            prompt, text = prompts[sample.prompt_id], decode(sample.response_ids)
+            if prompt.answer is not None:
+                sample.reward = await asyncio.to_thread(reward, text, prompt.answer)
+            out.append(sample, prompt.text, text)
+            progress(len(out.done), total, out.tally)
+    return time.perf_counter() - began
+
+
+def summary(tally: Tally, *, made: int, tokens: int, seconds: float) -> dict[str, Any]:
+    """What a program reads in the end. Over the whole file, but for `made`, `tokens_per_s` and `seconds`, which are of this call.
+
+    `tokens` are those generated in `seconds`. What there is nothing to compute from is None.
+    """
+    speculation = tally.speculation
+    return {
+        "samples": tally.samples,
+        "made": made,
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds if seconds else None,
+        "tokens": tally.tokens,
+        "length_mean": tally.tokens / tally.samples if tally.samples else None,
+        "reward_mean": tally.reward / tally.rewards if tally.rewards else None,
+        "rewarded": tally.rewards,
+        "drafted": speculation.drafted,
+        "accepted": speculation.accepted,
+        "accept_rate": speculation.accept_rate if speculation.drafted else None,
+        "accept_length": speculation.accept_length if speculation.drafted else None,
+        "finish_reasons": dict(sorted(tally.finish_reasons.items())),
+    }

@@ -1,0 +1,165 @@
+"""A JSONL file of samples, one line each, written as they finish and taken up again where it stopped.
+
+Every line says which recipe made it, by name and by a fingerprint of all that decides what is sampled, so that a file
+never mixes two. A line that a crash cut short is dropped when the file is opened again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mtpctl.recipe import UserError
+from mtpctl.rollout.protocol import SpecStats
+from mtpctl.samples import Sample, Speculation
+
+Key = tuple[str, int]
+"""Prompt id, and the number of the response to it."""
+_BEGINNING = b'{"prompt_id": '
+"""How every line begins, so that only a line of ours is taken for one that was cut short."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What samples come from: the recipe's name, and everything else that decides what is sampled (JSON-ready)."""
+
+    recipe: str
+    decides: Mapping[str, Any]
+
+    @property
+    def fingerprint(self) -> str:
+        """Twelve hex digits over all of it."""
+        text = json.dumps([self.recipe, dict(self.decides)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over samples. `rewards` counts those that have one."""
+
+    samples: int = 0
+    tokens: int = 0
+    rewards: int = 0
+    reward: float = 0.0
+    speculation: SpecStats = field(default_factory=SpecStats)
+    finish_reasons: dict[str, int] = field(default_factory=dict)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Count one line of the file."""
+        self.samples += 1
+        self.tokens += len(row["tokens"])
+        self.speculation.add(Speculation(**row["speculation"]), len(row["tokens"]))
+        self.finish_reasons[row["finish_reason"]] = self.finish_reasons.get(row["finish_reason"], 0) + 1
+        if row["reward"] is not None:
+            self.rewards += 1
+            self.reward += row["reward"]
+
+
+class SampleFile:
+    """Open with `SampleFile.open`, which reads what is there; `done` holds its keys, `tally` their sums."""
+
+    def __init__(self, path: Path, origin: Origin, file: FileIO) -> None:
+        self.path, self.origin = path, origin
+        self.done: set[Key] = set()
+        self.tally = Tally()
+        self._file = file
+
+    @classmethod
+    def open(cls, path: Path, origin: Origin, prompts: Mapping[str, str], field: str = "--out") -> SampleFile:
+        """Make the file, or take up one that holds samples of the same origin; `prompts` are texts by prompt id.
+
+        Raises UserError, with the file as it was, where it cannot be written, where another process writes it, and where a
+        line is broken, no sample, of another origin, or to a prompt that has changed.
+        """
+        try:
+            file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise UserError(f"{field}: {path} cannot be written ({error.strerror}); name another file") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise UserError(f"{field}: another process is writing {path}; wait for it, or name another file") from None
+        opened = cls(path, origin, file)
+        try:
+            opened._take_up(prompts, field)
+        except BaseException:
+            file.close()
+            raise
+        return opened
+
+    def _take_up(self, prompts: Mapping[str, str], field: str) -> None:
+        whole = 0
+        with self.path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.endswith(b"\n"):
+                    if line[: len(_BEGINNING)] != _BEGINNING[: len(line)]:
+                        raise _not_ours(f"{self.path}:{number}", field)
+                    break
+                self._count(line, f"{self.path}:{number}", prompts, field)
+                whole += len(line)
+        self._file.truncate(whole)
+
+    def _count(self, line: bytes, where: str, prompts: Mapping[str, str], field: str) -> None:
+        try:
+            row = json.loads(line)
+            made_by, key = (row["recipe"], row["fingerprint"]), (row["prompt_id"], row["index"])
+            self.tally.add(row)
+        except (ValueError, KeyError, TypeError) as error:
+            raise _not_ours(where, field) from error
+        if made_by != (self.origin.recipe, self.origin.fingerprint):
+            what = f"recipe {made_by[0]}" if made_by[0] != self.origin.recipe else "other weights or sampling settings of this recipe"
+            raise UserError(f"{where}: was made from {what}; name another {field}, or remove the file")
+        if prompts.get(key[0], row["prompt"]) != row["prompt"]:
+            raise UserError(f"{where}: the prompt {key[0]} was another one then; name another {field}, or remove the file")
+        self.done.add(key)
+
+    def append(self, sample: Sample, prompt: str, text: str) -> None:
+        """Add a finished sample. Raises UserError where the disk is full."""
+        row = {
+            "prompt_id": sample.prompt_id,
+            "index": sample.index,
+            "prompt": prompt,
+            "text": text,
+            "tokens": sample.response_ids,
+            "behaviour_logprobs": sample.behaviour_logprobs,
+            "finish_reason": sample.finish_reason,
+            "version_spans": [asdict(span) for span in sample.version_spans],
+            "speculation": asdict(sample.speculation),
+            "reward": sample.reward,
+            "recipe": self.origin.recipe,
+            "fingerprint": self.origin.fingerprint,
+        }
+        try:
+            line = memoryview(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be written ({error.strerror}); make room, and run the same command to go on") from error
+        self.done.add((sample.prompt_id, sample.index))
+        self.tally.add(row)
+
+    def close(self) -> None:
+        """Put everything on disk, and let others write. A file without a sample is removed."""
+        os.fsync(self._file.fileno())
+        if not self.done:
+            self.path.unlink(missing_ok=True)
+        self._file.close()
+
+    def __enter__(self) -> SampleFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _not_ours(where: str, field: str) -> UserError:
+    return UserError(f"{where}: is not a sample that mtpctl rollout wrote; mend or remove the line, or name another {field}")
