@@ -117,7 +117,9 @@ def _groups(recipe: Recipe, device: Device) -> list[Group]:
         card = (1 - server.gpus if shared else 1.0) if cuda else 0.0
         groups += [("rollout", i, rollout.tp, max(1, rollout.threads), card) for i in range(rollout.replicas)]
         if server.standalone:
-            groups += [("logprob", i, server.parallel.world_size, 1, server.gpus if cuda else 0.0) for i in range(server.replicas)]
+            # Where there are only CPUs, scoring comes in bursts between the beats of the others and claims no core of its own.
+            claim = (1, server.gpus) if cuda else (0, 0.0)
+            groups += [("logprob", i, server.parallel.world_size, *claim) for i in range(server.replicas)]
     per_node = recipe.cluster.gpus_per_node
     for role, _, ranks, _, gpus in groups:
         if role != "trainer" and ranks * gpus > per_node:
