@@ -256,7 +256,8 @@ def table(results: list[Result]) -> str:
     ]
     for r in sorted(results, key=lambda r: (r.shape, r.what, r.name != "floor", r.peer)):
         lines.append(
-            f"| {r.shape} | {r.what} | {r.name} | {r.ms:.2f} ({r.fastest_ms:.2f} – {r.slowest_ms:.2f}) | {r.ratio:.2f} | {number(r.peak_gib, '.2f')} "
+            f"| {r.shape} | {r.what} | {r.name} | {r.ms:.2f} ({r.fastest_ms:.2f} – {r.slowest_ms:.2f}) | {r.ratio:.2f} "
+            f"| {number(r.peak_gib, '.2f')} "
             f"| {number(r.logprob_error, '.1e')} | {number(r.hidden_grad_error, '.1e')} | {number(r.weight_grad_error, '.1e')} |"
         )
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """The head's kernels over a vocabulary sharded on several cards of one host, against one card with the whole vocabulary.
 
-The timer covers one call on every rank, from a barrier to the slowest rank's results on the device, collectives included. One card's time is
-taken in the same run, on rank 0 while the others wait.
+The timer covers one call on every rank, from a barrier to the slowest rank's results on the device, collectives included. One card's time
+is taken in the same run, on rank 0 while the others wait.
 """
 
 from __future__ import annotations

@@ -147,9 +147,9 @@ def join_tiles(
     tl.store(stats_ptr + 3 * stride + row, target, mask=inside)
 
 
-@triton.jit(do_not_specialize=["c", "tiles"])
+@triton.jit(do_not_specialize=["eights", "tiles"])
 def kept_grads(
-    kept_ptr,  # [n, c], row stride `stride`: what KEEP stored; overwritten with the gradient of the unscaled logits
+    kept_ptr,  # [n, c], padded in memory to 8 x `eights` columns: what KEEP stored; overwritten with the gradient of the unscaled logits
     top_ptr,  # fp32 [n, T]: each tile's maxima, to which the kept logits are relative
     target_ptr,  # int64 [n], counted from the first column
     scale_ptr,
@@ -157,9 +157,8 @@ def kept_grads(
     by_logprob_ptr,
     by_entropy_ptr,
     row_entropy_ptr,  # fp32 [n]; the last two with ENTROPY alone
-    c,
+    eights,
     tiles,  # T
-    stride,
     BN: tl.constexpr,
     TILES: tl.constexpr,  # how many one program does
     ENTROPY: tl.constexpr,
@@ -170,8 +169,9 @@ def kept_grads(
     tile = (tl.program_id(0) % programs) * TILES + tl.arange(0, TILES)
     top = tl.load(top_ptr + row * tiles + tile, mask=tile < tiles, other=0.0)
     column = tile[:, None] * BN + tl.arange(0, BN)[None, :]
-    inside = column < c
-    place = kept_ptr + row * stride + column
+    # Padding is worked on too: a length of whole eights lets the compiler read and write 16 bytes at a time.
+    inside = column < eights * 8
+    place = kept_ptr + row * (eights * 8) + column
     kept = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(scale_ptr + row)
     by_logprob = tl.load(by_logprob_ptr + row) * scale

@@ -103,6 +103,7 @@ def assert_agrees(case: Case, implementation: str, device: str = "cpu", values: 
         ("hidden", "weight"), (hidden_grad, weight_grad), (exact_hidden_grad, exact_weight_grad), plain_torch(case, device), strict=True
     ):
         assert mine.dtype == right.dtype
-        # Rounding the result itself costs half a unit in the last place, which exact (rounded too) does not show.
-        bound = 1.5 * relative(plain, right) + torch.finfo(case.dtype).eps
+        # Rounding the result itself costs half a unit in the last place, which exact (rounded too) does not show; and where a label is
+        # all but certain, 1 - p cancels in fp32.
+        bound = 1.5 * relative(plain, right) + max(torch.finfo(case.dtype).eps, 1e-5)
         assert relative(mine, right) <= bound, f"gradient of {name}: {relative(mine, right):.2e}, bound {bound:.2e}"

@@ -1,0 +1,97 @@
+"""The Triton kernels under Triton's interpreter: run by `test_triton_backend.py` in a process of its own, since the interpreter is
+chosen at
+import. fp16, because the interpreter has no bf16 products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mtpctl.kernels import linear_logprob, linear_policy_loss
+from tests.kernels.agreement import Case, assert_agrees, relative, scored
+
+HALF = torch.float16
+# Columns 203 and tiles of 64: a last tile that is not full. Workspaces: nothing kept, some columns kept, all kept.
+RAGGED = {"rows": 37, "hidden": 40, "vocab": 203, "dtype": HALF}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(**RAGGED, workspace=1),
+        Case(**RAGGED, padding=3, temperature="each", workspace=1 << 20),
+        Case(**RAGGED, padding=3, temperature="number", chosen=0.5, workspace=1),
+        Case(**RAGGED, entropy=False, workspace=1 << 20),
+        Case(rows=1, hidden=8, vocab=1, dtype=HALF, ignored=0.0),
+        Case(rows=3, hidden=8, vocab=2, dtype=HALF, ignored=0.0, workspace=1),
+    ],
+    ids=str,
+)
+def test_the_kernels_agree_with_the_oracle(case: Case) -> None:
+    assert_agrees(case, "triton")
+
+
+def test_some_columns_kept_and_the_others_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mtpctl.kernels import triton_backend
+
+    monkeypatch.setattr(triton_backend, "CHUNK_COLUMNS", 64)
+    spare = 4 * 37 * 40  # the hidden gradient's share
+    case = Case(**RAGGED, ignored=0.0, workspace=spare + 140 * 37 * 2 + 140 * 4)
+    kept = []
+    inner = triton_backend.Triton._kept_columns
+    monkeypatch.setattr(triton_backend.Triton, "_kept_columns", lambda self, problem: kept.append(inner(self, problem)) or kept[-1])
+    assert_agrees(case, "triton")
+    assert kept == [64]
+
+
+def test_logits_of_ten_thousand() -> None:
+    for workspace in (1, 1 << 20):
+        case = Case(**RAGGED, scale=1e4 / 3, workspace=workspace)
+        got, *grads = scored(case, "triton")
+        exact, *exact_grads = scored(case, "reference")
+        assert exact.logprob.abs().max() > 1e4
+        assert relative(got.logprob, exact.logprob) < 1e-6
+        for mine, right in zip(grads, exact_grads, strict=True):
+            assert relative(mine, right) < 1e-2
+
+
+def test_every_element_is_written() -> None:
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)  # new memory is NaN under it
+    try:
+        for workspace in (1, 1 << 20):
+            out, *grads = scored(Case(**RAGGED, padding=3, workspace=workspace), "triton")
+            for x in (out.logprob, out.entropy, *grads):
+                assert x is not None and torch.isfinite(x).all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("workspace", [1, 1 << 20], ids=["slices", "one slice"])
+def test_the_policy_loss(workspace: int) -> None:
+    hidden, weight, labels, options = Case(**RAGGED, chosen=0.7, temperature="each").tensors()
+    options.pop("hit")
+    hidden.requires_grad_()
+    weight.requires_grad_()
+
+    def token_loss(logprob, entropy, rows):
+        return (logprob * (rows - 15) + entropy).sum(), {}
+
+    out = linear_policy_loss(hidden, weight, labels, token_loss, workspace_bytes=workspace, implementation="triton", **options)
+    got = torch.autograd.grad(out.loss_sum, (hidden, weight))
+    exact = linear_logprob(hidden, weight, labels, implementation="reference", **options)
+    right = torch.autograd.grad(token_loss(exact.logprob, exact.entropy, torch.arange(37))[0], (hidden, weight))
+    for mine, exact_grad in zip(got, right, strict=True):
+        assert relative(mine, exact_grad) < 2e-3
+
+
+def test_what_the_kernels_cannot_take_is_refused() -> None:
+    labels = torch.tensor([1, 2])
+    with pytest.raises(ValueError, match=r"needs torch.bfloat16 or torch.float16, hidden is torch.float32"):
+        linear_logprob(torch.randn(2, 8), torch.randn(9, 8), labels, implementation="triton")
+    with pytest.raises(ValueError, match="multiple of 8, hidden has 12"):
+        linear_logprob(torch.randn(2, 12).half(), torch.randn(9, 12).half(), labels, implementation="triton")
+    with pytest.raises(ValueError, match="weight rows at multiples of 16 bytes"):
+        linear_logprob(torch.randn(2, 8).half(), torch.randn(9, 12).half()[:, 2:10], labels, implementation="triton")
+    with pytest.raises(ValueError, match="does not do topk"):
+        linear_logprob(torch.randn(2, 8).half(), torch.randn(9, 8).half(), labels, topk=2, implementation="triton")

@@ -1,0 +1,104 @@
+"""Bad input gives one ValueError that names the argument and both values, before any kernel sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mtpctl.kernels import linear_logprob, linear_policy_loss
+
+HIDDEN, WEIGHT, LABELS = torch.randn(3, 8), torch.randn(20, 8), torch.tensor([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"hidden": torch.randn(2, 3, 8)}, r"hidden: shape \(2, 3, 8\) has 3 dimensions, expected 2"),
+        ({"weight": torch.randn(20, 9)}, r"weight: shape \(20, 9\) does not fit hidden \(3, 8\)"),
+        ({"weight": torch.randn(0, 8)}, r"weight: shape \(0, 8\) holds no vocabulary entry"),
+        ({"weight": WEIGHT.half()}, "weight: dtype torch.float16 differs from hidden's torch.float32"),
+        ({"hidden": torch.ones(3, 8, dtype=torch.int64)}, "hidden: dtype torch.int64, expected one of"),
+        ({"weight": WEIGHT.to("meta")}, "weight: on meta, hidden on cpu"),
+        ({"labels": LABELS.to("meta")}, "labels: on meta, hidden on cpu"),
+        ({"labels": LABELS.float()}, "labels: dtype torch.float32, expected torch.int64"),
+        ({"labels": torch.tensor([1, 2])}, r"labels: shape \(2,\), expected \(3,\)"),
+        ({"labels": torch.tensor([1, 20, 3])}, "labels: 20 is outside the vocabulary of 20 entries"),
+        ({"labels": torch.tensor([1, -1, 3])}, "labels: -1 is outside the vocabulary of 20 entries"),
+        ({"labels": torch.tensor([1, 18, 3]), "valid_vocab": 18}, "labels: 18 is outside the vocabulary of 18 entries"),
+        ({"valid_vocab": 21}, "valid_vocab: 21, expected 1 to 20"),
+        ({"valid_vocab": 0}, "valid_vocab: 0, expected 1 to 20"),
+        ({"temperature": 0.0}, "temperature: 0.0, expected a finite number above 0"),
+        ({"temperature": float("nan")}, "temperature: nan, expected a finite number above 0"),
+        ({"temperature": torch.ones(2)}, r"temperature: shape \(2,\), expected \(3,\)"),
+        ({"temperature": torch.tensor([1.0, 0.0, 1.0])}, "temperature: smallest value 0.0, expected above 0"),
+        ({"rows": torch.tensor([True, False])}, r"rows: mask of shape \(2,\), expected \(3,\)"),
+        ({"rows": torch.tensor([0, 3])}, "rows: index 3 is outside hidden's 3 rows"),
+        ({"rows": torch.tensor([-1, 0])}, "rows: index -1 is outside hidden's 3 rows"),
+        ({"rows": torch.tensor([0.0])}, "rows: dtype torch.float32"),
+        ({"workspace_bytes": 0}, "workspace_bytes: 0, expected above 0"),
+        ({"sequence_parallel": True}, "sequence_parallel: True, but group is None"),
+        ({"implementation": "cuda"}, "implementation: 'cuda', expected one of auto, reference, chunked, triton, liger"),
+        ({"implementation": "triton"}, "implementation: 'triton' needs CUDA"),
+        ({"implementation": "liger"}, "implementation: 'liger' needs"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_the_argument_and_both_values_are_named(changed: dict[str, Any], message: str) -> None:
+    given = {"hidden": HIDDEN, "weight": WEIGHT, "labels": LABELS, **changed}
+    with pytest.raises(ValueError, match=message):
+        linear_logprob(given.pop("hidden"), given.pop("weight"), given.pop("labels"), **given)
+
+
+def test_topk_beyond_the_vocabulary() -> None:
+    with pytest.raises(ValueError, match="topk: 21, expected 0 to 20"):
+        linear_logprob(HIDDEN, WEIGHT, LABELS, topk=21)
+
+
+def test_a_label_that_is_ignored_may_be_anything() -> None:
+    linear_logprob(HIDDEN, WEIGHT, torch.tensor([1, 99, 3]), ignore_index=99)
+    linear_logprob(HIDDEN, WEIGHT, torch.tensor([1, 99, 3]), rows=torch.tensor([0, 2]))
+
+
+def test_a_cold_row_that_is_ignored_may_be_cold() -> None:
+    linear_logprob(HIDDEN, WEIGHT, torch.tensor([1, -100, 3]), temperature=torch.tensor([1.0, 0.0, 1.0]))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("training", [False, True])
+def test_hidden_states_that_are_not_finite_are_refused_at_once(value: float, training: bool) -> None:
+    hidden = HIDDEN.clone()
+    hidden[1, 4] = value
+    with pytest.raises(ValueError, match=rf"hidden: {value} at \[1, 4\], expected finite values in all of \(3, 8\)"):
+        linear_logprob(hidden.requires_grad_(training), WEIGHT, LABELS)
+
+
+def test_a_weight_that_is_not_finite_is_refused() -> None:
+    weight = WEIGHT.clone()
+    weight[7, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"weight: nan at \[7, 0\]"):
+        linear_logprob(HIDDEN, weight, LABELS)
+
+
+def test_a_weight_that_is_not_finite_is_refused_before_gradients_leave() -> None:
+    weight = WEIGHT.clone()
+    weight[7, 0] = float("nan")
+    hidden = HIDDEN.clone().requires_grad_()
+    with pytest.raises(ValueError, match=r"weight: nan at \[7, 0\]"):
+        linear_logprob(hidden, weight, LABELS).logprob.sum().backward()
+
+
+def test_logits_that_overflow_are_told() -> None:
+    with pytest.raises(ValueError, match="hidden: logits overflow"):
+        linear_logprob(HIDDEN * 1e30, WEIGHT * 1e30, LABELS)
+
+
+def test_the_policy_loss_checks_its_own() -> None:
+    def token_loss(logprob, entropy, rows):
+        return logprob.sum(), {}
+
+    with pytest.raises(ValueError, match=r"grad_scale: 0\.0, expected a finite number above 0"):
+        linear_policy_loss(HIDDEN, WEIGHT, LABELS, token_loss, grad_scale=0.0)
+    with pytest.raises(ValueError, match="implementation: 'reference'"):
+        linear_policy_loss(HIDDEN, WEIGHT, LABELS, token_loss, implementation="reference")

@@ -1,0 +1,189 @@
+"""`linear_logprob` on any device: the chunked backend against the float64 oracle, and what holds for every implementation."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtpctl.kernels import LogProbOut, linear_logprob
+from tests.kernels.agreement import Case, assert_agrees, relative, scored, upstream
+
+cases = st.builds(
+    Case,
+    rows=st.integers(1, 40),
+    hidden=st.integers(1, 33),
+    vocab=st.integers(4, 300),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    padding=st.integers(0, 3),
+    ignored=st.sampled_from([0.0, 0.3, 1.0]),
+    chosen=st.sampled_from([None, 0.5]),
+    temperature=st.sampled_from(["one", "number", "each"]),
+    entropy=st.booleans(),
+    # One chunk that is kept; several chunks, made anew; the narrowest there are.
+    workspace=st.sampled_from([1 << 22, 100_000, 1]),
+    seed=st.integers(0, 1000),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases)
+def test_chunked_agrees_with_the_oracle(case: Case) -> None:
+    assert_agrees(case, "chunked")
+
+
+@pytest.mark.parametrize("workspace", [1, 1 << 22])
+def test_gradients_are_those_of_finite_differences(workspace: int) -> None:
+    hidden = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(70, 7, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([0, 69, -100, 63, 64])
+
+    def scores(h: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = linear_logprob(h, w, labels, temperature=0.8, entropy=True, workspace_bytes=workspace, implementation="chunked")
+        assert out.entropy is not None
+        return out.logprob, out.entropy
+
+    assert torch.autograd.gradcheck(scores, (hidden, weight))
+
+
+def test_a_softmax_known_by_hand() -> None:
+    # Logits 0 and log 3: probabilities 1/4 and 3/4.
+    out = linear_logprob(
+        torch.tensor([[1.0], [1.0]]), torch.tensor([[0.0], [math.log(3)]]), torch.tensor([0, 1]), entropy=True, hit=True, topk=2
+    )
+    assert torch.allclose(out.logprob, torch.tensor([math.log(1 / 4), math.log(3 / 4)]))
+    assert out.entropy is not None and out.hit is not None and out.topk is not None
+    assert torch.allclose(out.entropy, torch.full((2,), -(1 / 4) * math.log(1 / 4) - (3 / 4) * math.log(3 / 4)))
+    assert out.hit.tolist() == [False, True]
+    assert out.topk.ids.tolist() == [[1, 0], [1, 0]]
+    assert torch.allclose(out.topk.logprob[0].exp(), torch.tensor([3 / 4, 1 / 4]))
+
+
+def test_what_was_not_asked_for_is_none() -> None:
+    out = linear_logprob(torch.randn(3, 4), torch.randn(9, 4), torch.tensor([1, 2, 3]))
+    assert isinstance(out, LogProbOut)
+    assert (out.entropy, out.hit, out.topk) == (None, None, None)
+
+
+def test_rows_that_are_not_projected_give_zero_and_take_no_gradient() -> None:
+    hidden = torch.randn(6, 8, requires_grad=True)
+    weight = torch.randn(50, 8, requires_grad=True)
+    labels = torch.tensor([3, -100, 7, 9, -100, 11])
+    by_mask = linear_logprob(
+        hidden, weight, labels, rows=torch.tensor([True, True, True, False, False, False]), entropy=True, hit=True, topk=2
+    )
+    by_index = linear_logprob(hidden, weight, labels, rows=torch.tensor([2, 0, 1, 0]), entropy=True)
+    assert torch.equal(by_mask.logprob, by_index.logprob)
+    assert (by_mask.logprob != 0).tolist() == [True, False, True, False, False, False]
+    assert by_mask.entropy is not None and by_mask.entropy[[1, 3, 4, 5]].tolist() == [0.0] * 4
+    (grad,) = torch.autograd.grad(by_mask.logprob.sum(), hidden)
+    assert grad.abs().sum(1).bool().tolist() == [True, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "reference"])
+def test_with_every_row_masked_all_is_zero_and_backward_works(implementation: str) -> None:
+    hidden = torch.randn(4, 8, requires_grad=True)
+    weight = torch.randn(50, 8, requires_grad=True)
+    out = linear_logprob(hidden, weight, torch.full((4,), -100), entropy=True, hit=True, topk=3, implementation=implementation)
+    assert out.logprob.tolist() == [0.0] * 4
+    assert out.topk is not None and out.topk.ids.shape == (4, 3)
+    for grad in torch.autograd.grad(out.logprob.sum(), (hidden, weight)):
+        assert not grad.any()
+
+
+def test_no_rows_at_all() -> None:
+    out = linear_logprob(torch.randn(0, 8), torch.randn(50, 8), torch.zeros(0, dtype=torch.long), entropy=True)
+    assert out.logprob.shape == (0,)
+
+
+def test_a_vocabulary_of_one_entry_is_certain() -> None:
+    hidden = torch.randn(3, 8, requires_grad=True)
+    out = linear_logprob(hidden, torch.randn(1, 8), torch.zeros(3, dtype=torch.long), entropy=True, hit=True)
+    assert out.logprob.tolist() == [0.0] * 3
+    assert out.entropy is not None and out.entropy.tolist() == [0.0] * 3
+    assert out.hit is not None and out.hit.all()
+    assert not torch.autograd.grad(out.logprob.sum(), hidden)[0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logits_of_ten_thousand_lose_nothing(dtype: torch.dtype) -> None:
+    case = Case(16, 64, 500, dtype, scale=1e4 / 3, workspace=20_000)
+    got, *grads = scored(case, "chunked")
+    exact, *exact_grads = scored(case, "reference")
+    assert exact.logprob.abs().max() > 1e4
+    assert relative(got.logprob, exact.logprob) < 1e-6
+    assert got.entropy is not None and exact.entropy is not None
+    assert (got.entropy - exact.entropy).abs().max() < 1e-3
+    for mine, right in zip(grads, exact_grads, strict=True):
+        assert torch.isfinite(mine).all()
+        assert relative(mine, right) < 1e-2
+
+
+def test_every_element_of_results_and_gradients_is_written() -> None:
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)  # new memory is NaN under it
+    try:
+        for case in (Case(9, 8, 130, torch.bfloat16, padding=5, workspace=1), Case(9, 8, 130, torch.float32, chosen=0.5)):
+            out, *grads = scored(case, "chunked")
+            for x in (out.logprob, out.entropy, *grads):
+                assert x is not None and torch.isfinite(x).all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_detached_weight_takes_no_gradient_and_hidden_takes_the_same() -> None:
+    case = Case(9, 8, 130, torch.float32)
+    _, with_weight, _ = scored(case, "chunked")
+    hidden, weight, labels, options = case.tensors()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    out = linear_logprob(hidden, weight, labels, detach_weight=True, **options)
+    assert out.entropy is not None
+    by_logprob, by_entropy = upstream(case, "cpu")
+    ((out.logprob * by_logprob).sum() + (out.entropy * by_entropy).sum()).backward()
+    assert weight.grad is None
+    assert torch.allclose(hidden.grad, with_weight)
+
+
+def test_a_tied_head_adds_to_the_embedding_gradient() -> None:
+    table = torch.randn(30, 8, requires_grad=True)
+    tokens, labels = torch.tensor([1, 2, 3]), torch.tensor([2, 3, 4])
+    grads = []
+    for implementation in ("chunked", "reference"):
+        out = linear_logprob(torch.nn.functional.embedding(tokens, table), table, labels, implementation=implementation)
+        grads.append(torch.autograd.grad(out.logprob.sum(), table)[0])
+    assert torch.allclose(*grads, atol=1e-6)
+
+
+def test_two_backward_passes_over_one_graph_agree() -> None:
+    hidden, weight, labels, options = Case(9, 8, 130, torch.float32).tensors()
+    hidden.requires_grad_()
+    out = linear_logprob(hidden, weight, labels, **options)
+    first = torch.autograd.grad(out.logprob.sum(), hidden, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(out.logprob.sum(), hidden)[0])
+
+
+def test_main_grad_is_added_to_and_said_to_be() -> None:
+    case = Case(9, 8, 130, torch.bfloat16, entropy=False, ignored=0.0)
+    hidden, weight, labels, _ = case.tensors()
+    plain = weight.clone().requires_grad_()
+    linear_logprob(hidden, plain, labels).logprob.sum().backward()
+    weight = torch.nn.Parameter(weight)
+    weight.main_grad = torch.ones(130, 8)
+    weight.grad_added_to_main_grad = False
+    linear_logprob(hidden, weight, labels, main_grad=True).logprob.sum().backward()
+    assert weight.grad_added_to_main_grad
+    assert plain.grad is not None
+    assert relative(weight.main_grad - 1, plain.grad) < 1e-2
+
+
+def test_auto_says_which_it_runs(caplog: pytest.LogCaptureFixture) -> None:
+    from mtpctl.kernels import choice
+
+    choice._told.cache_clear()
+    with caplog.at_level("INFO", logger="mtpctl.kernels"):
+        linear_logprob(torch.randn(2, 4), torch.randn(9, 4), torch.tensor([1, 2]))
+    assert "auto runs chunked on cpu" in caplog.text

@@ -1,0 +1,157 @@
+"""`linear_policy_loss` equals the unfused loss of `rl/`, value, sums and gradients, however rows are sliced."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtpctl.kernels import linear_logprob, linear_policy_loss
+from mtpctl.recipe.schema import RlConfig
+from mtpctl.rl import LossInputs, TokenTerms, policy_loss, token_policy_loss, token_terms
+from tests.kernels.agreement import relative
+
+ROWS, WIDTH, VOCAB, SEQUENCES = 300, 16, 131, 7
+
+
+def problem(seed: int = 0) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(ROWS, WIDTH, generator=g, dtype=torch.float64)
+    weight = torch.randn(VOCAB, WIDTH, generator=g, dtype=torch.float64) * 0.3
+    labels = torch.randint(0, VOCAB, (ROWS,), generator=g)
+    mask = torch.rand(ROWS, generator=g) < 0.7
+    with torch.no_grad():
+        now = linear_logprob(hidden, weight, labels).logprob
+    return {
+        "hidden": hidden.requires_grad_(),
+        "weight": weight.requires_grad_(),
+        "labels": labels,
+        "mask": mask,
+        "old": now + torch.randn(ROWS, generator=g) * 0.3,
+        "behaviour": now + torch.randn(ROWS, generator=g) * 0.3,
+        "reference": now + torch.randn(ROWS, generator=g) * 0.3,
+        "advantage": torch.randn(ROWS, generator=g, dtype=torch.float64),
+        "seq_ids": torch.arange(ROWS) * SEQUENCES // ROWS,
+    }
+
+
+def loss_inputs(p: dict[str, Any], logprob: Tensor, entropy: Tensor | None) -> LossInputs:
+    return LossInputs(
+        logprob, p["old"], p["behaviour"], p["advantage"], p["mask"], p["seq_ids"], SEQUENCES, entropy=entropy, ref_logprob=p["reference"]
+    )
+
+
+def part(terms: TokenTerms, rows: Tensor) -> TokenTerms:
+    return TokenTerms(*(None if (x := getattr(terms, f.name)) is None else x[rows] for f in fields(TokenTerms)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss": "ppo"},
+        {"loss": "ppo", "clip_high": 0.28, "clip_dual": 3.0, "entropy_coef": 0.01},
+        {"loss": "ppo", "aggregate": "sequence", "kl_coef": 0.1},
+        {"loss": "decoupled", "entropy_coef": 0.01},
+        {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("workspace", [1 << 22, 130 * 3 * 8 * VOCAB, 1], ids=["one slice", "slices of 128", "row by row"])
+def test_every_loss_equals_the_unfused_one(settings: dict[str, Any], workspace: int) -> None:
+    config, p, scale = RlConfig(**settings), problem(), 1 / 200
+    out = linear_logprob(p["hidden"], p["weight"], p["labels"], entropy=True, rows=p["mask"], implementation="reference")
+    unfused = policy_loss(loss_inputs(p, out.logprob, out.entropy), config)
+    right = torch.autograd.grad(unfused.loss_sum * scale, (p["hidden"], p["weight"]))
+
+    with torch.no_grad():  # gspo's first pass: its terms look at whole sequences; the other losses' do not look at log-probs at all
+        first = linear_logprob(p["hidden"], p["weight"], p["labels"], rows=p["mask"]).logprob
+    terms = token_terms(loss_inputs(p, first, None), config)
+    calls = []
+
+    def token_loss(logprob: Tensor, entropy: Tensor | None, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        calls.append(len(rows))
+        made = token_policy_loss(logprob, entropy, part(terms, rows), config)
+        return made.loss_sum, made.sums
+
+    fused = linear_policy_loss(
+        p["hidden"], p["weight"], p["labels"], token_loss, entropy=True, rows=p["mask"], grad_scale=scale, workspace_bytes=workspace
+    )
+    got = torch.autograd.grad(fused.loss_sum * scale, (p["hidden"], p["weight"]))
+    assert sum(calls) == p["mask"].sum()
+    assert (len(calls) == 1) == (workspace == 1 << 22)
+    assert relative(fused.loss_sum, unfused.loss_sum.detach()) < 1e-9
+    for name, value in unfused.sums.items():
+        assert torch.isclose(fused.sums[name].double(), value.double(), rtol=1e-9, atol=1e-9), name
+    for mine, exact in zip(got, right, strict=True):
+        assert relative(mine, exact) < 1e-9
+    assert torch.allclose(fused.logprob, out.logprob)
+    assert fused.entropy is not None and out.entropy is not None
+    assert torch.allclose(fused.entropy, out.entropy)
+
+
+def summed(logprob: Tensor, entropy: Tensor | None, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    return logprob.sum(), {}
+
+
+def test_another_upstream_gradient_than_foretold_is_multiplied_in() -> None:
+    p = problem()
+    out = linear_policy_loss(p["hidden"], p["weight"], p["labels"], summed, grad_scale=0.5)
+    got = torch.autograd.grad(out.loss_sum * 3, (p["hidden"], p["weight"]))
+    right = torch.autograd.grad(linear_logprob(p["hidden"], p["weight"], p["labels"]).logprob.sum() * 3, (p["hidden"], p["weight"]))
+    for mine, exact in zip(got, right, strict=True):
+        assert relative(mine, exact) < 1e-12
+
+
+def test_main_grad_is_added_to_for_the_gradient_foretold_and_no_other() -> None:
+    p = problem()
+    right = torch.autograd.grad(linear_logprob(p["hidden"], p["weight"], p["labels"]).logprob.sum() * 0.5, p["weight"])[0]
+    weight = torch.nn.Parameter(p["weight"].detach())
+    weight.main_grad = torch.ones_like(weight)
+    out = linear_policy_loss(p["hidden"], weight, p["labels"], summed, grad_scale=0.5, main_grad=True, workspace_bytes=1)
+    (out.loss_sum * 0.5).backward()
+    assert relative(weight.main_grad - 1, right) < 1e-12
+    out = linear_policy_loss(p["hidden"], weight, p["labels"], summed, grad_scale=0.5, main_grad=True)
+    with pytest.raises(ValueError, match=r"grad_scale: 0.5, but the loss received a gradient of 1.0"):
+        out.loss_sum.backward()
+
+
+def test_its_gradients_serve_one_backward_pass() -> None:
+    p = problem()
+    out = linear_policy_loss(p["hidden"], p["weight"], p["labels"], summed)
+    out.loss_sum.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward pass"):
+        out.loss_sum.backward()
+
+
+def test_without_gradients_it_only_scores() -> None:
+    p = problem()
+    with torch.no_grad():
+        out = linear_policy_loss(p["hidden"], p["weight"], p["labels"], summed, rows=p["mask"], workspace_bytes=1)
+    assert not out.loss_sum.requires_grad
+    assert torch.isclose(out.loss_sum, out.logprob.sum())
+
+
+def test_a_loss_that_is_constant_gives_zero_gradients() -> None:
+    p = problem()
+    out = linear_policy_loss(p["hidden"], p["weight"], p["labels"], lambda logprob, entropy, rows: (torch.zeros(()), {}))
+    for grad in torch.autograd.grad(out.loss_sum, (p["hidden"], p["weight"])):
+        assert not grad.any()
+
+
+def test_all_rows_masked() -> None:
+    p = problem()
+    out = linear_policy_loss(p["hidden"], p["weight"], torch.full((ROWS,), -100), summed, entropy=True)
+    assert out.loss_sum == 0
+    for grad in torch.autograd.grad(out.loss_sum, (p["hidden"], p["weight"])):
+        assert not grad.any()
+
+
+def test_weights_that_are_not_finite_are_refused() -> None:
+    p = problem()
+    weight = p["weight"].detach().clone()
+    weight[5, 5] = float("inf")
+    with pytest.raises(ValueError, match=r"weight: inf at \[5, 5\]"):
+        linear_policy_loss(p["hidden"], weight, p["labels"], summed)

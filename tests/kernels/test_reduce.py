@@ -1,0 +1,162 @@
+"""Tensor and sequence parallel over gloo: two ranks with half the vocabulary each agree with one that holds it all."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from mtpctl.kernels import linear_logprob, linear_policy_loss
+from mtpctl.kernels.reduce import join_stats
+from tests.kernels.agreement import relative
+
+WORLD, ROWS, WIDTH, VOCAB, PADDING = 2, 14, 16, 64, 5
+OPTIONS = list(itertools.product(("chunked", "triton", "reference"), (False, True), (False, True), (1, 1 << 22)))
+
+
+def name(implementation: str, sequence_parallel: bool, deterministic: bool, workspace: int) -> str:
+    return f"{implementation}{', sp' * sequence_parallel}{', deterministic' * deterministic}, {workspace} bytes"
+
+
+def case(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, VOCAB - PADDING, (ROWS,), generator=g)
+    labels[:6] = torch.tensor([0, 31, 32, VOCAB - PADDING - 1, -100, 33])  # both sides of the shards' border, and both ends
+    return torch.randn(ROWS, WIDTH, generator=g).to(dtype), torch.randn(VOCAB, WIDTH, generator=g).to(dtype), labels
+
+
+def token_loss(logprob: Tensor, entropy: Tensor | None, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    assert entropy is not None
+    return (logprob * (rows + 1) + entropy).sum(), {}
+
+
+def _rank(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+    answers: dict[str, dict[str, float]] = {}
+    for implementation, sequence_parallel, deterministic, workspace in OPTIONS:
+        hidden, weight, labels = case(torch.float16 if implementation == "triton" else torch.float32)
+        mine = slice(rank * ROWS // WORLD, (rank + 1) * ROWS // WORLD) if sequence_parallel else slice(None)
+        half = slice(rank * VOCAB // WORLD, (rank + 1) * VOCAB // WORLD)
+        whole_h, whole_w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        shard_h, shard_w = hidden[mine].clone().requires_grad_(), weight[half].clone().requires_grad_()
+        common: dict[str, Any] = {"temperature": 0.7, "entropy": True, "valid_vocab": VOCAB - PADDING}
+        parallel: dict[str, Any] = {
+            "group": dist.group.WORLD,
+            "sequence_parallel": sequence_parallel,
+            "deterministic": deterministic,
+            "workspace_bytes": workspace,
+            "implementation": implementation,
+        }
+        topk = 0 if implementation == "triton" else 5
+        exact = linear_logprob(whole_h, whole_w, labels, hit=True, topk=topk, implementation="reference", **common)
+        got = linear_logprob(shard_h, shard_w, labels, hit=True, topk=topk, **common, **parallel)
+        every = torch.arange(ROWS)
+        right = torch.autograd.grad(token_loss(exact.logprob, exact.entropy, every)[0], (whole_h, whole_w))
+        grads = torch.autograd.grad(token_loss(got.logprob, got.entropy, every)[0], (shard_h, shard_w))
+        answer = {
+            "logprob": (got.logprob - exact.logprob).abs().max().item(),
+            "entropy": (got.entropy - exact.entropy).abs().max().item(),
+            "hit": (got.hit != exact.hit).sum().item(),
+            "hidden": relative(grads[0], right[0][mine]),
+            "weight": relative(grads[1], right[1][half]),
+        }
+        if topk:
+            answer["topk"] = (got.topk.ids != exact.topk.ids)[labels != -100].sum().item()
+        if implementation != "reference":
+            fused = linear_policy_loss(shard_h, shard_w, labels, token_loss, **common, **parallel)
+            grads = torch.autograd.grad(fused.loss_sum, (shard_h, shard_w))
+            answer |= {"policy hidden": relative(grads[0], right[0][mine]), "policy weight": relative(grads[1], right[1][half])}
+        answers[name(implementation, sequence_parallel, deterministic, workspace)] = answer
+    # A shard that is all padding has no part in the softmax.
+    shard_h, shard_w = hidden.clone().requires_grad_(), weight[half].clone().requires_grad_()
+    few = labels.clamp(max=VOCAB // WORLD - 3)
+    alone = linear_logprob(hidden, weight, few, valid_vocab=VOCAB // WORLD - 2, entropy=True)
+    for implementation in ("chunked", "reference"):
+        got = linear_logprob(
+            shard_h,
+            shard_w,
+            few,
+            valid_vocab=VOCAB // WORLD - 2,
+            entropy=True,
+            topk=3,
+            group=dist.group.WORLD,
+            implementation=implementation,
+        )
+        weight_grad = torch.autograd.grad(got.logprob.sum(), shard_w)[0]
+        answers[f"{implementation}, a shard of padding"] = {
+            "logprob": (got.logprob - alone.logprob).abs().max().item(),
+            "entropy": (got.entropy - alone.entropy).abs().max().item(),
+            "padding": weight_grad[-2:].abs().max().item() if rank == 0 else weight_grad.abs().max().item(),
+        }
+    try:
+        linear_logprob(hidden, weight[half], torch.full((ROWS,), VOCAB), group=dist.group.WORLD)
+    except ValueError as error:
+        answers["refused"] = {str(error): 0.0}
+    Path(folder, f"{rank}.json").write_text(json.dumps(answers))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, float]]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"  # in the ranks, which are fresh processes
+    try:
+        mp.spawn(_rank, args=(port, str(folder)), nprocs=WORLD)
+    finally:
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = before
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: name(*o))
+@pytest.mark.parametrize("rank", range(WORLD))
+def test_shards_agree_with_the_whole(answers: list[dict[str, dict[str, float]]], rank: int, options: tuple[str, bool, bool, int]) -> None:
+    # fp16 gradients are rounded where logits' gradients are made, shares are added in fp32.
+    gradient = 2e-3 if options[0] == "triton" else 2e-6
+    for what, error in answers[rank][name(*options)].items():
+        bound = {"hit": 0, "topk": 0}.get(what, gradient if "hidden" in what or "weight" in what else 1e-4)
+        assert error <= bound, what
+
+
+@pytest.mark.parametrize("rank", range(WORLD))
+@pytest.mark.parametrize("implementation", ["chunked", "reference"])
+def test_a_shard_that_is_all_padding_has_no_part(answers: list[dict[str, dict[str, float]]], rank: int, implementation: str) -> None:
+    answer = answers[rank][f"{implementation}, a shard of padding"]
+    assert answer["logprob"] < 1e-5
+    assert answer["entropy"] < 1e-5
+    assert answer["padding"] == 0
+
+
+def test_labels_are_held_against_the_whole_vocabulary(answers: list[dict[str, dict[str, float]]]) -> None:
+    for answer in answers:
+        assert list(answer["refused"]) == [f"labels: {VOCAB} is outside the vocabulary of {VOCAB} entries (ignore_index is -100)"]
+
+
+def test_joining_parts_equals_one_softmax() -> None:
+    z = torch.randn(5, 12, dtype=torch.float64) * 50
+    parts = []
+    for block in (z[:, :1], z[:, 1:7], z[:, 7:]):
+        top = block.amax(1)
+        e = (block - top.unsqueeze(1)).exp()
+        parts.append(torch.stack([top, e.sum(1), (e * (block - top.unsqueeze(1))).sum(1), torch.full_like(top, -torch.inf)]))
+    empty = torch.stack([torch.full((5,), -torch.inf), torch.zeros(5), torch.zeros(5), torch.full((5,), -torch.inf)]).double()
+    joined = join_stats(torch.stack([empty, *parts]))
+    logp = z.log_softmax(1)
+    assert torch.allclose(joined.lse, z.logsumexp(1))
+    assert torch.allclose(joined.entropy, -(logp.exp() * logp).sum(1), atol=1e-12)
