@@ -14,8 +14,9 @@ from mtpctl.kernels.chunked import Chunked
 from mtpctl.kernels.problem import Backend
 
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "triton", "liger")
-# Cards (compute capability) on which the Triton kernels were measured ahead of everything else, at every shape of docs/benchmarks.md.
-TRITON_CARDS = {(9, 0)}
+# What was measured fastest, by compute capability: (fewest rows, implementation), last match wins. See docs/benchmarks.md; on an H200 the
+# order did not depend on hidden size (2048 to 4096) or vocabulary (32,000 to 256,000).
+MEASURED = {(9, 0): ((0, "chunked"), (64, "triton"))}
 log = logging.getLogger("mtpctl.kernels")
 
 
@@ -55,11 +56,15 @@ def choose(implementation: str, hidden: Tensor, weight: Tensor, wants: Wants) ->
 def _auto(hidden: Tensor, weight: Tensor, wants: Wants) -> str:
     if not hidden.is_cuda:
         return _told("chunked", hidden.device.type, "it runs on any device")
-    card = torch.cuda.get_device_name(hidden.device)
-    if torch.cuda.get_device_capability(hidden.device) not in TRITON_CARDS:
-        return _told("chunked", card, "the Triton kernels were not measured on this card")
-    reason = _triton_refusal(hidden, weight, wants)
-    return _told("triton", card, "measured fastest there") if reason is None else _told("chunked", card, f"triton {reason}")
+    card, rows = torch.cuda.get_device_name(hidden.device), wants.call.rows.count
+    table = MEASURED.get(torch.cuda.get_device_capability(hidden.device))
+    if table is None:
+        return _told("chunked", card, "nothing was measured on this card, and it runs on any")
+    fewest, name = [(least, name) for least, name in table if rows >= least][-1]
+    reason = _triton_refusal(hidden, weight, wants) if name == "triton" else None
+    if reason is not None:
+        return _told("chunked", card, f"triton {reason}")
+    return _told(name, card, f"measured fastest there from {fewest} rows on")
 
 
 def _triton_refusal(hidden: Tensor, weight: Tensor, wants: Wants) -> str | None:

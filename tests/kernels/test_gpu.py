@@ -111,15 +111,16 @@ def test_the_policy_loss_equals_log_probs_and_autograd(dtype: torch.dtype, works
         assert relative(mine, exact_grad) < (1e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
-def test_a_card_that_was_measured_gets_the_kernels(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_card_that_was_measured_gets_what_was_fastest(caplog: pytest.LogCaptureFixture) -> None:
     from mtpctl.kernels import choice
 
     choice._told.cache_clear()
-    with caplog.at_level("INFO", logger="mtpctl.kernels"):
-        linear_logprob(
-            torch.randn(4, 64, device="cuda", dtype=torch.bfloat16),
-            torch.randn(99, 64, device="cuda", dtype=torch.bfloat16),
-            torch.arange(4, device="cuda"),
-        )
-    expected = "triton" if torch.cuda.get_device_capability() in choice.TRITON_CARDS else "chunked"
-    assert f"auto runs {expected}" in caplog.text
+    measured = torch.cuda.get_device_capability() in choice.MEASURED
+    for rows, expected in ((4, "chunked"), (64, "triton" if measured else "chunked")):
+        with caplog.at_level("INFO", logger="mtpctl.kernels"):
+            linear_logprob(
+                torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16),
+                torch.randn(99, 64, device="cuda", dtype=torch.bfloat16),
+                torch.arange(rows, device="cuda"),
+            )
+        assert f"auto runs {expected}" in caplog.text
