@@ -1,0 +1,136 @@
+"""`mtpctl logprob-serve`: per-token log-probs of a model over HTTP, from a forward-only Megatron engine."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mtpctl.cli.options import Overlays, Sets, load
+
+if TYPE_CHECKING:
+    from mtpctl.logprob.serve import Served
+    from mtpctl.recipe import Recipe
+
+KEY_VARIABLE = "MTPCTL_API_KEY"
+FALLBACK = "tiny_mtp"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def logprob_serve(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(metavar="[RECIPE]", help="A recipe, or a run directory; default: the newest run here, else the tiny recipe."),
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="PATH", help="A Hugging Face folder or hub id to serve instead.")] = None,
+    tp: Annotated[int | None, typer.Option("--tp", min=1, help="Tensor-parallel ranks of a replica.")] = None,
+    pp: Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline-parallel ranks of a replica.")] = None,
+    replicas: Annotated[int | None, typer.Option("--replicas", min=1, help="Replicas.")] = None,
+    host: Annotated[str, typer.Option("--host", help="Where to listen; anything but loopback is reachable from elsewhere.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0: a free one.")] = 8338,
+    key_file: Annotated[
+        Path | None, typer.Option("--key-file", metavar="FILE", help=f"File with the key that clients must send; or set {KEY_VARIABLE}.")
+    ] = None,
+    sets: Sets = None,
+    overlay: Overlays = None,
+) -> None:
+    """Serve per-token log-probs, entropy and MTP scores of a model over HTTP, until Ctrl-C."""
+    from mtpctl.logprob.serve import listen, serve
+
+    key = _key(key_file)
+    if key is None and host not in LOOPBACK:
+        print(f"warning: {host} can be reached from elsewhere, and no key is asked for; set {KEY_VARIABLE} or --key-file", flush=True)
+    chosen, run = _recipe(recipe, model, sets, overlay)
+    chosen = _laid_out(chosen, tp, pp, replicas)
+    bound = listen(host, port)
+    with tempfile.TemporaryDirectory(prefix="mtpctl-logprob-") as scratch:
+        served = _served(chosen, run, Path(scratch))
+        print(f"serving {served.name}", flush=True)
+        serve(chosen, served, bound, key=key, say=lambda text: print(text, flush=True))
+
+
+def _key(file: Path | None) -> str | None:
+    from mtpctl.recipe import UserError
+
+    if file is None:
+        return os.environ.get(KEY_VARIABLE) or None
+    try:
+        key = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--key-file: {file} cannot be read: {error}") from error
+    if not key:
+        raise UserError(f"--key-file: {file} is empty; write the key into it")
+    return key
+
+
+def _recipe(given: str | None, model: str | None, sets: list[str] | None, overlays: list[str] | None) -> tuple[Recipe, Path | None]:
+    """The recipe to serve by, and the directory of its run where there is one."""
+    run = Path(given) if given is not None and _is_run(Path(given)) else None
+    if given is None and model is None:
+        run = _newest_run()
+    source = str(run / "recipe.resolved.yaml") if run is not None else given or FALLBACK
+    loaded = load(source, overlays, sets).recipe
+    if model is not None:
+        # Of the recipe that is left, only how to serve matters: the model brings its own tokenizer and sizes.
+        named = loaded.model.model_copy(update={"path": model, "config": None, "tokenizer": None, "init": "weights"})
+        return loaded.model_copy(update={"model": named}), None
+    if run is None and _is_run(loaded.run_path):
+        run = loaded.run_path
+    return loaded, run
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "recipe.resolved.yaml").is_file()
+
+
+def _newest_run() -> Path | None:
+    runs = [path for path in Path("runs").glob("*") if _is_run(path)]
+    return max(runs, key=lambda path: (path / "recipe.resolved.yaml").stat().st_mtime, default=None)
+
+
+def _laid_out(recipe: Recipe, tp: int | None, pp: int | None, replicas: int | None) -> Recipe:
+    """The recipe with the layout of the command line. Raises UserError where it does not fit the model."""
+    from mtpctl import families
+    from mtpctl.recipe import UserError, hf_config
+    from mtpctl.recipe.checks import parallel_fits
+
+    asked = {name: value for name, value in (("tp", tp), ("pp", pp)) if value is not None}
+    parallel = recipe.logprob.parallel.model_copy(update=asked)
+    changes = {"parallel": parallel} | ({"replicas": replicas} if replicas is not None else {})
+    config = hf_config(recipe.model)
+    if config is not None and (wrong := next(iter(parallel_fits(parallel, families.shape_of(config), "logprob.parallel")), None)):
+        raise UserError(wrong)
+    return recipe.model_copy(update={"logprob": recipe.logprob.model_copy(update=changes)})
+
+
+def _served(recipe: Recipe, run: Path | None, scratch: Path) -> Served:
+    """The model to serve: of a run, its newest checkpoint; without one, as the recipe makes it, in `scratch`."""
+    import json
+
+    from mtpctl.data import load_tokenizer
+    from mtpctl.logprob.serve import Served
+    from mtpctl.recipe import MtpctlError
+    from mtpctl.train.prepare import _model, _tokenizer
+
+    folder = _model(recipe, run or scratch)
+    if recipe.model.path is not None and recipe.model.tokenizer is None:
+        try:
+            tokenizer = load_tokenizer(folder.path)
+        except MtpctlError:
+            tokenizer = None
+    else:
+        tokenizer = _tokenizer(recipe, folder, run or scratch)
+    pointer = None if run is None else run / "checkpoints" / "latest"
+    if pointer is not None and pointer.is_file():
+        # What `engine.latest_checkpoint` reads; the engine itself is for the ranks to import.
+        checkpoint = pointer.parent / pointer.read_text().strip()
+        version = json.loads((checkpoint / "run.json").read_text())["version"]
+        return Served(f"run {run}, checkpoint {checkpoint.name}", folder.path, tokenizer, checkpoint, version)
+    if run is not None:
+        return Served(f"run {run}, the model it starts from", folder.path, tokenizer)
+    if recipe.model.path is not None:
+        return Served(f"model {recipe.model.path}", folder.path, tokenizer)
+    return Served(f"recipe {recipe.name}, its model with fresh weights", folder.path, tokenizer)

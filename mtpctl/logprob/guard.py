@@ -1,0 +1,176 @@
+"""What stands before the HTTP routes: the key, bounds on bodies in size and in time, and clients that go away.
+
+A body is read here, whole and within its bounds, before any route sees it; all bodies together are bounded as well, so that
+memory stays flat whatever clients do. A request whose client goes away is cancelled, and its place in the queue freed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
+"""What answers without a key: whether the server lives, and how it is talked to."""
+
+
+@dataclass(frozen=True)
+class HttpBounds:
+    """body_bytes: of one request; held_bytes: of all bodies being read or answered; body_s: to send one; header_s: to begin."""
+
+    body_bytes: int = 8 << 20
+    held_bytes: int = 128 << 20
+    body_s: float = 20.0
+    header_s: float = 10.0
+
+
+class _Rejected(Exception):
+    def __init__(self, status: int, reason: str, **headers: str) -> None:
+        super().__init__(reason)
+        self.status, self.headers = status, headers
+
+
+def error_body(message: str, kind: str) -> dict[str, dict[str, str]]:
+    """An error as OpenAI's clients read it."""
+    return {"error": {"message": message, "type": kind}}
+
+
+class Guard:
+    """An ASGI application around another one."""
+
+    def __init__(self, app: App, bounds: HttpBounds, key: str | None) -> None:
+        self.app, self.bounds = app, bounds
+        self.key = None if key is None else key.encode()
+        self.held = 0
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        body = bytearray()
+        try:
+            self._check(scope)
+            await self._read(receive, body)
+            await self._answer(scope, receive, send, bytes(body))
+        except _Rejected as rejected:
+            await _reply(send, rejected)
+        except _Gone:
+            pass
+        finally:
+            self.held -= len(body)
+
+    def _check(self, scope: MutableMapping[str, Any]) -> None:
+        headers = dict(scope["headers"])
+        if self.key is not None and scope["path"] not in OPEN_PATHS:
+            given = headers.get(b"authorization", b"")
+            if not hmac.compare_digest(given, b"Bearer " + self.key):
+                raise _Rejected(401, "a key is needed: send `Authorization: Bearer KEY`", **{"www-authenticate": "Bearer"})
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > self.bounds.body_bytes:
+            raise self._too_large()
+
+    def _too_large(self) -> _Rejected:
+        return _Rejected(413, f"a body may have {self.bounds.body_bytes} bytes; send the sequences in several requests")
+
+    async def _read(self, receive: Receive, body: bytearray) -> None:
+        """The whole body, appended to `body` as it comes; every byte of it is counted in `held`."""
+        try:
+            async with asyncio.timeout(self.bounds.body_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _Gone
+                    chunk = message.get("body", b"")
+                    if len(body) + len(chunk) > self.bounds.body_bytes:
+                        raise self._too_large()
+                    if self.held + len(chunk) > self.bounds.held_bytes:
+                        raise _Rejected(429, "too many bytes are being worked on; try again", **{"retry-after": "1"})
+                    body += chunk
+                    self.held += len(chunk)
+                    if not message.get("more_body"):
+                        return
+        except TimeoutError:
+            raise _Rejected(408, f"the body did not come within {self.bounds.body_s:g} s") from None
+
+    async def _answer(self, scope: MutableMapping[str, Any], receive: Receive, send: Send, body: bytes) -> None:
+        left = asyncio.Event()
+        given = False
+
+        async def replay() -> Message:
+            nonlocal given
+            if not given:
+                given = True
+                return {"type": "http.request", "body": body, "more_body": False}
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            left.set()
+
+        answering = asyncio.ensure_future(self.app(scope, replay, send))
+        watching = asyncio.create_task(watch())
+        try:
+            await asyncio.wait({answering, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                answering.cancel()
+            await asyncio.gather(answering, return_exceptions=left.is_set())
+        finally:
+            watching.cancel()
+            answering.cancel()
+
+
+class _Gone(Exception):
+    """The client went away before its request was whole."""
+
+
+async def _reply(send: Send, rejected: _Rejected) -> None:
+    body = json.dumps(error_body(str(rejected), "invalid_request_error")).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", **rejected.headers}
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": rejected.status, "headers": encoded})
+    await send({"type": "http.response.body", "body": body})
+
+
+def impatient(header_s: float) -> type[H11Protocol]:
+    """uvicorn's HTTP protocol, closing a connection whose request head has not come after `header_s` seconds."""
+
+    class Impatient(H11Protocol):
+        _late: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._expect_head()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._expect_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._forget()
+            super().connection_lost(exc)
+
+        def _expect_head(self) -> None:
+            between = self.cycle is None or self.cycle.response_complete
+            if not between:
+                self._forget()
+            elif self._late is None:
+                self._late = self.loop.call_later(header_s, self.transport.close)
+
+        def _forget(self) -> None:
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+
+    return Impatient

@@ -1,0 +1,255 @@
+"""The HTTP face of a log-prob server. Requests are never made to wait for room here: a full queue is told with 429."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import AsyncIterator
+from importlib.metadata import version as version_of
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+
+from mtpctl.data import Tokenizer
+from mtpctl.logprob.guard import Guard, HttpBounds, error_body
+from mtpctl.logprob.metrics import prometheus
+from mtpctl.logprob.protocol import Late, QueueFull, RequestRefused, Scored, ScoreRequest, VersionGone
+from mtpctl.logprob.schemas import (
+    SEQUENCES,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+    DepthScores,
+    LogprobsRequest,
+    LogprobsResponse,
+    SequenceScores,
+    TopLogprob,
+)
+from mtpctl.logprob.server import LogprobServer
+from mtpctl.recipe import MtpctlError, RuntimeFailure
+
+NUMBERS = 1 << 21
+"""Numbers in one answer, at most: tokens times what is wanted of each."""
+
+
+def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, key: str | None = None, bounds: HttpBounds) -> Guard:
+    """The ASGI application. `tokenizer` None: token ids alone are taken. `key`: what clients must send."""
+    api = FastAPI(
+        title="mtpctl log-prob server", version=version_of("mtpctl"), description=f"Per-token log-probs under {name}.", redoc_url=None
+    )
+
+    @api.post("/v1/logprobs", response_model=LogprobsResponse)
+    async def logprobs(body: LogprobsRequest, request: Request) -> Response:
+        requests = _requests(body, _caller(body.user, request), server, tokenizer)
+        _bound(server, requests, 1 + body.mtp * server.bounds.depths + 2 * body.top_logprobs)
+        if body.stream:
+            return StreamingResponse(_lines(server, requests, body), media_type="application/x-ndjson")
+        data: list[SequenceScores | None] = [None] * len(requests)
+        async for index, scored in server.stream(requests, wait=False):
+            data[index] = _scores(index, requests[index], scored, body)
+        answer = LogprobsResponse(model=name, data=[d for d in data if d is not None], usage=_usage(requests))
+        return Response(answer.model_dump_json(), media_type="application/json")
+
+    @api.post("/v1/completions", response_model=CompletionResponse)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        if not body.echo or body.max_tokens != 0:
+            raise RequestRefused("echo, max_tokens: this server scores and does not generate; send echo: true and max_tokens: 0")
+        if body.n != 1 or body.stream:
+            raise RequestRefused("n, stream: there is one answer, sent whole; leave them out")
+        topk = body.logprobs or 0
+        sequences = _sequences(body.prompt, tokenizer)
+        requests = [ScoreRequest(ids, topk=topk, caller=_caller(body.user, request), deadline_s=60.0) for ids in sequences]
+        _check(server, requests)
+        _bound(server, requests, 1 + 2 * topk)
+        answers: dict[int, Scored] = {}
+        async for index, scored in server.stream(requests, wait=False):
+            answers[index] = scored
+        choices = [_choice(i, requests[i], answers[i], body, tokenizer) for i in range(len(requests))]
+        response = CompletionResponse(
+            id=f"cmpl-{uuid.uuid4().hex}", created=int(time.time()), model=name, choices=choices, usage=_usage(requests)
+        )
+        return Response(response.model_dump_json(), media_type="application/json")
+
+    @api.get("/health")
+    async def health() -> Response:
+        replicas = server.health()
+        alive = any(replica["alive"] for replica in replicas)
+        return JSONResponse({"status": "ok" if alive else "unavailable", "replicas": replicas}, 200 if alive else 503)
+
+    @api.get("/version")
+    async def version() -> dict[str, object]:
+        held = sorted({v for seat in server.seats if seat.replica is not None for v in seat.replica.versions})
+        return {"version": server.version, "held": held, "model": name, "mtpctl": version_of("mtpctl")}
+
+    @api.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(prometheus(server), media_type="text/plain; version=0.0.4")
+
+    @api.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"] if part != "body")
+        return JSONResponse(error_body(f"{place or 'body'}: {first['msg']}", "invalid_request_error"), 400)
+
+    @api.exception_handler(MtpctlError)
+    async def failed(_: Request, error: MtpctlError) -> Response:
+        return JSONResponse(error_body(str(error), _kind(error)), _status(error), _retry(error))
+
+    return Guard(api, bounds, key)
+
+
+def _status(error: MtpctlError) -> int:
+    if isinstance(error, RequestRefused):
+        return 400
+    if isinstance(error, VersionGone):
+        return 410
+    if isinstance(error, QueueFull):
+        return 429
+    return 504 if isinstance(error, Late) else 503
+
+
+def _kind(error: MtpctlError) -> str:
+    return "server_error" if isinstance(error, RuntimeFailure) and not isinstance(error, QueueFull) else "invalid_request_error"
+
+
+def _retry(error: MtpctlError) -> dict[str, str] | None:
+    return {"retry-after": str(math.ceil(error.retry_after_s))} if isinstance(error, QueueFull) else None
+
+
+# ---------------------------------------------------------------------------------------------------------- requests
+
+
+def _caller(user: str, request: Request) -> str:
+    """Whose share a request counts against: the user it names, else the address it comes from."""
+    return f"user {user}" if user else f"host {request.client.host if request.client else ''}"
+
+
+def _sequences(given: str | list[str] | list[int] | list[list[int]], tokenizer: Tokenizer | None) -> list[list[int]]:
+    if isinstance(given, str) or (given and isinstance(given[0], str)):
+        texts = [given] if isinstance(given, str) else given
+        if tokenizer is None:
+            raise RequestRefused("text: the served model has no tokenizer; send token ids")
+        # The tokenizer speaks of characters and the bound is in tokens, of which there are never more than bytes.
+        return [tokenizer.encode(str(text), special=True) for text in texts]
+    return _listed(given)
+
+
+def _listed(given: Any) -> list[Any]:
+    """Several lists, also where one came alone."""
+    return given if given and isinstance(given[0], list) else [given]
+
+
+def _requests(body: LogprobsRequest, caller: str, server: LogprobServer, tokenizer: Tokenizer | None) -> list[ScoreRequest]:
+    given = body.token_ids if body.token_ids is not None else body.text
+    if given is None or (body.token_ids is not None and body.text is not None):
+        raise RequestRefused("token_ids, text: give one of them")
+    sequences = _sequences(given, tokenizer)
+    starts = body.prompt_length if isinstance(body.prompt_length, list) else [body.prompt_length] * len(sequences)
+    masks: list[list[int] | None] = [None] * len(sequences)
+    if body.mask is not None:
+        masks = _listed(body.mask)
+    for field, values in (("prompt_length", starts), ("mask", masks)):
+        if len(values) != len(sequences):
+            raise RequestRefused(f"{field}: has {len(values)} entries for {len(sequences)} sequences")
+    requests = [
+        ScoreRequest(
+            token_ids=ids,
+            prompt_length=start,
+            mask=mask,
+            temperature=body.temperature,
+            topk=body.top_logprobs,
+            mtp=body.mtp,
+            version=body.version,
+            at_least=body.at_least,
+            caller=caller,
+            deadline_s=body.timeout_s,
+        )
+        for ids, start, mask in zip(sequences, starts, masks, strict=True)
+    ]
+    _check(server, requests)
+    return requests
+
+
+def _check(server: LogprobServer, requests: list[ScoreRequest]) -> None:
+    if len(requests) > SEQUENCES:
+        raise RequestRefused(f"{len(requests)} sequences are more than the {SEQUENCES} of one request; send several")
+    for place, request in enumerate(requests):
+        try:
+            server.bounds.check(request)
+        except RequestRefused as error:
+            raise RequestRefused(f"sequence {place}: {error}" if len(requests) > 1 else str(error)) from None
+
+
+def _bound(server: LogprobServer, requests: list[ScoreRequest], numbers: int) -> None:
+    """Refuse what would be too much to answer at once, before any of it is queued."""
+    tokens = sum(request.tokens for request in requests)
+    if tokens > server.limits.queue_tokens:
+        raise RequestRefused(f"{tokens} tokens are more than the {server.limits.queue_tokens} that may wait; send several requests")
+    if tokens * numbers > NUMBERS:
+        raise RequestRefused(f"{tokens} tokens with {numbers} numbers each are more than {NUMBERS}; send several requests")
+    server.check_room(tokens)
+
+
+# ----------------------------------------------------------------------------------------------------------- answers
+
+
+async def _lines(server: LogprobServer, requests: list[ScoreRequest], body: LogprobsRequest) -> AsyncIterator[str]:
+    try:
+        async for index, scored in server.stream(requests, wait=False):
+            yield _scores(index, requests[index], scored, body).model_dump_json() + "\n"
+    except MtpctlError as error:
+        # The status line is gone: what is left to say comes as the last line.
+        yield JSONResponse(error_body(str(error), _kind(error))).body.decode() + "\n"  # type: ignore[union-attr]
+
+
+def _scores(index: int, request: ScoreRequest, scored: Scored, body: LogprobsRequest) -> SequenceScores:
+    mask = request.mask or [1] * len(scored.logprobs)
+    top = [
+        [TopLogprob(id=i, logprob=value) for i, value in zip(ids, values, strict=True)] if kept else []
+        for ids, values, kept in zip(scored.topk_ids, scored.topk_logprobs, mask, strict=False)
+    ]
+    return SequenceScores(
+        index=index,
+        version=scored.version,
+        token_ids=request.token_ids[request.prompt_length :],
+        logprobs=[value if kept else None for value, kept in zip(scored.logprobs, mask, strict=True)],
+        entropy=[value if kept else None for value, kept in zip(scored.entropy, mask, strict=True)],
+        top_logprobs=top if body.top_logprobs else None,
+        mtp=[DepthScores(depth=k, logprobs=d.logprobs, hits=d.hits) for k, d in enumerate(scored.drafts, 1)] if body.mtp else None,
+    )
+
+
+def _choice(index: int, request: ScoreRequest, scored: Scored, body: CompletionRequest, tokenizer: Tokenizer | None) -> CompletionChoice:
+    ids = request.token_ids
+    pieces = [_piece(i, tokenizer) for i in ids]
+    text = tokenizer.decode(ids) if tokenizer is not None else ""
+    if body.logprobs is None:
+        return CompletionChoice(index=index, text=text, logprobs=None)
+    offsets, end = [], 0
+    for piece in pieces:
+        offsets.append(end)
+        end += len(piece)
+    top: list[dict[str, float] | None] | None = None
+    if body.logprobs:
+        top = [None]
+        for place, (named, values) in enumerate(zip(scored.topk_ids, scored.topk_logprobs, strict=True)):
+            # As OpenAI does: the token that came is always among them.
+            found = {_piece(i, tokenizer): value for i, value in zip(named, values, strict=True)}
+            top.append({pieces[place + 1]: scored.logprobs[place]} | found)
+    logprobs = CompletionLogprobs(tokens=pieces, token_logprobs=[None, *scored.logprobs], top_logprobs=top, text_offset=offsets)
+    return CompletionChoice(index=index, text=text, logprobs=logprobs)
+
+
+def _piece(token_id: int, tokenizer: Tokenizer | None) -> str:
+    """A token as text; by its id where it has none of its own (special tokens, parts of a character)."""
+    text = tokenizer.decode([token_id]) if tokenizer is not None else ""
+    return text if text and "\ufffd" not in text else f"token_id:{token_id}"
+
+
+def _usage(requests: list[ScoreRequest]) -> dict[str, int]:
+    tokens = sum(request.tokens for request in requests)
+    return {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}

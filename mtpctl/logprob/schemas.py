@@ -1,0 +1,103 @@
+"""Bodies of the HTTP face: what clients send and what they get, as the OpenAPI page shows it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, Strict
+
+TokenId = Annotated[int, Strict()]
+MaskBit = Annotated[int, Strict(), Field(ge=0, le=1)]
+Version = Annotated[int, Strict(), Field(ge=0)]
+
+SEQUENCES = 1024
+"""Sequences of one HTTP request, at most."""
+TOP_LOGPROBS = 32
+WAIT_S = 600.0
+
+
+class LogprobsRequest(BaseModel):
+    """Sequences to score: token ids, or text that the served tokenizer encodes."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    token_ids: list[TokenId] | list[list[TokenId]] | None = Field(None, description="One sequence, or several.")
+    text: str | list[str] | None = Field(None, description="The same as text.")
+    prompt_length: TokenId | list[TokenId] = Field(1, description="Tokens that come before the scored ones, for all or for each.")
+    mask: list[MaskBit] | list[list[MaskBit]] | None = Field(None, description="1 or 0 for each scored token; 0: null in the answer.")
+    temperature: float = Field(1.0, gt=0, description="Temperature of the distribution.")
+    top_logprobs: int = Field(0, ge=0, le=TOP_LOGPROBS, description="Likeliest tokens to name at each place.")
+    mtp: bool = Field(False, description="Log-probs and greedy hits of every MTP depth as well.")
+    version: Version | None = Field(None, description="Only these weights.")
+    at_least: Version | None = Field(None, description="These weights or newer ones; waits for them.")
+    timeout_s: float = Field(60.0, gt=0, le=WAIT_S, description="Seconds to wait for an answer.")
+    stream: bool = Field(False, description="One JSON line a sequence, as they are done.")
+    user: str = Field("", max_length=128, description="Whose request it is: users get equal shares of a full server.")
+
+
+class TopLogprob(BaseModel):
+    id: int
+    logprob: float
+
+
+class DepthScores(BaseModel):
+    depth: int
+    logprobs: list[float | None] = Field(description="Null for the first tokens, which no draft can name, and outside the mask.")
+    hits: list[bool | None] = Field(description="Whether this depth's likeliest token is the one that came.")
+
+
+class SequenceScores(BaseModel):
+    """Of one sequence, over its tokens from `prompt_length` on; null outside the mask."""
+
+    index: int
+    version: int = Field(description="The weights that made these numbers.")
+    token_ids: list[int] = Field(description="The scored tokens.")
+    logprobs: list[float | None]
+    entropy: list[float | None]
+    top_logprobs: list[list[TopLogprob]] | None = None
+    mtp: list[DepthScores] | None = None
+
+
+class LogprobsResponse(BaseModel):
+    object: Literal["logprobs"] = "logprobs"
+    model: str
+    data: list[SequenceScores]
+    usage: dict[str, int]
+
+
+class CompletionRequest(BaseModel):
+    """OpenAI's completions, as far as they score: `echo` with `max_tokens: 0`."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str = ""
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    echo: bool = False
+    max_tokens: int | None = None
+    logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
+    n: int = 1
+    stream: bool = False
+    user: str = Field("", max_length=128)
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["length"] = "length"
+
+
+class CompletionResponse(BaseModel):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: dict[str, int]

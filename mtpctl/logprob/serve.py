@@ -1,0 +1,121 @@
+"""`mtpctl logprob-serve`: replicas on a Ray cluster, and the HTTP face before them, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from mtpctl.cluster import cluster, within
+from mtpctl.data import Tokenizer
+from mtpctl.logprob.guard import HttpBounds, impatient
+from mtpctl.logprob.http import make_app
+from mtpctl.logprob.placed import start_server
+from mtpctl.recipe import ClusterResources, Recipe, UserError
+
+Say = Callable[[str], None]
+END_S = 5
+
+
+@dataclass(frozen=True)
+class Served:
+    """The weights to serve: a model folder, and where a run has trained it, a checkpoint over it and its version."""
+
+    name: str
+    model: Path
+    tokenizer: Tokenizer | None
+    checkpoint: Path | None = None
+    version: int = 0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket bound to where the server is to listen, before anything slow is started. Raises UserError where it is taken."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+        bound.listen(1024)
+    except socket.gaierror as error:
+        raise UserError(f"--host: {host} is no address of this machine ({error.strerror})") from error
+    except OSError as error:
+        raise UserError(f"--port: cannot listen on {host}:{port} ({error.strerror}); name another") from error
+    return bound
+
+
+def serve(recipe: Recipe, served: Served, bound: socket.socket, *, key: str | None, say: Say) -> None:
+    """Serve until Ctrl-C or SIGTERM."""
+    # Where SIGTERM comes while replicas start, they are to be ended as Ctrl-C ends them.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 16), hard))
+    ranks = recipe.logprob.parallel.world_size * recipe.logprob.replicas
+    with cluster(recipe.cluster, cpus=0, gpus=0), contextlib.closing(bound):
+        import ray
+
+        there = ray.cluster_resources().get("GPU", 0)
+        cuda = recipe.cluster.device != "cpu" and there >= ranks * recipe.logprob.gpus
+        if recipe.cluster.device == "cuda" and not cuda:
+            raise ClusterResources(
+                f"logprob.parallel: {ranks} rank(s) of {recipe.logprob.gpus:g} GPU need more than the {there:g} there are"
+            )
+        asyncio.run(_serve(recipe, served, bound, key, say, cuda=cuda))
+
+
+async def _serve(recipe: Recipe, served: Served, bound: socket.socket, key: str | None, say: Say, *, cuda: bool) -> None:
+    options = recipe.logprob
+    layout = ", ".join(f"{name} {getattr(options.parallel, name)}" for name in ("tp", "pp", "dp") if getattr(options.parallel, name) > 1)
+    say(
+        f"starting {options.replicas} replica(s) of {options.parallel.world_size} rank(s){f' ({layout})' if layout else ''} "
+        f"on {'cuda' if cuda else 'cpu'}, {recipe.train.precision}"
+    )
+    starting = start_server(
+        recipe,
+        served.model,
+        device="cuda" if cuda else "cpu",
+        cpus=float(cuda),
+        gpus=options.gpus if cuda else 0.0,
+        checkpoint=served.checkpoint,
+        version=served.version,
+    )
+    server = await within(starting, recipe.cluster.actor_deadline_s, "log-prob server, start")
+    bounds = HttpBounds()
+    app = make_app(server, served.tokenizer, served.name, key=key, bounds=bounds)
+    config = uvicorn.Config(
+        app,
+        http=impatient(bounds.header_s),
+        ws="none",
+        lifespan="off",
+        log_level=logging.ERROR,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=int(bounds.header_s),
+        timeout_graceful_shutdown=END_S,
+    )
+    web = _Web(config)
+    watching = asyncio.create_task(server.watch())
+    host, port = bound.getsockname()[:2]
+    say(f"weights version {server.version}; http://{host}:{port}/v1/logprobs, /v1/completions, /health, /version, /metrics, /docs")
+    try:
+        await web.serve(sockets=[bound])
+    finally:
+        watching.cancel()
+        await server.close()
+    say("stopped")
+
+
+class _Web(uvicorn.Server):
+    """Ends on a signal without raising it once more: whoever started the server still has replicas to end."""
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
