@@ -26,6 +26,7 @@ from mtpctl.kernels.triton_kernels import GRAD, KEEP, STATS, head_tiles, join_ti
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CHUNK_COLUMNS = 16384  # wide enough for the products to run at full rate; wider ones only take memory from kept logits
+MOST_PARTIAL_BYTES = 1 << 30  # the kernels count partial results in 32 bits
 TILES_A_PROGRAM = 4  # of kept logits, when they become gradients
 
 
@@ -85,7 +86,7 @@ class Triton:
             stats[0::3] = float("-inf")
             return LocalScores(RowStats(*stats.unbind(0)))
         columns = self._kept_columns(problem) if keep else 0
-        scale, kept, spare = _scales(problem), None, problem.workspace_bytes // 4
+        scale, kept, spare = _scales(problem), None, min(problem.workspace_bytes // 4, MOST_PARTIAL_BYTES)
         if columns:
             kept = Kept(_padded(h, n, columns), h.new_empty(n, triton.cdiv(columns, t.bn), dtype=torch.float32), columns)
             spare = min(spare, 4 * h.numel())  # set aside for the hidden gradient, which comes later
