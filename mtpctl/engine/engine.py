@@ -17,22 +17,27 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from mtpctl.convert import HfFolder, WeightBridge
 from mtpctl.engine import checkpoint
 from mtpctl.engine import parallel as groups
 from mtpctl.engine.batch import MicroBatch, Sequence, pack, partition
+from mtpctl.engine.chunks import over_chunks
 from mtpctl.engine.objective import Objective, Sums
 from mtpctl.engine.optimizer import Optimizer
 from mtpctl.kernels import LogProbOut, linear_logprob
-from mtpctl.model import Hidden, MtpModel, build_model, complete_config
+from mtpctl.model import Hidden, MtpModel, build_model, complete_config, draw_weights
 from mtpctl.recipe.schema import KernelsConfig, MtpConfig, OptimizerConfig, ParallelConfig
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine is made of. `train=False` builds no gradient buffers."""
+    """What an engine is made of.
+
+    `train=False` builds no gradient buffers. With `random_seed` weights are drawn on the device instead of loaded.
+    """
 
     parallel: ParallelConfig
     precision: str = "fp32"
@@ -42,6 +47,7 @@ class EngineConfig:
     recompute: str = "none"
     distributed_optimizer: bool = False
     train: bool = True
+    random_seed: int | None = None
 
 
 @dataclass
@@ -77,7 +83,10 @@ class MegatronEngine:
             recompute=config.recompute,
         )
         model = build_model(self.transformer, folder.shape, config.mtp)
-        self.bridge.load([model])
+        if config.random_seed is None:
+            self.bridge.load([model])
+        else:
+            draw_weights(model, config.random_seed)
         self.depths = self.transformer.mtp_num_layers or 0
         self.trains_mtp = config.train and config.mtp.mode in ("joint", "isolated") and self.depths > 0
         self.optimizer: Optimizer | None = None
@@ -121,17 +130,9 @@ class MegatronEngine:
         """
         assert self.optimizer is not None, "set_optimizer comes first"
         began = time.perf_counter()
-        denominator = objective.denominator(sequences)
-        drafts = self._draft_counts(sequences) if self.trains_mtp else []
-        micros = self._micro_batches(sequences, self.depths if self.trains_mtp else 0)
-        self.model.train()
-        self.model.zero_grad_buffer()
         self.optimizer.inner.zero_grad()
-        loss = partial(self._loss, objective=objective, temperature=temperature, denominator=denominator, drafts=drafts)
-        sums = self._run(micros, loss, forward_only=False)
+        metrics = self.forward_backward(sequences, objective, temperature=temperature)
         result = self.optimizer.step(total_steps)
-        metrics = objective.metrics({name: float(value) for name, value in sums.items() if not name.startswith("mtp/")})
-        metrics |= {name: float(value) / drafts[int(name[-1]) - 1] for name, value in sums.items() if name.startswith("mtp/")}
         tokens = sum(len(s.token_ids) for s in sequences)
         metrics |= {
             "actor/grad_norm": result.grad_norm,
@@ -143,6 +144,18 @@ class MegatronEngine:
         if self.trains_mtp:
             metrics["mtp/grad_norm"] = result.mtp_grad_norm
         return metrics
+
+    def forward_backward(self, sequences: list[Sequence], objective: Objective, *, temperature: float = 1.0) -> dict[str, float]:
+        """Gradients of the policy and MTP losses, in the gradient buffers. Returns metrics."""
+        denominator = objective.denominator(sequences)
+        drafts = self._draft_counts(sequences) if self.trains_mtp else []
+        micros = self._micro_batches(sequences, self.depths if self.trains_mtp else 0)
+        self.model.train()
+        self.model.zero_grad_buffer()
+        loss = partial(self._loss, objective=objective, temperature=temperature, denominator=denominator, drafts=drafts)
+        sums = self._run(micros, loss, forward_only=False)
+        metrics = objective.metrics({name: float(value) for name, value in sums.items() if not name.startswith("mtp/")})
+        return metrics | {name: float(value) / drafts[int(name[-1]) - 1] for name, value in sums.items() if name.startswith("mtp/")}
 
     def _draft_counts(self, sequences: list[Sequence]) -> list[int]:
         """For each depth, how many supervised tokens a drafter can be asked for, in the whole batch."""
@@ -161,6 +174,10 @@ class MegatronEngine:
             mtp_loss = -out.logprob.sum()
             total = total + self.config.mtp.loss_scale * mtp_loss / (drafts[depth - 1] * len(drafts))
             sums |= {f"mtp/loss_{depth}": mtp_loss.detach(), f"mtp/accept_{depth}": out.hit.float().sum()}
+        if self.config.parallel.cp > 1:
+            # A chunk without a supervised token still owes the others its part of the collectives of a backward pass.
+            for state in (hidden.trunk, *hidden.mtp):
+                total = total + 0.0 * state.sum()
         return total, sums
 
     # ------------------------------------------------------------------------------------------------------- scoring
@@ -183,7 +200,7 @@ class MegatronEngine:
             return out.logprob.sum(), {}
 
         self._run(self._micro_batches(sequences, 0), collect, forward_only=True)
-        if parallel_state.get_data_parallel_world_size() > 1 or parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        if dist.get_world_size() > 1:
             parts: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(parts, found)
             found = {i: scores for part in parts for i, scores in part.items()}
@@ -223,7 +240,9 @@ class MegatronEngine:
         lengths = [len(s.token_ids) for s in sequences]
         dp, dp_rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         parts = partition(lengths, self.config.tokens_per_microbatch, dp)[dp_rank]
-        return [pack(sequences, part, depths, self.device) for part in parts if part]
+        cp, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+        split = self.config.parallel.tp if self.transformer.sequence_parallel else 1
+        return [pack(sequences, part, depths, self.device, cp_rank=cp_rank, cp=cp, tp=split) for part in parts if part]
 
     def _run(self, micros: list[MicroBatch], loss: Any, *, forward_only: bool) -> Sums:
         """Run the pipeline schedule over the micro-batches. Returns the metric sums over all of them and all dp ranks."""
@@ -253,32 +272,41 @@ class MegatronEngine:
 
     def _reduced(self, sums: Sums) -> Sums:
         """Summed over dp, and known on every pipeline stage."""
-        if dist.get_world_size() == 1 or not sums:
+        if dist.get_world_size() == 1:
             return sums
         names = sorted(sums)
-        flat = torch.stack([sums[name].float() for name in names])
-        dist.all_reduce(flat, group=parallel_state.get_data_parallel_group())
-        return dict(zip(names, flat, strict=True))
+        if names:
+            flat = torch.stack([sums[name].float() for name in names])
+            dist.all_reduce(flat, group=parallel_state.get_data_parallel_group())
+            sums = dict(zip(names, flat, strict=True))
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            told = [{name: value.item() for name, value in sums.items()}]
+            last = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast_object_list(told, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+            sums = {name: torch.tensor(value) for name, value in told[0].items()}
+        return sums
 
-    def _logprob(
-        self, state: Tensor, head: Tensor, rows: Tensor, labels: Tensor, temperature: float | Tensor, **options: Any
-    ) -> LogProbOut:
+    def _logprob(self, state: Tensor, head: Tensor, rows: Tensor, labels: Tensor, temperature: Any, **options: Any) -> LogProbOut:
+        """Of `labels` under the states at `rows` of the whole micro-batch; the same on all tp and cp ranks."""
         kernels = self.config.kernels
-        sequence_parallel = self.transformer.sequence_parallel
-        if sequence_parallel:
-            from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-
+        if self.transformer.sequence_parallel:
             state = gather_from_sequence_parallel_region(state, tensor_parallel_output_grad=False)
-        return linear_logprob(
-            state[rows],
-            head,
-            labels,
-            temperature=temperature,
-            group=parallel_state.get_tensor_model_parallel_group() if self.config.parallel.tp > 1 else None,
-            workspace_bytes=kernels.workspace_bytes,
-            implementation=kernels.linear_logprob,
-            **options,
-        )
+
+        def here(rows: Tensor, labels: Tensor, temperature: Any) -> LogProbOut:
+            return linear_logprob(
+                state[rows],
+                head,
+                labels,
+                temperature=temperature,
+                group=parallel_state.get_tensor_model_parallel_group() if self.config.parallel.tp > 1 else None,
+                workspace_bytes=kernels.workspace_bytes,
+                implementation=kernels.linear_logprob,
+                **options,
+            )
+
+        if self.config.parallel.cp == 1:
+            return here(rows, labels, temperature)
+        return over_chunks(here, rows, labels, temperature, chunk=state.shape[0], group=parallel_state.get_context_parallel_group())
 
     def close(self) -> None:
         """Leave the process groups."""

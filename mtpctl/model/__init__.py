@@ -9,13 +9,15 @@ if TYPE_CHECKING:
     from mtpctl.model.build import DTYPES, build_model, complete_config
     from mtpctl.model.gpt import Hidden, MtpModel
     from mtpctl.model.packing import Packing
+    from mtpctl.model.weights import draw_weights
 
-__all__ = ["DTYPES", "Hidden", "MtpModel", "Packing", "build_model", "complete_config"]
+__all__ = ["DTYPES", "Hidden", "MtpModel", "Packing", "build_model", "complete_config", "draw_weights"]
 
 _HOMES = {
     "DTYPES": "build",
     "build_model": "build",
     "complete_config": "build",
+    "draw_weights": "weights",
     "Hidden": "gpt",
     "MtpModel": "gpt",
     "Packing": "packing",

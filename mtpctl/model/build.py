@@ -44,7 +44,8 @@ def complete_config(
         "perform_initialization": False,
         "gradient_accumulation_fusion": False,
         "bias_dropout_fusion": False,
-        "bias_activation_fusion": False,
+        # Saves the product of the two halves from being kept for the backward pass; compiled, so not on a CPU.
+        "bias_activation_fusion": torch.cuda.is_available(),
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,
         "persist_layer_norm": False,
@@ -63,10 +64,33 @@ def complete_config(
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif recompute == "selective":
         settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    if parallel.pp > 1:
+        settings["pipeline_model_parallel_layout"] = _layout(stage_layers(shape.layers, depths, parallel), depths)
     for name, value in settings.items():
         setattr(config, name, value)
     config.finalize()
     return config
+
+
+def stage_layers(layers: int, depths: int, parallel: ParallelConfig) -> list[int]:
+    """Decoder layers of each pipeline stage: as the recipe says, or even, a depth counting as a layer of the last stage.
+
+    Raises UserError where the recipe's do not add up.
+    """
+    if parallel.pp_layout is not None:
+        if len(parallel.pp_layout) != parallel.pp or sum(parallel.pp_layout) != layers:
+            raise UserError(f"train.parallel.pp_layout: {parallel.pp_layout} must name {parallel.pp} stages with {layers} layers in all")
+        return parallel.pp_layout
+    if parallel.pp > layers:
+        raise UserError(f"train.parallel.pp: {parallel.pp} stages for {layers} layers; take at most {layers}")
+    last = max(0, (layers + depths) // parallel.pp - depths)
+    each, more = divmod(layers - last, parallel.pp - 1)
+    return [each + (stage < more) for stage in range(parallel.pp - 1)] + [last]
+
+
+def _layout(stages: list[int], depths: int) -> list[list[str]]:
+    rows = [["decoder"] * count for count in stages]
+    return [["embedding", *rows[0]], *rows[1:-1], [*rows[-1], *["mtp"] * depths, "loss"]]
 
 
 def _check_fit(shape: ModelShape, parallel: ParallelConfig) -> None:

@@ -1,0 +1,169 @@
+"""`mtpctl bench train-step`: forward and backward of a policy update on packed samples, fused log-probs beside materialised logits.
+
+The timer covers one forward and backward pass of the whole model with policy and MTP loss, gradients into the fp32
+buffers, packing included; no optimizer step. The rate it is held against is a large bf16 matrix product, measured in the
+same run.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpctl import families
+from mtpctl.convert import HfFolder
+from mtpctl.engine import EngineConfig, MegatronEngine, NextToken, Sequence
+from mtpctl.kernels import LogProbOut
+from mtpctl.plan.flops import step_flops
+from mtpctl.recipe.schema import KernelsConfig, MtpConfig, ParallelConfig
+
+GIB = 1 << 30
+WARMUP, ROUNDS, STEPS = 2, 3, 3
+TIMER = "one forward and backward pass, policy and MTP loss, gradients into fp32 buffers; no optimizer step"
+
+
+class UnfusedEngine(MegatronEngine):
+    """The plain baseline: every logit materialised, log-softmax by PyTorch."""
+
+    def _logprob(self, state: Tensor, head: Tensor, rows: Tensor, labels: Tensor, temperature: Any, **options: Any) -> LogProbOut:
+        weight = head.detach() if options.get("detach_weight") else head
+        logits = (state[rows] @ weight.t()).float() / temperature
+        logprobs = logits.log_softmax(-1)
+        chosen = logprobs.gather(1, labels[:, None]).squeeze(1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1) if options.get("entropy") else None
+        hit = logits.argmax(-1) == labels if options.get("hit") else None
+        return LogProbOut(chosen, entropy, hit, None)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One way of taking log-probs. Times in ms over the steps; `share` is of the measured matrix-product rate; memory in GiB."""
+
+    name: str
+    median_ms: float
+    least_ms: float
+    most_ms: float
+    tokens_per_s: float
+    tflops: float
+    share: float
+    peak_gib: float
+    loss: float
+
+
+class _WithEntropy(NextToken):
+    """The cross-entropy's gradient with the entropy taken beside it, as a policy update does."""
+
+    needs_entropy = True
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def matmul_tflops(device: torch.device, size: int) -> float:
+    """Rate of a square bf16 product on random data, in TFLOP/s; the best of five turns."""
+    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    b = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    best = float("inf")
+    for _ in range(5):
+        synchronize(device)
+        began = time.perf_counter()
+        for _ in range(10):
+            a @ b
+        synchronize(device)
+        best = min(best, (time.perf_counter() - began) / 10)
+    return 2 * size**3 / best / 1e12
+
+
+def samples(vocab: int, tokens: int, count: int, prompt_share: float) -> list[Sequence]:
+    """`count` random samples of equal length that fill `tokens`, the first `prompt_share` of each a prompt."""
+    generator = torch.Generator().manual_seed(0)
+    length = tokens // count
+    prompt = max(1, int(length * prompt_share))
+    ids = torch.randint(0, vocab, (count, length), generator=generator).tolist()
+    return [Sequence(row, prompt, [1] * (length - prompt)) for row in ids]
+
+
+def measure(folder: HfFolder, *, tokens: int, count: int, prompt_share: float, precision: str, mtp: MtpConfig) -> tuple[list[Result], float]:
+    """Both ways, in turns that follow each other, and the matrix-product rate (TFLOP/s)."""
+    cuda = torch.cuda.is_available()
+    config = EngineConfig(
+        parallel=ParallelConfig(),
+        precision=precision,
+        mtp=mtp,
+        kernels=KernelsConfig(),
+        tokens_per_microbatch=tokens,
+        random_seed=0,
+    )
+    engine = UnfusedEngine(folder, config)
+    batch = samples(folder.shape.vocab, tokens, count, prompt_share)
+    rows = sum(sum(s.loss_mask) for s in batch)
+    drafts = [sum(sum(s.loss_mask[d:]) for s in batch) for d in range(1, engine.depths + 1)] if engine.trains_mtp else []
+    flops = step_flops(folder.shape, [len(s.token_ids) for s in batch], rows, drafts, isolated=mtp.mode == "isolated")
+    rate = matmul_tflops(engine.device, 8192 if cuda else 512)
+    times: dict[str, list[float]] = {"unfused": [], "fused": []}
+    peaks: dict[str, float] = {}
+    losses: dict[str, float] = {}
+    kinds: dict[str, type[MegatronEngine]] = {"unfused": UnfusedEngine, "fused": MegatronEngine}
+    for turn in range(ROUNDS):
+        for name, kind in kinds.items():
+            # The same weights and buffers serve both: only the way to log-probs differs.
+            engine.__class__ = kind  # type: ignore[assignment]
+            for step in range(STEPS + (WARMUP if turn == 0 else 1)):
+                synchronize(engine.device)
+                if cuda:
+                    torch.cuda.reset_peak_memory_stats()
+                    before = torch.cuda.memory_allocated()
+                began = time.perf_counter()
+                metrics = engine.forward_backward(batch, _WithEntropy())
+                synchronize(engine.device)
+                if step >= (WARMUP if turn == 0 else 1):
+                    times[name].append(1000 * (time.perf_counter() - began))
+                    losses[name] = metrics["sft/loss"]
+                    if cuda:
+                        peaks[name] = (torch.cuda.max_memory_allocated() - before) / GIB
+    results = []
+    for name, taken in times.items():
+        median = statistics.median(taken)
+        tflops = flops / median / 1e9
+        results.append(
+            Result(name, median, min(taken), max(taken), 1000 * tokens / median, tflops, tflops / rate, peaks.get(name, 0.0), losses[name])
+        )
+    engine.close()
+    return results, rate
+
+
+def table(results: list[Result], rate: float) -> str:
+    """For a terminal, and for docs/benchmarks.md."""
+    lines = [
+        f"matrix product 8192³ bf16: {rate:.0f} TFLOP/s",
+        "| log-probs | ms (least–most) | tokens/s | TFLOP/s | share of matmul rate | peak beyond weights and buffers, GiB | loss |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        lines.append(
+            f"| {r.name} | {r.median_ms:.0f} ({r.least_ms:.0f}–{r.most_ms:.0f}) | {r.tokens_per_s:.0f} | {r.tflops:.0f} | {r.share:.1%} "
+            f"| {r.peak_gib:.1f} | {r.loss:.4f} |"
+        )
+    return "\n".join(lines)
+
+
+def as_json(results: list[Result], rate: float) -> str:
+    """Everything that was measured."""
+    return json.dumps({"matmul_tflops": rate, "results": [asdict(r) for r in results]}, indent=1)
+
+
+def shape_folder(config: dict[str, Any], at: Path) -> HfFolder:
+    """A folder with a config alone: weights are drawn on the device."""
+    at.mkdir(parents=True, exist_ok=True)
+    (at / "config.json").write_text(json.dumps(config))
+    return HfFolder(at, config, families.shape_of(config))
