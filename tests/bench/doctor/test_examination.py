@@ -1,0 +1,98 @@
+"""What the examination makes of its findings; the parts are made up here, and real in test_self_check."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpctl.bench.doctor import Diagnosis, examination, examine
+from mtpctl.bench.doctor.self_check import Agreement
+from mtpctl.recipe import EnvironmentMissing, RuntimeFailure, ThresholdMissed
+
+AGREED = Agreement(2, 40, 0.7, "fp32", mean_abs=1e-6, max_abs=1e-5, bound=1e-4, drafted=30, accepted=9)
+PARTS: dict[str, Any] = {
+    "kernels": {
+        "device": "cpu",
+        "auto": "chunked on cpu: it runs on any device",
+        "implementations": [{"name": "chunked", "live": True}, {"name": "triton", "live": False, "reason": "needs CUDA"}],
+    },
+    "transports": {"transports": [{"name": "shm", "live": True, "reason": ""}, {"name": "nccl", "live": False, "reason": "needs CUDA"}]},
+    "ray": {"version": "2.60.0", "answered": 42},
+    "sample": {"tokens": 40, "seconds": 0.5},
+    "score": asdict(AGREED),
+}
+
+
+@pytest.fixture
+def examined(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def call(parts: dict[str, Any] | None = None, **options: Any) -> Diagnosis:
+        told = {**PARTS, **(parts or {})}
+
+        async def run_part(name: str, folder: Path, deadline_s: float) -> Any:
+            if isinstance(told[name], Exception):
+                raise told[name]
+            return told[name]
+
+        monkeypatch.setattr(examination, "run_part", run_part)
+        return examine(**options)
+
+    return call
+
+
+def finding(diagnosis: Diagnosis, name: str) -> examination.Finding:
+    return next(check.finding for check in diagnosis.checks if check.name == name)
+
+
+def test_all_well_has_every_finding_and_exit_code_0(examined: Any) -> None:
+    heard: list[str] = []
+    diagnosis = examined(done=lambda check: heard.append(check.name))
+    names = [check.name for check in diagnosis.checks]
+    assert names == ["python", "machine", "gpus", "packages", "kernels", "transports", "ray", "self-check"] and set(heard) == set(names)
+    told = diagnosis.to_dict()
+    assert told["exit_code"] == 0 and diagnosis.error is None
+    assert told["checks"]["self-check"]["data"]["accepted"] == 9
+    assert "9 of 30 drafts accepted" in finding(diagnosis, "self-check").told
+    assert finding(diagnosis, "transports").told == "shm live; nccl needs CUDA"
+
+
+def test_quick_says_that_it_compared_nothing(examined: Any) -> None:
+    skipped = finding(examined({"sample": RuntimeFailure("must not run")}, quick=True), "self-check")
+    assert skipped.state == "skipped" and "--quick" in skipped.told
+
+
+def test_log_probs_beyond_the_bound_are_exit_6_with_the_figures(examined: Any) -> None:
+    diagnosis = examined({"score": asdict(AGREED) | {"mean_abs": 2e-4, "max_abs": 0.3}})
+    assert isinstance(diagnosis.error, ThresholdMissed) and "2.00e-04" in str(diagnosis.error)
+    assert finding(diagnosis, "self-check").data["max_abs"] == 0.3
+
+
+def test_log_probs_that_are_no_number_do_not_pass(examined: Any) -> None:
+    assert isinstance(examined({"score": asdict(AGREED) | {"mean_abs": float("nan")}}).error, ThresholdMissed)
+
+
+def test_what_fails_is_told_and_the_rest_is_still_looked_at(examined: Any) -> None:
+    diagnosis = examined({"ray": EnvironmentMissing("Ray did not start"), "sample": RuntimeFailure("sample: crashed")})
+    assert diagnosis.to_dict()["exit_code"] == 3
+    assert str(diagnosis.error) == "Ray did not start (also wrong: self-check)"
+    assert finding(diagnosis, "kernels").state == "ok"
+
+
+def test_a_missing_package_is_exit_3_with_its_mend(examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination.stack, "project_requirements", lambda: ["nonesuch==1.0", "rich>=13.7", "typer>=999"])
+    diagnosis = examined()
+    assert isinstance(diagnosis.error, EnvironmentMissing)
+    assert str(diagnosis.error) == "nonesuch: is not installed; run pip install 'nonesuch==1.0' in this environment (also: typer)"
+
+
+def test_without_vllm_there_is_no_self_check(examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "find_spec", lambda name: None)
+    assert finding(examined({"sample": RuntimeFailure("must not run")}), "self-check").state == "skipped"
+
+
+def test_a_kernel_that_auto_takes_and_that_is_wrong_is_exit_6(examined: Any) -> None:
+    wrong = {"name": "chunked", "live": False, "reason": "is 3.0e+00 off the reference"}
+    diagnosis = examined({"kernels": PARTS["kernels"] | {"implementations": [wrong, {"name": "reference", "live": True}]}})
+    assert diagnosis.to_dict()["exit_code"] == 6

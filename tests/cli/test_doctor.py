@@ -1,0 +1,68 @@
+"""What `mtpctl doctor` prints, and what it exits with; the examination itself is in tests/bench/doctor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mtpctl.bench.doctor import Diagnosis
+from mtpctl.bench.doctor.examination import Check, Finding
+from mtpctl.cli import main
+from mtpctl.recipe import EnvironmentMissing
+
+WELL = [Check("python", Finding("ok", "3.12 [as wanted]"), 0.0), Check("gpus", Finding("absent", "none"), 0.0)]
+SKIPPED = Check("self-check", Finding("skipped", "left out by --quick"), 0.0)
+BROKEN = Check("packages", Finding("failed", "torch: is not installed", [1], EnvironmentMissing("torch: is not installed")), 0.1)
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    def call(checks: list[Check], *arguments: str) -> tuple[int, str, str]:
+        def examine(*, quick: bool, done: Any) -> Diagnosis:
+            assert quick == ("--quick" in arguments)
+            for check in checks:
+                done(check)
+            return Diagnosis(checks, 2.5)
+
+        monkeypatch.setattr("mtpctl.bench.doctor.examination.examine", examine)
+        with pytest.raises(SystemExit) as ended:
+            main(["doctor", *arguments])
+        printed = capsys.readouterr()
+        return int(ended.value.code or 0), printed.out, printed.err
+
+    return call
+
+
+def test_all_well(doctor: Call) -> None:
+    code, out, _ = doctor(WELL)
+    assert code == 0
+    assert "✓  python  3.12 [as wanted]" in out and "–  gpus" in out
+    assert out.endswith("all well, after 2.5 s\n")
+
+
+def test_what_was_left_out_is_said(doctor: Call) -> None:
+    assert doctor([*WELL, SKIPPED], "--quick")[1].endswith("all well, without the self-check, after 2.5 s\n")
+
+
+def test_what_is_missing_is_exit_3_with_one_line_after_the_table(doctor: Call) -> None:
+    code, out, err = doctor([*WELL, BROKEN])
+    assert code == 3 and err == "error: torch: is not installed\n"
+    assert "✗  packages" in out and "not fit to run" in out
+
+
+def test_json_is_the_whole_diagnosis_whatever_the_verdict(doctor: Call) -> None:
+    code, out, err = doctor([*WELL, BROKEN], "--json")
+    told = json.loads(out)
+    assert (code, told["exit_code"]) == (3, 3) and err.endswith("error: torch: is not installed\n")
+    assert told["checks"]["packages"] == {
+        "state": "failed",
+        "finding": "torch: is not installed",
+        "data": [1],
+        "error": "torch: is not installed",
+        "seconds": 0.1,
+    }

@@ -1,0 +1,80 @@
+"""What `mtpctl rollout` hands on, and how it tells what came of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpctl.cli import main
+from mtpctl.recipe import load_recipe
+from mtpctl.rollout.offline import summary
+from mtpctl.rollout.sample_file import Tally
+from mtpctl.samples import Speculation
+
+ROW = {"tokens": [1, 2, 3], "speculation": {"drafted": 4, "accepted": 1, "accepted_by_position": [1], "steps": 2}, "finish_reason": "stop"}
+
+
+@pytest.fixture
+def rollout(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    def call(found: dict[str, Any], *arguments: str) -> tuple[int, str, str, list[Any]]:
+        handed: list[Any] = []
+
+        def generate(recipe: Any, prompts: Path, out: Path, *, n: int, say: Any, progress: Any) -> dict[str, Any]:
+            handed.extend([recipe, prompts, out, n])
+            say("model: as it is")
+            for done in range(1, 41):
+                progress(done, 40, Tally(speculation=_spec()))
+            return found
+
+        monkeypatch.setattr("mtpctl.train.offline.rollout", generate)
+        with pytest.raises(SystemExit) as ended:
+            main(["rollout", *arguments])
+        printed = capsys.readouterr()
+        return int(ended.value.code or 0), printed.out, printed.err, handed
+
+    return call
+
+
+def _spec() -> Any:
+    tally = Tally()
+    tally.speculation.add(Speculation(4, 1, [1], 2))
+    return tally.speculation
+
+
+def found(**changes: Any) -> dict[str, Any]:
+    tally = Tally()
+    tally.add(ROW | {"reward": 1.0})
+    return summary(tally, made=1, tokens=3, seconds=1.5) | {"model": "m", "out": "o.jsonl"} | changes
+
+
+def test_arguments_are_handed_on_with_the_recipe_as_set(rollout: Any) -> None:
+    code, _, _, handed = rollout(found(), "tiny_mtp", "--prompts", "p.jsonl", "--out", "o.jsonl", "--n", "4", "--set", "seed=5")
+    assert code == 0
+    assert handed == [load_recipe("tiny_mtp", sets=["seed=5"]).recipe, Path("p.jsonl"), Path("o.jsonl"), 4]
+
+
+def test_progress_goes_to_the_error_stream_and_the_summary_to_the_output(rollout: Any) -> None:
+    _, out, err, _ = rollout(found(), "tiny_mtp", "--prompts", "p", "--out", "o")
+    assert err.splitlines()[:2] == ["model: as it is", "4/40 samples, acceptance 25.0%"] and len(err.splitlines()) == 11
+    assert out.splitlines() == [
+        "1 samples in o.jsonl, 1 of them made now",
+        "2 tokens/s over 1.5 s",
+        "mean length 3.0 tokens; ended by 1 stop",
+        "acceptance 25.0% (1 of 4 drafts), 1.50 tokens a step",
+        "mean reward 1.000 over 1 samples with an answer to compare with",
+    ]
+
+
+def test_json(rollout: Any) -> None:
+    _, out, _, _ = rollout(found(), "tiny_mtp", "--prompts", "p", "--out", "o", "--json")
+    assert json.loads(out) == found()
+
+
+@pytest.mark.parametrize("missing", ["--prompts", "--out"])
+def test_both_files_must_be_named(rollout: Any, missing: str) -> None:
+    arguments = [part for option in ("--prompts", "--out") if option != missing for part in (option, "x")]
+    code, _, err, handed = rollout(found(), "tiny_mtp", *arguments)
+    assert (code, handed) == (2, []) and missing in err

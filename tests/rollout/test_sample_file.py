@@ -1,0 +1,117 @@
+"""The file of samples: what a line holds, how a file is taken up again, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mtpctl.recipe import UserError
+from mtpctl.rollout.sample_file import Origin, SampleFile
+from mtpctl.samples import Sample, Speculation, VersionSpan
+
+ORIGIN = Origin("tiny", {"temperature": 1.0, "checkpoint": None})
+PROMPTS = {"p:1": "1+1=", "p:2": "2+2="}
+
+
+def sample(prompt_id: str = "p:1", index: int = 0, reward: float | None = 1.0) -> Sample:
+    made = Sample(prompt_id, prompt_id, [1, 2], index=index)
+    made.append([5, 6], [-0.5, -1.5], 3)
+    made.append([7], [-0.25], 4)
+    made.finish_reason, made.reward, made.speculation = "stop", reward, Speculation(2, 1, [1], 2)
+    return made
+
+
+def write(path: Path, *samples: Sample) -> None:
+    with SampleFile.open(path, ORIGIN, PROMPTS) as file:
+        for each in samples:
+            file.append(each, PROMPTS[each.prompt_id], "two")
+
+
+def test_a_line_holds_all_of_a_sample(tmp_path: Path) -> None:
+    write(tmp_path / "o", sample(index=2))
+    row = json.loads((tmp_path / "o").read_text())
+    assert (row["prompt_id"], row["index"], row["prompt"], row["text"]) == ("p:1", 2, "1+1=", "two")
+    assert row["tokens"] == [5, 6, 7] and row["behaviour_logprobs"] == [-0.5, -1.5, -0.25]
+    assert [VersionSpan(**span) for span in row["version_spans"]] == [VersionSpan(0, 2, 3), VersionSpan(2, 3, 4)]
+    assert row["speculation"] == {"drafted": 2, "accepted": 1, "accepted_by_position": [1], "steps": 2}
+    assert (row["finish_reason"], row["reward"]) == ("stop", 1.0)
+
+
+def test_a_file_is_taken_up_with_its_keys_and_sums(tmp_path: Path) -> None:
+    write(tmp_path / "o", sample("p:1"), sample("p:2", 1, reward=0.0))
+    with SampleFile.open(tmp_path / "o", ORIGIN, PROMPTS) as file:
+        assert file.done == {("p:1", 0), ("p:2", 1)}
+        assert (file.tally.samples, file.tally.tokens, file.tally.rewards, file.tally.reward) == (2, 6, 2, 1.0)
+        assert (file.tally.speculation.drafted, file.tally.speculation.accepted, file.tally.finish_reasons) == (4, 2, {"stop": 2})
+        file.append(sample("p:2", 0, reward=None), "2+2=", "four")
+        assert (file.tally.samples, file.tally.rewards) == (3, 2)
+    assert len((tmp_path / "o").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("cut", [1, 2, 10, 300])
+def test_a_last_line_that_was_cut_short_is_dropped_and_made_again(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "o"
+    write(path, sample("p:1"), sample("p:2"))
+    first, second = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + second[:-cut])
+    with SampleFile.open(path, ORIGIN, PROMPTS) as file:
+        assert file.done == {("p:1", 0)}
+        file.append(sample("p:2"), "2+2=", "two")
+    assert path.read_bytes() == first + second
+
+
+@pytest.mark.parametrize("text", ["hello", "hello\n", '{"a": 1}\n', "[1]\n", '{"prompt_id": "p:1", "index": 0}\n'])
+def test_a_file_of_something_else_is_refused_and_left_as_it_is(tmp_path: Path, text: str) -> None:
+    (tmp_path / "o").write_text(text)
+    with pytest.raises(UserError, match="o:1: is not a sample that mtpctl rollout wrote"):
+        SampleFile.open(tmp_path / "o", ORIGIN, PROMPTS)
+    assert (tmp_path / "o").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("origin", "prompts", "told"),
+    [
+        (Origin("other", ORIGIN.decides), PROMPTS, "o:2: was made from recipe tiny"),
+        (Origin("tiny", {"temperature": 0.5, "checkpoint": None}), PROMPTS, "o:2: was made from other weights or sampling settings"),
+        (ORIGIN, {"p:1": "1+1=", "p:2": "3+3="}, "o:2: the prompt p:2 was another one"),
+    ],
+)
+def test_a_file_never_mixes_origins(tmp_path: Path, origin: Origin, prompts: dict[str, str], told: str) -> None:
+    write(tmp_path / "o", sample("p:1"), sample("p:2"))
+    lines = (tmp_path / "o").read_bytes().splitlines(keepends=True)
+    if origin is not ORIGIN:
+        with SampleFile.open(tmp_path / "first", origin, prompts) as file:
+            file.append(sample("p:1"), "1+1=", "two")
+        lines[0] = (tmp_path / "first").read_bytes()
+    (tmp_path / "o").write_bytes(b"".join(lines))
+    with pytest.raises(UserError, match=told):
+        SampleFile.open(tmp_path / "o", origin, prompts)
+    assert (tmp_path / "o").read_bytes() == b"".join(lines)
+
+
+def test_two_writers_are_refused(tmp_path: Path) -> None:
+    with SampleFile.open(tmp_path / "o", ORIGIN, PROMPTS), pytest.raises(UserError, match="another process is writing"):
+        SampleFile.open(tmp_path / "o", ORIGIN, PROMPTS)
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--out: .* cannot be written \(No such file or directory\)"):
+        SampleFile.open(tmp_path / "no" / "o", ORIGIN, PROMPTS)
+    with pytest.raises(UserError, match=r"--out: .* cannot be written \(Is a directory\)"):
+        SampleFile.open(tmp_path, ORIGIN, PROMPTS)
+
+
+def test_a_full_disk_is_told_in_one_line() -> None:
+    # /dev/full takes an open and refuses every byte.
+    with (
+        pytest.raises(UserError, match=r"/dev/full: cannot be written \(No space left on device\); make room"),
+        Path("/dev/full").open("ab", buffering=0) as full,
+    ):
+        SampleFile(Path("/dev/full"), ORIGIN, full).append(sample(), "1+1=", "two")
+
+
+def test_a_file_without_a_sample_is_not_left_behind(tmp_path: Path) -> None:
+    write(tmp_path / "o")
+    assert not (tmp_path / "o").exists()
