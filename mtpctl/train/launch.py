@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
+import shutil
 import signal
 import time
+import zlib
 from pathlib import Path
 
 from mtpctl.cluster import cluster, within
+from mtpctl.families import count
 from mtpctl.logprob import LogprobServer, start_server
 from mtpctl.plan import Placement, place
-from mtpctl.recipe import Recipe, dump_resolved
+from mtpctl.recipe import EnvironmentMissing, MtpctlError, Recipe, dump_resolved
 from mtpctl.recipe.schema import VllmConfig
 from mtpctl.rl import make_checker
 from mtpctl.rollout import ReplicaPool, engine_settings, start_replica
@@ -31,9 +35,16 @@ INTERRUPTED = 130
 def run(recipe: Recipe, *, plain: bool = False) -> int:
     """Train as the recipe says. Returns the exit code: 0, or 130 after a stop that was asked for."""
     totals: dict[str, int] = {stage: getattr(recipe.train, stage).steps for stage in recipe.train.stages}
+    check_installed(recipe)
+    placement = place(recipe)
+    fresh = not recipe.run_path.exists()
     with RunDirectory.create(recipe.run_path, dump_resolved(recipe)) as directory:
-        placement = place(recipe)
-        prepared = prepare(recipe, directory.path)
+        try:
+            prepared = prepare(recipe, directory.path)
+        except MtpctlError:
+            if fresh:
+                shutil.rmtree(directory.path)
+            raise
         with (
             Telemetry(directory, recipe.telemetry, plain, totals=totals) as telemetry,
             cluster(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus),
@@ -44,13 +55,24 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     return 0 if finished else INTERRUPTED
 
 
+def check_installed(recipe: Recipe) -> None:
+    """Raise EnvironmentMissing where the rollout engine's package is not here."""
+    engine = recipe.rollout.engine
+    if "rl" in recipe.train.stages and importlib.util.find_spec(engine) is None:
+        extra = "sglang" if engine == "sglang" else "cpu] or [gpu"
+        raise EnvironmentMissing(f"rollout.engine: {engine} is not installed; install mtpctl with the extra [{extra}]")
+
+
 class Run:
     """The actors of one run and the order in which its stages use them."""
 
     def __init__(self, recipe: Recipe, prepared: Prepared, directory: RunDirectory, telemetry: Telemetry, placement: Placement) -> None:
         self.recipe, self.prepared, self.directory, self.telemetry, self.placement = recipe, prepared, directory, telemetry, placement
         self.state = RunState(directory.checkpoints, recipe.train)
-        self.store = VersionStore(default_root(directory.path.name, 1 << 30, directory.path / "versions"))
+        # Named by the whole path: runs in folders of one name share a machine's memory, not their weights.
+        name = f"{directory.path.name}-{zlib.crc32(str(directory.path.resolve()).encode()):08x}"
+        size = count(prepared.model.shape)["total"] * (2 if recipe.train.precision == "bf16" else 4)
+        self.store = VersionStore(default_root(name, size, directory.path / "versions"))
 
     async def drive(self) -> bool:
         """Run all stages. Returns False where a stop was asked for before the end; a checkpoint is there then."""
@@ -151,7 +173,7 @@ class Run:
                 self.telemetry.event("resume", f"{stage} goes on after step {self.state.step}, from {resumed.name}")
             self.state.begin(stage)
             if stage == "sft":
-                await SftStage(self.recipe, self.prepared, trainer, self.telemetry, self.state).run()
+                await SftStage(self.recipe, self.prepared, trainer, self.telemetry, self.state, beside=starting).run()
             else:
                 assert starting is not None
                 await self._rl(trainer, *await starting, resumed)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import time
+from typing import Any
 
 from mtpctl.data import PromptCursor, encode_prompt, encode_target
 from mtpctl.recipe import Recipe, RuntimeFailure
@@ -17,10 +19,23 @@ WINDOW = 10
 
 
 class SftStage:
-    """Runs `train.sft.steps` updates, from wherever `state` says."""
+    """Runs `train.sft.steps` updates, from wherever `state` says.
 
-    def __init__(self, recipe: Recipe, prepared: Prepared, trainer: TrainerGroup, telemetry: Telemetry, state: RunState) -> None:
+    `beside` is what starts meanwhile for the next stage: if it fails, so does this one, at its next step.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        prepared: Prepared,
+        trainer: TrainerGroup,
+        telemetry: Telemetry,
+        state: RunState,
+        *,
+        beside: asyncio.Task[Any] | None = None,
+    ) -> None:
         self.recipe, self.prepared, self.trainer, self.telemetry, self.state = recipe, prepared, trainer, telemetry, state
+        self.beside = beside
         self.cursor = PromptCursor(prepared.problems.train, recipe.seed, shuffle=recipe.data.shuffle)
         if state.cursor is not None:
             self.cursor.load_state_dict(state.cursor)
@@ -33,6 +48,8 @@ class SftStage:
             if len(losses) == WINDOW and sum(losses) / WINDOW <= sft.until_loss:
                 self.telemetry.event("sft", f"mean loss {sum(losses) / WINDOW:.3g} after {self.state.step} updates: far enough")
                 return
+            if self.beside is not None and self.beside.done():
+                self.beside.result()
             began = time.perf_counter()
             pairs = [self._pair() for _ in range(sft.batch_size)]
             metrics = await self.trainer.call("sft_step", pairs)
