@@ -68,7 +68,13 @@ def _work(x: Inputs, weight: Tensor, group: dist.ProcessGroup | None) -> dict[st
 def _rank(rank: int, world: int, shape: Shape, port: int, device: str, answers: Any) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world,
+        device_id=torch.device("cuda", rank) if device == "cuda" else None,
+    )
     try:
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         x = make_inputs(shape.rows, shape.hidden, shape.vocab, dtype, device, seed=0)
