@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,18 +21,22 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
+DRAINED = 256 << 20
+"""Bytes of a body that is refused which are read and dropped, so that the client gets to see why."""
 OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
 """What answers without a key: whether the server lives, and how it is talked to."""
 
 
 @dataclass(frozen=True)
 class HttpBounds:
-    """body_bytes: of one request; held_bytes: of all bodies being read or answered; body_s: to send one; header_s: to begin."""
+    """body_bytes: of one request; held_bytes: of all bodies being read or answered; body_s: to send one; header_s: to begin;
+    drain_s: how long a client may go on sending what was refused."""
 
     body_bytes: int = 8 << 20
     held_bytes: int = 128 << 20
     body_s: float = 20.0
     header_s: float = 10.0
+    drain_s: float = 5.0
 
 
 class _Rejected(Exception):
@@ -63,6 +68,7 @@ class Guard:
             await self._read(receive, body)
             await self._answer(scope, receive, send, bytes(body))
         except _Rejected as rejected:
+            await self._drain(receive)
             await _reply(send, rejected)
         except _Gone:
             pass
@@ -101,6 +107,17 @@ class Guard:
                         return
         except TimeoutError:
             raise _Rejected(408, f"the body did not come within {self.bounds.body_s:g} s") from None
+
+    async def _drain(self, receive: Receive) -> None:
+        """Read on and forget: a connection closed on a client that still sends would take the reason with it."""
+        left = DRAINED
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.bounds.drain_s):
+                while left > 0:
+                    message = await receive()
+                    left -= len(message.get("body", b""))
+                    if message["type"] == "http.disconnect" or not message.get("more_body"):
+                        return
 
     async def _answer(self, scope: MutableMapping[str, Any], receive: Receive, send: Send, body: bytes) -> None:
         left = asyncio.Event()

@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 
 from mtpctl.data import Tokenizer
 from mtpctl.logprob.guard import Guard, HttpBounds, error_body
@@ -92,8 +93,14 @@ def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, k
     @api.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            return JSONResponse(error_body(f"body: not valid JSON: {first['ctx']['error']}", "invalid_request_error"), 400)
         place = ".".join(str(part) for part in first["loc"] if part != "body")
         return JSONResponse(error_body(f"{place or 'body'}: {first['msg']}", "invalid_request_error"), 400)
+
+    @api.exception_handler(HTTPException)
+    async def refused(_: Request, error: HTTPException) -> Response:
+        return JSONResponse(error_body(str(error.detail), "invalid_request_error"), error.status_code)
 
     @api.exception_handler(MtpctlError)
     async def failed(_: Request, error: MtpctlError) -> Response:

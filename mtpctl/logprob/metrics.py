@@ -30,5 +30,5 @@ def prometheus(server: LogprobServer) -> str:
     lines = []
     for name, kind, text, value in rows:
         full = f"mtpctl_logprob_{name}"
-        lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}", f"{full} {value:g}" if kind == "gauge" else f"{full} {value}"]
+        lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}", f"{full} {value}"]
     return "\n".join(lines) + "\n"
