@@ -9,7 +9,8 @@ sees a stand-in.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,6 +64,26 @@ class _NoStream:
     def __exit__(self, *_: Any) -> None: ...
 
 
+@contextmanager
+def cuda_type_names() -> Iterator[None]:
+    """Tensors on a CPU give the type names of CUDA's, by which megatron-core's optimizers tell precisions apart."""
+    if torch.cuda.is_available():
+        yield
+        return
+    plain: Any = torch.Tensor.type
+
+    def named(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None and not args and not kwargs:
+            return plain(self).replace("torch.", "torch.cuda.", 1)
+        return plain(self, dtype, *args, **kwargs)
+
+    torch.Tensor.type = named  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.type = plain  # type: ignore[method-assign]
+
+
 def install() -> bool:
     """Put the stand-ins in place where CUDA is absent. Returns whether they are in place. May be called again."""
     global _installed
@@ -79,7 +100,7 @@ def install() -> bool:
     cuda.stream = lambda stream: _NoStream()
     cuda.empty_cache = lambda: None
     torch.Tensor.cuda = _tensor_to_cpu  # type: ignore[method-assign, assignment]
-    torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign, assignment]
+    torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign, assignment, return-value]
     torch.nn.Module.cuda = _module_to_cpu  # type: ignore[method-assign, assignment]
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))

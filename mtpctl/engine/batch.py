@@ -90,8 +90,13 @@ def partition(lengths: list[int], tokens_per_microbatch: int, dp: int) -> list[l
     return [[sorted(b) for b in bins[rank::dp]] for rank in range(dp)]
 
 
-def pack(sequences: list[Sequence], order: list[int], depths: int, device: torch.device | str) -> MicroBatch:
-    """Lay `sequences[i] for i in order` out as one micro-batch."""
+def pack(
+    sequences: list[Sequence], order: list[int], depths: int, device: torch.device | str, *, cp_rank: int = 0, cp: int = 1, tp: int = 1
+) -> MicroBatch:
+    """Lay `sequences[i] for i in order` out as one micro-batch, whose tokens divide over `cp` chunks and within them over `tp`.
+
+    Where they do not, a sample of token 0 follows the others; it stands apart, and no loss sees it.
+    """
     chosen = [sequences[i] for i in order]
     ids: list[int] = []
     rows: list[int] = []
@@ -104,6 +109,10 @@ def pack(sequences: list[Sequence], order: list[int], depths: int, device: torch
         seq_ids += [number] * count
         place += range(count)
         ids += sequence.token_ids
+    lengths = [len(s.token_ids) for s in chosen]
+    if spare := -len(ids) % (cp * tp):
+        ids += [0] * spare
+        lengths.append(spare)
     input_ids = torch.tensor(ids, device=device)
     row_index = torch.tensor(rows, device=device)
     labels = input_ids[row_index + 1]
@@ -118,7 +127,7 @@ def pack(sequences: list[Sequence], order: list[int], depths: int, device: torch
     columns = {name: torch.tensor([x for s in chosen for x in s.columns[name]], dtype=torch.float32, device=device) for name in names}
     return MicroBatch(
         input_ids=input_ids,
-        packing=Packing.of([len(s.token_ids) for s in chosen], device),
+        packing=Packing.of(lengths, device, cp_rank=cp_rank, cp=cp),
         rows=row_index,
         labels=labels,
         mask=mask,

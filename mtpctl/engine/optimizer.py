@@ -12,6 +12,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 
+from mtpctl.compat import cpu_device
 from mtpctl.recipe.schema import OptimizerConfig
 
 
@@ -37,23 +38,24 @@ class Optimizer:
         overrides: dict[ParamKey, Any] = {}
         if config.mtp_lr is not None:
             overrides[ParamKey(name="*.mtp.*")] = {"max_lr": config.mtp_lr, "min_lr": config.mtp_lr * config.min_lr_ratio}
-        self.inner = get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=config.lr,
-                min_lr=config.lr * config.min_lr_ratio,
-                adam_beta1=config.betas[0],
-                adam_beta2=config.betas[1],
-                adam_eps=config.eps,
-                weight_decay=config.weight_decay,
-                clip_grad=0.0,
-                bf16=bf16,
-                params_dtype=torch.bfloat16 if bf16 else torch.float32,
-                use_distributed_optimizer=distributed,
-            ),
-            [model],
-            config_overrides=overrides or None,
-        )
+        with cpu_device.cuda_type_names():
+            self.inner = get_megatron_optimizer(
+                MegatronOptimizerConfig(
+                    optimizer="adam",
+                    lr=config.lr,
+                    min_lr=config.lr * config.min_lr_ratio,
+                    adam_beta1=config.betas[0],
+                    adam_beta2=config.betas[1],
+                    adam_eps=config.eps,
+                    weight_decay=config.weight_decay,
+                    clip_grad=0.0,
+                    bf16=bf16,
+                    params_dtype=torch.bfloat16 if bf16 else torch.float32,
+                    use_distributed_optimizer=distributed,
+                ),
+                [model],
+                config_overrides=overrides or None,
+            )
 
     def rate(self, total_steps: int) -> float:
         """Share of the peak learning rate at the current step: linear warm-up, then a cosine to `min_lr_ratio`."""

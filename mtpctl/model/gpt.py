@@ -15,16 +15,18 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.attention import Attention
 from torch import Tensor
 
+from mtpctl.model.layers import RMSNorm
 from mtpctl.model.packing import Packing
 from mtpctl.model.rope import Rope
 
 
 @dataclass
 class Hidden:
-    """What the last pipeline stage returns. T is split over tp in sequence-parallel mode.
+    """What the last pipeline stage returns, for the t tokens of this rank: a chunk of T with context parallelism, and with
+    sequence parallelism split over tp as well.
 
-    trunk: [T, H], the state after the final norm, which the LM head reads.
-    mtp: one [T, H] a depth; empty where MTP was not asked for.
+    trunk: [t, H], the state after the final norm, which the LM head reads.
+    mtp: one [t, H] a depth; empty where MTP was not asked for.
     head: [vocab / tp, H], this rank's rows of the LM head.
     """
 
@@ -48,6 +50,15 @@ class MtpModel(GPTModel):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._prenorm: Tensor | None = None
+        # Upstream puts the final norm where the last decoder layer is; the state before it is wanted where the head is.
+        if not self.post_process:
+            self.decoder.final_layernorm = None
+        elif self.decoder.final_layernorm is None:
+            self.decoder.final_layernorm = RMSNorm(self.config, self.config.hidden_size, self.config.layernorm_epsilon)
+        if self.mtp_process and self.share_embeddings_and_output_weights and not self.pre_process:
+            # The head is the embedding that MTP brings to the last stage; upstream allocates another one beside it.
+            del self.output_layer.weight
+            self.output_layer.__dict__["weight"] = self.embedding.word_embeddings.weight
         if self.mtp_process:
             self.decoder.final_layernorm.register_forward_pre_hook(self._keep_prenorm)
 
@@ -62,13 +73,13 @@ class MtpModel(GPTModel):
         self._prenorm = args[0]
 
     def forward(self, input_ids: Tensor, packing: Packing, *, depths: int = 0) -> Hidden | Tensor:  # type: ignore[override]
-        """input_ids [T] → `Hidden` on the last pipeline stage, the stage's state [T, 1, H] on the others.
+        """input_ids [T], the whole row → `Hidden` on the last pipeline stage, the stage's state [t, 1, H] on the others.
 
         depths: how many MTP depths to compute; 0 leaves the head's weights untouched by the pass.
         """
         position_ids = packing.position_ids
         rotary = None if self.config.multi_latent_attention else self.rope.angles(position_ids)
-        embedded = self._embed(input_ids, position_ids) if self.pre_process else None
+        embedded = self._embed(input_ids[packing.chunk], position_ids) if self.pre_process else None
         state = self.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packing)
         if not self.post_process:
             return state
@@ -93,7 +104,7 @@ class MtpModel(GPTModel):
         states = []
         for depth in range(depths):
             input_ids = packing.shift(input_ids)
-            embedded = self._embed(input_ids, position_ids)
+            embedded = self._embed(input_ids[packing.chunk], position_ids)
             embedded = embedded.detach() if self.mtp_isolated else embedded
             embedded = self._blank_first(embedded, position_ids)
             state = layers[min(depth, len(layers) - 1)](state, embedded, rotary, packing)

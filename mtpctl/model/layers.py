@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -43,8 +43,11 @@ class RMSNorm(torch.nn.Module):
         return _rms_norm(x, self.weight, self.config, self.eps)
 
 
-class NormColumnParallelLinear(ColumnParallelLinear):
-    """Norm, then column-parallel linear, with the norm's weight under the linear layer's name."""
+class LayerNormColumnParallelLinear(ColumnParallelLinear):
+    """Norm, then column-parallel linear, with the norm's weight under the linear layer's name.
+
+    Megatron-Bridge tells by the class's name which of its parameters are split over tp.
+    """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
@@ -58,35 +61,52 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 class PackedAttention(torch.nn.Module):
     """Causal attention of each packed sample within itself.
 
-    query [T, 1, heads, dim], key and value [T, 1, kv heads, dim] → [T, 1, heads * dim]. CUDA runs one variable-length
-    flash kernel; a CPU runs one `scaled_dot_product_attention` for each group of samples of like length.
+    query [t, 1, heads, dim], key and value [t, 1, kv heads, dim] → [t, 1, heads * value dim], t tokens of this rank. With
+    context parallelism the keys and values of all chunks are gathered, and their gradients summed back. CUDA runs one
+    variable-length flash kernel; a CPU runs one `scaled_dot_product_attention` for each group of samples of like length.
     """
 
-    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, pg_collection: Any = None, **__: Any
+    ) -> None:
         super().__init__()
         self.scale = softmax_scale
+        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *_: Any, packed_seq_params: Packing, **__: Any
     ) -> Tensor:
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        if self.cp_group is not None:
+            k, v = (gather_from_sequence_parallel_region(x, group=self.cp_group)[packed_seq_params.seen] for x in (k, v))
         out = self._cuda(q, k, v, packed_seq_params) if q.is_cuda else self._cpu(q, k, v, packed_seq_params)
         return out.reshape(query.shape[0], 1, -1)
 
-    def _cuda(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+    def _cuda(self, q: Tensor, k: Tensor, v: Tensor, p: Packing) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        cu, longest = packing.cu_seqlens_q, packing.max_seqlen_q
-        grouped = q.shape[1] != k.shape[1]
-        out = varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(-1, 0), scale=self.scale, enable_gqa=grouped)
+        out = varlen_attn(
+            q,
+            k,
+            v,
+            p.cu_seqlens_q,
+            p.cu_seqlens_kv,
+            p.max_seqlen_q,
+            p.max_seqlen_kv,
+            window_size=(-1, 0),
+            scale=self.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
         assert isinstance(out, Tensor)
         return out
 
     def _cpu(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-        for index, valid in packing.groups:
-            # Behind its last token a short sample repeats token 0 of the pack; causality keeps that from the valid ones.
-            qs, ks, vs = (x[index].transpose(1, 2) for x in (q, k, v))
-            mixed = F.scaled_dot_product_attention(qs, ks, vs, is_causal=True, scale=self.scale, enable_gqa=True)
-            out = out.index_put((index[valid],), mixed.transpose(1, 2)[valid])
+        for group in packing.groups:
+            # Behind its last token a short sample repeats the first key of all; causality keeps that from the valid ones.
+            qs = q[group.queries].transpose(1, 2)
+            ks, vs = (x[group.keys].transpose(1, 2) for x in (k, v))
+            causal = group.mask is None
+            mixed = F.scaled_dot_product_attention(qs, ks, vs, group.mask, is_causal=causal, scale=self.scale, enable_gqa=True)
+            out = out.index_put((group.queries[group.valid],), mixed.transpose(1, 2)[group.valid])
         return out

@@ -3,11 +3,16 @@
 A micro-batch is one row of T tokens, the samples one after another, with position ids that restart at each. Nothing is
 padded. `Packing` travels through megatron-core as its packed-sequence parameters; its format is neither of upstream's
 `sbhd` and `thd`, so that rotary tables are gathered once by position and not sliced per sample in Python.
+
+With context parallelism every rank holds one of equally long, contiguous chunks of the row. Its queries attend to keys from
+the first token of the sample that its chunk begins in, up to its chunk's end.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -15,70 +20,110 @@ from torch import Tensor
 
 
 @dataclass
-class Packing(PackedSeqParams):
-    """Layout of a micro-batch.
+class Group:
+    """On a CPU, samples of like length that are attended together.
 
-    cu_seqlens_q: int32 [samples + 1], where each sample starts, and T at the end.
-    max_seqlen_q: longest sample.
-    groups: on a CPU, samples of like length, each group as (token index [samples, length], valid [samples, length]).
+    queries [samples, length]: places among this rank's tokens; keys [samples, length]: places among the keys it sees; valid:
+    which of them are tokens, the rest only fill up. mask [queries, keys] is there where a sample began in an earlier chunk.
     """
 
-    groups: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    queries: Tensor
+    keys: Tensor
+    valid: Tensor
+    mask: Tensor | None = None
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """Layout of a micro-batch, as one context-parallel rank sees it.
+
+    cu_seqlens_q, cu_seqlens_kv: int32 [samples here + 1], where each sample's queries and keys start, and the end.
+    max_seqlen_q, max_seqlen_kv: longest sample, in queries and keys.
+    starts: int64 [samples + 1], where each sample of the whole row starts, and T.
+    chunk: the tokens of the row that are this rank's; first_key: the first token of the row whose key it sees.
+    position_ids: of this rank's tokens, restarting at 0 with each sample.
+    """
+
+    starts: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long))
+    chunk: slice = field(default_factory=lambda: slice(0, 0))
+    first_key: int = 0
+    position_ids: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    groups: list[Group] = field(default_factory=list)
 
     @classmethod
-    def of(cls, lengths: list[int], device: torch.device | str) -> Packing:
-        """The packing of samples of these lengths, in this order. Raises ValueError on an empty sample."""
+    def of(cls, lengths: list[int], device: torch.device | str, *, cp_rank: int = 0, cp: int = 1) -> Packing:
+        """The packing of samples of these lengths, in this order.
+
+        Raises ValueError on an empty sample, and where the tokens do not divide evenly over `cp` ranks.
+        """
         if not lengths or min(lengths) < 1:
             raise ValueError(f"every sample needs at least one token; the lengths are {lengths}")
-        starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-        starts[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-        on_cpu = torch.device(device).type == "cpu"
-        cu_seqlens = starts.to(device)
-        packing = cls(
-            qkv_format="packed",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=max(lengths),
-            max_seqlen_kv=max(lengths),
-            groups=_groups(lengths, starts.tolist()) if on_cpu else [],
+        if sum(lengths) % cp:
+            raise ValueError(f"{sum(lengths)} tokens do not divide over {cp} context-parallel ranks")
+        starts = [0]
+        for length in lengths:
+            starts.append(starts[-1] + length)
+        size = starts[-1] // cp
+        low, high = cp_rank * size, (cp_rank + 1) * size
+        here = [(first, max(first, low), min(last, high)) for first, last in pairwise(starts) if last > low and first < high]
+        queries = [stop - begin for _, begin, stop in here]
+        keys = [stop - first for first, _, stop in here]
+        positions = torch.cat([torch.arange(begin - first, stop - first) for first, begin, stop in here])
+        arguments: dict[str, Any] = {
+            "qkv_format": "packed",
+            "cu_seqlens_q": _sums(queries).to(device),
+            "cu_seqlens_kv": _sums(keys).to(device),
+            "max_seqlen_q": max(queries),
+            "max_seqlen_kv": max(keys),
+        }
+        return cls(
+            **arguments,
+            starts=torch.tensor(starts, device=device),
+            chunk=slice(low, high),
+            first_key=here[0][0],
+            position_ids=positions.to(device),
+            groups=_groups(queries, keys) if torch.device(device).type == "cpu" else [],
         )
-        return packing
 
     @property
-    def position_ids(self) -> Tensor:
-        """[T], restarting at 0 with each sample."""
-        assert self.cu_seqlens_q is not None
-        starts = self.cu_seqlens_q.long()
-        lengths = starts[1:] - starts[:-1]
-        return torch.arange(int(starts[-1]), device=starts.device) - torch.repeat_interleave(starts[:-1], lengths)
-
-    @property
-    def last_tokens(self) -> Tensor:
-        """[samples]: index of each sample's last token."""
-        assert self.cu_seqlens_q is not None
-        return self.cu_seqlens_q[1:].long() - 1
+    def seen(self) -> slice:
+        """The tokens of the row whose keys this rank's queries attend to."""
+        return slice(self.first_key, self.chunk.stop)
 
     def shift(self, values: Tensor, fill: int = 0) -> Tensor:
-        """`values` [T] moved one token to the left within each sample; what has no successor becomes `fill`."""
+        """`values` [T] of the whole row moved one token to the left within each sample; what has no successor becomes `fill`."""
         shifted = values.roll(-1)
-        shifted[self.last_tokens] = fill
+        shifted[self.starts[1:] - 1] = fill
         return shifted
 
 
-def _groups(lengths: list[int], starts: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """Samples sorted by length and cut where one is shorter than half the longest of its group: at most half is idle."""
-    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    groups: list[list[int]] = []
-    for i in order:
-        if groups and 2 * lengths[i] >= lengths[groups[-1][0]]:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
+def _sums(lengths: list[int]) -> Tensor:
+    sums = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    sums[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
+    return sums
+
+
+def _groups(queries: list[int], keys: list[int]) -> list[Group]:
+    """Samples sorted by length and cut where one is shorter than half the longest of its group: at most half is idle.
+
+    The sample that began in an earlier chunk, if there is one, stands alone.
+    """
+    query_starts, key_starts = _sums(queries).tolist(), _sums(keys).tolist()
     result = []
-    for group in groups:
-        longest = lengths[group[0]]
-        columns = torch.arange(longest)
-        valid = columns[None] < torch.tensor([lengths[i] for i in group])[:, None]
-        index = torch.tensor([starts[i] for i in group])[:, None] + columns[None]
-        result.append((torch.where(valid, index, 0), valid))
+    split = keys[0] > queries[0]
+    if split:
+        mask = torch.ones(queries[0], keys[0], dtype=torch.bool).tril(keys[0] - queries[0])
+        index = torch.arange(queries[0])[None]
+        result.append(Group(index, torch.arange(keys[0])[None], torch.ones_like(index, dtype=torch.bool), mask))
+    grouped: list[list[int]] = []
+    for i in sorted(range(int(split), len(queries)), key=queries.__getitem__, reverse=True):
+        if grouped and 2 * queries[i] >= queries[grouped[-1][0]]:
+            grouped[-1].append(i)
+        else:
+            grouped.append([i])
+    for group in grouped:
+        columns = torch.arange(queries[group[0]])[None]
+        valid = columns < torch.tensor([queries[i] for i in group])[:, None]
+        index, key_index = (torch.tensor([starts[i] for i in group])[:, None] + columns for starts in (query_starts, key_starts))
+        result.append(Group(torch.where(valid, index, 0), torch.where(valid, key_index, 0), valid))
     return result

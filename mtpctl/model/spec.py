@@ -20,7 +20,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
-from mtpctl.model.layers import NormColumnParallelLinear, PackedAttention, RMSNorm
+from mtpctl.model.layers import LayerNormColumnParallelLinear, PackedAttention, RMSNorm
 from mtpctl.model.mtp import MtpLayer
 
 
@@ -31,7 +31,7 @@ class PlainSpecProvider(LocalSpecProvider):
         return True
 
     def column_parallel_layer_norm_linear(self) -> type:
-        return NormColumnParallelLinear
+        return LayerNormColumnParallelLinear
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
         return RMSNorm
@@ -48,7 +48,7 @@ def layer_spec(config: TransformerConfig, *, experts: int | None = None) -> Modu
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=NormColumnParallelLinear,
+            linear_qkv=LayerNormColumnParallelLinear,
             core_attention=PackedAttention,
             linear_proj=backend.row_parallel_linear(),
             q_layernorm=qk_norm,

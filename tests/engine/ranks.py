@@ -1,0 +1,104 @@
+"""Runs every parallel case in processes of its own and writes down what each found: `python -m tests.engine.ranks OUT`.
+
+megatron-core is imported once; the ranks of a case are forked from there.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtpctl.compat import cpu_device
+from mtpctl.engine import NextToken, Rank
+from tests.engine.cases import CASES, MODELS, Case
+from tests.engine.tiny import GENTLE, engine, gradients, mimo, sequences
+
+DEADLINE_S = 60
+
+SMOOTH = GENTLE.model_copy(update={"lr": 1e-3, "eps": 1e-2})
+"""An Adam whose steps do not hang on the sign of gradients that are almost nothing."""
+
+
+def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
+    """After a first update, or from another layout's checkpoint of that moment: scores, and a second update's metrics,
+    gradients and weights."""
+    folder = mimo(root / case.model / f"{rank.rank}-{case.name}", **MODELS[case.model])
+    with engine(folder, rank=rank, parallel=case.parallel, **case.fields) as made:
+        batch = sequences(9, seed=3)
+        made.set_optimizer(SMOOTH)
+        if case.restore:
+            assert made.restore(root / case.restore) == {"step": 1}
+        else:
+            made.update(batch, NextToken())
+        if case.saved:
+            made.save(root / case.name, {"step": 1})
+        scores = [(s.logprobs, s.entropy) for s in made.score(batch)]
+        metrics = made.update(batch, NextToken())
+        weights = {name: value.clone() for name, value in made.export()}
+        return {"metrics": metrics, "scores": scores, "weights": weights, "gradients": gradients(made)}
+
+
+def _rank(work: Callable[..., Any], case: Case, rank: Rank, root: Path, pipe: Any) -> None:
+    try:
+        found = work(case, rank, root)
+        # Plain tensors: those of the queue's own shared memory would end with this process.
+        plain = {part: {name: value.tolist() for name, value in found[part].items()} for part in ("weights", "gradients")}
+        pipe.send(("ok", found | plain))
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+
+
+def run(case: Case, root: Path) -> Any:
+    """What rank 0 found, or the error of the first rank that failed; every rank must find the same metrics and scores."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        master = f"127.0.0.1:{probe.getsockname()[1]}"
+    fork = multiprocessing.get_context("fork")
+    world = case.parallel.world_size
+    ends, processes = [], []
+    for number in range(world):
+        ours, theirs = fork.Pipe(duplex=False)
+        place = Rank(number, world, master, deadline_s=DEADLINE_S)
+        processes.append(fork.Process(target=_rank, args=(found_by, case, place, root, theirs)))
+        processes[-1].start()
+        theirs.close()
+        ends.append(ours)
+    answers = [end.recv() if end.poll(DEADLINE_S) else ("error", "no answer in time") for end in ends]
+    for process in processes:
+        process.join(5)
+        if process.is_alive():
+            process.kill()
+    errors = [answer for kind, answer in answers if kind == "error"]
+    if errors:
+        # Where one rank fails, the others lose their connection to it.
+        return min(errors, key=lambda text: "Connection closed" in text or "no answer" in text)
+    first = answers[0][1]
+    for _, other in answers[1:]:
+        for name in ("sft/loss", "actor/grad_norm", "skipped", "mtp/loss_1", "mtp/grad_norm"):
+            if other["metrics"].get(name) != first["metrics"].get(name):
+                return f"ranks differ in {name}: {other['metrics'].get(name)} and {first['metrics'].get(name)}"
+        if other["scores"] != first["scores"]:
+            return "ranks differ in their scores"
+    return first
+
+
+def main(out: str, *names: str) -> None:
+    torch.set_num_threads(1)
+    cpu_device.install()
+    import mtpctl.convert.bridge
+    import mtpctl.engine.engine  # noqa: F401
+
+    path = Path(out)
+    results = {case.name: run(case, path.parent / "models") for case in CASES if not names or case.name in names}
+    torch.save(results, path)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
