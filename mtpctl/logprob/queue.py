@@ -8,6 +8,7 @@ at the head of its queue, where it is first in line for the next batch, so a lon
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -42,13 +43,14 @@ class _Line:
 
 
 class FairQueue:
-    """Requests by caller. `tokens` and `requests` count what waits."""
+    """Requests by caller. `tokens` and `requests` count what waits, `pinned` those that want one version alone."""
 
     def __init__(self) -> None:
         self._lines: dict[str, _Line] = {}
         self._level = 0.0
         self.tokens = 0
         self.requests = 0
+        self.pinned = 0
 
     def put(self, item: Waiting, *, first: bool = False) -> None:
         """Stand in line; with `first` at the head of the caller's own, where a request that was taken out goes back."""
@@ -59,51 +61,54 @@ class FairQueue:
             line.account -= item.tokens
         else:
             line.waiting.append(item)
-        self.tokens += item.tokens
-        self.requests += 1
+        self._count(item, 1)
 
     def take(self, budget: int, ready: Callable[[ScoreRequest], bool]) -> list[Waiting]:
         """The next batch: of the requests that are `ready`, what fits into `budget` tokens, or one that is longer alone."""
         batch: list[Waiting] = []
         room = budget
-        blocked: set[str] = set()
-        while True:
-            caller = min((c for c in self._lines if c not in blocked), key=lambda c: self._lines[c].account, default=None)
-            if caller is None:
-                return batch
+        turns = [(line.account, caller) for caller, line in self._lines.items() if line.waiting]
+        heapq.heapify(turns)
+        while turns:
+            _, caller = heapq.heappop(turns)
             line = self._lines[caller]
             place = next((i for i, item in enumerate(line.waiting) if ready(item.request)), None)
             if place is None:
-                blocked.add(caller)
                 continue
             item = line.waiting[place]
             if batch and (item.tokens > room or item.alone):
-                blocked.add(caller)
                 continue
             del line.waiting[place]
             self._level = max(self._level, line.account)
             line.account += item.tokens
-            self._left(caller, item)
+            self._left(item)
             batch.append(item)
             room -= item.tokens
-            if item.alone:
-                return batch
+            if item.alone or room <= 0:
+                break
+            if line.waiting:
+                heapq.heappush(turns, (line.account, caller))
+        return batch
 
     def remove(self, unwanted: Callable[[Waiting], bool]) -> list[Waiting]:
         """Take out everyone for whom `unwanted` holds."""
         removed = [item for item in self if unwanted(item)]
         for item in removed:
             self._lines[item.request.caller].waiting.remove(item)
-            self._left(item.request.caller, item)
+            self._left(item)
         return removed
 
     def __iter__(self) -> Iterator[Waiting]:
         for line in self._lines.values():
             yield from line.waiting
 
-    def _left(self, caller: str, item: Waiting) -> None:
-        self.tokens -= item.tokens
-        self.requests -= 1
+    def _count(self, item: Waiting, sign: int) -> None:
+        self.tokens += sign * item.tokens
+        self.requests += sign
+        self.pinned += sign * (item.request.version is not None)
+
+    def _left(self, item: Waiting) -> None:
+        self._count(item, -1)
         if not self.requests:
             self._lines.clear()
             self._level = 0.0

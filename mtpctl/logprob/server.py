@@ -295,7 +295,7 @@ class LogprobServer:
             self._refuse(lambda item: True, RuntimeFailure(f"every log-prob replica failed: {reasons}"))
             return
         held = {version for seat in self.seats if seat.replica is not None for version in seat.replica.versions}
-        if not held:
+        if not held or not self.queue.pinned:
             return
 
         def gone(item: Waiting) -> bool:

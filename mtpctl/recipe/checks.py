@@ -46,7 +46,7 @@ def complaints_of(recipe: Recipe) -> Complaints:
         yield from _lengths(recipe, shape)
         yield from parallel_fits(recipe.train.parallel, shape, "train.parallel")
         if recipe.logprob.standalone:
-            yield from parallel_fits(recipe.logprob.parallel, shape, "logprob.parallel")
+            yield from parallel_fits(recipe.logprob.parallel, shape, "logprob.parallel", scores=True)
         yield from _rollout_tp(recipe, shape)
 
 
@@ -177,9 +177,14 @@ def _lengths(recipe: Recipe, shape: ModelShape) -> Complaints:
         yield f"rollout.max_tokens: must leave room for a prompt in {limit}: {context}, got {rollout.max_tokens}"
 
 
-def parallel_fits(parallel: ParallelConfig, shape: ModelShape, field: str) -> Complaints:
-    """What Megatron refuses about a split of this model. `field` is the section's name in messages."""
-    counts = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
+def parallel_fits(parallel: ParallelConfig, shape: ModelShape, field: str, *, scores: bool = False) -> Complaints:
+    """What Megatron refuses about a split of this model. `field` is the section's name in messages.
+
+    scores: the ranks only score, and then several may share one key-value head.
+    """
+    counts = {"attention heads": shape.heads}
+    if not (scores and parallel.tp % shape.kv_heads == 0):
+        counts["key-value heads"] = shape.kv_heads
     if shape.delta:
         counts |= {"linear key heads": shape.delta.key_heads, "linear value heads": shape.delta.value_heads}
     counts |= {"ffn width": shape.ffn} if shape.ffn else {}

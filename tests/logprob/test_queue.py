@@ -1,0 +1,131 @@
+"""Who is next: shares between callers, budgets, and nobody passed by for ever."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtpctl.logprob import ScoreRequest
+from mtpctl.logprob.queue import CALLERS, FairQueue, Waiting
+
+
+def waiting(tokens: int, caller: str = "a", **fields: int) -> Waiting:
+    return Waiting(ScoreRequest([0] * tokens, caller=caller, **fields), answer=None)
+
+
+def always(_: ScoreRequest) -> bool:
+    return True
+
+
+def test_a_batch_is_filled_up_to_its_budget_in_order() -> None:
+    queue = FairQueue()
+    items = [waiting(n) for n in (40, 50, 30, 10)]
+    for item in items:
+        queue.put(item)
+    assert queue.take(100, always) == items[:2]
+    assert queue.take(100, always) == items[2:]
+    assert queue.take(100, always) == [] and (queue.tokens, queue.requests) == (0, 0)
+
+
+def test_one_that_is_longer_than_the_budget_goes_alone() -> None:
+    queue = FairQueue()
+    long, short = waiting(500), waiting(10)
+    queue.put(long)
+    queue.put(short)
+    assert queue.take(100, always) == [long]
+    assert queue.take(100, always) == [short]
+
+
+def test_callers_share_by_tokens_however_many_requests_one_has() -> None:
+    queue = FairQueue()
+    for _ in range(1000):
+        queue.put(waiting(10, "greedy"))
+    for _ in range(20):
+        queue.put(waiting(50, "modest"))
+    served = {"greedy": 0, "modest": 0}
+    for _ in range(10):
+        for item in queue.take(100, always):
+            served[item.request.caller] += item.tokens
+    assert abs(served["greedy"] - served["modest"]) <= 100
+
+
+def test_one_that_comes_late_is_not_behind_those_that_wait() -> None:
+    queue = FairQueue()
+    for _ in range(100):
+        queue.put(waiting(100, "first"))
+    for _ in range(10):
+        queue.take(100, always)
+    late = waiting(100, "late")
+    queue.put(late)
+    assert late in [item for _ in range(2) for item in queue.take(100, always)]
+
+
+def test_a_rest_saves_up_nothing() -> None:
+    queue = FairQueue()
+    for _ in range(100):
+        queue.put(waiting(10, "busy"))
+    for _ in range(50):
+        queue.take(10, always)
+    for _ in range(50):
+        queue.put(waiting(10, "rested"))
+    callers = [queue.take(10, always)[0].request.caller for _ in range(20)]
+    assert 8 <= callers.count("rested") <= 12
+
+
+def test_a_long_one_is_served_although_short_ones_keep_coming() -> None:
+    queue = FairQueue()
+    long = waiting(100, "long")
+    queue.put(waiting(60, "short"))
+    queue.put(long)
+    batches = []
+    for _ in range(5):
+        batches.append(queue.take(100, always))
+        queue.put(waiting(60, "short"))
+    assert any(long in batch for batch in batches[:3])
+
+
+def test_what_is_not_ready_keeps_its_place() -> None:
+    queue = FairQueue()
+    pinned, free = waiting(10, version=7), waiting(10)
+    queue.put(pinned)
+    queue.put(free)
+    assert queue.take(100, lambda request: request.allows(6)) == [free]
+    assert queue.take(100, lambda request: request.allows(7)) == [pinned]
+
+
+def test_what_goes_back_is_first_again_and_alone_where_it_should_be() -> None:
+    queue = FairQueue()
+    items = [waiting(10) for _ in range(4)]
+    for item in items:
+        queue.put(item)
+    failed = queue.take(20, always)
+    for item in reversed(failed):
+        item.alone = True
+        queue.put(item, first=True)
+    assert [queue.take(100, always) for _ in range(3)] == [[items[0]], [items[1]], items[2:]]
+
+
+def test_callers_that_left_are_forgotten() -> None:
+    queue = FairQueue()
+    queue.put(waiting(1, "stays"))
+    for number in range(3 * CALLERS):
+        queue.put(waiting(1, f"caller {number}"))
+        queue.take(1, lambda request: request.caller != "stays")
+    assert len(queue._lines) <= CALLERS + 1
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 200), st.sampled_from("abc")), max_size=60),
+    st.integers(1, 300),
+)
+def test_nothing_is_lost_or_doubled_and_no_budget_exceeded(wanted: list[tuple[int, str]], budget: int) -> None:
+    queue = FairQueue()
+    items = [waiting(tokens, caller) for tokens, caller in wanted]
+    for item in items:
+        queue.put(item)
+    taken: list[Waiting] = []
+    while batch := queue.take(budget, always):
+        assert len(batch) == 1 or sum(item.tokens for item in batch) <= budget
+        taken += batch
+    assert sorted(map(id, taken)) == sorted(map(id, items))
+    assert (queue.tokens, queue.requests) == (0, 0)

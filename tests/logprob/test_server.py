@@ -1,0 +1,321 @@
+"""The server over replicas that answer without a model: queueing, versions, deaths. What is scored here is the version itself."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from mtpctl.logprob import Late, LogprobServer, QueueFull, Replica, RequestRefused, Scored, ScoreRequest, VersionGone
+from mtpctl.logprob.protocol import Bounds
+from mtpctl.recipe import RuntimeFailure
+from mtpctl.sync import Manifest, PlanMismatch, SectionPlan
+from tests.logprob.conftest import LocalRanks, Loop, serve
+
+
+class FakeRank:
+    """Answers every token with minus its id; takes `seconds` for each token of a batch."""
+
+    def __init__(self, seconds: float = 0.0, version: int = 0, poison: int | None = None) -> None:
+        self.seconds, self.version, self.poison = seconds, version, poison
+        self.batches: list[list[int]] = []
+        self.refuse: Exception | None = None
+
+    def score(self, requests: list[ScoreRequest], version: int) -> list[Scored]:
+        import time
+
+        self.batches.append([request.tokens for request in requests])
+        time.sleep(self.seconds * sum(request.tokens for request in requests))
+        if any(self.poison in request.token_ids for request in requests):
+            raise ValueError("not a number")
+        assert version == self.version
+        return [Scored(version, [-float(i) for i in r.token_ids[r.prompt_length :]], []) for r in requests]
+
+    def ping(self) -> list[int]:
+        return [self.version]
+
+    def begin_update(self, manifest: dict[str, Any], version: int, section: str) -> None:
+        if self.refuse is not None:
+            raise self.refuse
+        self.incoming = version
+
+    def finish_update(self) -> None:
+        self.version = self.incoming
+
+    def abort_update(self) -> None: ...
+
+
+class Started:
+    """Starts replicas and remembers them."""
+
+    def __init__(self, **rank: Any) -> None:
+        self.rank = rank
+        self.ranks: list[LocalRanks] = []
+        self.failing = 0
+
+    async def __call__(self, index: int) -> Replica:
+        if self.failing:
+            self.failing -= 1
+            raise RuntimeFailure("no memory")
+        self.ranks.append(LocalRanks(FakeRank(**self.rank)))
+        return Replica(self.ranks[-1], Bounds(512, 320, 1), 0, keep_previous=False)
+
+
+def manifest(version: int) -> Manifest:
+    return Manifest(version, "shm", "nowhere", {"target": SectionPlan(())})
+
+
+class Store:
+    """Published versions."""
+
+    def __init__(self) -> None:
+        self.there: list[int] = []
+
+    def versions(self) -> list[int]:
+        return self.there
+
+    def open(self, version: int) -> Manifest:
+        return manifest(version)
+
+
+def request(tokens: int = 8, **fields: Any) -> ScoreRequest:
+    return ScoreRequest([i % 300 for i in range(tokens)], **fields)
+
+
+def settled(test: Callable[[], Awaitable[None]]) -> Callable[[Loop], None]:
+    """A coroutine as a test."""
+
+    def inner(run: Loop) -> None:
+        run(test(), 20)
+
+    inner.__doc__ = test.__doc__
+    return inner
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+@settled
+async def test_answers_belong_to_their_requests() -> None:
+    server = await serve(Started(seconds=1e-5), 2)
+    requests = [request(n, prompt_length=n // 2) for n in range(2, 100)]
+    answers = await asyncio.gather(*map(server.score, requests))
+    for asked, answer in zip(requests, answers, strict=True):
+        assert answer.logprobs == [-float(i) for i in asked.token_ids[asked.prompt_length :]]
+    await server.close()
+
+
+@settled
+async def test_what_waits_is_batched_and_what_comes_to_an_idle_server_is_not_kept() -> None:
+    start = Started(seconds=1e-4)
+    server = await serve(start, tokens_per_batch=100)
+    await server.score(request(10))
+    await asyncio.gather(*(server.score(request(10)) for _ in range(31)))
+    batches = start.ranks[0].rank.batches
+    assert batches[0] == [10] and batches[1] == [10]
+    assert max(map(sum, batches)) == 100 and sum(map(sum, batches)) == 320
+    await server.close()
+
+
+@settled
+async def test_free_replicas_share_what_waits() -> None:
+    start = Started(seconds=1e-4)
+    server = await serve(start, 2, tokens_per_batch=400)
+    server._paused = True
+    tasks = [asyncio.create_task(server.score(request(10))) for _ in range(40)]
+    await until(lambda: server.queue.requests == 40)
+    server.resume_serving()
+    await asyncio.gather(*tasks)
+    assert [sum(map(sum, ranks.rank.batches)) for ranks in start.ranks] == [200, 200]
+    await server.close()
+
+
+@settled
+async def test_a_full_queue_refuses_over_http_and_makes_callers_wait_inside() -> None:
+    server = await serve(Started(seconds=1e-4), tokens_per_batch=50, queue_tokens=100)
+    tasks = [asyncio.create_task(server.score(request(50))) for _ in range(20)]
+    await asyncio.sleep(0.01)
+    assert server.queue.tokens <= 100
+    with pytest.raises(QueueFull) as full:
+        await server.score(request(50), wait=False)
+    assert full.value.retry_after_s >= 1
+    assert len(await asyncio.gather(*tasks)) == 20
+    assert server.queue.tokens == 0 and server._granted == 0
+    await server.close()
+
+
+@settled
+async def test_who_stops_waiting_leaves_the_queue() -> None:
+    server = await serve(Started(seconds=1e-3), tokens_per_batch=50, queue_tokens=100)
+    tasks = [asyncio.create_task(server.score(request(50))) for _ in range(8)]
+    await asyncio.sleep(0.01)
+    for task in tasks[2:]:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert (server.queue.requests, server._granted, len(server._rooms)) == (0, 0, 0)
+    with pytest.raises(Late):
+        await server.score(request(500, deadline_s=0.01))
+    await server.close()
+
+
+@settled
+async def test_queued_requests_survive_an_update_and_name_the_version_that_answered() -> None:
+    start = Started(seconds=1e-4)
+    server = await serve(start, 2, tokens_per_batch=40)
+    tasks = [asyncio.create_task(server.score(request(20))) for _ in range(64)]
+    await asyncio.sleep(0.02)
+    await server.update(manifest(1))
+    await server.update(manifest(2))
+    versions = [answer.version for answer in await asyncio.gather(*tasks)]
+    assert len(versions) == 64 and set(versions) <= {0, 1, 2} and 2 in versions
+    assert (await server.score(request())).version == 2
+    await server.close()
+
+
+@settled
+async def test_pins_wait_for_their_version_and_are_refused_once_it_is_gone() -> None:
+    server = await serve(Started())
+    future = [asyncio.create_task(server.score(request(version=1))), asyncio.create_task(server.score(request(at_least=1)))]
+    assert (await server.score(request(version=0))).version == 0
+    await server.update(manifest(1))
+    assert [answer.version for answer in await asyncio.gather(*future)] == [1, 1]
+    with pytest.raises(VersionGone, match=r"no longer held; there are \[1\]"):
+        await server.score(request(version=0))
+    with pytest.raises(Late, match="the newest weights are 1"):
+        await server.score(request(at_least=9, deadline_s=0.02))
+    with pytest.raises(VersionGone):
+        await server.score(request(version=3, at_least=4))
+    await server.close()
+
+
+@settled
+async def test_an_update_that_a_replica_refuses_leaves_it_serving_the_old_version() -> None:
+    start = Started()
+    server = await serve(start)
+    start.ranks[0].rank.refuse = PlanMismatch("other shapes")
+    with pytest.raises(PlanMismatch):
+        await server.update(manifest(1))
+    assert (await server.score(request())).version == 0
+    await server.close()
+
+
+@settled
+async def test_a_replica_that_dies_leaves_its_requests_to_the_others_and_comes_back_at_the_current_version() -> None:
+    start, store = Started(seconds=2e-5), Store()
+    server = await serve(start, 2, store, tokens_per_batch=100)
+    store.there = [1]
+    await server.update(manifest(1))
+    tasks = [asyncio.create_task(server.score(request(20))) for _ in range(100)]
+    await asyncio.sleep(0.01)
+    start.ranks[0].kill()
+    answers = await asyncio.gather(*tasks)
+    assert {answer.version for answer in answers} == {1}
+    await until(lambda: all(seat.replica is not None for seat in server.seats))
+    assert [seat.replica.version for seat in server.seats if seat.replica] == [1, 1]
+    assert server.counters.restarts == 1 and server.counters.retried > 0
+    await server.close()
+
+
+@settled
+async def test_kills_at_random_lose_nothing_and_mix_no_versions() -> None:
+    """Every answer's version was current at some time between its request and its answer."""
+    start, store, generator = Started(seconds=1e-5), Store(), random.Random(0)
+    server = await serve(start, 2, store, tokens_per_batch=100)
+    spans: list[tuple[int, int, int]] = []
+
+    async def ask() -> None:
+        before = server.version
+        answer = await server.score(request(generator.randint(2, 60)))
+        spans.append((before, answer.version, server.version))
+
+    async def client() -> None:
+        for _ in range(60):
+            await ask()
+
+    async def trouble() -> None:
+        for number in range(1, 21):
+            await asyncio.sleep(0.01)
+            generator.choice([ranks for ranks in start.ranks[-2:]]).kill()
+            if number % 2 == 0:
+                store.there = [*store.there, number][-2:]
+                await server.update(manifest(number))
+
+    await asyncio.gather(trouble(), *(client() for _ in range(8)))
+    assert len(spans) == 480
+    assert all(before <= used <= after for before, used, after in spans)
+    await server.close()
+
+
+@settled
+async def test_one_bad_request_fails_alone() -> None:
+    server = await serve(Started(seconds=1e-4, poison=310))
+    server._paused = True
+    tasks = [asyncio.create_task(server.score(request(10))) for _ in range(5)]
+    bad = asyncio.create_task(server.score(ScoreRequest([1, 310])))
+    await until(lambda: server.queue.requests == 6)
+    server.resume_serving()
+    with pytest.raises(ValueError, match="not a number"):
+        await bad
+    assert len(await asyncio.gather(*tasks)) == 5 and server.counters.restarts == 0
+    await server.close()
+
+
+@settled
+async def test_when_no_replica_can_be_started_any_more_requests_end() -> None:
+    start = Started(seconds=1e-3)
+    server = await serve(start, max_restarts=2)
+    task = asyncio.create_task(server.score(request(100)))
+    await asyncio.sleep(0.01)
+    start.failing = 9
+    start.ranks[0].kill()
+    with pytest.raises(RuntimeFailure, match="every log-prob replica failed: 0: RuntimeFailure: no memory"):
+        await task
+    assert server.health()[0]["state"] == "quarantined"
+    await server.close()
+
+
+@settled
+async def test_a_replica_that_dies_at_rest_is_noticed() -> None:
+    start = Started()
+    server = await serve(start)
+    watching = asyncio.create_task(server.watch(every_s=0.01))
+    start.ranks[0].kill()
+    await until(lambda: server.counters.restarts == 1)
+    watching.cancel()
+    await server.close()
+
+
+@settled
+async def test_a_stream_gives_answers_as_they_come() -> None:
+    server = await serve(Started(seconds=1e-5), tokens_per_batch=64)
+    found = {place: answer async for place, answer in server.stream([request(n) for n in range(2, 40)])}
+    assert sorted(found) == list(range(38)) and [len(found[n].logprobs) for n in range(38)] == list(range(1, 39))
+    await server.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"token_ids": [1]}, "leave nothing to score"),
+        ({"token_ids": [1] * 513}, "more than the 512 positions"),
+        ({"token_ids": [1, 320]}, "320 is not a token"),
+        ({"token_ids": [1, -1]}, "-1 is not a token"),
+        ({"token_ids": [1, 2], "prompt_length": 2}, "prompt_length: must be 1 to 1"),
+        ({"token_ids": [1, 2], "mask": [1, 1]}, "mask: has 2 entries for 1"),
+        ({"token_ids": [1, 2], "temperature": float("nan")}, "temperature"),
+        ({"token_ids": [1, 2], "topk": 321}, "topk: must be 0 to 320"),
+    ],
+)
+def test_what_no_pass_could_serve_is_refused(fields: dict[str, Any], message: str, run: Loop) -> None:
+    async def ask() -> LogprobServer:
+        server = await serve(Started())
+        with pytest.raises(RequestRefused, match=message):
+            await server.score(ScoreRequest(**fields))
+        return server
+
+    run(run(ask()).close())
