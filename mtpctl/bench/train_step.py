@@ -34,11 +34,11 @@ class UnfusedEngine(MegatronEngine):
 
     def _logprob(self, state: Tensor, head: Tensor, rows: Tensor, labels: Tensor, temperature: Any, **options: Any) -> LogProbOut:
         weight = head.detach() if options.get("detach_weight") else head
-        logits = (state[rows] @ weight.t()).float() / temperature
-        logprobs = logits.log_softmax(-1)
+        logprobs = (state[rows] @ weight.t()).float().log_softmax(-1)
         chosen = logprobs.gather(1, labels[:, None]).squeeze(1)
-        entropy = -(logprobs.exp() * logprobs).sum(-1) if options.get("entropy") else None
-        hit = logits.argmax(-1) == labels if options.get("hit") else None
+        with torch.no_grad():
+            entropy = -torch.einsum("rv,rv->r", logprobs.exp(), logprobs) if options.get("entropy") else None
+            hit = logprobs.argmax(-1) == labels if options.get("hit") else None
         return LogProbOut(chosen, entropy, hit, None)
 
 
@@ -81,6 +81,9 @@ def matmul_tflops(device: torch.device, size: int) -> float:
             a @ b
         synchronize(device)
         best = min(best, (time.perf_counter() - began) / 10)
+    del a, b
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     return 2 * size**3 / best / 1e12
 
 
@@ -93,7 +96,9 @@ def samples(vocab: int, tokens: int, count: int, prompt_share: float) -> list[Se
     return [Sequence(row, prompt, [1] * (length - prompt)) for row in ids]
 
 
-def measure(folder: HfFolder, *, tokens: int, count: int, prompt_share: float, precision: str, mtp: MtpConfig) -> tuple[list[Result], float]:
+def measure(
+    folder: HfFolder, *, tokens: int, count: int, prompt_share: float, precision: str, mtp: MtpConfig
+) -> tuple[list[Result], float]:
     """Both ways, in turns that follow each other, and the matrix-product rate (TFLOP/s)."""
     cuda = torch.cuda.is_available()
     config = EngineConfig(
@@ -145,7 +150,8 @@ def measure(folder: HfFolder, *, tokens: int, count: int, prompt_share: float, p
 def table(results: list[Result], rate: float) -> str:
     """For a terminal, and for docs/benchmarks.md."""
     lines = [
-        f"matrix product 8192³ bf16: {rate:.0f} TFLOP/s",
+        f"Large bf16 matrix product: {rate:.0f} TFLOP/s.",
+        "",
         "| log-probs | ms (least–most) | tokens/s | TFLOP/s | share of matmul rate | peak beyond weights and buffers, GiB | loss |",
         "|---|---|---|---|---|---|---|",
     ]

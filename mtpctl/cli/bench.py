@@ -70,3 +70,35 @@ def _parallel(shapes: list[Shape], tp: int, json: bool, device: str) -> None:
     slow = [r for r in results if device == "cuda" and r.ratio > BOUND]
     if slow:
         raise ThresholdMissed(f"{slow[0].what} on {tp} cards takes {slow[0].ratio:.2f}x of one card's share, bound {BOUND}x")
+
+
+@app.command("train-step")
+def train_step(
+    model: Annotated[str, typer.Option("--model", help="Folder, or hub id whose sizes are known; its weights are not read.")] = "",
+    tokens: Annotated[int, typer.Option("--tokens", min=64, help="Packed tokens of the step.")] = 8192,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Samples of equal length that fill them.")] = 8,
+    prompt_share: Annotated[float, typer.Option("--prompt-share", min=0, max=0.9, help="Share of each sample that is prompt.")] = 0.25,
+    precision: Annotated[str, typer.Option("--precision", help="fp32 or bf16.")] = "bf16",
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Forward and backward of an update with MTP on one device, weights random: fused log-probs beside materialised logits."""
+    import tempfile
+    from pathlib import Path
+
+    from mtpctl.compat import cpu_device
+    from mtpctl.recipe.errors import UserError
+    from mtpctl.recipe.model_source import hf_config
+    from mtpctl.recipe.schema import ModelConfig, MtpConfig
+
+    cpu = cpu_device.install()
+    config = hf_config(ModelConfig(path=model or "XiaomiMiMo/MiMo-7B-RL"), fetch=False)
+    if config is None:
+        raise UserError(f"--model: {model} is neither a folder with config.json nor a hub id whose sizes are known")
+    if cpu and not model:
+        raise UserError("--model: the default shape has 7.8 billion parameters and this machine no card; name a small model's folder")
+    from mtpctl.bench import train_step as bench
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = bench.shape_folder(config, Path(scratch))
+        results, rate = bench.measure(folder, tokens=tokens, count=samples, prompt_share=prompt_share, precision=precision, mtp=MtpConfig())
+    print(bench.as_json(results, rate) if json else f"The timer covers: {bench.TIMER}.\n{bench.table(results, rate)}")

@@ -113,16 +113,16 @@ def _served(recipe: Recipe, run: Path | None, scratch: Path) -> Served:
     from mtpctl.data import load_tokenizer
     from mtpctl.logprob.serve import Served
     from mtpctl.recipe import MtpctlError
-    from mtpctl.train.prepare import _model, _tokenizer
+    from mtpctl.train.prepare import model_of, tokenizer_of
 
-    folder = _model(recipe, run or scratch)
+    folder = model_of(recipe, run or scratch)
     if recipe.model.path is not None and recipe.model.tokenizer is None:
         try:
             tokenizer = load_tokenizer(folder.path)
         except MtpctlError:
             tokenizer = None
     else:
-        tokenizer = _tokenizer(recipe, folder, run or scratch)
+        tokenizer = tokenizer_of(recipe, folder, run or scratch)
     pointer = None if run is None else run / "checkpoints" / "latest"
     if pointer is not None and pointer.is_file():
         # What `engine.latest_checkpoint` reads; the engine itself is for the ranks to import.

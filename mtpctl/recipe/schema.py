@@ -94,7 +94,9 @@ class SftOptimizerConfig(OptimizerConfig):
 
 class SftConfig(Section):
     steps: NonNegativeInt = Field(0, description="Updates of the supervised stage.")
-    until_loss: NonNegativeFloat = Field(0.0, description="End the stage once the mean loss of its last 10 updates is at most this; 0: never.")
+    until_loss: NonNegativeFloat = Field(
+        0.0, description="End the stage once the mean loss of its last 10 updates is at most this; 0: never."
+    )
     batch_size: PositiveInt = Field(64, description="Sequences an update.")
     optimizer: SftOptimizerConfig = Field(default_factory=SftOptimizerConfig)
 

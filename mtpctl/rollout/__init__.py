@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from mtpctl.rollout.actor import RayReplica, Replica, RolloutActor, start_replica
     from mtpctl.rollout.pool import ReplicaPool
     from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Generator, Health, SpecStats
+    from mtpctl.rollout.start import start_pool
     from mtpctl.rollout.vllm_engine import VllmEngine
     from mtpctl.rollout.vllm_settings import VllmSettings, engine_settings
 
@@ -25,6 +26,7 @@ _HOMES = {
     "SpecStats": "protocol",
     "VllmEngine": "vllm_engine",
     "VllmSettings": "vllm_settings",
+    "start_pool": "start",
     "start_replica": "actor",
     "engine_settings": "vllm_settings",
 }
@@ -43,6 +45,7 @@ __all__ = [
     "VllmEngine",
     "VllmSettings",
     "engine_settings",
+    "start_pool",
     "start_replica",
 ]
 

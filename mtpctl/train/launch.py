@@ -16,9 +16,8 @@ from mtpctl.families import count
 from mtpctl.logprob import LogprobServer, start_server
 from mtpctl.plan import Placement, place
 from mtpctl.recipe import EnvironmentMissing, MtpctlError, Recipe, dump_resolved
-from mtpctl.recipe.schema import VllmConfig
 from mtpctl.rl import make_checker
-from mtpctl.rollout import ReplicaPool, engine_settings, start_replica
+from mtpctl.rollout import ReplicaPool, start_pool
 from mtpctl.sync import VersionStore, default_root
 from mtpctl.telemetry import RunDirectory, Telemetry
 from mtpctl.train.buffer import SampleBuffer
@@ -130,27 +129,9 @@ class Run:
         return server
 
     async def _start_rollout(self, stack: contextlib.AsyncExitStack) -> ReplicaPool:
-        recipe = self.recipe
-        assert isinstance(recipe.rollout, VllmConfig)
-        settings = engine_settings(
-            recipe.rollout.model_copy(update={"context": self.prepared.context}),
-            model=str(self.prepared.model.path),
-            precision=recipe.train.precision,
-            device=self.placement.device,
-            seed=recipe.seed,
-        )
-        seat = self.placement.of("rollout")[0]
-        options = {"num_cpus": seat.cpus * recipe.rollout.tp, "num_gpus": seat.gpus * recipe.rollout.tp}
-        pool = await within(
-            ReplicaPool.start(
-                lambda index: start_replica(settings, name=f"rollout replica {index}", options=options),
-                recipe.rollout.replicas,
-                latest=self.store.latest,
-                max_in_flight=recipe.rollout.max_in_flight,
-                max_restarts=recipe.rollout.max_restarts,
-            ),
-            recipe.cluster.actor_deadline_s,
-            "rollout, start",
+        folder = str(self.prepared.model.path)
+        pool = await start_pool(
+            self.recipe, model=folder, context=self.prepared.context, placement=self.placement, latest=self.store.latest
         )
         stack.push_async_callback(pool.close)
         return pool

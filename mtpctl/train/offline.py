@@ -23,7 +23,7 @@ from mtpctl.rollout.offline import Progress, Prompt, answer_all, summary, wanted
 from mtpctl.rollout.sample_file import Origin, SampleFile
 from mtpctl.rollout.start import start_pool
 from mtpctl.sync import Manifest, VersionStore, default_root
-from mtpctl.train.prepare import _model, _tokenizer
+from mtpctl.train.prepare import model_of, tokenizer_of
 
 Say = Callable[[str], None]
 
@@ -109,8 +109,8 @@ def _source(recipe: Recipe, folder: Path) -> Source:
                 "run mtpctl train first, set run_dir to that of a run, or set model.path and model.config: null"
             )
         checkpoint, version = _newest(home / "checkpoints")
-    model = _model(recipe, home)
-    tokenizer = _tokenizer(recipe, model, home)
+    model = model_of(recipe, home)
+    tokenizer = tokenizer_of(recipe, model, home)
     check_fits_model(tokenizer, model.shape.vocab)
     return Source(model, tokenizer, recipe.rollout.context or model.shape.max_positions, checkpoint, version)
 

@@ -22,8 +22,8 @@ class Prepared:
 
 def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     """Find or make everything that the recipe names. Raises UserError for what is missing or does not fit."""
-    model = _model(recipe, run_dir)
-    tokenizer = _tokenizer(recipe, model, run_dir)
+    model = model_of(recipe, run_dir)
+    tokenizer = tokenizer_of(recipe, model, run_dir)
     check_fits_model(tokenizer, model.shape.vocab)
     problems = load_problem_sets(recipe.data, recipe.seed)
     context = recipe.rollout.context or model.shape.max_positions
@@ -34,7 +34,8 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     return Prepared(model, tokenizer, problems, context)
 
 
-def _model(recipe: Recipe, run_dir: Path) -> HfFolder:
+def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
+    """The folder of the recipe's model: made in the run directory, or the one that is named, downloaded where it is a hub id."""
     config = recipe.model
     if config.config is not None:
         folder = run_dir / "model"
@@ -59,7 +60,8 @@ def _download(hub_id: str) -> Path:
         ) from error
 
 
-def _tokenizer(recipe: Recipe, model: HfFolder, run_dir: Path) -> Tokenizer:
+def tokenizer_of(recipe: Recipe, model: HfFolder, run_dir: Path) -> Tokenizer:
+    """The tokenizer that the recipe names, or the one beside its model."""
     named = recipe.model.tokenizer
     if named != "bytes":
         return load_tokenizer(named or model.path)
