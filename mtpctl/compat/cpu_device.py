@@ -52,6 +52,9 @@ class _NoStream:
 
     def wait_event(self, *_: Any) -> None: ...
 
+    def record_event(self, *_: Any) -> _NoStream:
+        return self
+
     def record(self, *_: Any) -> None: ...
 
     def wait(self, *_: Any) -> None: ...

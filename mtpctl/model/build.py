@@ -53,6 +53,14 @@ def complete_config(
         "tp_comm_overlap": False,
         "transformer_impl": "local",
         "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+        "moe_router_fusion": False,
+        "moe_shared_expert_overlap": False,
+        # Nothing but the objective moves the router: what is trained here was balanced before.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_bias_update_rate": 0.0,
         "deallocate_pipeline_outputs": False,
         "mtp_num_layers": depths or None,
         "mtp_use_repeated_layer": mtp.repeat > 1,
@@ -64,6 +72,13 @@ def complete_config(
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif recompute == "selective":
         settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    if shape.latent:
+        scaling = shape.rope_scaling or {}
+        settings |= {
+            "rope_type": "yarn" if scaling.get("rope_type", scaling.get("type")) == "yarn" else "rope",
+            "rotary_scaling_factor": scaling.get("factor", 1.0),
+            "mscale_all_dim": scaling.get("mscale_all_dim") or 0.0,
+        }
     if parallel.pp > 1:
         settings["pipeline_model_parallel_layout"] = _layout(stage_layers(shape.layers, depths, parallel), depths)
     for name, value in settings.items():
@@ -98,7 +113,9 @@ def _check_fit(shape: ModelShape, parallel: ParallelConfig) -> None:
         field = "attention_bias" if shape.out_bias else "mlp_bias"
         raise UserError(f"model config: {field} puts a bias on the output projections of {shape.family}, which is not supported")
     for what, size in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads), ("vocabulary", shape.vocab)):
-        if size % parallel.tp:
+        # Where there are fewer key-value heads than ranks, megatron-core lets neighbours share one.
+        shared = what == "key-value heads" and parallel.tp % size == 0
+        if size % parallel.tp and not shared:
             fits = [n for n in range(1, 65) if shape.heads % n == shape.kv_heads % n == shape.vocab % n == 0]
             raise UserError(f"train.parallel.tp: {parallel.tp} does not divide the {size} {what}; these do: {fits}")
 
@@ -107,14 +124,14 @@ def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) ->
     """The modules of this rank, on its device, without weights yet."""
     model = MtpModel(
         config=config,
-        transformer_layer_spec=decoder_spec(config),
+        transformer_layer_spec=decoder_spec(config, shape),
         vocab_size=shape.vocab,
         max_sequence_length=shape.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope",
-        mtp_block_spec=mtp_spec(config),
+        mtp_block_spec=mtp_spec(config, shape),
     )
     model.use_rope(rope_of(shape))
     model.mtp_reads_prenorm = shape.mtp_reads_prenorm

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
+from mtpctl.model.latent import LatentAttention
 from mtpctl.model.layers import RMSNorm
 from mtpctl.model.packing import Packing
 from mtpctl.model.rope import Rope
@@ -66,7 +67,9 @@ class MtpModel(GPTModel):
         """Rotate queries and keys so, in every attention layer."""
         self.rope = rope
         for module in self.modules():
-            if isinstance(module, Attention):
+            if isinstance(module, LatentAttention):
+                module.use_rope(rope)
+            elif isinstance(module, SelfAttention):
                 module._yarn_concentration_factor = rope.scaling
 
     def _keep_prenorm(self, _: torch.nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -61,7 +61,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
 class PackedAttention(torch.nn.Module):
     """Causal attention of each packed sample within itself.
 
-    query [t, 1, heads, dim], key and value [t, 1, kv heads, dim] → [t, 1, heads * value dim], t tokens of this rank. With
+    query [t, 1, heads, dim], key and value [t, 1, kv heads, dim], or all without the 1 → [t, 1, heads * value dim], t tokens of this rank. With
     context parallelism the keys and values of all chunks are gathered, and their gradients summed back. CUDA runs one
     variable-length flash kernel; a CPU runs one `scaled_dot_product_attention` for each group of samples of like length.
     """
@@ -76,7 +76,7 @@ class PackedAttention(torch.nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *_: Any, packed_seq_params: Packing, **__: Any
     ) -> Tensor:
-        q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
         if self.cp_group is not None:
             k, v = (gather_from_sequence_parallel_region(x, group=self.cp_group)[packed_seq_params.seen] for x in (k, v))
         out = self._cuda(q, k, v, packed_seq_params) if q.is_cuda else self._cpu(q, k, v, packed_seq_params)

@@ -7,19 +7,22 @@ from typing import Any
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
     MultiTokenPredictionLayerSubmodules,
     get_mtp_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 
+from mtpctl.families import LatentShape, ModelShape
+from mtpctl.model.latent import LatentAttention
 from mtpctl.model.layers import LayerNormColumnParallelLinear, PackedAttention, RMSNorm
 from mtpctl.model.mtp import MtpLayer
 
@@ -40,25 +43,15 @@ class PlainSpecProvider(LocalSpecProvider):
         return PackedAttention
 
 
-def layer_spec(config: TransformerConfig, *, experts: int | None = None) -> ModuleSpec:
-    """One decoder layer: grouped-query attention, and a dense MLP or a mixture of `experts`."""
+def layer_spec(config: TransformerConfig, shape: ModelShape, *, sparse: bool) -> ModuleSpec:
+    """One transformer layer: grouped-query or latent attention, and a dense MLP or, where `sparse`, a mixture of experts."""
     backend = PlainSpecProvider()
-    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
-    attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=LayerNormColumnParallelLinear,
-            core_attention=PackedAttention,
-            linear_proj=backend.row_parallel_linear(),
-            q_layernorm=qk_norm,
-            k_layernorm=qk_norm,
-        ),
-    )
+    experts = shape.moe.experts if sparse and shape.moe else None
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            self_attention=attention,
+            input_layernorm=RMSNorm if shape.latent else IdentityOp,
+            self_attention=_latent_attention(shape.latent) if shape.latent else _attention(config),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm if experts else IdentityOp,
             mlp=get_mlp_module_spec_for_backend(backend, num_experts=experts),
@@ -67,20 +60,60 @@ def layer_spec(config: TransformerConfig, *, experts: int | None = None) -> Modu
     )
 
 
-def decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def _attention(config: TransformerConfig) -> ModuleSpec:
+    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=LayerNormColumnParallelLinear,
+            core_attention=PackedAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
+    )
+
+
+def _latent_attention(latent: LatentShape) -> ModuleSpec:
+    return ModuleSpec(
+        module=LatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=ColumnParallelLinear,
+            linear_q_up_proj=ColumnParallelLinear,
+            linear_kv_down_proj=ColumnParallelLinear,
+            linear_kv_up_proj=ColumnParallelLinear,
+            core_attention=PackedAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=RMSNorm if latent.q_rank else IdentityOp,
+            kv_layernorm=RMSNorm,
+        ),
+    )
+
+
+def decoder_spec(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubmodules:
     """The decoder layers of this pipeline stage."""
-    count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer_spec(config)] * count, layer_norm=RMSNorm)
+    first = get_transformer_layer_offset(config)
+    specs = {sparse: layer_spec(config, shape, sparse=sparse) for sparse in (False, True)}
+    dense = shape.moe.dense_layers if shape.moe else frozenset(range(shape.layers))
+    here = range(first, first + get_num_layers_to_build(config))
+    return TransformerBlockSubmodules(layer_specs=[specs[layer not in dense] for layer in here], layer_norm=RMSNorm)
 
 
-def mtp_spec(config: TransformerConfig, vp_stage: int | None = None) -> MultiTokenPredictionBlockSubmodules | None:
+def mtp_spec(config: TransformerConfig, shape: ModelShape) -> MultiTokenPredictionBlockSubmodules | None:
     """The MTP layers of this pipeline stage; None where it has none."""
-    if not config.mtp_num_layers or get_mtp_num_layers_to_build(config, vp_stage=vp_stage) == 0:
+    if not config.mtp_num_layers or get_mtp_num_layers_to_build(config) == 0:
         return None
     layer = ModuleSpec(
         module=MtpLayer,
         submodules=MultiTokenPredictionLayerSubmodules(
-            enorm=RMSNorm, hnorm=RMSNorm, layer_norm=RMSNorm, eh_proj=ColumnParallelLinear, mtp_model_layer=layer_spec(config)
+            enorm=RMSNorm,
+            hnorm=RMSNorm,
+            layer_norm=RMSNorm,
+            eh_proj=ColumnParallelLinear,
+            mtp_model_layer=layer_spec(config, shape, sparse=shape.moe is not None),
         ),
     )
     return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * (1 if config.mtp_use_repeated_layer else config.mtp_num_layers))

@@ -41,6 +41,28 @@ LLAMA3_ROPE = {
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
+QWEN3_MOE = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+
+DEEPSEEK_V3 = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "norm_topk_prob": True,
+    "rope_interleave": True,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
@@ -50,6 +72,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "head_dim": 16}),
     "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
     "qwen2-yarn": ("Qwen2", {"rope_parameters": YARN}),
+    "qwen3-moe": ("Qwen3Moe", QWEN3_MOE),
+    "qwen3-moe-unnormed": ("Qwen3Moe", QWEN3_MOE | {"norm_topk_prob": False}),
+    "deepseek-v3": ("DeepseekV3", DEEPSEEK_V3),
+    "deepseek-v3-yarn": ("DeepseekV3", DEEPSEEK_V3 | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "deepseek-v3-whole-query": ("DeepseekV3", DEEPSEEK_V3 | {"q_lora_rank": None}),
 }
 
 
