@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MegatronModule, TransformerConfig
 from torch import Tensor
 
+from mtpctl import families
 from mtpctl.compat import vllm_mimo
 from mtpctl.compat.transformer_engine import import_auto_bridge
 from mtpctl.convert.hf_folder import HfFolder
@@ -50,9 +51,21 @@ class WeightBridge:
         if missing.names:
             raise UserError(f"model.path: {self.folder.path} lacks {'; '.join(missing.names[:8])}")
 
-    def export(self, chunks: list[torch.nn.Module], *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, full tensor) one by one; every rank must iterate, and every rank gets all of them."""
-        yield from self._bridge.export_hf_weights(chunks, cpu=False, show_progress=False, weight_dtype=dtype)
+    def export(self, chunks: list[MegatronModule], *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, full tensor) one by one; every rank must iterate, and every rank gets all of them.
+
+        Copies that a folder keeps beside their original (DeepSeek's MTP layers bring embedding and head) follow it.
+        """
+        shape = self.folder.shape
+        stored = families.tensors(shape) if chunks[0].config.mtp_num_layers else {}
+        copies: dict[str, list[str]] = {}
+        for name, original in families.aliases(shape).items():
+            if name in stored:
+                copies.setdefault(original, []).append(name)
+        for name, tensor in self._bridge.export_hf_weights(chunks, cpu=False, show_progress=False, weight_dtype=dtype):
+            yield name, tensor
+            for copy in copies.get(name, []):
+                yield copy, tensor
 
 
 class _Missing(logging.Handler):

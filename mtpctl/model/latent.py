@@ -38,4 +38,4 @@ class LatentAttention(MLASelfAttention):
     def use_rope(self, rope: Rope) -> None:
         """Rotate the shared part of queries and keys so."""
         del self.rotary_pos_emb
-        self.rotary_pos_emb = PackedRotary(rope, scaled=self.config.rope_type == "yarn")
+        self.__dict__["rotary_pos_emb"] = PackedRotary(rope, scaled=self.config.rope_type == "yarn")

@@ -61,9 +61,10 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
 class PackedAttention(torch.nn.Module):
     """Causal attention of each packed sample within itself.
 
-    query [t, 1, heads, dim], key and value [t, 1, kv heads, dim], or all without the 1 → [t, 1, heads * value dim], t tokens of this rank. With
-    context parallelism the keys and values of all chunks are gathered, and their gradients summed back. CUDA runs one
-    variable-length flash kernel; a CPU runs one `scaled_dot_product_attention` for each group of samples of like length.
+    query [t, 1, heads, dim], key and value [t, 1, kv heads, dim], or all without the 1 → [t, 1, heads * value dim], for the
+    t tokens of this rank. With context parallelism the keys and values of all chunks are gathered, and their gradients
+    summed back. CUDA runs one variable-length flash kernel; a CPU runs one `scaled_dot_product_attention` for each group of
+    samples of like length.
     """
 
     def __init__(

@@ -1,0 +1,108 @@
+"""MTP logits of families other than MiMo, against vLLM's drafter formula built from transformers' own layers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mtpctl.convert import HfFolder
+from mtpctl.recipe.schema import MtpConfig
+from tests.convert.test_families import CASES, hf_model
+from tests.engine.tiny import engine, sequences
+from tests.model.mimo_reference import norm
+from tests.model.test_mimo import packed_logits
+
+
+class Drafter:
+    """One MTP layer made of a transformers decoder layer and the pieces around it, all drawn."""
+
+    def __init__(self, model: Any, layer: Any) -> None:
+        self.model, self.layer, self.config = model, layer.eval(), model.config.get_text_config()
+        size = self.config.hidden_size
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.normal_(0.0, 0.2)
+                if parameter.dim() == 1:
+                    parameter.add_(1.0)
+        self.embedding_norm, self.hidden_norm, self.final_norm = (1.0 + 0.2 * torch.randn(size) for _ in range(3))
+        self.projection = 0.2 * torch.randn(size, 2 * size)
+
+    def logits(self, ids: list[int], *, blank_first: bool, zero_centered: bool = False) -> Tensor:
+        """[T - 1, vocab]: entry i predicts token i + 2, from the normed state of token i and the embedding of token i + 1."""
+        eps, add = self.config.rms_norm_eps, 1.0 if zero_centered else 0.0
+        base = self.model.model
+        tokens = torch.tensor([ids])
+        state = base(tokens).last_hidden_state[0, :-1]
+        embedded = base.embed_tokens(tokens[0, 1:])
+        if blank_first:
+            embedded = embedded * (torch.arange(len(embedded)) > 0)[:, None]
+        pieces = [norm(embedded, self.embedding_norm + add, eps), norm(state, self.hidden_norm + add, eps)]
+        x = (torch.cat(pieces, dim=-1) @ self.projection.T)[None]
+        positions = torch.arange(x.shape[1])[None]
+        mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)[None, None]
+        out = self.layer(x, attention_mask=mask, position_ids=positions, position_embeddings=base.rotary_emb(x, positions))
+        x = out[0] if isinstance(out, tuple) else out
+        return self.model.lm_head(norm(x[0], self.final_norm + add, eps))
+
+
+def layer_tensors(layer: Any) -> dict[str, Tensor]:
+    """A decoder layer's tensors as checkpoints name them: experts one by one."""
+    found = {}
+    for name, value in layer.state_dict().items():
+        if name == "mlp.experts.gate_up_proj":
+            for number, both in enumerate(value):
+                gate, up = both.chunk(2)
+                found |= {f"mlp.experts.{number}.gate_proj.weight": gate, f"mlp.experts.{number}.up_proj.weight": up}
+        elif name == "mlp.experts.down_proj":
+            found |= {f"mlp.experts.{number}.down_proj.weight": down for number, down in enumerate(value)}
+        else:
+            found[name] = value
+    return found
+
+
+def add_to_folder(folder: Path, tensors: dict[str, Tensor], **fields: Any) -> None:
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {name: value.detach().clone() for name, value in tensors.items()}, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+
+
+@pytest.mark.parametrize("case", ["deepseek-v3", "deepseek-v3-yarn"])
+def test_deepseek(tmp_path: Path, case: str) -> None:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
+
+    model = hf_model(*CASES[case], tmp_path)
+    layers = model.config.num_hidden_layers
+    drafter = Drafter(model, DeepseekV3DecoderLayer(model.config, layers - 1))
+    at = f"model.layers.{layers}."
+    pieces = {
+        "enorm.weight": drafter.embedding_norm,
+        "hnorm.weight": drafter.hidden_norm,
+        "eh_proj.weight": drafter.projection,
+        "shared_head.norm.weight": drafter.final_norm,
+        "shared_head.head.weight": model.lm_head.weight,
+        "embed_tokens.weight": model.model.embed_tokens.weight,
+    }
+    tensors = {at + name: value for name, value in (pieces | layer_tensors(drafter.layer)).items()}
+    add_to_folder(tmp_path, tensors, num_nextn_predict_layers=1)
+    check(tmp_path, drafter, blank_first=True)
+
+
+def check(folder: Path, drafter: Drafter, **convention: bool) -> None:
+    """Logits of every sample, and every tensor of the folder in the export."""
+    ids = [s.token_ids for s in sequences(5)]
+    with engine(HfFolder.open(folder), train=False, mtp=MtpConfig(mode="load")) as made:
+        _, mtp = packed_logits(made, ids, 1)
+        exported = {name: value.clone() for name, value in made.export()}
+    with torch.no_grad():
+        for sample, found in zip(ids, mtp, strict=True):
+            torch.testing.assert_close(found[:-1], drafter.logits(sample, **convention), atol=1e-5, rtol=0)
+    saved = load_file(folder / "model.safetensors")
+    assert exported.keys() == saved.keys()
+    assert all(torch.equal(exported[name], saved[name]) for name in saved)
