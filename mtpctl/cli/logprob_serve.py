@@ -44,6 +44,8 @@ def logprob_serve(
     if key is None and host not in LOOPBACK:
         print(f"warning: {host} can be reached from elsewhere, and no key is asked for; set {KEY_VARIABLE} or --key-file", flush=True)
     chosen, run = _recipe(recipe, model, sets, overlay)
+    if recipe is None and model is None and run is None and tp is not None:
+        chosen = _reheaded(chosen, tp)
     chosen = _laid_out(chosen, tp, pp, replicas)
     bound = listen(host, port)
     with tempfile.TemporaryDirectory(prefix="mtpctl-logprob-") as scratch:
@@ -89,6 +91,18 @@ def _is_run(path: Path) -> bool:
 def _newest_run() -> Path | None:
     runs = [path for path in Path("runs").glob("*") if _is_run(path)]
     return max(runs, key=lambda path: (path / "recipe.resolved.yaml").stat().st_mtime, default=None)
+
+
+def _reheaded(recipe: Recipe, tp: int) -> Recipe:
+    """The fallback recipe with as many attention heads as `tp` ranks can share: its weights are drawn afresh anyhow."""
+    config = dict(recipe.model.config or {})
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    fits = next((n for n in range(tp, hidden + 1, tp) if n >= heads and hidden % n == 0), heads)
+    if heads % tp == 0 or fits == heads:
+        return recipe
+    print(f"{recipe.name}: {fits} attention heads instead of {heads}, so that tp {tp} fits")
+    config |= {"num_attention_heads": fits, "num_key_value_heads": fits, "head_dim": hidden // fits}
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"config": config})})
 
 
 def _laid_out(recipe: Recipe, tp: int | None, pp: int | None, replicas: int | None) -> Recipe:

@@ -15,6 +15,10 @@ from mtpctl.plan import Entry
 from mtpctl.recipe.schema import KernelsConfig, MtpConfig, ParallelConfig
 from mtpctl.sync import Manifest, PlanMismatch, Section, SyncError
 
+FLOOR = 32
+"""Tokens that a pass has at least: a matmul of very few rows takes another path and rounds otherwise, and then the answer to a
+short request would depend on whether it came alone. A shorter batch is filled up with a sequence that nobody asked for."""
+
 
 @dataclass(frozen=True)
 class ReplicaConfig:
@@ -94,13 +98,16 @@ class ScoreRank:
             response = len(request.token_ids) - request.prompt_length
             sequences.append(Sequence(request.token_ids, request.prompt_length, request.mask or [1] * response))
             wants.append(Want(request.temperature, request.topk, request.mtp))
+        if (rest := FLOOR - sum(len(s.token_ids) for s in sequences)) > 0:
+            sequences.append(Sequence([0] * (rest + 1), 1, [1] * rest))
+            wants.append(Want())
         with self.held.using(version):
             scores = score_tokens(self.engine, sequences, wants)
         if self.rank:
             return None
         return [
             Scored(version, s.logprobs, s.entropy, s.topk_ids, s.topk_logprobs, [Draft(d.logprobs, d.hits) for d in s.drafts])
-            for s in scores
+            for s in scores[: len(requests)]
         ]
 
     def ping(self) -> list[int]:

@@ -54,14 +54,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 def serve(recipe: Recipe, served: Served, bound: socket.socket, *, key: str | None, say: Say) -> None:
     """Serve until Ctrl-C or SIGTERM."""
-    # Where SIGTERM comes while replicas start, they are to be ended as Ctrl-C ends them.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 16), hard))
     ranks = recipe.logprob.parallel.world_size * recipe.logprob.replicas
     with cluster(recipe.cluster, cpus=0, gpus=0), contextlib.closing(bound):
         import ray
 
+        # Where SIGTERM comes while replicas start, they are to be ended as Ctrl-C ends them; Ray has set its own handler.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         there = ray.cluster_resources().get("GPU", 0)
         cuda = recipe.cluster.device != "cpu" and there >= ranks * recipe.logprob.gpus
         if recipe.cluster.device == "cuda" and not cuda:

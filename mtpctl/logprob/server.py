@@ -147,7 +147,7 @@ class LogprobServer:
             self.counters.failed += 1
             raise
         finally:
-            if not answer.done():
+            if not answer.done() or answer.cancelled():
                 answer.cancel()
                 self.queue.remove(lambda item: item.answer is answer)
                 self._give_room()

@@ -159,7 +159,8 @@ async def test_who_stops_waiting_leaves_the_queue() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     assert (server.queue.requests, server._granted, len(server._rooms)) == (0, 0, 0)
     with pytest.raises(Late):
-        await server.score(request(500, deadline_s=0.01))
+        await server.score(request(at_least=9, deadline_s=0.01))
+    assert server.queue.requests == 0
     await server.close()
 
 

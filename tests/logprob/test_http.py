@@ -1,0 +1,332 @@
+"""A real server over a real model, through HTTP: the numbers against transformers, and clients of every kind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import uvicorn
+
+from mtpctl.data import load_tokenizer
+from mtpctl.logprob import LogprobServer, Replica
+from mtpctl.logprob.guard import HttpBounds, impatient
+from mtpctl.logprob.http import make_app
+from tests.logprob.conftest import serve
+
+KEY = "s3cret"
+BOUNDS = HttpBounds(body_bytes=1 << 20, held_bytes=4 << 20, body_s=0.6, header_s=0.5, drain_s=2.0)
+
+
+class Served:
+    """A server on a port of its own, in a thread of its own."""
+
+    def __init__(self, make: Callable[[], Replica], folder: Path, **limits: Any) -> None:
+        self.port = 0
+        self.server: LogprobServer
+        self.loop: asyncio.AbstractEventLoop
+        self._ready = threading.Event()
+        self._make, self._folder, self._limits = make, folder, limits
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread.start()
+        assert self._ready.wait(20)
+
+    async def _run(self) -> None:
+        async def start(_: int) -> Replica:
+            return self._make()
+
+        self.loop = asyncio.get_running_loop()
+        self.server = await serve(start, **self._limits)
+        app = make_app(self.server, load_tokenizer(self._folder), "tiny", key=KEY, bounds=BOUNDS)
+        config = uvicorn.Config(app, http=impatient(BOUNDS.header_s), ws="none", lifespan="off", log_level="error", access_log=False)
+        self._web = uvicorn.Server(config)
+        self._web.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            self.port = bound.getsockname()[1]
+            self._ready.set()
+            await self._web.serve(sockets=[bound])
+        await self.server.close()
+
+    def call(self, coroutine: Any, seconds: float = 20) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(seconds)
+
+    def client(self, key: str | None = KEY) -> httpx.Client:
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", headers=headers, timeout=30)
+
+    def end(self) -> None:
+        self._web.should_exit = True
+        self._thread.join(20)
+
+
+@pytest.fixture(scope="module")
+def served(engine: Any, folder: Path) -> Iterator[Served]:
+    from mtpctl.logprob import ScoreRank
+    from tests.logprob.conftest import LocalRanks, replica_config
+
+    def make() -> Replica:
+        rank = ScoreRank(replica_config(folder), 0)
+        return Replica(LocalRanks(rank), rank.adopt(engine), 0, keep_previous=False)
+
+    one = Served(make, folder, tokens_per_batch=1024, queue_tokens=20_000)
+    yield one
+    one.end()
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[httpx.Client]:
+    with served.client() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def reference(engine: Any, folder: Path) -> Callable[[list[int], float], torch.Tensor]:
+    """Log-probs [T, vocab] of transformers' own model, float64 softmax."""
+    from safetensors.torch import load_file
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    model = Qwen2ForCausalLM(Qwen2Config.from_pretrained(folder)).eval()
+    weights = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if ".mtp_layers." not in name}
+    model.load_state_dict(weights)
+
+    def logprobs(ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+        with torch.no_grad():
+            return (model(torch.tensor([ids])).logits[0].double() / temperature).log_softmax(-1)
+
+    return logprobs
+
+
+def sequences(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 320, (n,), generator=generator).tolist() for n in lengths]
+
+
+def score(client: httpx.Client, **body: Any) -> dict[str, Any]:
+    response = client.post("/v1/logprobs", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+LENGTHS = [2, 3, 17, 64, 65, 130, 300, 512]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_and_entropy_are_those_of_transformers(client: httpx.Client, reference: Any, temperature: float) -> None:
+    given = sequences(LENGTHS)
+    starts = [max(1, len(ids) // 3) for ids in given]
+    answer = score(client, token_ids=given, prompt_length=starts, temperature=temperature, top_logprobs=3)
+    assert [one["index"] for one in answer["data"]] == list(range(len(given)))
+    for one, ids, start in zip(answer["data"], given, starts, strict=True):
+        expected = reference(ids, temperature)[start - 1 : -1]
+        labels = torch.tensor(ids[start:])
+        assert one["token_ids"] == ids[start:]
+        torch.testing.assert_close(torch.tensor(one["logprobs"]).double(), expected.gather(1, labels[:, None])[:, 0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(torch.tensor(one["entropy"]).double(), -(expected.exp() * expected).sum(-1), atol=1e-5, rtol=0)
+        top = expected.topk(3)
+        assert torch.tensor([[t["id"] for t in row] for row in one["top_logprobs"]]).equal(top.indices)
+        found = torch.tensor([[t["logprob"] for t in row] for row in one["top_logprobs"]]).double()
+        torch.testing.assert_close(found, top.values, atol=1e-5, rtol=0)
+
+
+def test_mtp_scores_are_those_of_the_drafter(client: httpx.Client, folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    from tests.logprob.conftest import CONFIG
+    from tests.model import mimo_reference
+
+    ids = sequences([40])[0]
+    one = score(client, token_ids=ids, prompt_length=10, mtp=True)["data"][0]
+    _, (draft,) = mimo_reference.forward(load_file(folder / "model.safetensors"), CONFIG, ids, 1)
+    # Entry i of the draft predicts token i + 2; the first response token is sampled before there is a draft.
+    expected = draft.double().log_softmax(-1)[9:][: len(ids) - 11]
+    labels = torch.tensor(ids[11:])
+    (depth,) = one["mtp"]
+    assert depth["depth"] == 1 and depth["logprobs"][0] is None and depth["hits"][0] is None
+    torch.testing.assert_close(torch.tensor(depth["logprobs"][1:]).double(), expected.gather(1, labels[:, None])[:, 0], atol=1e-5, rtol=0)
+    assert depth["hits"][1:] == (expected.argmax(-1) == labels).tolist()
+
+
+def test_alone_or_in_any_mixed_batch_the_answer_is_the_same(served: Served, client: httpx.Client) -> None:
+    given = sequences([5, 33, 100, 511, 7, 64, 250], seed=1)
+    alone = [score(client, token_ids=ids)["data"][0] for ids in given]
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(3):
+        order = torch.randperm(len(given), generator=generator).tolist()
+        before = served.server.counters.batches
+        mixed = score(client, token_ids=[given[i] for i in order])["data"]
+        assert served.server.counters.batches - before < len(given)
+        for place, i in enumerate(order):
+            for field in ("logprobs", "entropy"):
+                torch.testing.assert_close(torch.tensor(mixed[place][field]), torch.tensor(alone[i][field]), atol=1e-6, rtol=0)
+
+
+def test_masked_tokens_are_null_and_change_nothing_else(client: httpx.Client) -> None:
+    ids = sequences([20])[0]
+    whole, masked = (score(client, token_ids=ids, prompt_length=16, mask=mask)["data"][0] for mask in (None, [1, 0, 1, 0]))
+    for field in ("logprobs", "entropy"):
+        assert masked[field][1] is None and masked[field][3] is None
+        assert masked[field][0] == pytest.approx(whole[field][0], abs=1e-6) and masked[field][2] == pytest.approx(whole[field][2], abs=1e-6)
+
+
+def test_a_stream_is_one_line_a_sequence(client: httpx.Client) -> None:
+    with client.stream("POST", "/v1/logprobs", json={"token_ids": sequences([10, 400, 20]), "stream": True}) as response:
+        lines = [json.loads(line) for line in response.iter_lines()]
+    assert sorted(line["index"] for line in lines) == [0, 1, 2]
+
+
+def test_text_is_encoded_by_the_served_tokenizer(client: httpx.Client) -> None:
+    by_text, by_ids = score(client, text="12+30"), score(client, token_ids=list(b"12+30"))
+    assert by_text["data"] == by_ids["data"] and by_text["usage"]["total_tokens"] == 5
+
+
+def test_completions_echo_as_openai_clients_ask(client: httpx.Client, reference: Any) -> None:
+    body = {"model": "tiny", "prompt": ["1+2=3", "7"], "echo": True, "max_tokens": 0, "logprobs": 2, "temperature": 0}
+    refused = client.post("/v1/completions", json=body)
+    assert refused.status_code == 400 and "nothing to score" in refused.json()["error"]["message"]
+    answer = client.post("/v1/completions", json={**body, "prompt": "1+2=3"}).json()
+    (choice,) = answer["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == "1+2=3" and logprobs["tokens"] == list("1+2=3") and logprobs["text_offset"] == [0, 1, 2, 3, 4]
+    expected = reference(list(b"1+2=3"))
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+    for place, token in enumerate(b"1+2=3"[1:]):
+        assert logprobs["token_logprobs"][place + 1] == pytest.approx(float(expected[place, token]), abs=1e-5)
+        assert len(logprobs["top_logprobs"][place + 1]) >= 2
+        assert max(logprobs["top_logprobs"][place + 1].values()) == pytest.approx(float(expected[place].max()), abs=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------ other routes
+
+
+def test_health_version_metrics_and_the_openapi_page(served: Served, client: httpx.Client) -> None:
+    score(client, token_ids=[1, 2, 3])
+    with served.client(key=None) as anonymous:
+        assert anonymous.get("/health").json()["replicas"][0]["alive"] is True
+        assert "/v1/logprobs" in anonymous.get("/openapi.json").json()["paths"]
+        assert anonymous.get("/docs").status_code == 200
+        assert [anonymous.get(path).status_code for path in ("/version", "/metrics")] == [401, 401]
+    assert client.get("/version").json()["held"] == [0]
+    values = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if not line.startswith("#"))
+    assert float(values["mtpctl_logprob_requests_total"]) >= 1 and float(values["mtpctl_logprob_replicas_alive"]) == 1
+
+
+# -------------------------------------------------------------------------------------------------- hostile clients
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "reason"),
+    [
+        (b'{"token_ids": [1,', 400, "not valid JSON"),
+        (b"\xff\xfe", 400, "body"),
+        (b"[" * 50_000, 400, "body"),
+        (b'{"token_ids": [' + b"9" * 5000 + b", 1]}", 400, "body"),
+        (b'{"token_ids": [1, 2], "tokens": 3}', 400, "tokens"),
+        (b'{"token_ids": [1, true]}', 400, "valid integer"),
+        (b'{"token_ids": [1, 999]}', 400, "999 is not a token"),
+        (b'{"token_ids": [1, -1]}', 400, "-1 is not a token"),
+        (b'{"token_ids": []}', 400, "nothing to score"),
+        (b'{"token_ids": [1, 2], "text": "a"}', 400, "give one of them"),
+        (b'{"token_ids": [1, 2], "temperature": NaN}', 400, "temperature"),
+        (b'{"token_ids": [1, 2], "top_logprobs": 1000}', 400, "top_logprobs"),
+        (b'{"token_ids": [1, 2], "mask": [2]}', 400, "mask"),
+        (b'{"token_ids": [[1, 2], [3, 4]], "mask": [[1]]}', 400, "mask: has 1 entries for 2"),
+        (b'{"token_ids": [1, 2], "at_least": 99, "timeout_s": 0.05}', 504, "the newest weights are 0"),
+        (json.dumps({"token_ids": [[1] * 500] * 100}).encode(), 400, "more than the 20000 that may wait"),
+        (json.dumps({"token_ids": [[1, 2]] * 1025}).encode(), 400, "1025 sequences"),
+        (b'{"token_ids": [' + b"1," * 10_000_000 + b"1]}", 413, "bytes"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_reason(client: httpx.Client, body: bytes, status: int, reason: str) -> None:
+    response = client.post("/v1/logprobs", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == status
+    assert reason in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body", [{"prompt": "ab", "max_tokens": 4, "echo": True}, {"prompt": "ab"}, {"prompt": "ab", "echo": True, "n": 2}]
+)
+def test_this_server_does_not_generate(client: httpx.Client, body: dict[str, Any]) -> None:
+    response = client.post("/v1/completions", json=body)
+    assert response.status_code == 400 and "does not generate" in response.json()["error"]["message"] or body.get("n") == 2
+
+
+def test_without_the_key_nothing_is_read(served: Served) -> None:
+    for key in (None, "wrong", KEY[:-1]):
+        with served.client(key) as stranger:
+            response = stranger.post("/v1/logprobs", json={"token_ids": [1, 2]})
+            assert response.status_code == 401 and KEY not in response.text
+
+
+def test_a_body_of_unknown_length_is_bounded_too(client: httpx.Client) -> None:
+    response = client.post("/v1/logprobs", content=(b"1," * 32768 for _ in range(64)))
+    assert response.status_code == 413
+
+
+def test_slow_clients_are_let_go_and_keep_nobody_waiting(served: Served, client: httpx.Client) -> None:
+    head = f"POST /v1/logprobs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 50\r\n\r\n{{".encode()
+    with socket.create_connection(("127.0.0.1", served.port)) as silent, socket.create_connection(("127.0.0.1", served.port)) as slow:
+        slow.sendall(head)
+        began = time.monotonic()
+        score(client, token_ids=[1, 2, 3])
+        assert time.monotonic() - began < BOUNDS.header_s
+        silent.settimeout(5)
+        slow.settimeout(5)
+        assert silent.recv(100) == b""
+        assert b" 408 " in slow.recv(100)
+
+
+def test_connections_opened_and_dropped_leave_nothing_behind(served: Served, client: httpx.Client) -> None:
+    head = f"POST /v1/logprobs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 50\r\n\r\n{{".encode()
+    for number in range(300):
+        with socket.create_connection(("127.0.0.1", served.port)) as connection:
+            if number % 2:
+                connection.sendall(head)
+    score(client, token_ids=[1, 2, 3])
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and (len(served._web.server_state.connections) > 2 or served.server.queue.requests):
+        time.sleep(0.02)
+    assert len(served._web.server_state.connections) <= 2 and served.server.queue.requests == 0
+
+
+def test_a_client_that_goes_away_gives_its_place_free(served: Served, client: httpx.Client) -> None:
+    served.call(served.server.pause_serving())
+    try:
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/logprobs", json={"token_ids": sequences([500, 500])}, timeout=0.2)
+        deadline = time.monotonic() + 5
+        while served.server.queue.requests and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert served.server.queue.requests == 0
+    finally:
+        served.loop.call_soon_threadsafe(served.server.resume_serving)
+
+
+def test_a_full_queue_says_when_to_come_back(served: Served, client: httpx.Client) -> None:
+    served.call(served.server.pause_serving())
+    answers: list[int] = []
+    clients = [
+        threading.Thread(target=lambda: answers.append(client.post("/v1/logprobs", json={"token_ids": [[1] * 500] * 13}).status_code))
+        for _ in range(3)
+    ]
+    try:
+        for one in clients:
+            one.start()
+        deadline = time.monotonic() + 10
+        while served.server.queue.tokens < 19_500 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        response = client.post("/v1/logprobs", json={"token_ids": [1] * 512})
+        assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
+    finally:
+        served.loop.call_soon_threadsafe(served.server.resume_serving)
+    for one in clients:
+        one.join(30)
+    assert answers == [200, 200, 200]
