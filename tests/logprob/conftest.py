@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from mtpctl.logprob import Bounds, LogprobServer, Replica, ReplicaConfig, ReplicaDead, ScoreRank, ServerLimits
+from mtpctl.logprob import LogprobServer, Replica, ReplicaConfig, ReplicaDead, ScoreRank, ServerLimits
 from mtpctl.recipe.schema import KernelsConfig, MtpConfig, ParallelConfig
 
 T = TypeVar("T")

@@ -1,0 +1,195 @@
+"""Weights from a version store into a replica: converted, verified against what was sent, kept or given up as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mtpctl import families
+from mtpctl.convert import HfFolder, create_hf_folder
+from mtpctl.logprob import Replica, ScoreRequest
+from mtpctl.sync import Manifest, PlanMismatch, Publisher, SyncError, TargetDirty, VersionConflict, VersionStore, update_target
+from tests.logprob.conftest import CONFIG, Loop, serve
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def tensors(engine: Any, folder: Path) -> Iterator[Tensors]:
+    """The weights that the engine starts with, and has again afterwards."""
+    engine.load(folder)
+    yield load_file(folder / "model.safetensors")
+    engine.load(folder)
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return create_hf_folder(CONFIG, tmp_path_factory.mktemp("other") / "other", seed=9).path
+
+
+@pytest.fixture(scope="module")
+def others(other_folder: Path) -> Tensors:
+    return load_file(other_folder / "model.safetensors")
+
+
+@pytest.fixture
+def publish(tmp_path: Path, folder: Path) -> Callable[..., Manifest]:
+    """Publishes tensors as a version. Buckets are small, so that the embedding is split and q, k and v travel apart."""
+    shape = HfFolder.open(folder).shape
+    store = VersionStore(tmp_path / "versions")
+
+    def make(version: int, tensors: Tensors, sections: tuple[str, ...] = ("target", "draft")) -> Manifest:
+        publisher = Publisher(store, bucket_bytes=20_000, sections=sections, section_of=lambda name: families.section_of(name, shape))  # type: ignore[arg-type]
+        return publisher.publish(iter(tensors.items()), version, checksums=True)
+
+    make.store = store  # type: ignore[attr-defined]
+    return make
+
+
+IDS = [(7 * i) % 300 for i in range(60)]
+
+
+async def logprobs(replica: Replica, version: int) -> torch.Tensor:
+    (scored,) = await replica.score([ScoreRequest(IDS, mtp=True)], version)
+    assert scored.version == version
+    return torch.tensor([*scored.logprobs, *[x for x in scored.drafts[0].logprobs if x is not None]])
+
+
+def test_an_update_gives_what_a_load_gives(
+    run: Loop, engine: Any, tensors: Tensors, others: Tensors, other_folder: Path, publish: Any, replica: Any
+) -> None:
+    engine.load(other_folder)
+    loaded = run(logprobs(replica(), 0))
+    engine.load(engine.folder.path)
+    one = replica()
+    before = run(logprobs(one, 0))
+    report = run(update_target(one, publish(1, others), verify=True))
+    assert report.verified == len(others) and one.versions == [1]
+    assert run(logprobs(one, 1)).equal(loaded) and (loaded - before).abs().max() > 1
+    run(update_target(one, publish(2, tensors), verify=True))
+    assert run(logprobs(one, 2)).equal(before)
+
+
+def test_the_target_alone_leaves_the_draft_as_it_was(run: Loop, tensors: Tensors, others: Tensors, publish: Any, replica: Any) -> None:
+    one = replica(keep_previous=True)
+    run(update_target(one, publish(1, others, ("target",))))
+    found = run(one.checksums())
+    from mtpctl.sync import checksum
+
+    for name, tensor in tensors.items():
+        assert found[name] == checksum(tensor if ".mtp_layers." in name else others[name])
+
+
+def test_the_previous_version_is_kept_on_demand(run: Loop, tensors: Tensors, others: Tensors, publish: Any, replica: Any) -> None:
+    one = replica(keep_previous=True)
+    before = run(logprobs(one, 0))
+    run(update_target(one, publish(1, others)))
+    after = run(logprobs(one, 1))
+    assert one.versions == [1, 0]
+    assert run(logprobs(one, 0)).equal(before) and run(logprobs(one, 1)).equal(after)
+    run(update_target(one, publish(2, tensors)))
+    assert one.versions == [2, 1]
+    assert run(logprobs(one, 1)).equal(after) and run(logprobs(one, 2)).equal(before)
+    with pytest.raises(VersionConflict):
+        run(logprobs(one, 0))
+
+
+def test_a_server_answers_under_the_pinned_version(run: Loop, tensors: Tensors, others: Tensors, publish: Any, replica: Any) -> None:
+    async def ask() -> None:
+        one = replica(keep_previous=True)
+        server = await serve(lambda _: asyncio.sleep(0, one))
+        old = await server.score(ScoreRequest(IDS))
+        tasks = [asyncio.create_task(server.score(ScoreRequest(IDS))) for _ in range(64)]
+        await asyncio.sleep(0)
+        await server.update(publish(1, others), verify=True)
+        new = await server.score(ScoreRequest(IDS, at_least=1))
+        assert old.version == 0 and new.version == 1 and old.logprobs != new.logprobs
+        for answer in await asyncio.gather(*tasks):
+            expected = {0: old, 1: new}[answer.version].logprobs
+            assert max(abs(a - b) for a, b in zip(answer.logprobs, expected, strict=True)) < 1e-6
+        pinned = await server.score(ScoreRequest(IDS, version=0))
+        assert pinned.version == 0 and pinned.logprobs == pytest.approx(old.logprobs, abs=1e-6)
+        await server.close()
+
+    run(ask())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "up_proj.weight is missing"),
+        (lambda t: t.update({"model.layers.7.mlp.up_proj.weight": torch.zeros(2)}), "not a tensor of the served model"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(65)}), "has shape"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(64, dtype=torch.bfloat16)}), "is bfloat16"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_a_byte_is_written(
+    change: Any, message: str, run: Loop, tensors: Tensors, others: Tensors, publish: Any, replica: Any
+) -> None:
+    one = replica()
+    before = run(logprobs(one, 0))
+    wrong = dict(others)
+    change(wrong)
+    with pytest.raises(PlanMismatch, match=message):
+        run(update_target(one, publish(1, wrong)))
+    assert one.versions == [0] and run(logprobs(one, 0)).equal(before)
+    run(update_target(one, publish(2, others), verify=True))
+
+
+@pytest.mark.parametrize("keep_previous", [False, True])
+def test_an_update_that_breaks_off_is_given_up(
+    keep_previous: bool, run: Loop, tensors: Tensors, others: Tensors, publish: Any, replica: Any
+) -> None:
+    one = replica(keep_previous=keep_previous)
+    before = run(logprobs(one, 0))
+    manifest = publish(1, others)
+    bucket = manifest.sections["draft"].buckets[1]
+    (Path(manifest.address) / f"draft-{bucket.index:05d}.bin").unlink()
+    if keep_previous:
+        with pytest.raises(SyncError):
+            run(update_target(one, manifest))
+        assert one.versions == [0] and run(logprobs(one, 0)).equal(before)
+        run(update_target(one, publish(2, others), verify=True))
+    else:
+        with pytest.raises(TargetDirty, match="parts of version 1"):
+            run(update_target(one, manifest))
+
+
+def test_versions_only_grow(run: Loop, tensors: Tensors, publish: Any, replica: Any) -> None:
+    one = replica()
+    manifest = publish(3, tensors)
+    run(update_target(one, manifest))
+    with pytest.raises(VersionConflict):
+        run(update_target(one, manifest))
+    assert one.version == 3
+
+
+def test_a_mixed_replica_is_replaced_by_one_at_the_published_version(
+    run: Loop, tensors: Tensors, others: Tensors, publish: Any, replica: Any
+) -> None:
+    async def ask() -> None:
+        started: list[Replica] = []
+
+        async def start(_: int) -> Replica:
+            started.append(replica())
+            return started[-1]
+
+        server = await serve(start, published=publish.store)
+        await server.update(publish(1, others))
+        broken = publish(2, tensors)
+        path = next(Path(broken.address).glob("draft-*.bin"))
+        content = path.read_bytes()
+        path.unlink()
+        await server.update(broken)
+        path.write_bytes(content)
+        answer = await server.score(ScoreRequest(IDS))
+        assert answer.version == 2 and len(started) == 2 and server.counters.restarts == 1
+        await server.close()
+
+    run(ask())
