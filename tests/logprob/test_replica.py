@@ -80,7 +80,7 @@ async def check(server: LogprobServer, answers: list[tuple[ScoreRequest, Any]]) 
     """Answers that came through all that are those of a server at rest."""
     for asked, answer in random.Random(0).sample(answers, min(40, len(answers))):
         calm = await server.score(asked)
-        assert answer.logprobs == pytest.approx(calm.logprobs, abs=1e-6)
+        assert answer.logprobs == pytest.approx(calm.logprobs, abs=1e-5)
 
 
 @pytest.mark.slow
