@@ -9,6 +9,7 @@ sees a stand-in.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -67,6 +68,20 @@ class _NoStream:
     def __exit__(self, *_: Any) -> None: ...
 
 
+def _move_split_sizes() -> None:
+    """Expert parallelism takes its split sizes from the card as numpy; already on the CPU they stayed tensors, which gloo refuses."""
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    move = vars(dispatcher).get("maybe_move_tensor_to_cpu")
+    if move is None:
+        raise RuntimeError("megatron-core's token dispatcher no longer moves split sizes by maybe_move_tensor_to_cpu")
+
+    @functools.wraps(move)
+    def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    vars(dispatcher)["maybe_move_tensor_to_cpu"] = moved
+
+
 @contextmanager
 def cuda_type_names() -> Iterator[None]:
     """Tensors on a CPU give the type names of CUDA's, by which megatron-core's optimizers tell precisions apart."""
@@ -105,6 +120,7 @@ def install() -> bool:
     torch.Tensor.cuda = _tensor_to_cpu  # type: ignore[method-assign, assignment]
     torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign, assignment, return-value]
     torch.nn.Module.cuda = _module_to_cpu  # type: ignore[method-assign, assignment]
+    _move_split_sizes()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     _installed = True

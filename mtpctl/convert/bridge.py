@@ -16,10 +16,12 @@ from torch import Tensor
 from mtpctl import families
 from mtpctl.compat import vllm_mimo
 from mtpctl.compat.transformer_engine import import_auto_bridge
-from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.convert import mappings
+from mtpctl.convert.hf_folder import HfFolder, tensor_names
 from mtpctl.recipe import UserError
 
 AutoBridge = import_auto_bridge()
+mappings.register()
 
 
 class WeightBridge:
@@ -37,8 +39,9 @@ class WeightBridge:
         config.share_embeddings_and_output_weights = self.folder.shape.tied
         return config
 
-    def load(self, chunks: list[torch.nn.Module], path: str | Path | None = None) -> None:
+    def load(self, chunks: list[MegatronModule], path: str | Path | None = None) -> None:
         """Fill the modules from the folder's weights. Raises UserError naming what the folder lacks."""
+        self._check_names(Path(path or self.folder.path), mtp=bool(chunks[0].config.mtp_num_layers))
         missing = _Missing()
         logger = logging.getLogger("megatron.bridge.models.conversion.model_bridge")
         logger.addHandler(missing)
@@ -50,6 +53,18 @@ class WeightBridge:
             logger.removeHandler(missing)
         if missing.names:
             raise UserError(f"model.path: {self.folder.path} lacks {'; '.join(missing.names[:8])}")
+
+    def _check_names(self, path: Path, *, mtp: bool) -> None:
+        """The bridge fills what it finds; here every tensor of the model has to be there."""
+        shape = self.folder.shape
+        same, held = families.aliases(shape), tensor_names(path)
+        wanted = [name for name in families.tensors(shape) if name not in same and (mtp or families.section_of(name, shape) == "target")]
+        # Some folders pack the experts of a layer into one tensor.
+        lacks = [name for name in wanted if name not in held and ".mlp.experts." not in name]
+        if lacks and all(families.section_of(name, shape) == "draft" for name in lacks):
+            raise UserError(f"model.path: {path} names MTP layers but lacks {_listed(lacks)}; add them, or set mtp.mode: off")
+        if lacks:
+            raise UserError(f"model.path: {path} lacks {_listed(lacks)}")
 
     def export(self, chunks: list[MegatronModule], *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) one by one; every rank must iterate, and every rank gets all of them.
@@ -66,6 +81,10 @@ class WeightBridge:
             yield name, tensor
             for copy in copies.get(name, []):
                 yield copy, tensor
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 class _Missing(logging.Handler):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from mtpctl import families
@@ -42,8 +43,17 @@ class HfFolder:
         return cls(folder, config, families.shape_of(config))
 
 
+def tensor_names(folder: Path) -> set[str]:
+    """Names of all tensors in a folder's safetensors files, read from their headers."""
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            names |= set(tensors.keys())
+    return names
+
+
 def create_hf_folder(config: dict[str, Any], path: str | Path, seed: int, *, dtype: torch.dtype = torch.float32) -> HfFolder:
-    """Make a folder of this config with random weights: norms 1, biases 0, the rest normal(0, initializer_range).
+    """Make a folder of this config with random weights: norms that do nothing, biases 0, the rest normal(0, initializer_range).
 
     The same config and seed give the same bytes. The folder appears whole or not at all.
     """
@@ -54,14 +64,23 @@ def create_hf_folder(config: dict[str, Any], path: str | Path, seed: int, *, dty
     aside.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     std = float(config.get("initializer_range", 0.02))
+    same = families.aliases(shape)
     tensors = {}
     for name, size in families.tensors(shape).items():
-        if len(size) == 1:
-            tensors[name] = torch.zeros(size, dtype=dtype) if name.endswith("bias") else torch.ones(size, dtype=dtype)
-        else:
-            tensors[name] = (torch.randn(size, generator=generator) * std).to(dtype)
+        if name not in same:
+            tensors[name] = _drawn(name, size, shape, std, generator).to(dtype)
+    # safetensors keeps no two names of one memory.
+    tensors |= {name: tensors[same[name]].clone() for name in families.tensors(shape) if name in same}
     save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
     config = {**config, "torch_dtype": str(dtype).removeprefix("torch.")}
     (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     aside.rename(folder)
     return HfFolder(folder, config, shape)
+
+
+def _drawn(name: str, size: tuple[int, ...], shape: families.ModelShape, std: float, generator: torch.Generator) -> torch.Tensor:
+    if len(size) > 1:
+        return torch.randn(size, generator=generator) * std
+    # The norms of families with linear attention count from 1, but for the one inside that attention.
+    from_one = shape.delta is not None and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+    return torch.zeros(size) if name.endswith("bias") or from_one else torch.ones(size)

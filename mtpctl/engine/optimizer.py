@@ -83,5 +83,9 @@ class Optimizer:
         return StepResult(finite, norms[None], norms["mtp"], self.config.lr * share)
 
     def _norm(self, group: str | None) -> float:
-        grads = self.inner.get_grads_for_grad_norm(group)
-        return float(get_grad_norm_fp32(grads, grad_stats_parallel_group=self.inner.get_grad_stats_parallel_group()))
+        squares = 0.0
+        for part in self.inner.chained_optimizers:  # experts are a part of their own, on ranks of their own
+            if not part.is_stub_optimizer:
+                grads = part.get_grads_for_grad_norm(group)
+                squares += float(get_grad_norm_fp32(grads, grad_stats_parallel_group=part.get_grad_stats_parallel_group())) ** 2
+        return squares**0.5

@@ -58,9 +58,15 @@ def start(rank: Rank, parallel: ParallelConfig) -> None:
         pipeline_model_parallel_size=parallel.pp,
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=expert_tp(parallel),
     )
     # There is no dropout here, so no random state has to be kept apart for the tensor-parallel ranks.
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+
+
+def expert_tp(parallel: ParallelConfig) -> int:
+    """Over how many ranks one expert is split: with expert parallelism each is whole."""
+    return 1 if parallel.ep > 1 else parallel.tp
 
 
 def stop() -> None:

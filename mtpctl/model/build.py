@@ -30,7 +30,9 @@ def complete_config(
         "pipeline_model_parallel_size": parallel.pp,
         "context_parallel_size": parallel.cp,
         "expert_model_parallel_size": parallel.ep,
-        "sequence_parallel": parallel.sequence_parallel and parallel.tp > 1,
+        "expert_tensor_parallel_size": 1 if parallel.ep > 1 else parallel.tp,
+        # Experts are given tokens that are split over tp.
+        "sequence_parallel": parallel.tp > 1 and (parallel.sequence_parallel or shape.moe is not None),
         "pipeline_dtype": dtype,
         "params_dtype": dtype,
         "bf16": precision == "bf16",
@@ -72,6 +74,9 @@ def complete_config(
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif recompute == "selective":
         settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    if shape.delta:
+        # Layers of different kinds are not stacked in checkpoints.
+        settings["hetereogenous_dist_checkpoint"] = True
     if shape.latent:
         scaling = shape.rope_scaling or {}
         settings |= {
@@ -109,6 +114,8 @@ def _layout(stages: list[int], depths: int) -> list[list[str]]:
 
 
 def _check_fit(shape: ModelShape, parallel: ParallelConfig) -> None:
+    if shape.delta and parallel.cp > 1:
+        raise UserError(f"train.parallel.cp: {parallel.cp} chunks would cut the linear attention of {shape.family}; it runs with cp 1")
     if shape.out_bias or shape.mlp_bias:
         field = "attention_bias" if shape.out_bias else "mlp_bias"
         raise UserError(f"model config: {field} puts a bias on the output projections of {shape.family}, which is not supported")
@@ -135,6 +142,7 @@ def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) ->
     )
     model.use_rope(rope_of(shape))
     model.mtp_reads_prenorm = shape.mtp_reads_prenorm
+    model.mtp_blanks_first = not (shape.mtp and shape.mtp.projection == "mtp.fc.weight")
     model.mtp_isolated = mtp.mode == "isolated"
     if model.mtp_process and mtp.mode == "load":
         model.mtp.requires_grad_(False)

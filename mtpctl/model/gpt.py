@@ -40,11 +40,13 @@ class MtpModel(GPTModel):
     """`GPTModel` whose last stage returns `Hidden`.
 
     Two attributes say what belongs to the family: `mtp_reads_prenorm` (MiMo's head reads the trunk's state before the
-    final norm, DeepSeek's after it). One says what the recipe wants: `mtp_isolated` detaches the trunk's state and the
-    embeddings where they enter the first depth, and nowhere else, so that gradients flow along the chain of depths.
+    final norm, DeepSeek's after it), and `mtp_blanks_first` (whether its engines blank the embedding at position 0). One
+    says what the recipe wants: `mtp_isolated` detaches the trunk's state and the embeddings where they enter the first
+    depth, and nowhere else, so that gradients flow along the chain of depths.
     """
 
     mtp_reads_prenorm: bool = False
+    mtp_blanks_first: bool = True
     mtp_isolated: bool = True
     rope: Rope
 
@@ -101,7 +103,7 @@ class MtpModel(GPTModel):
     def _mtp(
         self, state: Tensor, input_ids: Tensor, position_ids: Tensor, rotary: Tensor | None, packing: Packing, depths: int
     ) -> list[Tensor]:
-        """States of the first `depths` depths. Engines blank the embedding at position 0 of a draft, and so does this."""
+        """States of the first `depths` depths."""
         layers = self.mtp.layers
         state = state.detach() if self.mtp_isolated else state
         states = []
@@ -109,7 +111,8 @@ class MtpModel(GPTModel):
             input_ids = packing.shift(input_ids)
             embedded = self._embed(input_ids[packing.chunk], position_ids)
             embedded = embedded.detach() if self.mtp_isolated else embedded
-            embedded = self._blank_first(embedded, position_ids)
+            if self.mtp_blanks_first:
+                embedded = self._blank_first(embedded, position_ids)
             state = layers[min(depth, len(layers) - 1)](state, embedded, rotary, packing)
             states.append(state)
         return states

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
@@ -27,8 +30,31 @@ class PackedRotary:
         return (angles, self.rope.scaling) if self.scaled else angles
 
 
+class ReplicatedLinear(torch.nn.Module):
+    """A linear layer that every tensor-parallel rank holds whole, and applies to its own tokens."""
+
+    def __init__(self, input_size: int, output_size: int, config: TransformerConfig) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
+        # megatron-core sums the gradients of parameters marked so over the tensor-parallel ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return F.linear(x, self.weight), None
+
+
 class LatentAttention(MLASelfAttention):
-    """Upstream's, with positions that restart at each sample."""
+    """Upstream's, with positions that restart at each sample, and with down-projections that are whole on every rank.
+
+    Upstream can also split those over tp, and then gathers what all heads share without summing its gradient.
+    """
+
+    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = ReplicatedLinear(config.hidden_size, config.q_lora_rank, config)
+        self.linear_kv_down_proj = ReplicatedLinear(config.hidden_size, config.kv_lora_rank + config.qk_pos_emb_head_dim, config)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         # Upstream asks for a norm of the query even where the query is not compressed, and has none.

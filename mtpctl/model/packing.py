@@ -11,6 +11,7 @@ the first token of the sample that its chunk begins in, up to its chunk's end.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 @dataclass
 class Group:
-    """On a CPU, samples of like length that are attended together.
+    """Samples of like length that are worked on together, one a row.
 
     queries [samples, length]: places among this rank's tokens; keys [samples, length]: places among the keys it sees; valid:
     which of them are tokens, the rest only fill up. mask [queries, keys] is there where a sample began in an earlier chunk.
@@ -42,13 +43,14 @@ class Packing(PackedSeqParams):
     starts: int64 [samples + 1], where each sample of the whole row starts, and T.
     chunk: the tokens of the row that are this rank's; first_key: the first token of the row whose key it sees.
     position_ids: of this rank's tokens, restarting at 0 with each sample.
+    lengths: of each sample here, in queries and in keys.
     """
 
     starts: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long))
     chunk: slice = field(default_factory=lambda: slice(0, 0))
     first_key: int = 0
     position_ids: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
-    groups: list[Group] = field(default_factory=list)
+    lengths: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device | str, *, cp_rank: int = 0, cp: int = 1) -> Packing:
@@ -82,8 +84,17 @@ class Packing(PackedSeqParams):
             chunk=slice(low, high),
             first_key=here[0][0],
             position_ids=positions.to(device),
-            groups=_groups(queries, keys) if torch.device(device).type == "cpu" else [],
+            lengths=(queries, keys),
         )
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The samples in groups of like length, for what has no kernel over packed rows."""
+        device = self.position_ids.device
+        return [
+            Group(g.queries.to(device), g.keys.to(device), g.valid.to(device), None if g.mask is None else g.mask.to(device))
+            for g in _groups(*self.lengths)
+        ]
 
     @property
     def seen(self) -> slice:

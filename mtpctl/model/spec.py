@@ -7,6 +7,7 @@ from typing import Any
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -22,6 +23,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 
 from mtpctl.families import LatentShape, ModelShape
+from mtpctl.families.shape import LayerKind
+from mtpctl.model.delta_net import GatedDeltaNet
 from mtpctl.model.latent import LatentAttention
 from mtpctl.model.layers import LayerNormColumnParallelLinear, PackedAttention, RMSNorm
 from mtpctl.model.mtp import MtpLayer
@@ -43,21 +46,27 @@ class PlainSpecProvider(LocalSpecProvider):
         return PackedAttention
 
 
-def layer_spec(config: TransformerConfig, shape: ModelShape, *, sparse: bool) -> ModuleSpec:
-    """One transformer layer: grouped-query or latent attention, and a dense MLP or, where `sparse`, a mixture of experts."""
+def layer_spec(config: TransformerConfig, shape: ModelShape, *, sparse: bool, kind: LayerKind = "full_attention") -> ModuleSpec:
+    """One transformer layer: grouped-query, latent or linear attention, and a dense MLP or, where `sparse`, a mixture of experts."""
     backend = PlainSpecProvider()
     experts = shape.moe.experts if sparse and shape.moe else None
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm if shape.latent else IdentityOp,
-            self_attention=_latent_attention(shape.latent) if shape.latent else _attention(config),
+            self_attention=_mixer(config, shape, kind),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm if experts else IdentityOp,
             mlp=get_mlp_module_spec_for_backend(backend, num_experts=experts),
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def _mixer(config: TransformerConfig, shape: ModelShape, kind: LayerKind) -> ModuleSpec:
+    if kind == "linear_attention":
+        return _delta_net()
+    return _latent_attention(shape.latent) if shape.latent else _attention(config)
 
 
 def _attention(config: TransformerConfig) -> ModuleSpec:
@@ -93,13 +102,20 @@ def _latent_attention(latent: LatentShape) -> ModuleSpec:
     )
 
 
+def _delta_net() -> ModuleSpec:
+    return ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(in_proj=LayerNormColumnParallelLinear, out_norm=RMSNorm, out_proj=RowParallelLinear),
+    )
+
+
 def decoder_spec(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubmodules:
     """The decoder layers of this pipeline stage."""
     first = get_transformer_layer_offset(config)
-    specs = {sparse: layer_spec(config, shape, sparse=sparse) for sparse in (False, True)}
     dense = shape.moe.dense_layers if shape.moe else frozenset(range(shape.layers))
     here = range(first, first + get_num_layers_to_build(config))
-    return TransformerBlockSubmodules(layer_specs=[specs[layer not in dense] for layer in here], layer_norm=RMSNorm)
+    specs = [layer_spec(config, shape, sparse=layer not in dense, kind=shape.layer_kinds[layer]) for layer in here]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
 def mtp_spec(config: TransformerConfig, shape: ModelShape) -> MultiTokenPredictionBlockSubmodules | None:

@@ -1,0 +1,24 @@
+"""Build megatron-core's gated delta net where flash-linear-attention is not installed.
+
+Its constructor refuses without that package, though only its forward pass calls it; ours does not.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def not_required() -> Iterator[None]:
+    """While this is open the constructor does not ask. Raises RuntimeError where upstream no longer asks in that way."""
+    module = vars(importlib.import_module("megatron.core.ssm.gated_delta_net.common"))
+    if "HAVE_FLA" not in module:
+        raise RuntimeError("megatron-core's gated delta net no longer tells by HAVE_FLA whether flash-linear-attention is there")
+    found = module["HAVE_FLA"]
+    module["HAVE_FLA"] = True
+    try:
+        yield
+    finally:
+        module["HAVE_FLA"] = found

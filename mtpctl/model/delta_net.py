@@ -1,0 +1,75 @@
+"""Gated delta net, the linear attention of Qwen3-Next and Qwen3.5, on packed sequences.
+
+Parameters, their split over tp and their checkpoints are upstream's; the forward pass is ours, so that samples stay apart
+in the convolution and in the recurrence, on a CPU as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet as UpstreamGatedDeltaNet
+from torch import Tensor
+
+from mtpctl.compat import flash_linear_attention
+from mtpctl.model.delta_rule import gated_delta_rule
+from mtpctl.model.packing import Packing
+
+try:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+except ImportError:
+    chunk_gated_delta_rule = None
+
+
+class GatedDeltaNet(UpstreamGatedDeltaNet):
+    """[T, 1, H] → [T, 1, H]. Megatron-Bridge knows its parameters by the class's name."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with flash_linear_attention.not_required():
+            super().__init__(*args, **kwargs)
+
+    def _setup_variant_attrs(self) -> None:
+        super()._setup_variant_attrs()
+        self.gated_delta_rule = gated_delta_rule
+
+    def forward(self, hidden_states: Tensor, attention_mask: Any, *_: Any, packed_seq_params: Packing, **__: Any) -> tuple[Tensor, Any]:
+        projected, _bias = self.in_proj(hidden_states)
+        mixed, gate, beta, alpha = projected.squeeze(1).split(self.feat_dim_split, dim=-1)
+        mixed = F.silu(self._convolved(mixed, packed_seq_params.position_ids))
+        keys = self.num_k_heads_local_tp
+        q, k, v = mixed.split([self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp], dim=-1)
+        repeat = self.num_v_heads_local_tp // keys
+        q, k = (_normed(x.unflatten(-1, (keys, -1))).repeat_interleave(repeat, dim=1) for x in (q, k))
+        v = v.unflatten(-1, (self.num_v_heads_local_tp, -1))
+        g = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
+        out = self._recurrence(q, k, v, g, beta.sigmoid(), packed_seq_params)
+        out = self.out_norm(out) * F.silu(gate.float()).view_as(out)
+        result: tuple[Tensor, Any] = self.out_proj(out.to(v.dtype).flatten(1)[:, None])
+        return result
+
+    def _convolved(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        """Each channel with its own causal kernel; x [T, channels], a sample's first tokens see zeros before them."""
+        taps = self.conv1d.weight.squeeze(1).unbind(-1)
+        out = x * taps[-1]
+        for back, tap in enumerate(reversed(taps[:-1]), start=1):
+            earlier = F.pad(x, (0, 0, back, 0))[: len(x)]
+            out = out + earlier.masked_fill((position_ids < back)[:, None], 0.0) * tap
+        return out
+
+    def _recurrence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packing: Packing) -> Tensor:
+        if q.is_cuda and chunk_gated_delta_rule is not None:
+            row = (x[None].contiguous() for x in (q, k, v, g, beta))
+            out: Tensor = chunk_gated_delta_rule(*row, cu_seqlens=packing.cu_seqlens_q)[0]
+            return out[0]
+        out = torch.empty_like(v)
+        for group in packing.groups:
+            # What fills up a short sample follows its last token, and nothing flows backwards.
+            found = gated_delta_rule(*(x[group.queries] for x in (q, k, v, g, beta)))
+            out = out.index_put((group.queries[group.valid],), found[group.valid])
+        return out
+
+
+def _normed(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)

@@ -1,0 +1,51 @@
+"""What a folder lacks is told before anything is trained."""
+
+from __future__ import annotations
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from mtpctl.recipe import UserError
+from mtpctl.recipe.schema import MtpConfig
+from tests.engine.tiny import engine, mimo
+
+
+def drop(folder, *ends):
+    file = folder.path / "model.safetensors"
+    kept = {name: value for name, value in load_file(file).items() if not name.endswith(ends)}
+    save_file(kept, file, metadata={"format": "pt"})
+
+
+def test_missing_tensor(tmp_path):
+    folder = mimo(tmp_path / "model")
+    drop(folder, "layers.1.self_attn.q_proj.weight", "model.norm.weight")
+    with pytest.raises(UserError, match=r"lacks model.layers.1.self_attn.q_proj.weight, model.norm.weight$"), engine(folder):
+        pass
+
+
+def test_missing_mtp_layers_can_be_done_without(tmp_path):
+    folder = mimo(tmp_path / "model")
+    drop(folder, *(name for name in load_file(folder.path / "model.safetensors") if "mtp" in name))
+    with pytest.raises(UserError, match=r"lacks model.mtp_layers.0.*and .* more; add them, or set mtp.mode: off"), engine(folder):
+        pass
+    with engine(folder, mtp=MtpConfig(mode="off")) as made:
+        assert dict(made.export())
+
+
+def test_weights_of_another_shape(tmp_path):
+    folder = mimo(tmp_path / "model")
+    file = folder.path / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"][:60].clone()}, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="does not fit its own config"), engine(folder):
+        pass
+
+
+def test_other_weights_of_the_same_model(tmp_path):
+    first, second = mimo(tmp_path / "first"), mimo(tmp_path / "second")
+    file = second.path / "model.safetensors"
+    save_file({name: value + 1 for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
+    with engine(first) as made:
+        made.load(second.path)
+        expected = load_file(file)
+        assert all(value.equal(expected[name]) for name, value in made.export())
