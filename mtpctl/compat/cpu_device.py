@@ -82,6 +82,15 @@ def _move_split_sizes() -> None:
     vars(dispatcher)["maybe_move_tensor_to_cpu"] = moved
 
 
+def _forget_cuda_random_state() -> None:
+    """Recomputed activations restore the card's random state; here there is none, and nothing draws from it."""
+    random = vars(importlib.import_module("megatron.core.tensor_parallel.random"))
+    if not {"_get_cuda_rng_state", "_set_cuda_rng_state"} <= random.keys():
+        raise RuntimeError("megatron-core's recomputation no longer keeps the card's random state by _get_cuda_rng_state")
+    random["_get_cuda_rng_state"] = lambda *_, **__: torch.empty(0, dtype=torch.uint8)
+    random["_set_cuda_rng_state"] = lambda *_, **__: None
+
+
 @contextmanager
 def cuda_type_names() -> Iterator[None]:
     """Tensors on a CPU give the type names of CUDA's, by which megatron-core's optimizers tell precisions apart."""
@@ -121,6 +130,7 @@ def install() -> bool:
     torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign, assignment, return-value]
     torch.nn.Module.cuda = _module_to_cpu  # type: ignore[method-assign, assignment]
     _move_split_sizes()
+    _forget_cuda_random_state()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     _installed = True

@@ -78,6 +78,8 @@ class WeightBridge:
             if name in stored:
                 copies.setdefault(original, []).append(name)
         for name, tensor in self._bridge.export_hf_weights(chunks, cpu=False, show_progress=False, weight_dtype=dtype):
+            if name in (f"{shape.prefix}embed_tokens.weight", "lm_head.weight"):
+                tensor = tensor[: shape.vocab]  # without the rows that made the vocabulary divide over tp
             yield name, tensor
             for copy in copies.get(name, []):
                 yield copy, tensor

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mtpctl.model.packing import Packing
+from mtpctl.recipe import UserError
 
 
 @dataclass
@@ -29,11 +30,11 @@ class Sequence:
     def __post_init__(self) -> None:
         response = len(self.token_ids) - self.prompt_length
         if self.prompt_length < 1 or response < 1:
-            raise ValueError(f"a sequence needs a prompt and a response; it has {self.prompt_length} and {response} tokens")
+            raise UserError(f"a sequence needs a prompt and a response; it has {self.prompt_length} and {response} tokens")
         lengths = {"loss_mask": len(self.loss_mask)} | {name: len(values) for name, values in self.columns.items()}
         for name, length in lengths.items():
             if length != response:
-                raise ValueError(f"{name} has {length} entries for {response} response tokens")
+                raise UserError(f"{name} has {length} entries for {response} response tokens")
 
 
 @dataclass

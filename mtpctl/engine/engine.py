@@ -29,6 +29,7 @@ from mtpctl.engine.objective import Objective, Sums
 from mtpctl.engine.optimizer import Optimizer
 from mtpctl.kernels import LogProbOut, linear_logprob
 from mtpctl.model import Hidden, MtpModel, build_model, complete_config, draw_weights
+from mtpctl.recipe import UserError
 from mtpctl.recipe.schema import KernelsConfig, MtpConfig, OptimizerConfig, ParallelConfig
 
 
@@ -109,8 +110,11 @@ class MegatronEngine:
         return self.model.module if self.config.train else self.model
 
     def set_optimizer(self, config: OptimizerConfig) -> None:
-        """Start with a fresh optimizer: one for SFT, one for RL."""
+        """Start with a fresh optimizer: one for SFT, one for RL. MTP layers that are not trained are not its business."""
         assert self.config.train
+        for name, parameter in self.module.named_parameters():
+            if name.startswith("mtp."):
+                parameter.requires_grad_(self.trains_mtp)
         self.optimizer = Optimizer(
             self.model,
             config,
@@ -164,6 +168,10 @@ class MegatronEngine:
     def _loss(
         self, micro: MicroBatch, hidden: Hidden, *, objective: Objective, temperature: float, denominator: float, drafts: list[int]
     ) -> tuple[Tensor, Sums]:
+        states = (hidden.trunk, *hidden.mtp)
+        finite = self._finite(states)
+        if not finite:
+            hidden = Hidden(torch.zeros_like(hidden.trunk), hidden.head, [torch.zeros_like(state) for state in hidden.mtp])
         out = self._logprob(hidden.trunk, hidden.head, micro.rows, micro.labels, temperature, entropy=objective.needs_entropy)
         loss, sums = objective(out.logprob, out.entropy, micro)
         total = loss / denominator
@@ -176,9 +184,20 @@ class MegatronEngine:
             sums |= {f"mtp/loss_{depth}": mtp_loss.detach(), f"mtp/accept_{depth}": out.hit.float().sum()}
         if self.config.parallel.cp > 1:
             # A chunk without a supervised token still owes the others its part of the collectives of a backward pass.
-            for state in (hidden.trunk, *hidden.mtp):
+            for state in states:
                 total = total + 0.0 * state.sum()
+        if not finite:
+            # It takes its way through all collectives to gradients by which every rank skips the step.
+            total = torch.nan * torch.stack([state.sum() for state in states]).sum()
+            sums = {name: torch.nan * value for name, value in sums.items()}
         return total, sums
+
+    def _finite(self, states: tuple[Tensor, ...]) -> bool:
+        """Whether all states are, on all ranks that share this micro-batch's loss."""
+        bad = torch.stack([~torch.isfinite(state).all() for state in states]).any().float()
+        if self.config.parallel.tp * self.config.parallel.cp > 1:
+            dist.all_reduce(bad, group=parallel_state.get_tensor_and_context_parallel_group())
+        return not bad
 
     # ------------------------------------------------------------------------------------------------------- scoring
 
@@ -237,12 +256,28 @@ class MegatronEngine:
     # -------------------------------------------------------------------------------------------------------- passes
 
     def _micro_batches(self, sequences: list[Sequence], depths: int) -> list[MicroBatch]:
+        self._check(sequences)
         lengths = [len(s.token_ids) for s in sequences]
         dp, dp_rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         parts = partition(lengths, self.config.tokens_per_microbatch, dp)[dp_rank]
         cp, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
         split = self.config.parallel.tp if self.transformer.sequence_parallel else 1
         return [pack(sequences, part, depths, self.device, cp_rank=cp_rank, cp=cp, tp=split) for part in parts if part]
+
+    def _check(self, sequences: list[Sequence]) -> None:
+        """On a card a token id outside the vocabulary ends the process without a word."""
+        shape = self.folder.shape
+        for i, sequence in enumerate(sequences):
+            if len(sequence.token_ids) > shape.max_positions:
+                raise UserError(
+                    f"sequence {i} has {len(sequence.token_ids)} tokens, the model's max_position_embeddings is {shape.max_positions}; "
+                    "lower rollout.max_tokens or rollout.context"
+                )
+            if not 0 <= min(sequence.token_ids) <= max(sequence.token_ids) < shape.vocab:
+                strange = next(t for t in sequence.token_ids if not 0 <= t < shape.vocab)
+                raise UserError(
+                    f"sequence {i} has token id {strange}, the vocabulary has {shape.vocab}; is model.tokenizer the model's own?"
+                )
 
     def _run(self, micros: list[MicroBatch], loss: Any, *, forward_only: bool) -> Sums:
         """Run the pipeline schedule over the micro-batches. Returns the metric sums over all of them and all dp ranks."""
@@ -299,6 +334,7 @@ class MegatronEngine:
                 labels,
                 temperature=temperature,
                 group=parallel_state.get_tensor_model_parallel_group() if self.config.parallel.tp > 1 else None,
+                valid_vocab=self.folder.shape.vocab,
                 workspace_bytes=kernels.workspace_bytes,
                 implementation=kernels.linear_logprob,
                 **options,

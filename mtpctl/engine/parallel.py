@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
 from mtpctl.compat import cpu_device
+from mtpctl.recipe import ClusterResources
 from mtpctl.recipe.schema import ParallelConfig
 
 
@@ -36,6 +37,9 @@ def start(rank: Rank, parallel: ParallelConfig) -> None:
     cpu_device.install()
     if not dist.is_initialized():
         cuda = torch.cuda.is_available()
+        if cuda and rank.local_rank >= torch.cuda.device_count():
+            count = torch.cuda.device_count()
+            raise ClusterResources(f"train.parallel: rank {rank.rank} needs GPU {rank.local_rank} of a host with {count}; take fewer ranks")
         if cuda:
             torch.cuda.set_device(rank.local_rank)
         store: dist.Store

@@ -119,12 +119,26 @@ def _check_fit(shape: ModelShape, parallel: ParallelConfig) -> None:
     if shape.out_bias or shape.mlp_bias:
         field = "attention_bias" if shape.out_bias else "mlp_bias"
         raise UserError(f"model config: {field} puts a bias on the output projections of {shape.family}, which is not supported")
-    for what, size in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads), ("vocabulary", shape.vocab)):
-        # Where there are fewer key-value heads than ranks, megatron-core lets neighbours share one.
-        shared = what == "key-value heads" and parallel.tp % size == 0
-        if size % parallel.tp and not shared:
-            fits = [n for n in range(1, 65) if shape.heads % n == shape.kv_heads % n == shape.vocab % n == 0]
-            raise UserError(f"train.parallel.tp: {parallel.tp} does not divide the {size} {what}; these do: {fits}")
+    counts = _split_over_tp(shape)
+    if any(not _divides(parallel.tp, what, count) for what, count in counts.items()):
+        said = " and ".join(f"{count} {what}" for what, count in counts.items())
+        fits = [n for n in range(1, shape.heads + 1) if all(_divides(n, what, count) for what, count in counts.items())]
+        raise UserError(f"train.parallel.tp: {parallel.tp} does not fit {shape.family}'s {said}; these do: {fits}")
+    if parallel.ep > 1 and (shape.moe is None or shape.moe.experts % parallel.ep):
+        experts = shape.moe.experts if shape.moe else 0
+        raise UserError(f"train.parallel.ep: {parallel.ep} does not divide the {experts} experts of {shape.family}")
+
+
+def _split_over_tp(shape: ModelShape) -> dict[str, int]:
+    counts = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
+    if shape.delta:
+        counts |= {"linear key heads": shape.delta.key_heads, "linear value heads": shape.delta.value_heads}
+    return counts
+
+
+def _divides(tp: int, what: str, count: int) -> bool:
+    # Where there are fewer key-value heads than ranks, megatron-core lets neighbours share one.
+    return count % tp == 0 or (what == "key-value heads" and tp % count == 0)
 
 
 def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) -> MtpModel:
@@ -132,7 +146,8 @@ def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) ->
     model = MtpModel(
         config=config,
         transformer_layer_spec=decoder_spec(config, shape),
-        vocab_size=shape.vocab,
+        # Rows beyond the vocabulary are never a label and never scored.
+        vocab_size=-(-shape.vocab // config.tensor_model_parallel_size) * config.tensor_model_parallel_size,
         max_sequence_length=shape.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),

@@ -22,6 +22,7 @@ MOE: dict[str, Any] = {
 
 MODELS: dict[str, dict[str, Any]] = {
     "mimo": {"num_hidden_layers": 3, "num_nextn_predict_layers": 2},
+    "odd": {"vocab_size": 61, "num_hidden_layers": 1},
     "tied": {"num_hidden_layers": 3, "tie_word_embeddings": True},
     "qwen3-moe": {**MOE, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **NO_MTP},
     "deepseek": {
@@ -105,6 +106,8 @@ CASES = [
     *(_case(f"{model}-{mode}", model, mode, saved=True) for model in ("mimo", "tied") for mode in ("joint", "isolated")),
     _case("tp2", tp=2),
     _case("sp2", tp=2, sequence_parallel=True),
+    _case("tp4-shared-kv", tp=4),
+    _case("tp2-odd-vocab", "odd", tp=2),
     _case("pp2", pp=2),
     _case("pp2-mtp-alone", pp=2, pp_layout=[3, 0]),
     _case("dp2", dp=2),
@@ -120,7 +123,7 @@ CASES = [
     _case("sp2-cp2", tp=2, sequence_parallel=True, cp=2),
     _case("pp2-dp2", pp=2, dp=2),
     _case("cp2-dp2", cp=2, dp=2),
-    *(_case(f"{model}-joint", model, saved=model == "deepseek") for model in ("qwen3-moe", "deepseek", "qwen3.5")),
+    *(_case(f"{model}-joint", model, saved=model == "deepseek") for model in ("odd", "qwen3-moe", "deepseek", "qwen3.5")),
     _case("qwen3-moe-ep2", "qwen3-moe", dp=2, ep=2),
     _case("qwen3-moe-tp2", "qwen3-moe", tp=2, sequence_parallel=True),
     _case("deepseek-tp2", "deepseek", tp=2),

@@ -31,7 +31,7 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
     gradients and weights."""
     folder = mimo(root / case.model / f"{rank.rank}-{case.name}", **MODELS[case.model])
     with engine(folder, rank=rank, parallel=case.parallel, **case.fields) as made:
-        batch = sequences(9, seed=3)
+        batch = sequences(9, seed=3, vocab=61)
         made.set_optimizer(SMOOTH)
         if case.restore:
             assert made.restore(root / case.restore) == {"step": 1}

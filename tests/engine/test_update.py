@@ -139,3 +139,31 @@ def test_acceptance_counts_greedy_hits(tmp_path):
     with engine(folder) as made:
         made.set_optimizer(GENTLE)
         assert made.update(batch, NextToken())["mtp/accept_1"] == pytest.approx(hits / total, rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["joint", "isolated"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputed_activations_give_the_same_gradients(tmp_path, recompute, mode):
+    """MTP layers included, of which an isolated one's input takes no gradient."""
+    folder = mimo(tmp_path / "model", num_nextn_predict_layers=2)
+    found = []
+    for how in ("none", recompute):
+        with engine(folder, mtp=MtpConfig(mode=mode, clip_grad=0), recompute=how) as made:
+            made.set_optimizer(GENTLE)
+            loss = made.update(sequences(), NextToken())["mtp/loss_2"]
+            found.append((loss, gradients(made)))
+    assert found[0][0] == found[1][0]
+    assert_close(found[1][1], found[0][1], 1e-6)
+
+
+def test_bf16_follows_its_fp32_masters(tmp_path):
+    """Steps smaller than bf16 can hold add up in the masters."""
+    folder = mimo(tmp_path / "model")
+    with engine(folder, precision="bf16") as made:
+        made.set_optimizer(GENTLE.model_copy(update={"lr": 1e-4}))
+        before = {name: value.clone() for name, value in made.module.named_parameters()}
+        losses = [made.update(sequences(), NextToken())["sft/loss"] for _ in range(60)]
+        moved = [name for name, value in made.module.named_parameters() if not torch.equal(value, before[name])]
+    assert all(value.dtype == torch.bfloat16 for value in before.values())
+    assert len(moved) == len(before)
+    assert losses[-1] < losses[0]
