@@ -27,6 +27,7 @@ from mtpctl.train.scoring import Scoring
 from mtpctl.train.sft import SftStage
 from mtpctl.train.state import RunState
 from mtpctl.train.trainer import TrainerGroup
+from mtpctl.train.unsupported import check_supported
 
 INTERRUPTED = 130
 
@@ -34,6 +35,7 @@ INTERRUPTED = 130
 def run(recipe: Recipe, *, plain: bool = False) -> int:
     """Train as the recipe says. Returns the exit code: 0, or 130 after a stop that was asked for."""
     totals: dict[str, int] = {stage: getattr(recipe.train, stage).steps for stage in recipe.train.stages}
+    check_supported(recipe)
     check_installed(recipe)
     placement = place(recipe)
     fresh = not recipe.run_path.exists()

@@ -1,0 +1,26 @@
+"""Keys that recipes have and this version does not act on yet: a run that sets one is refused, never quietly different."""
+
+from __future__ import annotations
+
+from mtpctl.recipe import Recipe, UserError
+
+
+def check_supported(recipe: Recipe) -> None:
+    """Raise UserError naming the first key that would change nothing. `--dry-run` plans with all of them."""
+    train, sync = recipe.train, recipe.sync
+    offload = train.offload
+    unread = {
+        "train.lora": train.lora is not None,
+        "train.offload": offload.params or offload.optimizer or offload.grads,
+        "rollout.speculation.auto": recipe.rollout.speculation.auto,
+        "sync.on_collapse: error": sync.on_collapse == "error",
+        f"sync.transport: {sync.transport}": sync.transport != "shm" and "rl" in train.stages,
+        "telemetry.profile": recipe.telemetry.profile,
+    }
+    for key, wanted in unread.items():
+        if wanted:
+            raise UserError(f"{key} is planned with, and not run by this version yet; leave it at its default" + _mend(key))
+
+
+def _mend(key: str) -> str:
+    return " (the one transport that runs is shm, on one host)" if key.startswith("sync.transport") else ""
