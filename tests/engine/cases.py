@@ -68,7 +68,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """like: the case of one process that it must equal; restore: the case whose checkpoint it begins from."""
+    """like: the case of one process that it must equal; restore: the case whose checkpoint it begins from;
+    poisoned: before its second update stands one in which a weight of its last rank is NaN."""
 
     name: str
     parallel: ParallelConfig
@@ -77,6 +78,7 @@ class Case:
     like: str = ""
     saved: bool = False
     restore: str = ""
+    poisoned: bool = False
 
     @property
     def bound(self) -> float:
@@ -92,11 +94,12 @@ def _case(
     fields: dict[str, Any] | None = None,
     saved: bool = False,
     restore: str = "",
+    poisoned: bool = False,
     **parallel: Any,
 ) -> Case:
     mtp = MtpConfig(mode=mode, loss_scale=0.3, clip_grad=0)  # type: ignore[arg-type]
     settings = {"mtp": mtp, "tokens_per_microbatch": 50, **(fields or {})}
-    return Case(name, ParallelConfig(**parallel), model, settings, f"{model}-{mode}", saved, restore)
+    return Case(name, ParallelConfig(**parallel), model, settings, f"{model}-{mode}", saved, restore, poisoned)
 
 
 SHARDED = {"distributed_optimizer": True}
@@ -104,14 +107,14 @@ BF16 = {"precision": "bf16"}
 
 CASES = [
     *(_case(f"{model}-{mode}", model, mode, saved=True) for model in ("mimo", "tied") for mode in ("joint", "isolated")),
-    _case("tp2", tp=2),
+    _case("tp2", tp=2, poisoned=True),
     _case("sp2", tp=2, sequence_parallel=True),
     _case("tp4-shared-kv", tp=4),
     _case("tp2-odd-vocab", "odd", tp=2),
-    _case("pp2", pp=2),
+    _case("pp2", pp=2, poisoned=True),
     _case("pp2-mtp-alone", pp=2, pp_layout=[3, 0]),
-    _case("dp2", dp=2),
-    _case("cp2", cp=2),
+    _case("dp2", dp=2, poisoned=True),
+    _case("cp2", cp=2, poisoned=True),
     _case("dp2-sharded", dp=2, fields=SHARDED, saved=True),
     *(
         _case(f"{name}-tied-{mode}", "tied", mode, **p)
@@ -122,11 +125,9 @@ CASES = [
     _case("sp2-pp2", tp=2, sequence_parallel=True, pp=2, saved=True),
     _case("sp2-cp2", tp=2, sequence_parallel=True, cp=2),
     _case("pp2-dp2", pp=2, dp=2),
-    _case("cp2-dp2", cp=2, dp=2),
     *(_case(f"{model}-joint", model, saved=model == "deepseek") for model in ("odd", "qwen3-moe", "deepseek", "qwen3.5")),
     _case("qwen3-moe-ep2", "qwen3-moe", dp=2, ep=2),
     _case("qwen3-moe-tp2", "qwen3-moe", tp=2, sequence_parallel=True),
-    _case("deepseek-tp2", "deepseek", tp=2),
     _case("deepseek-sp2", "deepseek", tp=2, sequence_parallel=True),
     _case("deepseek-ep2", "deepseek", dp=2, ep=2),
     _case("deepseek-tp2-ep2", "deepseek", tp=2, sequence_parallel=True, dp=2, ep=2),
@@ -139,6 +140,6 @@ CASES = [
     _case("one-to-dp2-sharded", dp=2, fields=SHARDED, restore="mimo-joint"),
     _case("dp2-sharded-to-tp2-sharded", tp=2, fields=SHARDED, restore="dp2-sharded"),
     _case("sp2-pp2-to-one", restore="sp2-pp2"),
-    _case("sp2-pp2-to-pp2-dp2", pp=2, dp=2, restore="sp2-pp2"),
+    _case("sp2-pp2-to-pp2", pp=2, restore="sp2-pp2"),
     _case("tied-to-pp2", "tied", pp=2, restore="tied-joint"),
 ]

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mtpctl.compat import cpu_device
-from mtpctl.engine import NextToken, Rank
+from mtpctl.engine import MegatronEngine, NextToken, Rank, Sequence
 from tests.engine.cases import CASES, MODELS, Case
 from tests.engine.tiny import GENTLE, engine, gradients, mimo, sequences
 
@@ -40,9 +41,21 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
         if case.saved:
             made.save(root / case.name, {"step": 1})
         scores = [(s.logprobs, s.entropy) for s in made.score(batch)]
+        if case.poisoned:
+            poisoned_update(made, batch)
         metrics = made.update(batch, NextToken())
         weights = {name: value.clone() for name, value in made.export()}
         return {"metrics": metrics, "scores": scores, "weights": weights, "gradients": gradients(made)}
+
+
+def poisoned_update(made: MegatronEngine, batch: list[Sequence]) -> None:
+    """One that every rank must skip, because of what only the last one holds."""
+    weight = next(value for name, value in made.module.named_parameters() if name.endswith("linear_fc2.weight"))
+    kept = weight.detach().clone()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        weight.data[0, 0] = torch.nan
+    assert made.update(batch, NextToken())["skipped"] == 1.0
+    weight.data.copy_(kept)
 
 
 def _rank(work: Callable[..., Any], case: Case, rank: Rank, root: Path, pipe: Any) -> None:

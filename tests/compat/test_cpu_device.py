@@ -1,0 +1,55 @@
+"""On a machine without a card, calls for the card's device are answered with the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mtpctl.compat import cpu_device
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a card needs no stand-in")
+
+
+def test_factories_make_cpu_tensors():
+    assert cpu_device.install()
+    made = [torch.zeros(2, device="cuda"), torch.tensor([1.0], device=0), torch.empty(1, device=torch.device("cuda"), pin_memory=True)]
+    assert {tensor.device.type for tensor in made} == {"cpu"}
+    assert torch.zeros(1, device="meta").device.type == "meta"
+
+
+def test_moves_to_the_card_stay():
+    cpu_device.install()
+    tensor, layer = torch.ones(1), torch.nn.Linear(1, 1)
+    assert tensor.cuda() is tensor
+    assert layer.cuda() is layer
+    assert torch.cuda.current_device() == torch.device("cpu")
+
+
+def test_installing_twice_wraps_once():
+    cpu_device.install()
+    zeros = torch.zeros
+    cpu_device.install()
+    assert torch.zeros is zeros
+
+
+def test_streams_do_nothing():
+    cpu_device.install()
+    with torch.cuda.stream(torch.cuda.Stream()) as stream:
+        stream.wait_stream(torch.cuda.current_stream())
+    torch.cuda.synchronize()
+
+
+def test_type_names_are_those_of_a_card_only_while_asked_for():
+    with cpu_device.cuda_type_names():
+        assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
+        assert torch.zeros(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
+        assert torch.zeros(1).type(torch.int64).dtype == torch.int64
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+
+
+def test_upstream_that_moved_is_told(monkeypatch):
+    from megatron.core.transformer.moe import token_dispatcher
+
+    monkeypatch.delattr(token_dispatcher, "maybe_move_tensor_to_cpu")
+    with pytest.raises(RuntimeError, match="maybe_move_tensor_to_cpu"):
+        cpu_device._move_split_sizes()
