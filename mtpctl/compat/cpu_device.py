@@ -80,6 +80,8 @@ def _move_split_sizes() -> None:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     vars(dispatcher)["maybe_move_tensor_to_cpu"] = moved
+    # Made once a process, by whoever builds a dispatcher first; by then something else may have replaced `torch.cuda.Stream`.
+    dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _NoStream()
 
 
 def _forget_cuda_random_state() -> None:
