@@ -25,7 +25,7 @@ async def within[T](waited: Awaitable[T], seconds: float, what: str) -> T:
     except TimeoutError as error:
         raise RuntimeFailure(f"{what}: no answer within {seconds:g} s") from error
     except ray.exceptions.RayTaskError as error:
-        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+        cause = error.cause
         if isinstance(cause, MtpctlError):
             raise cause from error
         raise RuntimeFailure(f"{what}: {type(cause).__name__}: {_line(cause)}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from mtpctl.data.problems import Problem
@@ -60,7 +61,7 @@ class PromptCursor:
             "position": self._position,
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "fingerprint": self._fingerprint(),
+            "fingerprint": self._fingerprint,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -68,7 +69,7 @@ class PromptCursor:
         for key, field, mine in (
             ("seed", "seed", self._seed),
             ("shuffle", "data.shuffle", self._shuffle),
-            ("fingerprint", "data.path", self._fingerprint()),
+            ("fingerprint", "data.path", self._fingerprint),
         ):
             if state[key] != mine:
                 raise UserError(
@@ -77,6 +78,7 @@ class PromptCursor:
                 )
         self._begin(state["epoch"], state["position"])
 
+    @cached_property
     def _fingerprint(self) -> str:
         digest = hashlib.sha256()
         for problem in self._problems:

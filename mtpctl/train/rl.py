@@ -114,9 +114,8 @@ class RlStage:
         if self._again:
             return self._again.pop(0)
         problem = next(self.cursor)
-        self.state.drawn += 1
         self.state.cursor = self.cursor.state_dict()
-        return Group(self.state.drawn - 1, problem, self.recipe.train.rl.group_size)
+        return Group(self.cursor.drawn - 1, problem, self.recipe.train.rl.group_size)
 
     def _request(self, group: Group, index: int) -> GenerationRequest:
         seed = None

@@ -14,7 +14,7 @@ from mtpctl.train.buffer import SampleBuffer
 from mtpctl.train.trainer import TrainerGroup
 
 _FILE = "run.json"
-_KEPT = ("stage", "step", "version", "cursor", "drawn", "ended")
+_KEPT = ("stage", "step", "version", "cursor", "ended")
 
 
 @dataclass
@@ -31,7 +31,6 @@ class RunState:
     step: int = 0
     version: int = 0
     cursor: dict[str, Any] | None = None
-    drawn: int = 0
     ended: list[str] = field(default_factory=list)
     buffer: SampleBuffer | None = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -39,7 +38,7 @@ class RunState:
     def begin(self, stage: str) -> None:
         """Enter a stage, at its first step unless the run was restored within it."""
         if self.stage != stage:
-            self.stage, self.step, self.cursor, self.drawn = stage, 0, None, 0
+            self.stage, self.step, self.cursor = stage, 0, None
 
     def end(self, stage: str) -> None:
         """Leave a stage for good."""
