@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
+from mtpctl.cluster import Lifecycle, Replicas, Seat, start_all
 from mtpctl.recipe import RuntimeFailure
 from mtpctl.rollout.actor import Replica
 from mtpctl.rollout.protocol import ABORTED, EngineDead, Health, SpecStats
@@ -32,33 +33,28 @@ Starter = Callable[[int], Awaitable[Replica]]
 Latest = Callable[[], Manifest | None]
 
 
-@dataclass(slots=True)
-class _Seat:
-    """One replica's place in the pool; `replica` is None while it is down."""
-
-    index: int
-    replica: Replica | None
-    in_flight: int = 0
-    failures: int = 0
-    reason: str = ""
-    quarantined: bool = False
-    groups: dict[str, int] = field(default_factory=dict)
-    restarting: asyncio.Task[None] | None = None
-
-
 class ReplicaPool:
     """Engines behind one face. Make it with `await ReplicaPool.start(…)`, and end it with `await pool.close()`."""
 
     def __init__(self, replicas: list[Replica], start: Starter, latest: Latest, *, max_in_flight: int, max_restarts: int) -> None:
-        self._seats = [_Seat(index, replica) for index, replica in enumerate(replicas)]
-        self._start = start
+        self._replicas = Replicas(
+            replicas,
+            Lifecycle(
+                start=start,
+                bring_up=self._bring_up,
+                end=lambda replica: replica.shutdown(),
+                changed=self._changed,
+                dead=(EngineDead, TargetDirty),
+                max_restarts=max_restarts,
+                end_s=GRACE_S,
+            ),
+        )
         self._latest = latest
         self._max_in_flight = max_in_flight
-        self._max_restarts = max_restarts
+        self._groups: Counter[tuple[int, str]] = Counter()
         self._running = asyncio.Event()
         self._running.set()
         self._room = asyncio.Condition()
-        self._updating = asyncio.Lock()
         self._paused: PauseMode | None = None
 
     @classmethod
@@ -67,8 +63,8 @@ class ReplicaPool:
 
         `latest` gives the newest published version, which a restarted replica takes in before it serves.
         """
-        replicas = await asyncio.gather(*(start(index) for index in range(count)))
-        return cls(list(replicas), start, latest, max_in_flight=max_in_flight, max_restarts=max_restarts)
+        replicas = await start_all(start, lambda replica: replica.shutdown(), count)
+        return cls(replicas, start, latest, max_in_flight=max_in_flight, max_restarts=max_restarts)
 
     # ------------------------------------------------------------------------------------------------- generation
 
@@ -131,7 +127,7 @@ class ReplicaPool:
             try:
                 sample = await asyncio.wait_for(replica.generate(attempt), attempt.deadline_s + GRACE_S)
             except (EngineDead, TargetDirty, TimeoutError) as error:
-                self._lost(seat, replica, error)
+                self._replicas.lost(seat, replica, error)
                 continue
             finally:
                 await self._give(seat, request.sample.group_id)
@@ -139,71 +135,46 @@ class ReplicaPool:
                 return sample
             request = replace(request, sample=sample)
 
-    async def _take(self, group: str) -> _Seat:
+    async def _take(self, group: str) -> Seat[Replica]:
         """A replica with room, counted as busier by one."""
         async with self._room:
-            await self._room.wait_for(lambda: any(self._free(seat) for seat in self._seats) or self._all_quarantined())
-            if self._all_quarantined():
-                raise RuntimeFailure("every rollout replica failed: " + "; ".join(f"{seat.index}: {seat.reason}" for seat in self._seats))
-            free = [seat for seat in self._seats if self._free(seat)]
-            chosen = min(free, key=lambda seat: seat.in_flight)
+            await self._room.wait_for(lambda: self._free() or self._replicas.hopeless())
+            if reasons := self._replicas.hopeless():
+                raise RuntimeFailure(f"every rollout replica failed: {reasons}")
+            free = self._free()
+            chosen = min(free, key=lambda seat: seat.busy)
             for seat in free:
-                if seat.groups.get(group) and seat.in_flight <= chosen.in_flight + AFFINITY_SLACK:
+                if self._groups[seat.index, group] and seat.busy <= chosen.busy + AFFINITY_SLACK:
                     chosen = seat
-            chosen.in_flight += 1
-            chosen.groups[group] = chosen.groups.get(group, 0) + 1
+            chosen.busy += 1
+            self._groups[chosen.index, group] += 1
             return chosen
 
-    async def _give(self, seat: _Seat, group: str) -> None:
+    async def _give(self, seat: Seat[Replica], group: str) -> None:
         async with self._room:
-            seat.in_flight -= 1
-            seat.groups[group] -= 1
-            if not seat.groups[group]:
-                del seat.groups[group]
+            seat.busy -= 1
+            self._groups[seat.index, group] -= 1
+            if not self._groups[seat.index, group]:
+                del self._groups[seat.index, group]
             self._room.notify_all()
 
     def _capacity(self) -> int:
         """Responses that may be in flight at once; never none, so that a pool without replicas still says so."""
-        return max(self._max_in_flight * sum(not seat.quarantined for seat in self._seats), 1)
+        return max(self._max_in_flight * sum(not seat.quarantined for seat in self._replicas.seats), 1)
 
-    def _free(self, seat: _Seat) -> bool:
-        return seat.replica is not None and seat.in_flight < self._max_in_flight
+    def _free(self) -> list[Seat[Replica]]:
+        return [seat for seat, _ in self._replicas.live() if seat.busy < self._max_in_flight]
 
-    def _all_quarantined(self) -> bool:
-        return all(seat.quarantined for seat in self._seats)
-
-    # ------------------------------------------------------------------------------------------------- failures
-
-    def _lost(self, seat: _Seat, replica: Replica, error: Exception) -> None:
-        """Take a failed replica out once, however many of its requests noticed, and have another one started."""
-        if seat.replica is not replica:
-            return
-        seat.replica = None
-        seat.failures += 1
-        seat.reason = f"{type(error).__name__}: {error}"
-        seat.restarting = asyncio.create_task(self._restart(seat, replica))
-
-    async def _restart(self, seat: _Seat, dead: Replica) -> None:
-        with suppress(Exception):
-            # Whatever is left of it: it failed already, and why is kept as the seat's reason.
-            await asyncio.wait_for(dead.shutdown(), GRACE_S)
-        while seat.failures <= self._max_restarts:
-            try:
-                fresh = await self._start(seat.index)
-                async with self._updating:
-                    if (manifest := self._latest()) is not None:
-                        await fresh.update(manifest, mode="keep", verify=False, deadline_s=GRACE_S)
-                    if self._paused is not None:
-                        await fresh.pause(self._paused)
-                    seat.replica = fresh
-                break
-            except Exception as error:
-                seat.failures += 1
-                seat.reason = f"{type(error).__name__}: {error}"
-        else:
-            seat.quarantined = True
+    async def _changed(self) -> None:
         async with self._room:
             self._room.notify_all()
+
+    async def _bring_up(self, fresh: Replica) -> None:
+        """Take a restarted replica to where the others are."""
+        if (manifest := self._latest()) is not None:
+            await fresh.update(manifest, mode="keep", verify=False, deadline_s=GRACE_S)
+        if self._paused is not None:
+            await fresh.pause(self._paused)
 
     # ------------------------------------------------------------------------------------------------- control
 
@@ -214,51 +185,37 @@ class ReplicaPool:
 
         Raises SyncError where a replica refuses the update and still has its old weights.
         """
-        async with self._updating:
-            live = self._live()
-            calls = (replica.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s) for _, replica in live)
-            results = await asyncio.gather(*calls, return_exceptions=True)
-        reports: list[SyncReport] = []
-        refused: list[BaseException] = []
-        for (seat, replica), result in zip(live, results, strict=True):
-            if isinstance(result, SyncReport):
-                reports.append(result)
-            elif isinstance(result, EngineDead | TargetDirty):
-                self._lost(seat, replica, result)
-            else:
-                refused.append(result)
-        if refused:
-            raise refused[0]
-        return reports
+        async with self._replicas.updating:
+            return await self._replicas.each(lambda replica: replica.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s))
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """See `Generator.pause`. Requests that come back cut wait here for `resume`."""
-        async with self._updating:
+        async with self._replicas.updating:
             self._paused = mode
             self._running.clear()
-            await self._each(lambda replica: replica.pause(mode))
+            await self._replicas.each(lambda replica: replica.pause(mode))
 
     async def resume(self) -> None:
         """See `Generator.resume`."""
-        async with self._updating:
+        async with self._replicas.updating:
             self._paused = None
-            await self._each(lambda replica: replica.resume())
+            await self._replicas.each(lambda replica: replica.resume())
             self._running.set()
 
     async def spec_stats(self) -> SpecStats:
         """Summed over the replicas that are alive."""
         total = SpecStats()
-        for stats in await self._each(lambda replica: replica.spec_stats()):
+        for stats in await self._replicas.each(lambda replica: replica.spec_stats()):
             total.add(stats)
         return total
 
     async def health(self) -> list[Health]:
         """One entry for each replica, dead ones included."""
         found = []
-        for seat in self._seats:
+        for seat in self._replicas.seats:
             if seat.replica is None:
                 state = "in quarantine" if seat.quarantined else "restarting"
-                found.append(Health(alive=False, in_flight=seat.in_flight, reason=f"{state} after {seat.reason}"))
+                found.append(Health(alive=False, in_flight=seat.busy, reason=f"{state} after {seat.reason}"))
                 continue
             try:
                 found.append(await seat.replica.health())
@@ -268,23 +225,4 @@ class ReplicaPool:
 
     async def close(self) -> None:
         """End every replica."""
-        for seat in self._seats:
-            if seat.restarting is not None:
-                seat.restarting.cancel()
-        await self._each(lambda replica: replica.shutdown())
-
-    def _live(self) -> list[tuple[_Seat, Replica]]:
-        return [(seat, seat.replica) for seat in self._seats if seat.replica is not None]
-
-    async def _each[T](self, call: Callable[[Replica], Awaitable[T]]) -> list[T]:
-        """The answers of the live replicas; one that turns out dead is restarted."""
-        live = self._live()
-        answers: list[T] = []
-        for (seat, replica), answer in zip(live, await asyncio.gather(*(call(r) for _, r in live), return_exceptions=True), strict=True):
-            if isinstance(answer, EngineDead | TargetDirty):
-                self._lost(seat, replica, answer)
-            elif isinstance(answer, BaseException):
-                raise answer
-            else:
-                answers.append(answer)
-        return answers
+        await self._replicas.close()

@@ -1,0 +1,150 @@
+"""Replicas in their seats: who is there, who died of what, who is being started again, and who is given up.
+
+The rollout pool and the log-prob server both stand on this. Which work goes to whom is theirs; what a replica is, how it is
+started, brought up to date and ended, they say in a `Lifecycle`. Nothing that must not be lost is kept in a replica, so one
+that dies is taken out, ended for good, and another one started in its seat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Lifecycle[R]:
+    """What to do with a replica of type R.
+
+    start: a fresh one for the seat of this number. bring_up: what a fresh one takes in before it serves, called while no update
+    is under way. end: end it, whatever is left of it, within `end_s` seconds. changed: called when a seat was filled or given up.
+    dead: errors that say that a replica is gone. max_restarts: failures of a seat beyond which it is given up.
+    """
+
+    start: Callable[[int], Awaitable[R]]
+    bring_up: Callable[[R], Awaitable[None]]
+    end: Callable[[R], Awaitable[None]]
+    changed: Callable[[], Awaitable[None]]
+    dead: tuple[type[Exception], ...]
+    max_restarts: int
+    end_s: float
+
+
+@dataclass(slots=True)
+class Seat[R]:
+    """One replica's place; `replica` is None while it is down. busy: pieces of work that its owner gave it and awaits."""
+
+    index: int
+    replica: R | None
+    busy: int = 0
+    failures: int = 0
+    reason: str = ""
+    quarantined: bool = False
+    restarting: asyncio.Task[None] | None = None
+
+    @property
+    def state(self) -> Literal["serving", "restarting", "quarantined"]:
+        """What is in the seat."""
+        return "serving" if self.replica is not None else "quarantined" if self.quarantined else "restarting"
+
+
+async def start_all[R](start: Callable[[int], Awaitable[R]], end: Callable[[R], Awaitable[None]], count: int) -> list[R]:
+    """`count` replicas, started at once. Where one does not start, the others are ended and its error is raised."""
+    tasks = [asyncio.ensure_future(start(index)) for index in range(count)]
+    await asyncio.gather(*tasks, return_exceptions=True)
+    failed = [error for task in tasks if (error := task.exception()) is not None]
+    if failed:
+        await asyncio.gather(*(end(task.result()) for task in tasks if task.exception() is None), return_exceptions=True)
+        raise failed[0]
+    return [task.result() for task in tasks]
+
+
+class Replicas[R]:
+    """The seats, and the restarts going on in them. `updating` is held while all change together, and while one is brought up."""
+
+    def __init__(self, replicas: list[R], lifecycle: Lifecycle[R]) -> None:
+        self.seats = [Seat(index, replica) for index, replica in enumerate(replicas)]
+        self.updating = asyncio.Lock()
+        self.restarts = 0
+        self._lifecycle = lifecycle
+        self._closed = False
+
+    def live(self) -> list[tuple[Seat[R], R]]:
+        """Seats with a replica that serves."""
+        return [(seat, seat.replica) for seat in self.seats if seat.replica is not None]
+
+    def hopeless(self) -> str:
+        """Why nothing will ever serve again, seat by seat; empty while something may."""
+        if not all(seat.quarantined for seat in self.seats):
+            return ""
+        return "; ".join(f"{seat.index}: {seat.reason}" for seat in self.seats)
+
+    def lost(self, seat: Seat[R], replica: R, error: Exception) -> None:
+        """Take a failed replica out, once, however many of its callers noticed, and have another one started."""
+        if seat.replica is not replica or self._closed:
+            return
+        seat.replica = None
+        self._failed(seat, error)
+        seat.restarting = asyncio.create_task(self._restart(seat, replica))
+
+    async def each[T](self, call: Callable[[R], Awaitable[T]], where: Callable[[R], bool] = lambda _: True) -> list[T]:
+        """The answers of the live replicas for which `where` holds, asked at once; one that turns out dead is restarted.
+
+        Raises the first other error, after every replica has answered.
+        """
+        asked = [(seat, replica) for seat, replica in self.live() if where(replica)]
+        answers: list[T] = []
+        refused: list[BaseException] = []
+        found = await asyncio.gather(*(call(replica) for _, replica in asked), return_exceptions=True)
+        for (seat, replica), answer in zip(asked, found, strict=True):
+            if isinstance(answer, self._lifecycle.dead):
+                self.lost(seat, replica, answer)
+            elif isinstance(answer, BaseException):
+                refused.append(answer)
+            else:
+                answers.append(answer)
+        if refused:
+            raise refused[0]
+        return answers
+
+    async def close(self) -> None:
+        """Start none any more, and end every replica."""
+        self._closed = True
+        for seat in self.seats:
+            if seat.restarting is not None:
+                seat.restarting.cancel()
+        ended = await asyncio.gather(*(self._lifecycle.end(replica) for _, replica in self.live()), return_exceptions=True)
+        for result in ended:
+            if isinstance(result, BaseException) and not isinstance(result, self._lifecycle.dead):
+                raise result
+
+    async def _restart(self, seat: Seat[R], dead: R) -> None:
+        with suppress(Exception):
+            # Whatever is left of it: it failed already, and why is kept as the seat's reason.
+            await asyncio.wait_for(self._lifecycle.end(dead), self._lifecycle.end_s)
+        while seat.failures <= self._lifecycle.max_restarts:
+            try:
+                await self._fill(seat)
+                break
+            except Exception as error:
+                self._failed(seat, error)
+        else:
+            seat.quarantined = True
+        await self._lifecycle.changed()
+
+    async def _fill(self, seat: Seat[R]) -> None:
+        fresh = await self._lifecycle.start(seat.index)
+        try:
+            async with self.updating:
+                await self._lifecycle.bring_up(fresh)
+                seat.replica = fresh
+        except BaseException:
+            await self._lifecycle.end(fresh)
+            raise
+        self.restarts += 1
+
+    def _failed(self, seat: Seat[R], error: Exception) -> None:
+        seat.failures += 1
+        seat.reason = f"{type(error).__name__}: {error}"
