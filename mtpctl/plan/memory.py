@@ -116,11 +116,15 @@ def check_fits(recipe: Recipe, shape: ModelShape) -> None:
     card = recipe.cluster.gpu_gib
     if card is None:
         return
-    trainer = trainer_memory(recipe, shape)
-    if trainer.total > card * GIB:
+    trainer, room = trainer_memory(recipe, shape), card * recipe.train.gpus
+    if trainer.total > room * GIB:
         raise ClusterResources(
-            f"train.parallel: a trainer rank needs {trainer.total / GIB:.0f} GiB of a card's {card:g}; "
+            f"train.parallel: a trainer rank needs {trainer.total / GIB:.0f} GiB of the {room:g} that it has of a card; "
             "raise tp, pp or dp with distributed_optimizer, offload the optimizer, or lower tokens_per_microbatch"
+        )
+    if recipe.train.gpus < 1 and recipe.train.gpus + recipe.rollout.gpu_memory > 1:
+        raise ClusterResources(
+            f"rollout.gpu_memory: {recipe.rollout.gpu_memory} and train.gpus: {recipe.train.gpus} share a card and exceed it; lower one"
         )
     server = recipe.logprob
     if server.standalone:

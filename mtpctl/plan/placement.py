@@ -111,10 +111,10 @@ Group = tuple[Role, int, int, float, float]
 def _groups(recipe: Recipe, device: Device) -> list[Group]:
     train, rollout, server = recipe.train, recipe.rollout, recipe.logprob
     cuda = device == "cuda"
-    shared = cuda and server.standalone and server.gpus < 1 and "rl" in train.stages
-    groups: list[Group] = [("trainer", 0, train.parallel.world_size, max(1, train.threads), float(cuda))]
+    shared = server.standalone and server.gpus < 1
+    groups: list[Group] = [("trainer", 0, train.parallel.world_size, max(1, train.threads), train.gpus if cuda else 0.0)]
     if "rl" in train.stages:
-        card = (1 - server.gpus if shared else 1.0) if cuda else 0.0
+        card = (rollout.gpus or (1 - server.gpus if shared else 1.0)) if cuda else 0.0
         groups += [("rollout", i, rollout.tp, max(1, rollout.threads), card) for i in range(rollout.replicas)]
         if server.standalone:
             # Where there are only CPUs, scoring comes in bursts between the beats of the others and claims no core of its own.

@@ -140,19 +140,20 @@ def _data(recipe: Recipe) -> Complaints:
         yield f"data: {said}; set data.path to a JSONL or Parquet file, or data.task.name to a generated task"
     if data.eval_path and not data.path:
         yield "data.eval_path: goes with data.path; a generated task makes its own held-out problems"
-    for field, path in (("path", data.path), ("eval_path", data.eval_path)):
+    if data.sft_path and data.sft_task:
+        yield "data: both sft_path and sft_task are given; keep one"
+    for field, path in (("path", data.path), ("eval_path", data.eval_path), ("sft_path", data.sft_path)):
         if path and not Path(path).expanduser().is_file():
             yield f"data.{field}: there is no file {path}"
-    if data.task and data.task.min_digits > data.task.max_digits:
-        yield f"data.task.min_digits: must be at most max_digits: {data.task.max_digits}, got {data.task.min_digits}"
+    for field, task in (("task", data.task), ("sft_task", data.sft_task)):
+        if task and task.min_digits > task.max_digits:
+            yield f"data.{field}.min_digits: must be at most max_digits: {task.max_digits}, got {task.min_digits}"
 
 
 def _devices(recipe: Recipe) -> Complaints:
     device, transport = recipe.cluster.device, recipe.sync.transport
     if device == "cpu" and transport != "shm":
         yield f"sync.transport: {transport} needs CUDA; set shm for cluster.device: cpu"
-    if device == "cuda" and transport == "shm":
-        yield "sync.transport: shm is for CPU tensors; set ipc (one host) or nccl for cluster.device: cuda"
     if device == "cpu" and recipe.rollout.engine == "sglang":
         yield "rollout.engine: sglang needs a GPU; set vllm for cluster.device: cpu"
     if recipe.rollout.engine == "sglang" and recipe.rollout.python and not Path(recipe.rollout.python).expanduser().is_file():

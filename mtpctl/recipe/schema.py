@@ -174,6 +174,7 @@ class TrainConfig(Section):
     keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints kept.")
     max_bad_steps: PositiveInt = Field(3, description="Updates in a row skipped for NaN or inf before the run stops.")
     eval_every: NonNegativeInt = Field(0, description="Updates between held-out evaluations; 0: before and after RL only.")
+    gpus: Annotated[Float, Field(gt=0, le=1)] = Field(1.0, description="Share of a card that each trainer rank takes, beside others on it.")
     threads: NonNegativeInt = Field(0, description="CPU threads of a trainer rank; 0: torch's own choice.")
 
 
@@ -197,6 +198,9 @@ class RolloutBase(Section):
     dtype: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: the trainer's precision.")
     max_in_flight: PositiveInt = Field(256, description="Requests an engine works on at once.")
     kv_cache_bytes: PositiveInt | None = Field(None, description="KV cache of each engine; default: by gpu_memory.")
+    gpus: Annotated[Float, Field(gt=0, le=1)] | None = Field(
+        None, description="Share of a card that each engine rank takes, beside others on it; default: what logprob.gpus leaves."
+    )
     gpu_memory: Fraction = Field(0.85, description="Share of the card that the engine may fill.")
     deadline_s: PositiveFloat = Field(600.0, description="Seconds after which one sample is given up.")
     max_restarts: NonNegativeInt = Field(3, description="Restarts of a replica before it is quarantined.")
@@ -246,7 +250,7 @@ class SyncBase(Section):
 
 
 class ShmConfig(SyncBase):
-    transport: Literal["shm"] = Field("shm", description="CPU, one host, through shared memory.")
+    transport: Literal["shm"] = Field("shm", description="One host, through its shared memory; from and to cards too.")
 
 
 class IpcConfig(SyncBase):
@@ -287,6 +291,8 @@ class DataConfig(Section):
     path: str | None = Field(None, description="JSONL or Parquet with `prompt` and `answer` columns.")
     eval_path: str | None = Field(None, description="The same, held out.")
     task: GeneratedTask | None = Field(None, description="Generate the problems instead of reading them.")
+    sft_path: str | None = Field(None, description="Problems with `solution` for the supervised stage; default: the same as RL's.")
+    sft_task: GeneratedTask | None = Field(None, description="Generate the supervised stage's problems; default: the same as RL's.")
     checker: Literal["exact", "math"] = Field("exact", description="exact: the text after the last `#`, trimmed; math: math-verify.")
     chat_template: bool = Field(False, description="Wrap prompts in the tokenizer's chat template.")
     system_prompt: str | None = Field(None, description="System message, with a chat template.")

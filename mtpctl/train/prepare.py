@@ -29,8 +29,10 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     context = recipe.rollout.context or model.shape.max_positions
     if context > model.shape.max_positions:
         raise UserError(f"rollout.context: {context} is more than the {model.shape.max_positions} positions of the model; lower it")
-    for name, found in (("train", problems.train), ("evaluation", problems.evaluation)):
-        fit_problems(tokenizer, found, recipe.data, context=context, targets=name == "train" and "sft" in recipe.train.stages)
+    for found in (problems.train, problems.evaluation):
+        fit_problems(tokenizer, found, recipe.data, context=context)
+    if "sft" in recipe.train.stages:
+        fit_problems(tokenizer, problems.supervised, recipe.data, context=context, targets=True)
     return Prepared(model, tokenizer, problems, context)
 
 

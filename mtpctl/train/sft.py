@@ -36,7 +36,7 @@ class SftStage:
     ) -> None:
         self.recipe, self.prepared, self.trainer, self.telemetry, self.state = recipe, prepared, trainer, telemetry, state
         self.beside = beside
-        self.cursor = PromptCursor(prepared.problems.train, recipe.seed, shuffle=recipe.data.shuffle)
+        self.cursor = PromptCursor(prepared.problems.supervised, recipe.seed, shuffle=recipe.data.shuffle)
         if state.cursor is not None:
             self.cursor.load_state_dict(state.cursor)
 

@@ -84,7 +84,10 @@ def test_the_data_section(tmp_path: Path) -> None:
     sets = load_problem_sets(DataConfig(path=str(path), eval_path=str(path)), seed=0)
     assert sets.evaluation == sets.train
     sets = load_problem_sets(DataConfig(task=GeneratedTask(train_size=5, eval_size=3)), seed=0)
-    assert (len(sets.train), len(sets.evaluation)) == (5, 3)
+    assert (len(sets.train), len(sets.evaluation)) == (5, 3) and sets.supervised is sets.train
+    sets = load_problem_sets(DataConfig(path=str(path), sft_task=GeneratedTask(name="sort", train_size=4, eval_size=1)), seed=0)
+    assert [p.prompt_id for p in sets.supervised] == [f"sort/train/{i}" for i in range(4)] and len(sets.train) == 1
+    assert load_problem_sets(DataConfig(task=GeneratedTask(), sft_path=str(path)), seed=0).supervised[0].prompt_id == "train.jsonl:1"
     with pytest.raises(UserError, match=r"data\.path: name a"):
         load_problem_sets(DataConfig(), seed=0)
     with pytest.raises(UserError, match=r"data\.task: .* not both"):

@@ -153,7 +153,7 @@ def test_a_log_prob_rank_holds_one_layers_activations_and_both_versions_on_deman
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (["train.parallel={tp: 1}"], "train.parallel: a trainer rank needs .* GiB of a card's 139"),
+        (["train.parallel={tp: 1}"], "train.parallel: a trainer rank needs .* GiB of the 139 that it has"),
         (["rollout.gpu_memory=0.1"], "rollout.gpu_memory: 13.9 GiB of the card do not hold 14.6 GiB of weights"),
         (["logprob.gpus=0.1", "rollout.gpu_memory=0.8"], "logprob.gpus: a rank needs .* GiB, its share is 14 GiB"),
         (["logprob.gpus=0.3", "rollout.gpu_memory=0.8"], "share a card and exceed it"),

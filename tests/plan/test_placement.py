@@ -41,6 +41,12 @@ def test_a_fraction_shares_the_rollout_card() -> None:
     assert [actor.gpus for actor in placement.actors] == [1.0, 0.75, 0.25]
 
 
+def test_a_whole_run_on_one_card() -> None:
+    placement = placed("train.parallel.tp=1", "train.gpus=0.4", "rollout.replicas=1", "rollout.gpus=0.4", "logprob.gpus=0.2")
+    assert [actor.gpus for actor in placement.actors] == [0.4, 0.4, 0.2]
+    assert placement.gpus == pytest.approx(1)
+
+
 def test_engines_do_not_span_hosts() -> None:
     hosts = [Host(64, 3), Host(64, 4)]
     placement = placed("train.parallel.tp=2", "rollout.replicas=1", "rollout.tp=4", "logprob.standalone=false", hosts=hosts)

@@ -116,7 +116,7 @@ def recipe_of(*, steps: int = 6, staleness: float = 0.5, sync_every: int = 1, de
 
 def stage_of(recipe: Recipe, world: World, tmp_path: Path, text: Callable[[Sample], str]) -> RlStage:
     problems = [Problem(f"p{i}", f"{i}", "1") for i in range(1000)]
-    prepared = Prepared(cast(Any, None), Letters(), ProblemSets(problems, []), context=64)
+    prepared = Prepared(cast(Any, None), Letters(), ProblemSets(problems, [], []), context=64)
 
     async def sync(version: int) -> dict[str, float]:
         world.version = version
