@@ -6,11 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mtpctl.logprob.dispatch import ServerLimits
     from mtpctl.logprob.placed import start_server
     from mtpctl.logprob.protocol import Bounds, Late, QueueFull, ReplicaDead, RequestRefused, Scored, ScoreRequest, VersionGone
     from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
     from mtpctl.logprob.replica import Replica, start_replica
-    from mtpctl.logprob.server import LogprobServer, ServerLimits
+    from mtpctl.logprob.server import LogprobServer
 
 _HOMES = {
     "Bounds": "protocol",
@@ -24,7 +25,7 @@ _HOMES = {
     "ScoreRank": "rank",
     "ScoreRequest": "protocol",
     "Scored": "protocol",
-    "ServerLimits": "server",
+    "ServerLimits": "dispatch",
     "VersionGone": "protocol",
     "start_replica": "replica",
     "start_server": "placed",

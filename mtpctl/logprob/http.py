@@ -83,8 +83,7 @@ def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, k
 
     @api.get("/version")
     async def version() -> dict[str, object]:
-        held = sorted({v for seat in server.seats if seat.replica is not None for v in seat.replica.versions})
-        return {"version": server.version, "held": held, "model": name, "mtpctl": version_of("mtpctl")}
+        return {"version": server.version, "held": server.held(), "model": name, "mtpctl": version_of("mtpctl")}
 
     @api.get("/metrics")
     async def metrics() -> Response:
@@ -198,7 +197,7 @@ def _bound(server: LogprobServer, requests: list[ScoreRequest], numbers: int) ->
         raise RequestRefused(f"{tokens} tokens are more than the {server.limits.queue_tokens} that may wait; send several requests")
     if tokens * numbers > NUMBERS:
         raise RequestRefused(f"{tokens} tokens with {numbers} numbers each are more than {NUMBERS}; send several requests")
-    server.check_room(tokens)
+    server.queue.check_room(tokens)
 
 
 # ----------------------------------------------------------------------------------------------------------- answers

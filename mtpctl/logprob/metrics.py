@@ -15,7 +15,7 @@ def prometheus(server: LogprobServer) -> str:
         ("tokens_total", "counter", "Tokens of the forward passes.", counters.tokens),
         ("batches_total", "counter", "Forward passes.", counters.batches),
         ("retried_total", "counter", "Sequences that were given out once more after a pass failed.", counters.retried),
-        ("replica_restarts_total", "counter", "Replicas replaced after they died.", counters.restarts),
+        ("replica_restarts_total", "counter", "Replicas replaced after they died.", server.replicas.restarts),
         ("updates_total", "counter", "Weight updates taken in.", counters.updates),
         ("busy_seconds_total", "counter", "Replica seconds in forward passes.", counters.busy_s),
         ("request_seconds_total", "counter", "Seconds from submission to answer, over all sequences.", counters.wait_s),
@@ -23,8 +23,8 @@ def prometheus(server: LogprobServer) -> str:
         ("queue_tokens", "gauge", "Tokens that wait.", server.queue.tokens),
         ("queue_requests", "gauge", "Sequences that wait.", server.queue.requests),
         ("queue_limit_tokens", "gauge", "Tokens that may wait.", server.limits.queue_tokens),
-        ("replicas_alive", "gauge", "Replicas that serve.", sum(seat.replica is not None for seat in server.seats)),
-        ("replicas", "gauge", "Replicas there should be.", len(server.seats)),
+        ("replicas_alive", "gauge", "Replicas that serve.", len(server.replicas.live())),
+        ("replicas", "gauge", "Replicas there should be.", len(server.replicas.seats)),
         ("version", "gauge", "Current weight version.", server.version),
     ]
     lines = []

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from mtpctl.logprob.dispatch import ServerLimits
 from mtpctl.logprob.rank import ReplicaConfig
 from mtpctl.logprob.replica import Replica, start_replica
-from mtpctl.logprob.server import LogprobServer, Published, ServerLimits
+from mtpctl.logprob.server import LogprobServer, Published
 from mtpctl.recipe import Recipe
 
 

@@ -64,11 +64,11 @@ async def kill_and_count(server: LogprobServer, kills: int, generator: random.Ra
 
     async def trouble() -> None:
         for _ in range(kills):
-            while not (alive := [seat.replica for seat in server.seats if seat.replica is not None]):
+            while not (alive := [seat.replica for seat in server.replicas.seats if seat.replica is not None]):
                 await asyncio.sleep(0.05)
             os.kill((await pids(generator.choice(alive)))[0], signal.SIGKILL)
-            before = server.counters.restarts
-            while server.counters.restarts == before:
+            before = server.replicas.restarts
+            while server.replicas.restarts == before:
                 await asyncio.sleep(0.05)
         ending.set()
 
@@ -88,7 +88,7 @@ def test_a_killed_replica_loses_nothing(run: Loop, ray_cluster: None, folder: Pa
     async def ask() -> None:
         server = await started(folder, 1)
         answers = await kill_and_count(server, 1, random.Random(0))
-        assert server.counters.restarts == 1 and answers
+        assert server.replicas.restarts == 1 and answers
         await check(server, answers)
         await server.close()
 
@@ -101,7 +101,7 @@ def test_twenty_kills_lose_nothing(run: Loop, ray_cluster: None, folder: Path) -
     async def ask() -> None:
         server = await started(folder, 2)
         answers = await kill_and_count(server, 20, random.Random(1))
-        assert server.counters.restarts == 20 and server.counters.failed == 0
+        assert server.replicas.restarts == 20 and server.counters.failed == 0
         await check(server, answers)
         await server.close()
 
@@ -118,11 +118,11 @@ def test_tensor_parallel_ranks_answer_as_one_does(run: Loop, ray_cluster: None, 
         for asked in requests(6):
             a, b = await asyncio.gather(single.score(asked), wide.score(asked))
             assert a.logprobs == pytest.approx(b.logprobs, abs=2e-5)
-        assert wide.seats[0].replica is not None
-        os.kill((await pids(wide.seats[0].replica))[3], signal.SIGKILL)
+        assert wide.replicas.seats[0].replica is not None
+        os.kill((await pids(wide.replicas.seats[0].replica))[3], signal.SIGKILL)
         asked = requests(1)[0]
         a, b = await asyncio.gather(single.score(asked), wide.score(asked))
-        assert a.logprobs == pytest.approx(b.logprobs, abs=2e-5) and wide.counters.restarts == 1
+        assert a.logprobs == pytest.approx(b.logprobs, abs=2e-5) and wide.replicas.restarts == 1
         await single.close()
         await wide.close()
 

@@ -126,7 +126,7 @@ async def test_what_waits_is_batched_and_what_comes_to_an_idle_server_is_not_kep
 async def test_free_replicas_share_what_waits() -> None:
     start = Started(seconds=1e-4)
     server = await serve(start, 2, tokens_per_batch=400)
-    server._paused = True
+    await server.pause_serving()
     tasks = [asyncio.create_task(server.score(request(10))) for _ in range(40)]
     await until(lambda: server.queue.requests == 40)
     server.resume_serving()
@@ -145,7 +145,7 @@ async def test_a_full_queue_refuses_over_http_and_makes_callers_wait_inside() ->
         await server.score(request(50), wait=False)
     assert full.value.retry_after_s >= 1
     assert len(await asyncio.gather(*tasks)) == 20
-    assert server.queue.tokens == 0 and server._granted == 0
+    assert server.queue.tokens == 0 and server.queue.granted == 0
     await server.close()
 
 
@@ -157,7 +157,7 @@ async def test_who_stops_waiting_leaves_the_queue() -> None:
     for task in tasks[2:]:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert (server.queue.requests, server._granted, len(server._rooms)) == (0, 0, 0)
+    assert (server.queue.requests, server.queue.granted, len(server.queue.rooms)) == (0, 0, 0)
     with pytest.raises(Late):
         await server.score(request(at_least=9, deadline_s=0.01))
     assert server.queue.requests == 0
@@ -216,9 +216,9 @@ async def test_a_replica_that_dies_leaves_its_requests_to_the_others_and_comes_b
     start.ranks[0].kill()
     answers = await asyncio.gather(*tasks)
     assert {answer.version for answer in answers} == {1}
-    await until(lambda: all(seat.replica is not None for seat in server.seats))
-    assert [seat.replica.version for seat in server.seats if seat.replica] == [1, 1]
-    assert server.counters.restarts == 1 and server.counters.retried > 0
+    await until(lambda: all(seat.replica is not None for seat in server.replicas.seats))
+    assert [seat.replica.version for seat in server.replicas.seats if seat.replica] == [1, 1]
+    assert server.replicas.restarts == 1 and server.counters.retried > 0
     await server.close()
 
 
@@ -255,14 +255,14 @@ async def test_kills_at_random_lose_nothing_and_mix_no_versions() -> None:
 @settled
 async def test_one_bad_request_fails_alone() -> None:
     server = await serve(Started(seconds=1e-4, poison=310))
-    server._paused = True
+    await server.pause_serving()
     tasks = [asyncio.create_task(server.score(request(10))) for _ in range(5)]
     bad = asyncio.create_task(server.score(ScoreRequest([1, 310])))
     await until(lambda: server.queue.requests == 6)
     server.resume_serving()
     with pytest.raises(ValueError, match="not a number"):
         await bad
-    assert len(await asyncio.gather(*tasks)) == 5 and server.counters.restarts == 0
+    assert len(await asyncio.gather(*tasks)) == 5 and server.replicas.restarts == 0
     await server.close()
 
 
@@ -286,7 +286,7 @@ async def test_a_replica_that_dies_at_rest_is_noticed() -> None:
     server = await serve(start)
     watching = asyncio.create_task(server.watch(every_s=0.01))
     start.ranks[0].kill()
-    await until(lambda: server.counters.restarts == 1)
+    await until(lambda: server.replicas.restarts == 1)
     watching.cancel()
     await server.close()
 

@@ -1,0 +1,68 @@
+"""The queue with a bound: who may stand in line, who waits to be let in, and when to come back."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from mtpctl.logprob.protocol import QueueFull
+from mtpctl.logprob.queue import FairQueue
+
+SMOOTHING = 0.8
+"""Weight of what came before in the running mean of the replicas' rate."""
+
+
+@dataclass(slots=True)
+class _Room:
+    tokens: int
+    granted: asyncio.Future[None] = field(repr=False)
+
+
+class BoundedQueue(FairQueue):
+    """A `FairQueue` in which `limit` tokens may wait; empty, it takes one request of any size."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        self.granted = 0
+        self.rooms: deque[_Room] = deque()
+        self._rate = 0.0
+
+    def check_room(self, tokens: int) -> None:
+        """Raise QueueFull where `tokens` more may not wait now."""
+        if self._full(tokens):
+            over = self.tokens + min(tokens, self.limit) - self.limit
+            raise QueueFull(self.tokens, float(max(1, math.ceil(over / self._rate))) if self._rate else 1.0)
+
+    async def wait_for_room(self, tokens: int) -> None:
+        """Return when `tokens` more may wait. They are to be put in line at once: until then nobody holds them."""
+        if not self.rooms and not self._full(tokens):
+            return
+        room = _Room(tokens, asyncio.get_running_loop().create_future())
+        self.rooms.append(room)
+        try:
+            await room.granted
+        finally:
+            if room in self.rooms:
+                self.rooms.remove(room)
+            else:
+                self.granted -= room.tokens
+
+    def give_room(self) -> None:
+        """Let those who wait for room go on, in turn, as far as there is some. Called whenever something left."""
+        while self.rooms and not self._full(self.rooms[0].tokens):
+            room = self.rooms.popleft()
+            self.granted += room.tokens
+            if not room.granted.done():
+                room.granted.set_result(None)
+
+    def served(self, tokens: int, seconds: float) -> None:
+        """A replica took `seconds` over so many tokens; by this the time to come back is told."""
+        rate = tokens / seconds
+        self._rate = SMOOTHING * self._rate + (1 - SMOOTHING) * rate if self._rate else rate
+
+    def _full(self, tokens: int) -> bool:
+        waiting = self.tokens + self.granted
+        return waiting > 0 and waiting + tokens > self.limit
