@@ -46,8 +46,7 @@ def complete_config(
         "perform_initialization": False,
         "gradient_accumulation_fusion": False,
         "bias_dropout_fusion": False,
-        # Saves the product of the two halves from being kept for the backward pass; compiled, so not on a CPU.
-        "bias_activation_fusion": torch.cuda.is_available(),
+        "bias_activation_fusion": False,
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,
         "persist_layer_norm": False,

@@ -6,15 +6,20 @@ checkpoints fit with either.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 from mtpctl.model.packing import Packing
+from mtpctl.model.rebuild import gated_product, rebuilt
 
 
 def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
@@ -40,13 +45,15 @@ class RMSNorm(torch.nn.Module):
         self.weight = _norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _rms_norm(x, self.weight, self.config, self.eps)
+        # Of keys, x is a part of the queries', keys' and values' memory, and keeping it would keep all of that.
+        return _rms_norm(x.contiguous(), self.weight, self.config, self.eps)
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
     """Norm, then column-parallel linear, with the norm's weight under the linear layer's name.
 
-    Megatron-Bridge tells by the class's name which of its parameters are split over tp.
+    What is kept for the backward pass is the norm's input; the linear layer's own is normed again. Megatron-Bridge tells by
+    the class's name which of its parameters are split over tp.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
@@ -54,8 +61,37 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_weight = _norm_weight(config, input_size)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        normed = _rms_norm(input_, self.layer_norm_weight, self.config, self.config.layernorm_epsilon)
-        return super().forward(normed, *args, **kwargs)
+        normed = self._normed(input_)
+        with rebuilt(normed, partial(self._normed, input_.detach())):
+            return super().forward(normed, *args, **kwargs)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return _rms_norm(x, self.layer_norm_weight, self.config, self.config.layernorm_epsilon)
+
+
+class GatedMlp(MLP):
+    """SwiGLU between two linear layers. What is kept for the backward pass is gate and up-projection; their product is made again."""
+
+    def forward(self, hidden_states: Tensor, /, per_token_scale: Tensor | None = None, **_: Any) -> tuple[Tensor, Tensor | None]:
+        both, _bias = self.linear_fc1(hidden_states)
+        product = gated_product(both, per_token_scale)
+        scale = None if per_token_scale is None else per_token_scale.detach()
+        with rebuilt(product, partial(gated_product, both.detach(), scale)):
+            result: tuple[Tensor, Tensor | None] = self.linear_fc2(product)
+        return result
+
+
+class SharedExperts(SharedExpertMLP, GatedMlp):
+    """Experts that every token visits, with `GatedMlp`'s way of keeping little."""
+
+
+class Experts(SequentialMLP):
+    """Routed experts, one after another, with `GatedMlp`'s way of keeping little."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for expert in self.local_experts:
+            expert.__class__ = GatedMlp  # upstream makes its own MLP here, and offers no choice
 
 
 class PackedAttention(torch.nn.Module):
@@ -77,7 +113,8 @@ class PackedAttention(torch.nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *_: Any, packed_seq_params: Packing, **__: Any
     ) -> Tensor:
-        q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
+        # Values come as a part of the memory of queries, keys and values; kept so, they would keep all of it.
+        q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value.contiguous()))
         if self.cp_group is not None:
             k, v = (gather_from_sequence_parallel_region(x, group=self.cp_group)[packed_seq_params.seen] for x in (k, v))
         out = self._cuda(q, k, v, packed_seq_params) if q.is_cuda else self._cpu(q, k, v, packed_seq_params)

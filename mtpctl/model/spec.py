@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
@@ -20,36 +20,19 @@ from megatron.core.transformer.multi_token_prediction import (
     get_mtp_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import MlpBuilder, TransformerLayerSubmodules, get_transformer_layer_offset
 
 from mtpctl.families import LatentShape, ModelShape
 from mtpctl.families.shape import LayerKind
 from mtpctl.model.delta_net import GatedDeltaNet
 from mtpctl.model.latent import LatentAttention
-from mtpctl.model.layers import LayerNormColumnParallelLinear, PackedAttention, RMSNorm
+from mtpctl.model.layers import Experts, GatedMlp, LayerNormColumnParallelLinear, PackedAttention, RMSNorm, SharedExperts
 from mtpctl.model.mtp import MtpLayer
-
-
-class PlainSpecProvider(LocalSpecProvider):
-    """Answers megatron-core's question "which module for this place" with this package's modules."""
-
-    def fuse_layernorm_and_linear(self) -> bool:
-        return True
-
-    def column_parallel_layer_norm_linear(self) -> type:
-        return LayerNormColumnParallelLinear
-
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
-        return RMSNorm
-
-    def core_attention(self) -> type:
-        return PackedAttention
 
 
 def layer_spec(config: TransformerConfig, shape: ModelShape, *, sparse: bool, kind: LayerKind = "full_attention") -> ModuleSpec:
     """One transformer layer: grouped-query, latent or linear attention, and a dense MLP or, where `sparse`, a mixture of experts."""
-    backend = PlainSpecProvider()
-    experts = shape.moe.experts if sparse and shape.moe else None
+    experts = sparse and shape.moe is not None
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -57,10 +40,21 @@ def layer_spec(config: TransformerConfig, shape: ModelShape, *, sparse: bool, ki
             self_attention=_mixer(config, shape, kind),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm if experts else IdentityOp,
-            mlp=get_mlp_module_spec_for_backend(backend, num_experts=experts),
+            mlp=_experts() if experts else _mlp(),
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def _mlp() -> MlpBuilder:
+    linear = MLPSubmodules(linear_fc1=LayerNormColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return partial(GatedMlp.as_mlp_submodule, submodules=linear)
+
+
+def _experts() -> MlpBuilder:
+    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    parts = MoESubmodules(experts=partial(Experts, submodules=linear), shared_experts=partial(SharedExperts, submodules=linear))
+    return partial(MoELayer, submodules=parts)
 
 
 def _mixer(config: TransformerConfig, shape: ModelShape, kind: LayerKind) -> ModuleSpec:
