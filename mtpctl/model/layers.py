@@ -139,12 +139,13 @@ class PackedAttention(torch.nn.Module):
         return out
 
     def _cpu(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
-        out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-        for group in packing.groups:
+        places, parts = [], []
+        for group in packing.alike:
             # Behind its last token a short sample repeats the first key of all; causality keeps that from the valid ones.
             qs = q[group.queries].transpose(1, 2)
             ks, vs = (x[group.keys].transpose(1, 2) for x in (k, v))
             causal = group.mask is None
             mixed = F.scaled_dot_product_attention(qs, ks, vs, group.mask, is_causal=causal, scale=self.scale, enable_gqa=True)
-            out = out.index_put((group.queries[group.valid],), mixed.transpose(1, 2)[group.valid])
-        return out
+            places.append(group.queries[group.valid])
+            parts.append(mixed.transpose(1, 2)[group.valid])
+        return q.new_empty(q.shape[0], q.shape[1], v.shape[2]).index_put((torch.cat(places),), torch.cat(parts))

@@ -10,6 +10,7 @@ the first token of the sample that its chunk begins in, up to its chunk's end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -18,6 +19,9 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+
+STEP = 32
+"""Tokens that `Packing.alike` rounds a sample's length up to a multiple of."""
 
 
 @dataclass
@@ -89,11 +93,32 @@ class Packing(PackedSeqParams):
 
     @cached_property
     def groups(self) -> list[Group]:
-        """The samples in groups of like length, for what has no kernel over packed rows."""
+        """The samples in few groups, one shorter than half its group's longest in the next: at most half of a group is idle.
+
+        For what has no kernel over packed rows and goes through a sample step by step.
+        """
+
+        def cut(lengths: list[int]) -> list[int]:
+            widths = lengths[:1]
+            for length in lengths[1:]:
+                widths.append(widths[-1] if 2 * length >= widths[-1] else length)
+            return widths
+
+        return self._grouped(cut)
+
+    @cached_property
+    def alike(self) -> list[Group]:
+        """The samples in groups whose width follows from a sample's own length: that, rounded up to a multiple of `STEP`.
+
+        For attention, whose sums are cut by the width: so a sample's result is the same to the bit whatever it is packed with.
+        """
+        return self._grouped(lambda lengths: [-(-length // STEP) * STEP for length in lengths])
+
+    def _grouped(self, widths: Callable[[list[int]], list[int]]) -> list[Group]:
         device = self.position_ids.device
         return [
             Group(g.queries.to(device), g.keys.to(device), g.valid.to(device), None if g.mask is None else g.mask.to(device))
-            for g in _groups(*self.lengths)
+            for g in _groups(*self.lengths, widths)
         ]
 
     @property
@@ -114,8 +139,8 @@ def _sums(lengths: list[int]) -> Tensor:
     return sums
 
 
-def _groups(queries: list[int], keys: list[int]) -> list[Group]:
-    """Samples sorted by length and cut where one is shorter than half the longest of its group: at most half is idle.
+def _groups(queries: list[int], keys: list[int], widths: Callable[[list[int]], list[int]]) -> list[Group]:
+    """Samples grouped by the width that `widths` gives each of their lengths, longest first, and filled up to it.
 
     The sample that began in an earlier chunk, if there is one, stands alone.
     """
@@ -126,14 +151,12 @@ def _groups(queries: list[int], keys: list[int]) -> list[Group]:
         mask = torch.ones(queries[0], keys[0], dtype=torch.bool).tril(keys[0] - queries[0])
         index = torch.arange(queries[0])[None]
         result.append(Group(index, torch.arange(keys[0])[None], torch.ones_like(index, dtype=torch.bool), mask))
-    grouped: list[list[int]] = []
-    for i in sorted(range(int(split), len(queries)), key=queries.__getitem__, reverse=True):
-        if grouped and 2 * queries[i] >= queries[grouped[-1][0]]:
-            grouped[-1].append(i)
-        else:
-            grouped.append([i])
-    for group in grouped:
-        columns = torch.arange(queries[group[0]])[None]
+    grouped: dict[int, list[int]] = {}
+    order = sorted(range(int(split), len(queries)), key=queries.__getitem__, reverse=True)
+    for i, width in zip(order, widths([queries[i] for i in order]), strict=True):
+        grouped.setdefault(width, []).append(i)
+    for width, group in grouped.items():
+        columns = torch.arange(width)[None]
         valid = columns < torch.tensor([queries[i] for i in group])[:, None]
         index, key_index = (torch.tensor([starts[i] for i in group])[:, None] + columns for starts in (query_starts, key_starts))
         result.append(Group(torch.where(valid, index, 0), torch.where(valid, key_index, 0), valid))
