@@ -107,7 +107,8 @@ def logprob_memory(recipe: Recipe, shape: ModelShape) -> LogprobMemory:
     width = BYTES[recipe.train.precision]
     held = max(stage.parameters for stage in _stages(recipe, shape, server.parallel))
     copies = 2 if server.keep_previous else 1
-    one_layer = int(server.tokens_per_batch // server.parallel.cp * activation_width(shape, server.parallel) * width)
+    elements = activation_width(shape, server.parallel) + passing_width(shape, server.parallel)
+    one_layer = int(server.tokens_per_batch // server.parallel.cp * elements * width)
     return LogprobMemory(held * width * copies, one_layer, _workspace(recipe, shape, server.tokens_per_batch, server.parallel))
 
 
@@ -138,16 +139,28 @@ def check_fits(recipe: Recipe, shape: ModelShape) -> None:
 
 
 def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
-    """Elements a token that one decoder layer keeps for its backward pass.
+    """Elements a token that one decoder layer keeps for its backward pass: a layer of experts where there are any, of full attention.
 
-    After Korthikanti et al. 2022, section 4, for flash attention (nothing quadratic is kept), grouped queries and a gated MLP:
-    inputs and outputs of both norms (split over tp ranks only with sequence parallelism), q, k, v and the attention's output,
-    gate, up and their product. Of experts, those that a token visits.
+    After Korthikanti et al. 2022, section 4, for flash attention (nothing quadratic is kept), grouped queries and a gated MLP,
+    less what is made again from the rest (`mtpctl.model.rebuild`). Split over tp only with sequence parallelism: the inputs of
+    both norms, and of a latent what all heads share. Split in any case: q, k, v and the attention's output, gate and up. Whole
+    on every rank: sine and cosine.
     """
-    norms = 4 * shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
-    attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    ffn = shape.ffn if shape.moe is None else shape.moe.experts_per_token * shape.moe.ffn + shape.moe.shared_ffn
-    return norms + (attention + 3 * ffn) / parallel.tp
+    latent, moe = shape.latent, shape.moe
+    entry = 2 * shape.hidden
+    if latent:
+        entry += shape.hidden + 2 * ((latent.q_rank or 0) + latent.kv_rank) + latent.rope_dim
+    if moe:
+        # The normed state, its copy for each expert that a token visits, and what the router makes of it.
+        entry += (1 + moe.experts_per_token) * shape.hidden + 3 * moe.experts
+    rotated = latent.rope_dim if latent else int(shape.head_dim * shape.rotary_fraction)
+    entry_width = entry / (parallel.tp if parallel.sequence_parallel else 1)
+    return entry_width + 4 * rotated + (_attention_width(shape) + 2 * _ffn_width(shape)) / parallel.tp
+
+
+def passing_width(shape: ModelShape, parallel: ParallelConfig) -> float:
+    """Elements a token that a layer makes and lets go beside `activation_width`: the normed input and the product of gate and up."""
+    return shape.hidden / (parallel.tp if parallel.sequence_parallel else 1) + _ffn_width(shape) / parallel.tp
 
 
 def kv_bytes_per_token(shape: ModelShape, tp: int, width: int, *, drafting: bool) -> int:
@@ -156,6 +169,20 @@ def kv_bytes_per_token(shape: ModelShape, tp: int, width: int, *, drafting: bool
     if shape.latent:
         return layers * (shape.latent.kv_rank + shape.latent.rope_dim) * width
     return layers * 2 * max(1, shape.kv_heads // tp) * shape.head_dim * width
+
+
+def _attention_width(shape: ModelShape) -> float:
+    if shape.latent:
+        return 2 * shape.heads * (shape.latent.nope_dim + shape.latent.rope_dim + shape.latent.value_dim)
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    # Norms of queries and keys keep their inputs; a gate is kept beside what it gates.
+    return 2 * q + 2 * kv + (q + kv if shape.qk_norm else 0) + (2 * q if shape.gated_attention else 0)
+
+
+def _ffn_width(shape: ModelShape) -> float:
+    """Hidden width of what a token visits."""
+    moe = shape.moe
+    return moe.experts_per_token * moe.ffn + moe.shared_ffn if moe else shape.ffn
 
 
 def _stages(recipe: Recipe, shape: ModelShape, parallel: ParallelConfig) -> list[Stage]:
@@ -185,11 +212,12 @@ def _trainer_stage(recipe: Recipe, shape: ModelShape, index: int, stage: Stage) 
 def _activations(recipe: Recipe, shape: ModelShape, index: int, stage: Stage) -> int:
     train, parallel = recipe.train, recipe.train.parallel
     layers = len(stage.layers) + (shape.mtp_layers if stage.has_head and recipe.mtp.mode != "off" else 0)
-    width = activation_width(shape, parallel)
+    width, passing = activation_width(shape, parallel), passing_width(shape, parallel)
     entry = shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
-    per_token = width * layers if train.recompute != "full" else entry * layers + width
+    kept = width * layers if train.recompute != "full" else entry * layers
+    once = passing if train.recompute != "full" else width + passing
     in_flight = parallel.pp - index  # One forward, one backward: a stage waits for those behind it.
-    return int(train.tokens_per_microbatch / parallel.cp * per_token * BYTES[train.precision] * in_flight)
+    return int(train.tokens_per_microbatch / parallel.cp * (kept * in_flight + once) * BYTES[train.precision])
 
 
 def _workspace(recipe: Recipe, shape: ModelShape, tokens: int, parallel: ParallelConfig) -> int:

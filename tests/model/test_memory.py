@@ -1,0 +1,80 @@
+"""What a layer keeps for its backward pass is what the plan counts on.
+
+A CPU runs norms and attention in pieces that keep more than a card's kernels do; stand-ins here keep what those keep.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mtpctl.model import layers
+from mtpctl.plan.memory import activation_width
+from mtpctl.recipe.schema import MtpConfig, ParallelConfig
+from tests.engine.cases import MODELS
+from tests.engine.tiny import engine, mimo, sequences
+from tests.model.kept import Kept
+
+
+class Norm(torch.autograd.Function):
+    """Keeps its input and one number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        ctx.save_for_backward(x, weight, rstd)
+        return x * rstd * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, rstd = ctx.saved_tensors
+        return grads[0] * rstd * weight, (grads[0] * x * rstd).flatten(0, -2).sum(0)
+
+
+class Flash(torch.autograd.Function):
+    """Keeps queries, keys, values and its output."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = q[..., : v.shape[-1]].clone()
+        ctx.save_for_backward(q, k, v, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, v, _out = ctx.saved_tensors
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+WIDE = {"hidden_size": 64, "intermediate_size": 176, "head_dim": 16, "num_nextn_predict_layers": 0, "tie_word_embeddings": False}
+CASES: dict[str, dict[str, Any]] = {
+    "mimo": WIDE,
+    "qwen3": {**WIDE, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False},
+    "qwen3-moe": {**WIDE, **{k: v for k, v in MODELS["qwen3-moe"].items() if k != "num_hidden_layers"}},
+    "deepseek": {**WIDE, **{k: v for k, v in MODELS["deepseek"].items() if k != "num_hidden_layers"}, "first_k_dense_replace": 0},
+}
+
+
+def kept_bytes(monkeypatch, folder) -> tuple[int, int]:
+    """Alive after a forward pass, and tokens."""
+    monkeypatch.setattr(layers, "_rms_norm", lambda x, weight, config, eps: Norm.apply(x, weight))
+    monkeypatch.setattr(layers.PackedAttention, "_cpu", lambda self, q, k, v, packing: Flash.apply(q, k, v))
+    with engine(folder, mtp=MtpConfig(mode="off"), tokens_per_microbatch=8192) as made:
+        (micro,) = made._micro_batches(sequences(40, low=60, high=100), 0)
+        made.model.train()
+        with Kept(*made.module.parameters()) as memory:
+            hidden = made.model(micro.input_ids, micro.packing)
+        found = memory.bytes
+        hidden.trunk.sum().backward()
+        return found, len(micro.input_ids)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_keeps_what_is_planned(tmp_path, monkeypatch, case):
+    less, more = (mimo(tmp_path / str(count), **CASES[case], num_hidden_layers=count) for count in (1, 2))
+    (first, tokens), (second, _) = kept_bytes(monkeypatch, less), kept_bytes(monkeypatch, more)
+    a_token = (second - first) / tokens / 4
+    expected = activation_width(less.shape, ParallelConfig())
+    assert expected == pytest.approx(a_token, rel=0.05)
