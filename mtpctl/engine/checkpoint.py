@@ -30,6 +30,8 @@ from mtpctl.recipe import UserError
 _ENGINE = "engine.json"
 _LATEST = "latest"
 _FORMAT = 1
+_MOST_RANKS = 64
+"""Over which a vocabulary may be divided."""
 
 
 def save(path: Path, model: MegatronModule, optimizer: ChainedOptimizer | None, steps: int, state: dict[str, Any]) -> None:
@@ -46,13 +48,17 @@ def save(path: Path, model: MegatronModule, optimizer: ChainedOptimizer | None, 
         tree["optimizer"] = _optimizer_tree(model, optimizer, tree["model"], reading=False)
     dist_checkpointing.save(tree, str(aside))
     if first:
-        record = {"format": _FORMAT, "steps": steps, "optimizer": optimizer is not None, "state": state}
-        (aside / _ENGINE).write_text(json.dumps(record))
+        write_record(aside, steps=steps, optimizer=optimizer is not None, state=state)
         _flush(aside)
         shutil.rmtree(path, ignore_errors=True)
         aside.rename(path)
         _flush(path.parent)
     dist.barrier()
+
+
+def write_record(folder: Path, *, steps: int, optimizer: bool, state: dict[str, Any]) -> None:
+    """Write what `restore` reads beside the shards: the optimizer's step count, and the caller's state."""
+    (folder / _ENGINE).write_text(json.dumps({"format": _FORMAT, "steps": steps, "optimizer": optimizer, "state": state}))
 
 
 def restore(path: Path, model: MegatronModule, optimizer: ChainedOptimizer | None) -> tuple[int, dict[str, Any]]:
@@ -142,7 +148,11 @@ def _check_fit(path: Path, tree: dict[str, Any]) -> None:
     saved = {name: tuple(tensor.global_shape) for name, tensor in dist_checkpointing.load_tensors_metadata(str(path)).items()}
     flat = {section: dict(tensors) for section, tensors in tree.items()}
     apply_factories(flat)
-    mine = {value.key: tuple(value.global_shape) for value in nested_values(flat) if isinstance(value, ShardedTensor)}
+    mine = {
+        value.key: _unpadded(tuple(value.global_shape), saved.get(value.key)) if value.allow_shape_mismatch else tuple(value.global_shape)
+        for value in nested_values(flat)
+        if isinstance(value, ShardedTensor)
+    }
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, mine)
     wanted = {name: shape for part in parts for name, shape in part.items()}
@@ -152,6 +162,13 @@ def _check_fit(path: Path, tree: dict[str, Any]) -> None:
     if differ:
         more = f" and {len(differ) - 6} more" if len(differ) > 6 else ""
         raise UserError(f"{path} is a checkpoint of another model: {'; '.join(differ[:6])}{more}")
+
+
+def _unpadded(wanted: tuple[int, ...], saved: tuple[int, ...] | None) -> tuple[int, ...]:
+    """`saved` where the two differ by no more than the rows that make a vocabulary divide over tp."""
+    if saved is not None and saved[1:] == wanted[1:] and abs(saved[0] - wanted[0]) < _MOST_RANKS:
+        return saved
+    return wanted
 
 
 def _flush(folder: Path) -> None:

@@ -1,0 +1,55 @@
+"""How a folder keeps its tensors: under which names, in which order, of which type, and which of the model's make each up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+import torch
+
+from mtpctl import families
+from mtpctl.convert.tensor_files import CODES, DTYPES
+from mtpctl.families import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of a folder. `pieces` are the model's tensors that follow each other in it, several where experts are
+    packed; none where it is no part of the language model and is carried along. `code` is safetensors' name of its type."""
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    pieces: tuple[str, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.code]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def plain_layout(shape: ModelShape, dtypes: Mapping[str, torch.dtype]) -> list[Stored]:
+    """A folder that keeps every tensor whole, aliases included where the family's folders have them."""
+    same = families.aliases(shape)
+    return [
+        Stored(name, CODES[dtypes[same.get(name, name)]], size, (same.get(name, name),)) for name, size in families.tensors(shape).items()
+    ]
+
+
+def recast(layout: list[Stored], dtypes: Mapping[str, torch.dtype]) -> list[Stored]:
+    """The layout with each of the model's tensors in the given type; what is carried along stays as it is."""
+    return [replace(stored, code=CODES[dtypes[stored.pieces[0]]]) if stored.pieces else stored for stored in layout]
+
+
+def save_layout(layout: list[Stored], file: Path) -> None:
+    file.write_text(json.dumps([[s.name, s.code, s.shape, s.pieces] for s in layout]))
+
+
+def load_layout(file: Path) -> list[Stored]:
+    return [Stored(name, code, tuple(shape), tuple(pieces)) for name, code, shape, pieces in json.loads(file.read_text())]

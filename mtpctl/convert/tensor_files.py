@@ -1,0 +1,151 @@
+"""Weight files read tensor by tensor: safetensors mapped into memory, pickled ones opened with `weights_only=True`.
+
+Headers are checked before a byte of weights is used: what is damaged is told with file, tensor and byte. Tensors are views
+of the mapped file, so that they cost no anonymous memory until something copies them.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import pickle
+import warnings
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpctl.recipe import UserError
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""safetensors' names of element types."""
+
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+PICKLED = (".bin", ".pt", ".pth")
+
+_LENGTH_BYTES = 8
+_LARGEST_HEADER = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a weight file. `start` is the byte in the file where its data begins; None in pickled files."""
+
+    file: Path
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int | None
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def entries(file: Path) -> dict[str, Entry]:
+    """What a weight file holds. Raises UserError with file, tensor and byte where it is damaged."""
+    return _pickled_entries(file) if file.suffix in PICKLED else _safetensors_entries(file)
+
+
+def _safetensors_entries(file: Path) -> dict[str, Entry]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+        if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _LARGEST_HEADER):
+            raise UserError(f"{file}: byte 0: announces a header of {length} bytes in a file of {size}; the file is cut or no safetensors")
+        text = stream.read(length)
+    try:
+        header = json.loads(text)
+        assert isinstance(header, dict)
+    except (ValueError, AssertionError) as error:
+        at = _LENGTH_BYTES + getattr(error, "pos", getattr(error, "start", 0))
+        raise UserError(f"{file}: byte {at}: the header is not valid JSON; the file is damaged") from error
+    first = _LENGTH_BYTES + length
+    header.pop("__metadata__", None)
+    found = {name: _entry(file, name, said, first) for name, said in header.items()}
+    end = first
+    for entry in sorted(found.values(), key=lambda each: (each.start or 0, each.nbytes)):
+        if entry.start != end:
+            raise UserError(f"{file}: {entry.name}: its data is said to begin at byte {entry.start}, the one before it ends at {end}")
+        end += entry.nbytes
+        if end > size:
+            raise UserError(f"{file}: {entry.name}: its data ends at byte {end}, the file at {size}; the file is cut, fetch it again")
+    if end != size:
+        raise UserError(f"{file}: byte {end}: {size - end} bytes follow the last tensor; the file is damaged")
+    return found
+
+
+def _entry(file: Path, name: str, said: Any, first: int) -> Entry:
+    try:
+        dtype, shape = DTYPES[said["dtype"]], tuple(int(n) for n in said["shape"])
+        begin, end = (int(n) for n in said["data_offsets"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file}: {name}: its header entry {json.dumps(said)[:120]} cannot be read") from error
+    entry = Entry(file, name, dtype, shape, first + begin)
+    if end - begin != entry.nbytes or begin < 0 or min(shape, default=0) < 0:
+        raise UserError(
+            f"{file}: {name}: byte {first + begin}: {end - begin} bytes for {said['dtype']} {list(shape)}, which takes {entry.nbytes}"
+        )
+    return entry
+
+
+def _pickled_entries(file: Path) -> dict[str, Entry]:
+    return {name: Entry(file, name, value.dtype, tuple(value.shape), None) for name, value in _unpickled(file).items()}
+
+
+def _unpickled(file: Path) -> dict[str, Tensor]:
+    """The tensors of a pickled file; no code in it is run."""
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        why = " ".join(str(error).split())[:160]
+        raise UserError(f"{file}: not readable as pickled tensors alone ({why}); convert it to safetensors where it came from") from error
+    state = state.get("state_dict", state) if isinstance(state, dict) else state
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise UserError(f"{file}: holds other things than named tensors; convert it to safetensors where it came from")
+    return state
+
+
+class TensorFiles:
+    """Tensors of weight files, which are mapped when first asked for."""
+
+    def __init__(self) -> None:
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._states: dict[Path, dict[str, Tensor]] = {}
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """A view of the file; it must not be written to."""
+        if entry.start is None:
+            if entry.file not in self._states:
+                self._states[entry.file] = _unpickled(entry.file)
+            return self._states[entry.file][entry.name]
+        if not entry.nbytes:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        if entry.file not in self._maps:
+            with entry.file.open("rb") as stream:
+                self._maps[entry.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        with warnings.catch_warnings():
+            # torch has no read-only tensors and says so.
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            flat = torch.frombuffer(self._maps[entry.file], dtype=entry.dtype, count=prod(entry.shape), offset=entry.start)
+        return flat.view(entry.shape)

@@ -1,0 +1,70 @@
+"""A model's parameters and their places in checkpoints, without their values, in one process.
+
+Memory that nobody writes to is never given by the kernel, so that a skeleton costs almost nothing, whatever its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
+from torch import Tensor
+
+from mtpctl import families
+from mtpctl.convert import HfFolder, WeightBridge
+from mtpctl.convert.parameters import ParameterMap
+from mtpctl.engine import parallel as groups
+from mtpctl.model import build_model, complete_config
+from mtpctl.recipe.schema import MtpConfig, ParallelConfig
+
+
+class Skeleton:
+    """The model of a folder's config, with its MTP layers unless `mtp=False`. Close it when done: it holds the process groups."""
+
+    def __init__(self, folder: HfFolder, *, mtp: bool) -> None:
+        shape = folder.shape
+        groups.start(groups.Rank(), ParallelConfig())
+        try:
+            bridge, config = WeightBridge(folder), MtpConfig(mode="load" if mtp else "off")
+            transformer = complete_config(bridge.config(), shape, parallel=ParallelConfig(), precision="bf16", mtp=config)
+            model = build_model(transformer, shape, config)
+            state = model.sharded_state_dict()
+            names = {*families.tensors(shape), *families.aliases(shape)}
+            self.map = ParameterMap(bridge, model, names)
+        except BaseException:
+            groups.stop()
+            raise
+        self.parameters = {parameter.name: parameter for parameter in self.map.parameters}
+        self.objects = [value for value in state.values() if isinstance(value, ShardedObject)]
+        """What checkpoints hold beside tensors."""
+        self._state = {name: state[name] for name in self.parameters}
+
+    def place(self, name: str, value: Tensor) -> ShardedTensor | ShardedTensorFactory:
+        """Where a checkpoint keeps the parameter, with `value` as its data."""
+        place = self._state[name]
+        if isinstance(place, ShardedTensorFactory):
+            return replace(place, data=value)
+        return replace(place, data=value, dtype=value.dtype)
+
+    def pieces(self, name: str, value: Tensor) -> Iterator[ShardedTensor]:
+        """The tensors by which a checkpoint keeps the parameter."""
+        place = self.place(name, value)
+        if isinstance(place, ShardedTensor):
+            yield place
+            return
+        tree = {"": place.build()}
+        yield from (piece for piece in nested_values(tree) if isinstance(piece, ShardedTensor))
+
+    def close(self) -> None:
+        groups.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
