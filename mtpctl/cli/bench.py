@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mtpctl.cli import bench_experiments, bench_rollout
+
 if TYPE_CHECKING:
     from mtpctl.bench.fused_kernels import Shape
 
@@ -102,3 +104,9 @@ def train_step(
         folder = bench.shape_folder(config, Path(scratch))
         results, rate = bench.measure(folder, tokens=tokens, count=samples, prompt_share=prompt_share, precision=precision, mtp=MtpConfig())
     print(bench.as_json(results, rate) if json else f"The timer covers: {bench.TIMER}.\n{bench.table(results, rate)}")
+
+
+app.command("mtp")(bench_experiments.mtp)
+app.command("async")(bench_experiments.asynchrony)
+app.command("compare")(bench_experiments.compare)
+app.command("rollout")(bench_rollout.rollout)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from typing import Any
 
 from mtpctl.recipe import MtpctlError, RuntimeFailure
 
@@ -28,11 +27,14 @@ async def within[T](waited: Awaitable[T], seconds: float, what: str) -> T:
         cause = error.cause
         if isinstance(cause, MtpctlError):
             raise cause from error
-        raise RuntimeFailure(f"{what}: {type(cause).__name__}: {_line(cause)}") from error
+        raise RuntimeFailure(f"{what}: {told(error)}") from error
     except ray.exceptions.RayError as error:
-        raise RuntimeFailure(f"{what}: {type(error).__name__}: {_line(error)}") from error
+        raise RuntimeFailure(f"{what}: {told(error)}") from error
 
 
-def _line(error: Any) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else "no message"
+def told(error: BaseException) -> str:
+    """An error in one line: its kind and the first line of its message; of one that an actor raised, the actor's own."""
+    cause = getattr(error, "cause", None)  # Ray's wrapper carries the traceback in its message.
+    shown = cause if isinstance(cause, BaseException) else error
+    lines = [line.strip() for line in str(shown).splitlines() if line.strip()]
+    return f"{type(shown).__name__}: {lines[0] if lines else 'no message'}"

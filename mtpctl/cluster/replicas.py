@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+from mtpctl.cluster.deadlines import told
+
 
 @dataclass(frozen=True)
 class Lifecycle[R]:
@@ -147,4 +149,4 @@ class Replicas[R]:
 
     def _failed(self, seat: Seat[R], error: Exception) -> None:
         seat.failures += 1
-        seat.reason = f"{type(error).__name__}: {error}"
+        seat.reason = told(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from mtpctl.recipe import UserError
 from mtpctl.telemetry.charts import Chart, Phase, Points, Series, render_chart, sparkline_svg
 from mtpctl.telemetry.history import History, load_history
 from mtpctl.telemetry.names import describe, format_duration, format_value
+from mtpctl.telemetry.page import page, write_page
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.summary import before_and_after
 
@@ -92,13 +92,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     if not history.rows:
         raise UserError(f"RUN: {run.path} holds no metrics yet; start the run first")
     target = run.report if out is None else Path(out)
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        aside.write_text(render_report(run, history), encoding="utf-8")
-        aside.replace(target)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise UserError(f"--out: cannot write {target} ({error.strerror}); name another place") from error
+    write_page(target, render_report(run, history))
     return target
 
 
@@ -108,17 +102,12 @@ def render_report(run: RunDirectory, history: History) -> str:
     recipe = yaml.safe_load(recipe_text) or {}
     versions = json.loads(run.versions.read_text()) if run.versions.exists() else {}
     name = str(recipe.get("name", run.path.name))
-    style = Path(__file__).with_name("report.css").read_text()
     charts = "".join(render_chart(chart) for wanted in CHARTS if (chart := _chart(wanted, history)))
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
-        f'<meta name="color-scheme" content="light dark"><title>{escape(name)} · mtpctl</title><style>{style}</style></head><body><main>'
-        f"<header><h1>{escape(name)}</h1><p>{escape(' · '.join(_subtitle(recipe, history)))}</p></header>"
-        f'<section class="tiles">{_tiles(history)}</section>'
-        f'<section class="charts">{charts}</section>'
+    body = (
+        f'<section class="tiles">{_tiles(history)}</section><section class="charts">{charts}</section>'
         f"{_before_after(history)}{_all_metrics(history)}{_events(history)}{_recipe(recipe_text)}{_versions(versions)}"
-        f"<footer>mtpctl · {escape(str(run.path.name))}</footer></main></body></html>\n"
     )
+    return page(name, " · ".join(_subtitle(recipe, history)), body, run.path.name)
 
 
 def _subtitle(recipe: dict[str, Any], history: History) -> list[str]:

@@ -175,7 +175,9 @@ class Run:
             manifest = await trainer.call("publish", version, str(self.store.root), checksums)
             packed = time.perf_counter()
             options = self.recipe.sync
-            updates = [rollout.update(manifest, mode=options.pause, verify=checksums, deadline_s=options.deadline_s)]
+            # Without partial rollouts no response spans two versions: those in flight end before the weights change.
+            pause = options.pause if self.recipe.async_.partial_rollout else "wait"
+            updates = [rollout.update(manifest, mode=pause, verify=checksums, deadline_s=options.deadline_s)]
             if server is not None:
                 updates.append(server.update(manifest, verify=checksums, deadline_s=options.deadline_s))
             reports, *_ = await within(asyncio.gather(*updates), 2 * options.deadline_s, f"sync of version {version}")

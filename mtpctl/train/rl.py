@@ -183,6 +183,9 @@ class RlStage:
             await self.state.checkpoint_if_due(self.trainer)
             if self.recipe.train.eval_every and self.state.step % self.recipe.train.eval_every == 0 and self.state.step < rl.steps:
                 await self._evaluate()
+                # Evaluations are timed on their own; neither their time nor what was generated in it counts as an update's.
+                self.clock.read()
+                self._generated = 0
 
     async def _batch(self) -> list[Group] | None:
         """The next batch; None where a stop is asked for first."""
@@ -223,5 +226,7 @@ class RlStage:
 
     async def _evaluate(self) -> None:
         """Held-out accuracy of the published weights, logged at the current step; nothing without held-out problems."""
+        began = time.perf_counter()
         if metrics := await evaluate(self.recipe, self.prepared, self.generator, self.checker):
+            metrics["timing_s/evaluation"] = time.perf_counter() - began
             self.telemetry.log(self.state.step, metrics, "rl")

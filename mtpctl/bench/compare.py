@@ -1,0 +1,110 @@
+"""`mtpctl bench compare`: two JSON results of one bench, figure by figure.
+
+Every number of the two documents is a figure, named by the way to it; entries of lists are told apart by what names them
+(`name`, `what`, `seed` …), so that an order does not matter. Which side is better follows from a figure's name; a figure
+whose name says nothing is shown, and never judged.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mtpctl.recipe import UserError
+
+Better = Literal["higher", "lower"]
+_IDENTITY = ("name", "what", "shape", "transport", "batch", "k", "seed")
+_LOWER = re.compile(r"(_ms|_s|_seconds|seconds|_gib|_bytes|_error|_ratio|stall|idle|loss)$|^(median|peak|latency)")
+_HIGHER = re.compile(r"(tokens_per_\w+|tflops|share|gb_per_s|acceptance|accept_length|accuracy\w*|speedup|gain|relative|points)$")
+_TOP = {"environment", "timer"}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One figure in both documents."""
+
+    name: str
+    before: float
+    after: float
+    better: Better | None
+
+    @property
+    def ratio(self) -> float:
+        """After over before; 1 where both are 0."""
+        if self.before == 0:
+            return 1.0 if self.after == 0 else float("inf")
+        return self.after / self.before
+
+    @property
+    def worse_by(self) -> float:
+        """How much worse, relative to before; 0 or less where it is no worse, or nobody can say."""
+        if self.better is None or self.before <= 0:
+            return 0.0
+        return self.ratio - 1 if self.better == "lower" else 1 - self.ratio
+
+
+def read(path: Path) -> Any:
+    """A bench's JSON. Raises UserError where it is none."""
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error}); give what a bench wrote with --json") from error
+
+
+def changes(before: Any, after: Any) -> list[Change]:
+    """Every figure that both documents hold, in the order of the first. Raises UserError where they share none."""
+    first, second = figures(before), figures(after)
+    shared = [Change(name, value, second[name], better(name)) for name, value in first.items() if name in second]
+    if not shared:
+        raise UserError("the two files share no figure; give two results of the same bench")
+    return shared
+
+
+def figures(document: Any, path: str = "") -> dict[str, float]:
+    """Numbers by the way to them: `results.trained.acceptance`."""
+    found: dict[str, float] = {}
+    if isinstance(document, dict):
+        for key, value in document.items():
+            if not (path == "" and key in _TOP) and key not in _IDENTITY:
+                found |= figures(value, f"{path}.{key}".lstrip("."))
+    elif isinstance(document, list):
+        for index, value in enumerate(document):
+            found |= figures(value, f"{path}.{_name(value, index)}".lstrip("."))
+    elif isinstance(document, int | float) and not isinstance(document, bool):
+        found[path] = float(document)
+    return found
+
+
+def better(name: str) -> Better | None:
+    """Which side of a figure is the better one, as far as its name says."""
+    last = name.rsplit(".", 1)[-1]
+    if _HIGHER.search(last):
+        return "higher"
+    return "lower" if _LOWER.search(last) else None
+
+
+def table(found: list[Change], tolerance: float) -> str:
+    """For a terminal, and for docs."""
+    lines = ["| figure | A | B | B / A | |", "|---|---|---|---|---|"]
+    for change in found:
+        verdict = "worse" if change.worse_by > tolerance else "better" if change.worse_by < -tolerance else ""
+        lines.append(f"| {change.name} | {change.before:.6g} | {change.after:.6g} | {change.ratio:.3f} | {verdict} |")
+    return "\n".join(lines)
+
+
+def as_json(found: list[Change]) -> list[dict[str, Any]]:
+    """Everything that was compared."""
+    return [asdict(change) | {"ratio": change.ratio, "worse_by": change.worse_by} for change in found]
+
+
+def _name(value: Any, index: int) -> str:
+    if isinstance(value, dict):
+        parts = [str(value[key]) for key in _IDENTITY if key in value]
+        if parts:
+            return " ".join(parts)
+    return str(index)

@@ -1,0 +1,189 @@
+"""`mtpctl bench mtp`: what it is worth to train the drafter, and to sync it, in four arms of one RL run.
+
+The arms differ in nothing but what happens to the MTP layers: not used, kept as they were, trained and synced with the
+target, trained while only the target is synced. Acceptance is counted by the engine over the drafts of the last updates,
+where policies and drafters have moved furthest; and once more on the held-out problems after the last update.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mtpctl.bench.arms import Arm, Outcome
+from mtpctl.telemetry import History, format_value
+from mtpctl.telemetry.charts import Chart, Phase, Points, Series, render_chart
+
+ARMS = (
+    Arm("none", "no speculation", ("rollout.speculation.num_tokens=0",)),
+    Arm("frozen", "drafter kept as it was before RL", ("train.rl.train_mtp=false",)),
+    Arm("trained", "drafter trained and synced", ("train.rl.train_mtp=true", "sync.sections=[target, draft]")),
+    Arm("target-only", "drafter trained, only the target synced", ("train.rl.train_mtp=true", "sync.sections=[target]")),
+)
+TIMER = (
+    "tokens/s: response tokens of the last updates over their wall time (updates, syncs and waiting included), and over the part of it "
+    "in which the engines had requests; evaluations excluded"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One arm over the last updates of its runs, seeds pooled. Rates are shares, `None` where nothing was drafted."""
+
+    name: str
+    meaning: str
+    seeds: int
+    drafted: int
+    accepted: int
+    acceptance: float | None
+    by_seed: list[float]
+    by_position: list[float]
+    accept_length: float | None
+    held_out_acceptance: float | None
+    tokens_per_s: float
+    tokens_per_busy_s: float
+    accuracy_before: float | None
+    accuracy_after: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Trained against frozen drafter: acceptance in points, relative, and in standard errors (binomial) of the difference."""
+
+    points: float
+    relative: float
+    standard_errors: float
+
+
+def summarise(outcomes: list[Outcome], last: int) -> list[Result]:
+    """One result an arm, in the order of the arms, over the `last` updates of each run."""
+    arms = list(dict.fromkeys(outcome.arm for outcome in outcomes))
+    return [_result(arm, [o.history for o in outcomes if o.arm == arm], last) for arm in arms]
+
+
+def gain(results: list[Result]) -> Gain | None:
+    """The trained arm against the frozen one, where both were run."""
+    by_name = {r.name: r for r in results}
+    trained, frozen = by_name.get("trained"), by_name.get("frozen")
+    if trained is None or frozen is None or trained.acceptance is None or frozen.acceptance is None:
+        return None
+    difference = trained.acceptance - frozen.acceptance
+    variance = sum(r * (1 - r) / n for r, n in ((trained.acceptance, trained.drafted), (frozen.acceptance, frozen.drafted)))
+    relative = difference / frozen.acceptance if frozen.acceptance else math.inf
+    return Gain(100 * difference, relative, difference / math.sqrt(variance) if variance else math.inf)
+
+
+def table(results: list[Result], last: int) -> str:
+    """For a terminal, and for docs/benchmarks.md."""
+    plain = next((r for r in results if r.name == "none"), None)
+    lines = [
+        f"Over the last {last} updates of each run:",
+        "",
+        "| drafter | acceptance | each seed | by position | tokens a step | held out | tokens/s | while busy | against none | accuracy |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        against = "" if plain is None else f"{r.tokens_per_busy_s / plain.tokens_per_busy_s - 1:+.1%}"
+        counted = "–" if r.acceptance is None else f"{r.acceptance:.1%} ({r.accepted}/{r.drafted})"
+        lines.append(
+            f"| {r.meaning} | {counted} | {_shares(r.by_seed)} | {_shares(r.by_position)} "
+            f"| {'–' if r.accept_length is None else f'{r.accept_length:.2f}'} | {_share(r.held_out_acceptance)} | {r.tokens_per_s:,.0f} "
+            f"| {r.tokens_per_busy_s:,.0f} | {against} | {_share(r.accuracy_before)} → {_share(r.accuracy_after)} |"
+        )
+    return "\n".join(lines)
+
+
+def figures(outcomes: list[Outcome]) -> str:
+    """Acceptance, throughput and accuracy over the updates, every arm a curve (the mean of its seeds), as HTML."""
+    wanted = (
+        ("rollout/spec_accept_rate", "Draft acceptance", "share of draft tokens that the target accepted", False),
+        ("rollout/tokens_per_s", "Rollout throughput", "response tokens a second of wall time", True),
+        ("eval/accuracy", "Held-out accuracy", "share of held-out problems solved", False),
+    )
+    parts = []
+    for name, title, note, zero in wanted:
+        series = []
+        for arm in dict.fromkeys(outcome.arm for outcome in outcomes):
+            points = mean_curve([o.history for o in outcomes if o.arm == arm], name)
+            unit = "tokens/s" if name.endswith("per_s") else "share"
+            series.append(Series(arm.name, points, unit, name.startswith("eval")))  # type: ignore[arg-type]
+        end = max((x for s in series for x, _ in s.points), default=1)
+        parts.append(render_chart(Chart(title, note, series, [Phase("rl", 0, end, 0)], zero=zero)))
+    return f'<section class="charts">{"".join(parts)}</section>'
+
+
+def mean_curve(histories: list[History], name: str) -> Points:
+    """(step, mean over the histories that have it) of one RL metric."""
+    values: dict[int, list[float]] = {}
+    for history in histories:
+        for step, value in history.series(name, "rl"):
+            values.setdefault(step, []).append(value)
+    return [(float(step), sum(found) / len(found)) for step, found in sorted(values.items())]
+
+
+def as_json(results: list[Result], environment: dict[str, Any], last: int) -> dict[str, Any]:
+    """Everything that was measured."""
+    found = gain(results)
+    return {
+        "bench": "mtp",
+        "environment": environment,
+        "timer": TIMER,
+        "last_updates": last,
+        "results": [asdict(r) for r in results],
+        "trained_against_frozen": None if found is None else asdict(found),
+    }
+
+
+def _result(arm: Arm, histories: list[History], last: int) -> Result:
+    rows = [row.metrics for h in histories for row in h.rows if row.phase == "rl" and 0 <= h.last_step("rl") - row.step < last]
+    updates = [m for m in rows if "timing_s/step" in m]
+    drafting = [m for m in updates if "rollout/spec_drafted" in m]
+    drafted, accepted = (int(sum(m[f"rollout/spec_{kind}"] for m in drafting)) for kind in ("drafted", "accepted"))
+    wall = sum(m["timing_s/step"] for m in updates)
+    busy = sum(m["timing_s/step"] * (1 - m["async/rollout_idle"]) for m in updates)
+    tokens = sum(m["rollout/tokens_per_s"] * m["timing_s/step"] for m in updates)
+    positions = sorted({name for m in drafting for name in m if name.startswith("rollout/spec_accept_rate_")})
+    return Result(
+        name=arm.name,
+        meaning=arm.meaning,
+        seeds=len(histories),
+        drafted=drafted,
+        accepted=accepted,
+        acceptance=accepted / drafted if drafted else None,
+        by_seed=[rate for h in histories if (rate := _acceptance(h, last)) is not None],
+        by_position=[_weighted(drafting, name) for name in positions],
+        accept_length=_weighted(drafting, "rollout/spec_accept_length") if drafted else None,
+        held_out_acceptance=_ends([h.series("eval/spec_accept_rate", "rl") for h in histories], -1),
+        tokens_per_s=tokens / wall if wall else 0.0,
+        tokens_per_busy_s=tokens / busy if busy else 0.0,
+        accuracy_before=_ends([h.series("eval/accuracy", "rl") for h in histories], 0),
+        accuracy_after=_ends([h.series("eval/accuracy", "rl") for h in histories], -1),
+    )
+
+
+def _acceptance(history: History, last: int) -> float | None:
+    begin = history.last_step("rl") - last
+    drafted, accepted = (
+        sum(v for step, v in history.series(f"rollout/spec_{kind}", "rl") if step > begin) for kind in ("drafted", "accepted")
+    )
+    return accepted / drafted if drafted else None
+
+
+def _weighted(rows: list[dict[str, float]], name: str) -> float:
+    """Mean of a metric over updates, by the drafts of each."""
+    held = [(m[name], m["rollout/spec_drafted"]) for m in rows if name in m]
+    return sum(value * weight for value, weight in held) / sum(weight for _, weight in held)
+
+
+def _ends(series: list[list[tuple[int, float]]], which: int) -> float | None:
+    values = [points[which][1] for points in series if points]
+    return sum(values) / len(values) if values else None
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else format_value(value, "share")
+
+
+def _shares(values: list[float]) -> str:
+    return ", ".join(_share(v) for v in values) or "–"

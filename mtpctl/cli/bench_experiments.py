@@ -1,0 +1,143 @@
+"""`mtpctl bench mtp`, `bench async`: experiments of whole runs; `bench compare`: two measurements beside each other."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mtpctl.cli.options import Json, Overlays, Sets
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mtpctl.bench.arms import Arm, Experiment
+
+Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe that every arm is a variant of.")]
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where every arm's run goes; arms that are there already are taken.")]
+Seeds = Annotated[list[int] | None, typer.Option("--seed", help="May be repeated; default: the recipe's.")]
+Arms = Annotated[list[str] | None, typer.Option("--arm", metavar="NAME", help="Only this arm; may be repeated.")]
+
+
+def mtp(
+    recipe: Recipe = "mimo_small_mtp",
+    out: Out = Path("runs/bench-mtp"),
+    seed: Seeds = None,
+    arm: Arms = None,
+    last: Annotated[int, typer.Option("--last", min=1, help="Updates at the end of RL that count.")] = 10,
+    together: Annotated[
+        bool, typer.Option("--together", help="Run a seed's arms at once: acceptance is the same, and tokens/s mean nothing.")
+    ] = False,
+    least_gain: Annotated[float, typer.Option("--least-gain", help="Points of acceptance that training the drafter must win.")] = 0.0,
+    least_relative: Annotated[float, typer.Option("--least-relative", help="The same, relative to the frozen drafter's acceptance.")] = 0.0,
+    sets: Sets = None,
+    overlay: Overlays = None,
+    json: Json = False,
+) -> None:
+    """Four arms of RL: no drafter, frozen, trained and synced, trained with only the target synced. Exit code 6 when a bound is missed."""
+    from mtpctl.bench import mtp as bench
+    from mtpctl.bench.machine import machine, told
+    from mtpctl.recipe.errors import ThresholdMissed
+
+    experiment = _experiment(recipe, out, sets, overlay)
+    outcomes = experiment.run(_chosen(bench.ARMS, arm), seed or [_seed(experiment)], together=together, say=_say)
+    results, environment = bench.summarise(outcomes, last), machine()
+    found = bench.as_json(results, environment, last)
+    text = f"{told(environment)}\nThe timer covers: {bench.TIMER}.\n\n{bench.table(results, last)}"
+    _write(out, "bench mtp", told(environment), found, bench.figures(outcomes))
+    print(jsonlib.dumps(found, indent=1) if json else text)
+    gain = bench.gain(results)
+    if gain is None:
+        return
+    if not json:
+        print(f"\ntrained against frozen: {gain.points:+.1f} points ({gain.relative:+.0%}, {gain.standard_errors:.1f} standard errors)")
+    if gain.points < least_gain or gain.relative < least_relative:
+        raise ThresholdMissed(
+            f"training the drafter won {gain.points:+.1f} points ({gain.relative:+.0%}) of acceptance, "
+            f"bounds {least_gain:+g} points and {least_relative:+.0%}"
+        )
+
+
+def asynchrony(
+    recipe: Recipe = "mimo_small_mtp",
+    out: Out = Path("runs/bench-async"),
+    seed: Seeds = None,
+    arm: Arms = None,
+    level: Annotated[float | None, typer.Option("--accuracy", help="Held-out accuracy to reach; default: what every arm does.")] = None,
+    least_speedup: Annotated[float, typer.Option("--least-speedup", help="The best arm against the synchronous one.")] = 1.0,
+    sets: Sets = None,
+    overlay: Overlays = None,
+    json: Json = False,
+) -> None:
+    """Synchronous, streaming, stale, partial rollouts, log-prob server: time to the same held-out accuracy. Exit code 6 below the bound."""
+    from mtpctl.bench import asynchrony as bench
+    from mtpctl.bench.machine import machine, told
+    from mtpctl.recipe.errors import ThresholdMissed, UserError
+
+    experiment = _experiment(recipe, out, sets, overlay)
+    first = experiment.load("probe", 0)
+    if not first.train.eval_every:
+        raise UserError("train.eval_every: the time to an accuracy is read from evaluations; set it, to a tenth of train.rl.steps say")
+    outcomes = experiment.run(_chosen(bench.ARMS, arm), seed or [_seed(experiment)], say=_say)
+    results, levels = bench.summarise(outcomes, level)
+    environment = machine()
+    found = bench.as_json(results, levels, environment)
+    _write(out, "bench async", told(environment), found, bench.figures(outcomes))
+    text = f"{told(environment)}\nThe timer covers: {bench.TIMER}.\n\n{bench.table(results, levels)}"
+    print(jsonlib.dumps(found, indent=1) if json else text)
+    best = bench.best_speedup(results)
+    if best is not None and best < least_speedup:
+        raise ThresholdMissed(f"the best arm is {best:.2f}x as fast as the synchronous one, bound {least_speedup:g}x")
+
+
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A.json", help="A bench's JSON.")],
+    after: Annotated[Path, typer.Argument(metavar="B.json", help="The same bench's, later or elsewhere.")],
+    tolerance: Annotated[float, typer.Option("--tolerance", min=0, help="How much worse a figure may be, relative.")] = 0.05,
+    json: Json = False,
+) -> None:
+    """Figure by figure, B against A. Exit code 6 where a figure whose better side is known got worse by more than the tolerance."""
+    from mtpctl.bench import compare as bench
+    from mtpctl.recipe.errors import ThresholdMissed
+
+    changes = bench.changes(bench.read(before), bench.read(after))
+    print(jsonlib.dumps(bench.as_json(changes), indent=1) if json else bench.table(changes, tolerance))
+    worse = [change for change in changes if change.worse_by > tolerance]
+    if worse:
+        raise ThresholdMissed(f"{len(worse)} of {len(changes)} figures got worse by more than {tolerance:.0%}, first: {worse[0].name}")
+
+
+def _experiment(recipe: str, out: Path, sets: list[str] | None, overlay: list[str] | None) -> Experiment:
+    from mtpctl.bench.arms import Experiment
+
+    return Experiment(recipe, tuple(overlay or ()), tuple(sets or ()), out)
+
+
+def _seed(experiment: Experiment) -> int:
+    from mtpctl.recipe import load_recipe
+
+    return load_recipe(experiment.recipe, overlays=list(experiment.overlays), sets=list(experiment.sets)).recipe.seed
+
+
+def _chosen(arms: Sequence[Arm], wanted: list[str] | None) -> list[Arm]:
+    from mtpctl.recipe.errors import UserError
+
+    unknown = set(wanted or ()) - {arm.name for arm in arms}
+    if unknown:
+        raise UserError(f"--arm: there is no {sorted(unknown)[0]}; the arms are {', '.join(arm.name for arm in arms)}")
+    return [arm for arm in arms if not wanted or arm.name in wanted]
+
+
+def _write(out: Path, title: str, subtitle: str, found: dict[str, Any], figures: str) -> None:
+    from mtpctl.telemetry.page import page, write_page
+
+    (out / "result.json").write_text(jsonlib.dumps(found, indent=1) + "\n")
+    write_page(out / "result.html", page(title, subtitle, figures, out.name))
+    _say(f"wrote {out / 'result.json'} and {out / 'result.html'}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,31 @@
+"""The shell of every HTML page: style inlined, no script, no second file."""
+
+from __future__ import annotations
+
+import os
+from html import escape
+from pathlib import Path
+
+from mtpctl.recipe import UserError
+
+
+def page(title: str, subtitle: str, body: str, footer: str) -> str:
+    """A whole document. `body` is HTML, everything else is text."""
+    style = Path(__file__).with_name("report.css").read_text()
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
+        f'<meta name="color-scheme" content="light dark"><title>{escape(title)} · mtpctl</title><style>{style}</style></head><body><main>'
+        f"<header><h1>{escape(title)}</h1><p>{escape(subtitle)}</p></header>{body}"
+        f"<footer>mtpctl · {escape(footer)}</footer></main></body></html>\n"
+    )
+
+
+def write_page(target: Path, text: str) -> None:
+    """Write aside, then rename. Raises UserError where the place cannot be written."""
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(target)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise UserError(f"--out: cannot write {target} ({error.strerror}); name another place") from error
