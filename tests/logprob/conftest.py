@@ -104,6 +104,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with other weights."""
+    from mtpctl.convert import create_hf_folder
+
+    return create_hf_folder(CONFIG, tmp_path_factory.mktemp("other") / "other", seed=9).path
+
+
 def replica_config(folder: Path, **changes: Any) -> ReplicaConfig:
     settings: dict[str, Any] = {
         "model": str(folder),

@@ -6,16 +6,19 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from mtpctl.cluster import cluster
-from mtpctl.logprob import LogprobServer, Replica, ScoreRequest, ServerLimits, start_replica
+from mtpctl.logprob import LogprobServer, Replica, Scored, ScoreRequest, ServerLimits, start_replica
 from mtpctl.logprob.replica import RayRanks
 from mtpctl.recipe.schema import ClusterConfig, ParallelConfig
+from mtpctl.sync import Publisher, VersionStore
 from tests.logprob.conftest import Loop, replica_config
 
 pytestmark = pytest.mark.timeout(280)
@@ -41,55 +44,74 @@ async def one(ref: Any) -> Any:
     return await ref
 
 
-async def started(folder: Path, count: int, **changes: Any) -> LogprobServer:
+async def started(folder: Path, count: int, published: VersionStore | None = None, **changes: Any) -> LogprobServer:
     config = replica_config(folder, **changes)
 
     async def start(index: int) -> Replica:
         return await start_replica(config, name=f"log-prob replica {index}", cpus=0, gpus=0)
 
-    return await LogprobServer.start(start, count, ServerLimits(1024, 1 << 20, max_restarts=30))
+    return await LogprobServer.start(start, count, ServerLimits(1024, 1 << 20, max_restarts=30), published=published)
 
 
-async def kill_and_count(server: LogprobServer, kills: int, generator: random.Random) -> list[tuple[ScoreRequest, Any]]:
-    """Answers to requests that keep coming while replicas are killed; each kill waits for a replica that serves."""
-    answers: list[tuple[ScoreRequest, Any]] = []
+@dataclass(frozen=True)
+class Told:
+    """A request, its answer, and the server's version when it was asked and when it was answered."""
+
+    asked: ScoreRequest
+    answer: Scored
+    before: int
+    after: int
+
+
+async def kill_under_load(
+    server: LogprobServer, kills: int, generator: random.Random, update: Callable[[], Awaitable[None]] | None = None
+) -> list[Told]:
+    """Answers to requests that keep coming while replicas are killed, each after the one before it was replaced.
+
+    `update`: called before every other kill.
+    """
+    answers: list[Told] = []
     ending = asyncio.Event()
 
     async def client(number: int) -> None:
         turn = 0
         while not ending.is_set():
             for asked in requests(8, seed=1000 * number + turn):
-                answers.append((asked, await server.score(asked)))
+                before = server.version
+                answer = await server.score(asked)
+                answers.append(Told(asked, answer, before, server.version))
             turn += 1
 
     async def trouble() -> None:
-        for _ in range(kills):
-            while not (alive := [seat.replica for seat in server.replicas.seats if seat.replica is not None]):
-                await asyncio.sleep(0.05)
-            os.kill((await pids(generator.choice(alive)))[0], signal.SIGKILL)
+        for number in range(kills):
+            if update is not None and number % 2:
+                await update()
+            await asyncio.sleep(generator.uniform(0, 0.2))
+            (_, victim) = generator.choice(server.replicas.live())
             before = server.replicas.restarts
+            os.kill((await pids(victim))[0], signal.SIGKILL)
             while server.replicas.restarts == before:
                 await asyncio.sleep(0.05)
         ending.set()
 
     await asyncio.gather(trouble(), *(client(number) for number in range(4)))
+    assert server.counters.failed == 0 and server.counters.requests == len(answers)
+    assert server.replicas.restarts == kills
+    assert all(told.before <= told.answer.version <= told.after for told in answers)
     return answers
 
 
-async def check(server: LogprobServer, answers: list[tuple[ScoreRequest, Any]]) -> None:
-    """Answers that came through all that are those of a server at rest."""
-    for asked, answer in random.Random(0).sample(answers, min(40, len(answers))):
-        calm = await server.score(asked)
-        assert answer.logprobs == pytest.approx(calm.logprobs, abs=1e-5)
+async def check_as_at_rest(server: LogprobServer, answers: list[Told]) -> None:
+    """Answers that came through all that are to the bit those of a server at rest."""
+    for told in answers:
+        assert told.answer.logprobs == (await server.score(told.asked)).logprobs
 
 
 @pytest.mark.slow
 def test_a_killed_replica_loses_nothing(run: Loop, ray_cluster: None, folder: Path) -> None:
     async def ask() -> None:
         server = await started(folder, 1)
-        answers = await kill_and_count(server, 1, random.Random(0))
-        assert server.replicas.restarts == 1 and answers
-        await check(server, answers)
+        await check_as_at_rest(server, await kill_under_load(server, 1, random.Random(0)))
         await server.close()
 
     run(ask(), 270)
@@ -97,12 +119,27 @@ def test_a_killed_replica_loses_nothing(run: Loop, ray_cluster: None, folder: Pa
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)
-def test_twenty_kills_lose_nothing(run: Loop, ray_cluster: None, folder: Path) -> None:
+def test_twenty_kills_lose_nothing_and_mix_no_versions(
+    run: Loop, ray_cluster: None, folder: Path, other_folder: Path, tmp_path: Path
+) -> None:
+    """Two replicas, 20 kills, ten updates among them; weights go back and forth, so that an answer tells which made it."""
+    weights = [load_file(path / "model.safetensors") for path in (folder, other_folder)]
+    store = VersionStore(tmp_path / "versions")
+    publisher = Publisher(store, bucket_bytes=1 << 16)
+
     async def ask() -> None:
-        server = await started(folder, 2)
-        answers = await kill_and_count(server, 20, random.Random(1))
-        assert server.replicas.restarts == 20 and server.counters.failed == 0
-        await check(server, answers)
+        server = await started(folder, 2, store)
+
+        async def update() -> None:
+            version = server.version + 1
+            await server.update(publisher.publish(iter(weights[version % 2].items()), version))
+
+        answers = await kill_under_load(server, 20, random.Random(1), update)
+        assert server.version == 10 and {told.answer.version for told in answers} == set(range(11))
+        for parity in (0, 1):
+            await check_as_at_rest(server, [told for told in answers if told.answer.version % 2 == parity])
+            await update()
+        print(f"{len(answers)} answers, {server.counters.retried} asked again, {server.counters.batches} batches")
         await server.close()
 
     run(ask(), 1700)
