@@ -1,0 +1,61 @@
+"""Time to a fixed held-out accuracy: evaluations apart, interpolated between them, the level one that every arm reaches."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtpctl.bench.arms import Outcome
+from mtpctl.bench.asynchrony import ARMS, accuracy, best_speedup, summarise, table, time_to
+from mtpctl.plan import Placement
+from mtpctl.plan.placement import Actor
+from mtpctl.telemetry import History, Row
+
+BY_NAME = {arm.name: arm for arm in ARMS}
+
+
+def run(step_s: float, accuracies: list[float], *, evaluation_s: float = 5.0) -> History:
+    """An update of `step_s` seconds before each accuracy but the first."""
+    rows = []
+    for step, value in enumerate(accuracies):
+        metrics = {"eval/accuracy": value, "timing_s/evaluation": evaluation_s}
+        if step:
+            metrics |= {"timing_s/step": step_s, "async/overlap": 0.5, "timing_s/old_log_prob": 0.25}
+        rows.append(Row("rl", step, float(step), 1, metrics))
+    return History(rows, [])
+
+
+def outcome(name: str, history: History, *, gpus: float = 2, seed: int = 0) -> Outcome:
+    return Outcome(BY_NAME[name], seed, history, Placement("cuda", (Actor("trainer", 0, 0, 0, 1, gpus),), 1))
+
+
+def test_the_moment_is_read_off_the_line_between_evaluations() -> None:
+    points = accuracy(run(10, [0.2, 0.4, 0.8]))
+    assert points == [(0, 0.2), (10, 0.4), (20, 0.8)]
+    assert time_to(points, 0.6) == pytest.approx(15)
+    assert time_to(points, 0.1) == 0 and time_to(points, 0.9) is None
+
+
+def test_evaluations_count_where_they_are_asked_for_and_the_first_never() -> None:
+    assert accuracy(run(10, [0.2, 0.4, 0.8]), evaluations=True) == [(0, 0.2), (10, 0.4), (25, 0.8)]
+
+
+def test_the_level_is_what_every_arm_of_a_seed_reaches() -> None:
+    outcomes = [outcome("synchronous", run(10, [0, 0.5, 1.0])), outcome("partial", run(4, [0, 0.4, 0.8]))]
+    results, levels = summarise(outcomes, None)
+    assert levels == {0: 0.8}
+    assert [r.to_level_s for r in results] == pytest.approx([16, 8])
+    assert best_speedup(results) == pytest.approx(2)
+    assert summarise(outcomes, 0.4)[1] == {0: 0.4}
+
+
+def test_speed_ups_are_per_unit_too() -> None:
+    outcomes = [outcome("synchronous", run(10, [0, 1.0])), outcome("partial-server", run(4, [0, 1.0]), gpus=2.5)]
+    results, levels = summarise(outcomes, None)
+    text = table(results, levels)
+    assert "| partial-server | 0 | 2.5 |" in text and "2.50x | 2.00x" in text
+    assert results[0].old_logprob_s == 0.25
+
+
+def test_an_arm_that_never_gets_there_has_no_speed_up() -> None:
+    results, levels = summarise([outcome("synchronous", run(1, [0, 0.5])), outcome("stale", run(1, [0, 0.2]))], 0.4)
+    assert best_speedup(results) is None and "never" in table(results, levels)

@@ -1,0 +1,73 @@
+"""Arms are read from their runs' metrics: drafts of the last updates are counted, gains are against the frozen drafter."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtpctl.bench.arms import Outcome
+from mtpctl.bench.mtp import ARMS, figures, gain, mean_curve, summarise, table
+from mtpctl.plan import Placement
+from mtpctl.telemetry import History, Row
+
+BY_NAME = {arm.name: arm for arm in ARMS}
+NOWHERE = Placement("cpu", (), 0)
+
+
+def run(rates: list[float], *, drafted: int = 1000, accuracy: tuple[float, float] = (0.25, 0.75)) -> History:
+    """One update a rate: half of its two seconds with requests, 400 tokens."""
+    rows = [Row("rl", 0, 0.0, 1, {"eval/accuracy": accuracy[0]})]
+    for step, rate in enumerate(rates, start=1):
+        metrics = {"timing_s/step": 2.0, "async/rollout_idle": 0.5, "rollout/tokens_per_s": 200.0}
+        if drafted:
+            metrics |= {
+                "rollout/spec_drafted": float(drafted),
+                "rollout/spec_accepted": rate * drafted,
+                "rollout/spec_accept_rate": rate,
+                "rollout/spec_accept_rate_1": rate,
+                "rollout/spec_accept_length": 1 + rate,
+            }
+        rows.append(Row("rl", step, float(step), 1, metrics))
+    rows[-1].metrics |= {"eval/accuracy": accuracy[1]} | ({"eval/spec_accept_rate": rates[-1]} if drafted else {})
+    return History(rows, [])
+
+
+def outcome(name: str, history: History, seed: int = 0) -> Outcome:
+    return Outcome(BY_NAME[name], seed, history, NOWHERE)
+
+
+def test_only_the_last_updates_count_and_seeds_are_pooled() -> None:
+    outcomes = [outcome("trained", run([0.1, 0.1, 0.8, 0.9])), outcome("trained", run([0.2, 0.2, 0.6, 0.7]), seed=1)]
+    (result,) = summarise(outcomes, last=2)
+    assert (result.drafted, result.accepted, result.seeds) == (4000, 3000, 2)
+    assert result.acceptance == pytest.approx(0.75) and result.by_seed == pytest.approx([0.85, 0.65])
+    assert result.by_position == pytest.approx([0.75]) and result.accept_length == pytest.approx(1.75)
+    assert result.held_out_acceptance == pytest.approx(0.8)
+    assert (result.accuracy_before, result.accuracy_after) == (0.25, 0.75)
+
+
+def test_throughput_over_all_time_and_while_requests_are_there() -> None:
+    (result,) = summarise([outcome("none", run([0.0, 0.0], drafted=0))], last=2)
+    assert (result.tokens_per_s, result.tokens_per_busy_s) == (200, 400)
+    assert result.acceptance is None and result.by_position == []
+
+
+def test_the_gain_in_points_relative_and_in_standard_errors() -> None:
+    results = summarise([outcome("frozen", run([0.5] * 3)), outcome("trained", run([0.6] * 3))], last=3)
+    found = gain(results)
+    assert found is not None
+    assert found.points == pytest.approx(10) and found.relative == pytest.approx(0.2)
+    assert found.standard_errors == pytest.approx(0.1 / ((0.5 * 0.5 + 0.6 * 0.4) / 3000) ** 0.5)
+    assert gain(results[:1]) is None
+
+
+def test_every_arm_is_a_row_and_a_curve() -> None:
+    outcomes = [outcome("none", run([0.0, 0.0], drafted=0)), outcome("trained", run([0.4, 0.6]))]
+    text = table(summarise(outcomes, last=2), 2)
+    assert "| no speculation | – |" in text and "| drafter trained and synced | 50.0% (1000/2000)" in text and "+0.0%" in text
+    assert "trained" in figures(outcomes)
+    assert mean_curve([run([0.2]), run([0.4])], "rollout/spec_accept_rate") == [(1.0, pytest.approx(0.3))]
+
+
+def test_arms_differ_in_the_mtp_layers_alone() -> None:
+    keys = {text.partition("=")[0] for arm in ARMS for text in arm.sets}
+    assert keys == {"rollout.speculation.num_tokens", "train.rl.train_mtp", "sync.sections"}
