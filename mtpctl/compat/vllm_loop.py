@@ -109,6 +109,9 @@ class LoopCore(InprocClient):
     async def reset_prefix_cache_async(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         return self.engine_core.reset_prefix_cache(reset_running_requests, reset_connector)
 
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        return getattr(self.engine_core, method)(*args)
+
     async def add_lora_async(self, lora_request: Any) -> bool:
         return self.engine_core.add_lora(lora_request)
 

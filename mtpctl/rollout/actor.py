@@ -30,6 +30,8 @@ class Replica(Protocol):
 
     async def spec_stats(self) -> SpecStats: ...
 
+    async def speculate(self, drafts: int | None = None) -> dict[str, Any]: ...
+
     async def health(self) -> Health: ...
 
     async def shutdown(self) -> None: ...
@@ -72,6 +74,11 @@ class RolloutActor:
         """See `VllmEngine.spec_stats`."""
         stats: SpecStats = await self._engine.spec_stats()
         return stats
+
+    async def speculate(self, drafts: int | None = None) -> dict[str, Any]:
+        """See `VllmEngine.speculate`."""
+        state: dict[str, Any] = await self._engine.speculate(drafts)
+        return state
 
     async def health(self) -> Health:
         """See `VllmEngine.health`."""
@@ -132,6 +139,11 @@ class RayReplica:
         """See `RolloutActor.spec_stats`."""
         stats: SpecStats = await self._call(self._handle.spec_stats.remote())
         return stats
+
+    async def speculate(self, drafts: int | None = None) -> dict[str, Any]:
+        """See `RolloutActor.speculate`."""
+        state: dict[str, Any] = await self._call(self._handle.speculate.remote(drafts))
+        return state
 
     async def health(self) -> Health:
         """See `RolloutActor.health`."""

@@ -15,6 +15,7 @@ import copy
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 from mtpctl.cluster import Lifecycle, Replicas, Seat, start_all
 from mtpctl.recipe import RuntimeFailure
@@ -208,6 +209,10 @@ class ReplicaPool:
         for stats in await self._replicas.each(lambda replica: replica.spec_stats()):
             total.add(stats)
         return total
+
+    async def speculate(self, drafts: int | None = None) -> list[dict[str, Any]]:
+        """See `VllmEngine.speculate`; one entry for each replica that is alive."""
+        return await self._replicas.each(lambda replica: replica.speculate(drafts))
 
     async def health(self) -> list[Health]:
         """One entry for each replica, dead ones included."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, AsyncIterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -66,12 +67,33 @@ def add_positions(total: list[int], more: list[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """State of one engine: `in_flight` responses being made, the live weight `version`, and seconds since it last answered."""
+    """State of one engine: `in_flight` responses being made, and the live weight `version`.
+
+    `occupied_s` is `Occupancy.seconds`.
+    """
 
     alive: bool
     version: int = 0
     in_flight: int = 0
     reason: str = ""
+    occupied_s: float = 0.0
+
+
+class Occupancy:
+    """How long an engine's places for requests were taken: divided by time and `places`, the share of them in use."""
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._taken = 0
+        self._seconds = 0.0
+        self._since = time.monotonic()
+
+    def count(self, in_flight: int) -> float:
+        """From now on `in_flight` requests are there; those beyond the places wait. Returns place-seconds so far."""
+        now = time.monotonic()
+        self._seconds += self._taken * (now - self._since)
+        self._taken, self._since = min(in_flight, self._places), now
+        return self._seconds
 
 
 class Generator(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
+from math import ceil
 from typing import Literal
 
 from mtpctl.cluster import within
@@ -12,6 +13,9 @@ from mtpctl.recipe.schema import VllmConfig
 from mtpctl.rollout.actor import Replica, start_replica
 from mtpctl.rollout.pool import Latest, ReplicaPool
 from mtpctl.rollout.vllm_settings import engine_settings
+
+WAITING_SHARE = 1 / 16
+"""Requests that wait in an engine, over those that it works on."""
 
 
 async def start_pool(
@@ -41,7 +45,7 @@ async def start_pool(
         )
         return await start_replica(settings, name=f"rollout replica {index}", options=options)
 
-    starting = ReplicaPool.start(
-        start, rollout.replicas, latest=latest, max_in_flight=rollout.max_in_flight, max_restarts=rollout.max_restarts
-    )
+    # A few requests wait inside each engine, so that no place of it stands empty while an answer travels back.
+    room = rollout.max_in_flight + ceil(WAITING_SHARE * rollout.max_in_flight)
+    starting = ReplicaPool.start(start, rollout.replicas, latest=latest, max_in_flight=room, max_restarts=rollout.max_restarts)
     return await within(starting, recipe.cluster.actor_deadline_s, "rollout, start")

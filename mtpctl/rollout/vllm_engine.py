@@ -10,17 +10,19 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable
+from importlib.metadata import entry_points
 from itertools import count
 from typing import Any, TypeVar
 
 from mtpctl.plan import Bucket
-from mtpctl.recipe import UserError
-from mtpctl.rollout.protocol import DEADLINE, EngineDead, Health, SpecStats, add_positions
+from mtpctl.recipe import EnvironmentMissing, UserError
+from mtpctl.rollout.protocol import DEADLINE, EngineDead, Health, Occupancy, SpecStats, add_positions
 from mtpctl.rollout.vllm_settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample, Speculation
 from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import ABORTED_BY_SENDER, PauseMode, PlanMismatch, Section, SyncError, TargetDirty, VersionConflict
+from mtpctl.sync.protocol import PauseMode, Section, TargetDirty, VersionConflict
 from mtpctl.sync.session import SyncReport, update_target
+from mtpctl.sync.vllm_target import ADAPTER, ADAPTER_ID, EngineClient, VllmTarget, adapter_request
 
 T = TypeVar("T")
 CONTROL_DEADLINE_S = 120.0
@@ -32,19 +34,17 @@ class VllmEngine:
     def __init__(self, llm: Any, settings: VllmSettings, version: int) -> None:
         self._llm = llm
         self._settings = settings
-        self._version = version
         self._context = int(llm.model_config.max_model_len)
         self._ids = count()
         self._in_flight: set[str] = set()
+        self._occupied = Occupancy(int(settings.args["max_num_seqs"]))
         self._stats = SpecStats()
         self._paused = False
         self._failure = ""
-        self._dirty = False
-        self._manifest: Manifest | None = None
-        self._updating: tuple[Manifest, Section] | None = None
-        self._session_open = False
-        self._touched: set[Section] = set()
-        self._loaded: dict[Section, int] = {}
+        self._holds: tuple[Section, ...] = (
+            ("target", "draft", "adapter") if "speculative_config" in settings.args else ("target", "adapter")
+        )
+        self._target = VllmTarget(EngineClient(llm), version, within=self._within, paused=lambda: self._paused, holds=self._holds)
 
     @classmethod
     async def start(cls, settings: VllmSettings, *, version: int = 0) -> VllmEngine:
@@ -53,6 +53,7 @@ class VllmEngine:
         Raises UserError for an unknown name in `rollout.engine_args`, and what vLLM raises for a model it cannot load.
         """
         os.environ.update(settings.environment)
+        check_plugin()
         import torch
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -94,10 +95,12 @@ class VllmEngine:
             return sample
         request_id = f"{sample.prompt_id}/{sample.index}/{next(self._ids)}"
         self._in_flight.add(request_id)
+        self._occupied.count(len(self._in_flight))
         try:
             output, late = await self._run(request, request_id, prompt, room)
         finally:
             self._in_flight.discard(request_id)
+            self._occupied.count(len(self._in_flight))
         completion = output.outputs[0]
         self._append(sample, completion)
         sample.finish_reason = DEADLINE if late else completion.finish_reason
@@ -118,7 +121,8 @@ class VllmEngine:
         timer = asyncio.ensure_future(give_up())
         try:
             output = None
-            async for step in self._llm.generate(tokens_input(prompt), self._sampling(request, room), request_id):
+            asked = self._llm.generate(tokens_input(prompt), self._sampling(request, room), request_id, lora_request=self._adapter())
+            async for step in asked:
                 output = step
         except Exception as error:
             if self._llm.errored:
@@ -129,6 +133,11 @@ class VllmEngine:
         if output is None:
             raise self._died(RuntimeError(f"request {request_id} ended without an output"))
         return output, late
+
+    def _adapter(self) -> Any:
+        """The adapter that requests are answered with, once one came."""
+        folder = self._target.adapter
+        return None if folder is None else adapter_request(ADAPTER, ADAPTER_ID, str(folder))
 
     def _sampling(self, request: GenerationRequest, room: int) -> Any:
         from vllm import SamplingParams
@@ -185,37 +194,58 @@ class VllmEngine:
         """Speculation over all responses since the start."""
         return self._stats
 
+    @property
+    def speculates_by_choice(self) -> bool:
+        """Whether the engine was started with `speculation.auto`."""
+        return "scheduler_cls" in self._settings.args
+
+    async def speculate(self, drafts: int | None = None, *, look_again: bool = False) -> dict[str, Any]:
+        """Have every step propose `drafts` tokens, or with -1 as many as pay; None only asks.
+
+        Returns `drafts` in use, how often the engine looked (`looks`) and changed its mind (`switches`), and `told`, the last time
+        that it did, in words. Raises UserError for an engine that was started without `speculation.auto`.
+        """
+        if not self.speculates_by_choice:
+            raise UserError("rollout.speculation.auto: is off, so the number of draft tokens is fixed at the start")
+        state: dict[str, Any] = await self._within(
+            self._llm.engine_core.call_utility_async("mtpctl_speculation", drafts, look_again), "asking the scheduler"
+        )
+        return state
+
     async def health(self) -> Health:
         """Whether the engine can serve, and if not, why."""
-        reason = self._failure or ("weights of two versions" if self._dirty else "")
+        reason = self._failure or ("weights of two versions" if self._target.dirty else "")
         if self._llm.errored and not reason:
             reason = "the engine core has died"
-        return Health(alive=not reason, version=self._version, in_flight=len(self._in_flight), reason=reason)
+        return Health(not reason, self._target.version, len(self._in_flight), reason, self._occupied.count(len(self._in_flight)))
 
     async def shutdown(self) -> None:
         """End the engine. May be called again."""
         self._llm.shutdown()
+        self._target.close()
 
     # ------------------------------------------------------------------------------------------- weight updates
 
     @property
     def version(self) -> int:
         """The version whose weights are live."""
-        return self._version
+        return self._target.version
 
     async def update(self, manifest: Manifest, *, mode: PauseMode = "keep", verify: bool = False, deadline_s: float = 120.0) -> SyncReport:
-        """Pause, take in all sections of `manifest`, check them if asked to, resume.
+        """Pause, take in the sections of `manifest` that the engine holds (`draft` where it drafts), check them if asked to, resume.
 
         Raises what `update_target` raises; after a SyncError the engine goes on with the weights it had.
         """
-        if self._updating is not None:
-            raise VersionConflict(f"an update to version {self._updating[0].version} is under way")
+        if self._target.updating is not None:
+            raise VersionConflict(f"an update to version {self._target.updating} is under way")
         started = time.monotonic()
         await self.pause(mode)
         try:
-            report = await update_target(self, manifest, verify=verify, deadline_s=deadline_s)
+            report = await update_target(self, manifest, verify=verify, deadline_s=deadline_s, holds=self._holds)
+            if self.speculates_by_choice:
+                await self.speculate(look_again=True)
         finally:
-            if not self._dirty and not self._failure:
+            if not self._target.dirty and not self._failure:
                 await self.resume()
         stall = time.monotonic() - started
         return SyncReport(report.version, report.nbytes, report.seconds, stall, report.verified)
@@ -223,86 +253,23 @@ class VllmEngine:
     async def begin_update(self, plan: Manifest, version: int, section: Section) -> None:
         """See `WeightTarget`. The engine must be paused."""
         self._check_alive()
-        if self._updating is not None:
-            raise VersionConflict(f"an update to version {self._updating[0].version} is under way")
-        if version < self._version or version <= self._loaded.get(section, -1):
-            raise VersionConflict(f"weight version {version} ({section}) is not newer than the live {self._version}")
-        if section not in plan.sections:
-            raise PlanMismatch(f"version {version} has no section {section}")
-        if not self._paused:
-            raise SyncError("weights may change only while generation is paused")
-        start = self._llm.start_draft_weight_update if section == "draft" else self._llm.start_weight_update
-        try:
-            await self._within(start(), "opening a weight session")
-            self._session_open = True
-            await self._step(action="begin", section=section, manifest=plan.to_dict())
-        except SyncError:
-            raise
-        except Exception as error:
-            raise PlanMismatch(str(error)) from error
-        self._updating = (plan, section)
+        await self._target.begin_update(plan, version, section)
 
-    async def receive(self, bucket: Bucket) -> None:
+    async def receive(self, *buckets: Bucket) -> None:
         """See `WeightTarget`."""
-        if self._updating is None:
-            raise SyncError("a bucket came outside of an update")
-        self._touched.add(self._updating[1])
-        await self._step(action="bucket", section=self._updating[1], index=bucket.index)
+        await self._target.receive(*buckets)
 
     async def finish_update(self) -> None:
         """See `WeightTarget`."""
-        if self._updating is None:
-            raise SyncError("there is no update to finish")
-        plan, section = self._updating
-        await self._within(self._llm.finish_weight_update(str(plan.version)), "closing a weight session")
-        self._updating, self._session_open = None, False
-        self._version = self._loaded[section] = plan.version
-        if all(self._loaded.get(name) == plan.version for name in plan.sections):  # type: ignore[call-overload]
-            self._manifest, self._touched = plan, set()
+        await self._target.finish_update()
 
     async def abort_update(self) -> None:
-        """See `WeightTarget`. Weights already overwritten are taken again from the version before, where it is published."""
-        self._updating = None
-        await self._end_session()
-        if not self._touched:
-            return
-        before, self._touched = self._manifest, set()
-        self._dirty = True
-        if before is None:
-            raise TargetDirty("the update broke off before the first published version was in: restart this engine")
-        self._dirty = False
-        self._loaded = {}
-        self._version, self._manifest = before.version, None
-        try:
-            await update_target(self, before)
-        except Exception as error:
-            self._dirty = True
-            raise TargetDirty(f"the update broke off, and version {before.version} could not be restored: {error}") from error
+        """See `WeightTarget`. Weights already overwritten are taken again from the version before, where it is kept."""
+        await self._target.abort_update()
 
     async def checksums(self) -> dict[str, str]:
         """See `WeightTarget`."""
-        found = await self._within(self._llm.collective_rpc("mtpctl_checksums"), "taking checksums")
-        return dict(found[0])
-
-    async def _step(self, **step: Any) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        try:
-            await self._within(self._llm.update_weights(WeightTransferUpdateRequest(update_info=step)), "a weight update")
-        except BaseException:
-            self._session_open = False  # vLLM ends a session in which an update fails
-            raise
-
-    async def _end_session(self) -> None:
-        """Close vLLM's session, if one is open, without making it count: with an update that fails on purpose."""
-        if not self._session_open:
-            return
-        try:
-            await self._step(action="abort", section="")
-        except Exception as error:
-            # vLLM wraps errors of a worker in another process, and keeps their text.
-            if ABORTED_BY_SENDER not in str(error):
-                raise
+        return await self._target.checksums()
 
     # ------------------------------------------------------------------------------------------------- deadlines
 
@@ -313,7 +280,7 @@ class VllmEngine:
             raise self._died(RuntimeError(f"{what} took longer than {CONTROL_DEADLINE_S:.0f} s")) from error
 
     def _check_alive(self) -> None:
-        if self._dirty:
+        if self._target.dirty:
             raise TargetDirty("this engine holds weights of two versions: restart it")
         if self._failure or self._llm.errored:
             raise EngineDead(self._failure or "the engine core has died")
@@ -321,6 +288,12 @@ class VllmEngine:
     def _died(self, error: Exception) -> EngineDead:
         self._failure = self._failure or f"{type(error).__name__}: {error}"
         return EngineDead(self._failure)
+
+
+def check_plugin() -> None:
+    """Raise EnvironmentMissing where vLLM's processes would not find mtpctl's stand-ins and weight receiver."""
+    if not entry_points(group="vllm.general_plugins", name="mtpctl"):
+        raise EnvironmentMissing("mtpctl: vLLM finds its plugin through the package's entry point; install mtpctl (pip install -e .)")
 
 
 def check_engine_args(args: dict[str, Any]) -> None:

@@ -6,10 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mtpctl.compat.vllm_plugin import TRANSFER_BACKEND
+from mtpctl.recipe import UserError
 from mtpctl.recipe.schema import VllmConfig
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 CPU_KV_CACHE_BYTES = 256 << 20
+SCHEDULERS = {
+    False: "mtpctl.rollout.vllm_scheduler.SwitchingScheduler",
+    True: "mtpctl.rollout.vllm_scheduler.AsyncSwitchingScheduler",
+}
+"""What drives `speculation.auto`, by whether vLLM schedules a step while the one before it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,12 @@ def engine_settings(
     if k:
         args["speculative_config"] = {"method": "mtp", "num_speculative_tokens": k}
         args["per_request_spec_decode_metrics"] = "summary"
+    if k and rollout.speculation.auto:
+        args["speculative_config"]["num_speculative_tokens_per_batch_size"] = _every_number(k, rollout.max_in_flight)
+        ahead = rollout.engine_args.get("async_scheduling", not cpu)
+        args |= {"async_scheduling": ahead, "scheduler_cls": SCHEDULERS[ahead]}
+        if not args["enforce_eager"]:
+            args["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(k, rollout.max_in_flight)}
     if rollout.context is not None:
         args["max_model_len"] = rollout.context
     if rollout.kv_cache_bytes is not None or cpu:
@@ -67,6 +79,19 @@ def engine_settings(
     args |= rollout.engine_args
     in_loop = cpu and args["tensor_parallel_size"] == 1
     return VllmSettings(args, in_loop, threads=rollout.threads, environment=_environment(cpu, in_loop, rollout.threads))
+
+
+def _every_number(k: int, requests: int) -> list[tuple[int, int, int]]:
+    """A schedule of draft tokens in which each number up to `k` occurs, so that vLLM captures graphs for each."""
+    if requests <= k:
+        raise UserError(f"rollout.max_in_flight: {requests} is too small for speculation.auto with num_tokens: {k}; set it above {k}")
+    return [(drafts + 1, drafts + 1, drafts) for drafts in range(k)] + [(k + 1, requests, k)]
+
+
+def capture_sizes(k: int, requests: int) -> list[int]:
+    """Tokens of the steps to capture as CUDA graphs: up to `requests` requests, with 0 to `k` drafts each."""
+    counts = {1, 2, 4, *range(8, min(requests, 256) + 1, 8), *range(256, requests + 1, 16), requests}
+    return sorted({count * (drafts + 1) for count in counts if count <= requests for drafts in range(k + 1)})
 
 
 def _environment(cpu: bool, in_loop: bool, threads: int) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from mtpctl.rollout import ABORTED, DEADLINE, EngineDead, Health, SpecStats
 from mtpctl.samples import GenerationRequest, Sample
@@ -99,6 +100,10 @@ class FakeReplica:
     async def spec_stats(self) -> SpecStats:
         self._check()
         return SpecStats()
+
+    async def speculate(self, drafts: int | None = None) -> dict[str, Any]:
+        self._check()
+        return {"drafts": drafts}
 
     async def health(self) -> Health:
         self._check()

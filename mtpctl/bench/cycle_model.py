@@ -1,0 +1,123 @@
+"""A model of any MiMo shape whose next token is known, and whose MTP layer is right on a chosen share of the vocabulary.
+
+The trunk answers `token + 1`. Its attention and MLP have random weights and write nothing back, so that every matrix is multiplied
+as in a real model. The MTP layer hands on the embedding of the token that it is given, which the head turns into the same answer;
+where a marker in that embedding is set, one neuron of its MLP adds the embedding of another token, and the answer is wrong. The marker
+is set on a random share of the lower half of the vocabulary, and on all of the upper half.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mtpctl import families
+from mtpctl.families import ModelShape
+from mtpctl.recipe import UserError
+
+WRITERS = 8
+MARKER = 8.0
+"""Size of the marker; other elements of an embedding are about 1."""
+SILENT = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+
+
+def answer(token: int, count: int, vocab: int) -> list[int]:
+    """The `count` tokens that the model says after `token`."""
+    return [(token + 1 + place) % vocab for place in range(count)]
+
+
+def write_cycle_model(folder: Path, config: dict[str, Any], *, acceptance: float, device: str, seed: int = 0) -> Path:
+    """Write the model into `folder` unless it is there already. Drafts after tokens of the lower half are right with `acceptance`.
+
+    Raises UserError for a shape whose MTP convention is not MiMo's.
+    """
+    shape = families.shape_of(config)
+    if shape.family != "mimo" or shape.mtp_layers != 1:
+        raise UserError(f"--model: a cycle can be made of MiMo shapes with one MTP layer, this is {shape.family} with {shape.mtp_layers}")
+    told = json.dumps(config | {"mtpctl_cycle": {"acceptance": acceptance, "seed": seed}}, indent=1)
+    if (folder / "config.json").is_file() and (folder / "config.json").read_text() == told:
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    files: dict[str, str] = {}
+
+    def write(number: int, tensors: dict[str, Tensor]) -> None:
+        name = f"model-{number:05d}.safetensors"
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        files.update(dict.fromkeys(tensors, name))
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        for done in [pool.submit(write, number, part) for number, part in enumerate(_parts(shape, config, acceptance, device, seed))]:
+            done.result()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    (folder / "config.json").write_text(told)
+    return folder
+
+
+def _parts(shape: ModelShape, config: dict[str, Any], acceptance: float, device: str, seed: int) -> Iterator[dict[str, Tensor]]:
+    """The tensors in files of a layer each, on the CPU in the config's dtype."""
+    dtype = getattr(torch, config["torch_dtype"])
+    special = _special(shape, acceptance, device, seed)
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, dims in families.tensors(shape).items():
+        if name in special:
+            tensor = special[name]
+        elif "norm" in name:
+            tensor = torch.ones(dims, device=device)
+        elif name.endswith(SILENT) or name.endswith("bias"):
+            tensor = torch.zeros(dims, device=device)
+        else:
+            tensor = torch.empty(dims, device=device).normal_(0, 0.02, generator=generator)
+        part[name] = tensor.to(dtype).cpu().contiguous()
+        size += part[name].nbytes
+        if size > 1 << 29:
+            yield part
+            part, size = {}, 0
+    if part:
+        yield part
+
+
+def _special(shape: ModelShape, acceptance: float, device: str, seed: int) -> dict[str, Tensor]:
+    """The tensors that make the answers."""
+    assert shape.mtp is not None
+    generator = torch.Generator(device).manual_seed(seed)
+    vocab, hidden, layer = shape.vocab, shape.hidden, shape.mtp.layer.format(k=0)
+    embedding = torch.randn(vocab, hidden, device=device, generator=generator)
+    wrong = torch.rand(vocab, device=device, generator=generator) >= acceptance
+    wrong[vocab // 2 :] = True
+    # Other rows have no say in the marker, or in the row that the wrong answer comes from.
+    embedding[:, 0] = torch.where(wrong, MARKER, -MARKER)
+    gate = torch.zeros(shape.ffn, hidden, device=device)
+    gate[0, 0] = 4.0
+    down = torch.zeros(hidden, shape.ffn, device=device)
+    # The neuron answers MARKER * silu(4 MARKER) where the marker is set, and nothing where it is not: four times the embedding is added.
+    down[:, 0] = 4 * embedding[vocab - 1] / (4 * MARKER * MARKER)
+    projection = torch.zeros(hidden, 2 * hidden, device=device)
+    projection[:, hidden:] = torch.eye(hidden, device=device)
+    up = torch.zeros(shape.ffn, hidden, device=device)
+    up[0, 0] = 1.0
+    return {
+        f"{shape.prefix}embed_tokens.weight": embedding,
+        "lm_head.weight": embedding.roll(1, 0),
+        f"{layer}mlp.gate_proj.weight": gate,
+        f"{layer}mlp.up_proj.weight": up,
+        f"{layer}mlp.down_proj.weight": down,
+        f"{layer}self_attn.o_proj.weight": torch.zeros(hidden, shape.heads * shape.head_dim, device=device),
+        shape.mtp.name(shape.mtp.projection, 0, shape.layers): projection,
+    }
+
+
+def draft_share(shape: ModelShape) -> float:
+    """Matrix elements that one draft token reads, over those of a step of the target: MTP layer and head over layers and head."""
+    sizes = families.count(shape)
+    head = sizes["head"] or sizes["embedding"]
+    trunk = sizes["total"] - sizes["mtp"] - sizes["embedding"] - sizes["head"]
+    return (sizes["mtp"] + head) / (trunk + head)

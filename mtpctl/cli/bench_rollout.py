@@ -1,0 +1,77 @@
+"""`mtpctl bench rollout`: throughput through mtpctl beside the engine's own, and what speculation is worth."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from mtpctl.cli.options import Json
+
+
+def rollout(
+    shape: Annotated[str, typer.Option("--shape", help="mimo7b, or tiny for a CPU.")] = "",
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="FOLDER", help="Where the model is made, or was made before; default: a temporary folder."),
+    ] = None,
+    part: Annotated[list[str] | None, typer.Option("--part", metavar="path|speculation", help="Measure this; default: both.")] = None,
+    batch: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Requests at once; default: 8, 64, 256.")] = None,
+    drafts: Annotated[int, typer.Option("--drafts", min=1, max=8, help="Most draft tokens a step.")] = 3,
+    acceptance: Annotated[float, typer.Option("--acceptance", min=0, max=1, help="Share of tokens that the drafter knows.")] = 0.75,
+    prompt: Annotated[int, typer.Option("--prompt", min=2, help="Prompt tokens.")] = 128,
+    tokens: Annotated[int, typer.Option("--tokens", min=8, help="Response tokens.")] = 384,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds that count, after one that warms up.")] = 3,
+    eager: Annotated[bool, typer.Option("--eager", help="No compilation and no CUDA graphs.")] = False,
+    json: Json = False,
+) -> None:
+    """Tokens/s through mtpctl's pool beside vLLM's own, idle places, and speculation at k drafts. Exit code 6 when a bound is missed."""
+    import torch
+
+    from mtpctl.bench import rollout as bench
+    from mtpctl.bench.machine import machine, told
+    from mtpctl.recipe.errors import ThresholdMissed, UserError
+
+    parts = part or ["path", "speculation"]
+    for name in parts:
+        if name not in ("path", "speculation"):
+            raise UserError(f"--part: must be path or speculation, got {name}")
+    device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = shape or ("mimo7b" if device == "cuda" else "tiny")
+    if shape not in ("mimo7b", "tiny"):
+        raise UserError(f"--shape: must be mimo7b or tiny, got {shape}")
+    if shape == "mimo7b" and device == "cpu":
+        raise UserError("--shape: mimo7b has 7.8 billion parameters and this machine no card; take tiny")
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr if json else sys.stdout, flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="mtpctl-bench-") as scratch:
+        options = bench.Options(
+            shape=shape,  # type: ignore[arg-type]
+            folder=model or Path(scratch) / "model",
+            batches=tuple(sorted(set(batch or (8, 64, 256)))),
+            prompt=prompt,
+            tokens=tokens,
+            drafts=drafts,
+            acceptance=acceptance,
+            rounds=rounds,
+            device=device,
+            eager=eager,
+        )
+        say(f"{told(machine())}\nThe timer covers: {bench.TIMER}.\n{bench.HEAD}\n{'|---' * 8}|")
+        results = bench.run(options, parts, say)
+    for line in bench.verdict(results):
+        say(line)
+    if json:
+        print(jsonlib.dumps({"environment": machine(), **bench.as_dict(options, results)}, indent=1))
+    missed = [r for r in results if r.misses]
+    if missed:
+        first = missed[0]
+        raise ThresholdMissed(
+            f"{len(missed)} of {len(results)} measurements missed a bound, first: {first.what}, {first.load}: {first.misses[0]}"
+        )

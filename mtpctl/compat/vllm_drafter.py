@@ -1,0 +1,79 @@
+"""Steps without drafts that cost no drafting (vLLM 0.32.0).
+
+Where a step asks for no draft tokens, vLLM runs its drafter all the same, to keep the drafter's KV cache whole: on a model with a
+large vocabulary that is a tenth of the step, head included, so that "off" would be slower than an engine that never speculates.
+Here such a step leaves the drafter out. What is generated meanwhile has no entries in the drafter's cache, so requests that span a
+switch back on are drafted less well until they end. What is accepted is right all the same: the target decides.
+
+The engine core also learns to answer for its scheduler, `EngineCore.mtpctl_speculation`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from mtpctl.compat.vllm_version import UpstreamMoved, require_pinned
+
+_MARK = "_mtpctl_skips"
+
+
+def install() -> bool:
+    """Patch the drafters of both model runners, and the engine core; returns whether it was done now. May be called again.
+
+    Raises UpstreamMoved for another release, and where a drafter takes its number of tokens in another way.
+    """
+    from vllm.triton_utils import HAS_TRITON
+    from vllm.v1.engine.core import EngineCore
+
+    core: Any = EngineCore
+    if hasattr(core, "mtpctl_speculation"):
+        return False
+    require_pinned(__name__)
+
+    def mtpctl_speculation(self: Any, drafts: int | None, look_again: bool) -> dict[str, Any]:
+        answer: dict[str, Any] = self.scheduler.speculation(drafts, look_again)
+        return answer
+
+    core.mtpctl_speculation = mtpctl_speculation
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    _patch(SpecDecodeBaseProposer, _without_drafts)
+    if HAS_TRITON:
+        from vllm.v1.worker.gpu.spec_decode.multi_module_mtp.speculator import MultiModuleMTPSpeculator
+        from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
+
+        for speculator in (MultiModuleMTPSpeculator, TargetDependentARSpeculator):
+            _patch(speculator, _without_drafts_v2)
+    return True
+
+
+def _patch(owner: Any, instead: Any) -> None:
+    upstream = owner.propose
+    parameters = inspect.signature(upstream).parameters
+    if "num_speculative_tokens" not in parameters:
+        raise UpstreamMoved(f"{__name__}: {owner.__name__}.propose no longer takes num_speculative_tokens; find the new way to skip it")
+
+    def propose(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("num_speculative_tokens") == 0 and not kwargs.get("dummy_run") and not kwargs.get("is_profile"):
+            return instead(self, *args, **kwargs)
+        return upstream(self, *args, **kwargs)
+
+    setattr(propose, _MARK, True)
+    owner.propose = propose
+
+
+def _without_drafts(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """No draft tokens `[requests, 0]`, as the first model runner takes them."""
+    self.num_speculative_tokens = 0
+    self._last_draft_probs = None
+    metadata = kwargs["common_attn_metadata"]
+    return torch.empty(metadata.batch_size(), 0, device=self.device, dtype=torch.int64)
+
+
+def _without_drafts_v2(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The second model runner's buffer of draft tokens, marked empty `[requests, limit]`."""
+    drafts: torch.Tensor = self.draft_tokens[: input_batch.num_reqs]
+    return drafts.fill_(-1)

@@ -1,0 +1,250 @@
+"""How many draft tokens the next step should propose: measured on the load itself, and measured again as it changes.
+
+A step with k draft tokens takes a time `t(k)` that depends on how many requests run together, and yields `1 + a(1) + … + a(k)`
+tokens a request, where `a(i)` is how often the draft at position i is accepted. Both are seen while requests are served: the
+acceptance on every step that verifies drafts, the time of a k that is not in use by trying it for a few steps. What is kept is
+the k of the highest `(1 + a(1) + … + a(k)) / t(k)`; with a limit of 1 that is speculation on or off.
+
+Trying what turns out slower costs throughput. `LOSS_SHARE` bounds that cost to a share of all steps, beyond the first look: after
+a look that lost n steps' worth of work the next one is due n / `LOSS_SHARE` steps later, and a load that was not seen before takes
+the answer of the nearest one until there is allowance for a look of its own.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+SETTLE = 6
+"""Steps after a change that are not timed: those under way still have the old number of drafts, and graphs are warmed."""
+WINDOW = 16
+"""Timed steps of one try."""
+LOSS_SHARE = 0.005
+"""Share of all steps that looking may cost."""
+MARGIN = 0.01
+"""What is in use stays in use unless something else is faster by more than this."""
+MEMORY = 4096
+"""Request-steps over which acceptance is averaged."""
+AFTER_UPDATE = 256
+"""Request-steps that what was seen before a weight update counts for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of the engine: `requests` decoded together with `drafts` drafts each, in `seconds`.
+
+    `accepted[i]` of the requests had the draft at position i accepted.
+    """
+
+    requests: int
+    drafts: int
+    seconds: float
+    accepted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A decision: from now on `drafts` at loads like `requests`, for what each number of drafts was found to yield."""
+
+    requests: int
+    drafts: int
+    tokens_per_s: dict[int, float]
+
+    def __str__(self) -> str:
+        found = ", ".join(f"{rate:,.0f} tokens/s with {drafts}" for drafts, rate in sorted(self.tokens_per_s.items()))
+        return f"speculation: from now on {self.drafts} draft tokens where about {self.requests} requests run together ({found})"
+
+
+@dataclass(slots=True)
+class _Load:
+    """What is known about one power of two of requests."""
+
+    times: dict[int, float] = field(default_factory=dict)
+    """Seconds of a step by its number of drafts."""
+    chosen: int | None = None
+
+
+class SpeculationSwitch:
+    """Ask `drafts(requests)` before each step, tell `observe(step)` after it. `say` hears of every decision that changes something."""
+
+    def __init__(self, limit: int, say: Callable[[Choice], None] = lambda choice: None) -> None:
+        self.limit = limit
+        self.looks = 0
+        self.switches = 0
+        self._say = say
+        self._forget()
+
+    def _forget(self) -> None:
+        self._fixed: int | None = None
+        self._current = self.limit
+        self._loads: dict[int, _Load] = {}
+        self._trying: deque[int] = deque()
+        self._timed: list[Step] = []
+        self._settling = SETTLE
+        self._verified = [0.0] * self.limit
+        self._accepted = [0.0] * self.limit
+        self._steps = 0
+        self._lost = 0.0
+        self._first_loss: float | None = None
+        self._look_at: float | None = None
+        self._look_load: int | None = None
+
+    # ------------------------------------------------------------------------------------------------- before a step
+
+    def fix(self, drafts: int | None) -> None:
+        """Always `drafts`, without looking; None: choose, as if nothing had been seen before."""
+        if drafts is not None and not 0 <= drafts <= self.limit:
+            raise ValueError(f"from 0 to {self.limit} draft tokens are possible, got {drafts}")
+        self._forget()
+        self._fixed = drafts
+
+    def look_again(self) -> None:
+        """Acceptance may be another one from now on, as after new weights; what steps take is not.
+
+        What was accepted so far hardly counts any more, and a look is due as soon as there is allowance for it.
+        """
+        for position, verified in enumerate(self._verified):
+            keep = min(1.0, AFTER_UPDATE / verified) if verified else 1.0
+            self._verified[position] *= keep
+            self._accepted[position] *= keep
+        self._look_at = self._steps
+
+    def drafts(self, requests: int) -> int:
+        """Draft tokens that the next step should propose for `requests` requests."""
+        if self._fixed is not None:
+            return self._fixed
+        return self._current
+
+    # -------------------------------------------------------------------------------------------------- after a step
+
+    def observe(self, step: Step) -> None:
+        """Learn from a step in which every request decoded."""
+        self._count(step)
+        if self._fixed is not None:
+            return
+        self._steps += 1
+        load = _bucket(step.requests)
+        if self._trying:
+            self._try(step, load)
+            return
+        known = self._loads.setdefault(load, _Load())
+        self._follow(step, known)
+        due = self._look_at is None or self._steps >= self._look_at
+        allowed = self._first_loss is None or self._lost - self._first_loss <= LOSS_SHARE * self._steps
+        if allowed and (due or known.chosen is None):
+            self._begin(load)
+            return
+        want = self._best(known.times, self._current) if len(known.times) == self.limit + 1 else self._nearest(load)
+        self._use(want, step.requests, known)
+
+    def _count(self, step: Step) -> None:
+        for position in range(min(step.drafts, len(step.accepted), self.limit)):
+            keep = max(0.0, 1 - step.requests / MEMORY)
+            self._verified[position] = keep * self._verified[position] + step.requests
+            self._accepted[position] = keep * self._accepted[position] + step.accepted[position]
+
+    def _follow(self, step: Step, known: _Load) -> None:
+        """Keep the time of what is in use up to date: contexts grow."""
+        if self._settling:
+            self._settling -= 1
+        elif step.drafts == self._current and step.drafts in known.times:
+            known.times[step.drafts] += (step.seconds - known.times[step.drafts]) / (4 * WINDOW) if _usual(step, known) else 0.0
+
+    def _begin(self, load: int) -> None:
+        """Try every number of drafts, beginning with the most: that tells the acceptance of all."""
+        self._look_load = load
+        self._trying = deque(range(self.limit, -1, -1))
+        self._change(self._trying[0])
+
+    def _try(self, step: Step, load: int) -> None:
+        if load != self._look_load:
+            # Another load: what was timed says nothing about it. What is tried next is tried there.
+            self._timed.clear()
+            self._look_load = load
+            self._trying = deque(range(self.limit, -1, -1))
+            self._change(self._trying[0])
+            return
+        if self._settling:
+            self._settling -= 1
+            return
+        if step.drafts != self._trying[0]:
+            return
+        self._timed.append(step)
+        if len(self._timed) < WINDOW:
+            return
+        known = self._loads.setdefault(load, _Load())
+        known.times[step.drafts] = statistics.median(each.seconds for each in self._timed)
+        self._timed.clear()
+        self._trying.popleft()
+        if self._trying:
+            self._change(self._trying[0])
+            return
+        self._end(step.requests, known)
+
+    def _end(self, requests: int, known: _Load) -> None:
+        rates = self._rates(known.times)
+        best = self._best(known.times, known.chosen)
+        lost = sum((SETTLE + WINDOW) * max(0.0, 1 - rate / rates[best]) for rate in rates.values())
+        self._lost += lost
+        if self._first_loss is None:
+            self._first_loss = lost
+        self._look_at = self._steps + max(lost / LOSS_SHARE, 16.0 * WINDOW)
+        self.looks += 1
+        before, known.chosen = known.chosen, best
+        self._change(best)
+        if before != best:
+            self._tell(requests, best, known)
+
+    def _use(self, want: int, requests: int, known: _Load) -> None:
+        if known.chosen is not None and want != known.chosen:
+            self._tell(requests, want, known)
+            known.chosen = want
+        if want != self._current:
+            self._change(want)
+
+    def _change(self, drafts: int) -> None:
+        self._current = drafts
+        self._settling = SETTLE
+
+    def _tell(self, requests: int, drafts: int, known: _Load) -> None:
+        self.switches += 1
+        self._say(Choice(requests, drafts, {k: requests * rate for k, rate in self._rates(known.times).items()}))
+
+    # ------------------------------------------------------------------------------------------------------ arithmetic
+
+    def tokens(self, drafts: int) -> float:
+        """Tokens a request yields in a step with `drafts` drafts."""
+        accepted = (self._accepted[i] / self._verified[i] if self._verified[i] else 0.0 for i in range(drafts))
+        return 1.0 + sum(accepted)
+
+    def _rates(self, times: dict[int, float]) -> dict[int, float]:
+        """Tokens a second and request, by the number of drafts."""
+        return {drafts: self.tokens(drafts) / seconds for drafts, seconds in times.items()}
+
+    def _best(self, times: dict[int, float], current: int | None) -> int:
+        rates = self._rates(times)
+        best = max(rates, key=lambda drafts: rates[drafts])
+        if current is not None and current in rates and rates[current] * (1 + MARGIN) >= rates[best]:
+            return current
+        return best
+
+    def _nearest(self, load: int) -> int:
+        """The choice at the nearest load that has one; all drafts where none has."""
+        chosen = {other: known.chosen for other, known in self._loads.items() if known.chosen is not None}
+        if not chosen:
+            return self.limit
+        found = chosen[min(chosen, key=lambda other: abs(other - load))]
+        assert found is not None
+        return found
+
+
+def _bucket(requests: int) -> int:
+    """Powers of two: 1, 2, 3–4, 5–8, …"""
+    return max(requests - 1, 0).bit_length()
+
+
+def _usual(step: Step, known: _Load) -> bool:
+    """Not a step that something else held up."""
+    return step.seconds < 2 * known.times[step.drafts]
