@@ -54,6 +54,7 @@ _MIMO_MTP = MtpConvention(
     final_norm="model.mtp_layers.{k}.final_layernorm.weight",
     concat="hidden_embedding",
     reads_prenorm=True,
+    blanks_first=True,
 )
 _DEEPSEEK_MTP = MtpConvention(
     layer="model.layers.{n}.",
@@ -63,6 +64,7 @@ _DEEPSEEK_MTP = MtpConvention(
     final_norm="model.layers.{n}.shared_head.norm.weight",
     concat="embedding_hidden",
     reads_prenorm=False,
+    blanks_first=True,
     embedding_copy="model.layers.{n}.embed_tokens.weight",
     head_copy="model.layers.{n}.shared_head.head.weight",
 )
@@ -74,6 +76,7 @@ _QWEN_MTP = MtpConvention(
     final_norm="mtp.norm.weight",
     concat="embedding_hidden",
     reads_prenorm=False,
+    blanks_first=False,
 )
 
 _QWEN2 = Family("qwen2", ("Qwen2ForCausalLM",), ("qwen2",), qkv_bias=True, head_dim_follows_hidden=True)

@@ -156,7 +156,7 @@ def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) ->
     )
     model.use_rope(rope_of(shape))
     model.mtp_reads_prenorm = shape.mtp_reads_prenorm
-    model.mtp_blanks_first = not (shape.mtp and shape.mtp.projection == "mtp.fc.weight")
+    model.mtp_blanks_first = shape.mtp is not None and shape.mtp.blanks_first
     model.mtp_isolated = mtp.mode == "isolated"
     if model.mtp_process and mtp.mode == "load":
         model.mtp.requires_grad_(False)

@@ -40,9 +40,9 @@ class MtpModel(GPTModel):
     """`GPTModel` whose last stage returns `Hidden`.
 
     Two attributes say what belongs to the family: `mtp_reads_prenorm` (MiMo's head reads the trunk's state before the
-    final norm, DeepSeek's after it), and `mtp_blanks_first` (whether its engines blank the embedding at position 0). One
-    says what the recipe wants: `mtp_isolated` detaches the trunk's state and the embeddings where they enter the first
-    depth, and nowhere else, so that gradients flow along the chain of depths.
+    final norm, DeepSeek's after it), and `mtp_blanks_first` (whether the first depth reads 0 in place of the embedding at
+    position 0). One says what the recipe wants: `mtp_isolated` detaches the trunk's state and the embeddings where they enter
+    the first depth, and nowhere else, so that gradients flow along the chain of depths.
     """
 
     mtp_reads_prenorm: bool = False
@@ -111,7 +111,7 @@ class MtpModel(GPTModel):
             input_ids = packing.shift(input_ids)
             embedded = self._embed(input_ids[packing.chunk], position_ids)
             embedded = embedded.detach() if self.mtp_isolated else embedded
-            if self.mtp_blanks_first:
+            if self.mtp_blanks_first and depth == 0:
                 embedded = self._blank_first(embedded, position_ids)
             state = layers[min(depth, len(layers) - 1)](state, embedded, rotary, packing)
             states.append(state)
