@@ -18,6 +18,7 @@ def train(
         bool, typer.Option("--dry-run", help="Check the recipe and print placement, sizes, memory and buckets; start nothing.")
     ] = False,
     as_json: Json = False,
+    profile: Annotated[bool, typer.Option("--profile", help="The same as --set telemetry.profile=true.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live panel.")] = False,
 ) -> None:
     """Train as the recipe says. The same command on the same run directory resumes."""
@@ -25,7 +26,7 @@ def train(
 
     if as_json and not dry_run:
         raise UserError("--json: goes with --dry-run; a run writes metrics.jsonl in its directory")
-    loaded = load(recipe, overlay, sets)
+    loaded = load(recipe, overlay, [*(sets or []), *(["telemetry.profile=true"] if profile else [])])
     validate(loaded.recipe)
     if dry_run:
         from mtpctl.cli.dry_run import dry_run as plan_run

@@ -320,7 +320,7 @@ class ClusterConfig(Section):
 class TelemetryConfig(Section):
     tensorboard: bool = Field(True, description="Write `tensorboard/` in the run directory.")
     wandb: str | None = Field(None, description="Weights & Biases project, where that package is installed.")
-    profile: bool = Field(False, description="Write a torch profiler trace of one update.")
+    profile: bool = Field(False, description="Profile the third update of each stage: trace and tables in `logs/` of the run directory.")
 
 
 class Recipe(Section):

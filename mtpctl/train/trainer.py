@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from mtpctl.plan import Placement
 from mtpctl.recipe import Recipe
 from mtpctl.samples import Sample
 from mtpctl.sync import Manifest
+from mtpctl.train.profile import UpdateProfile
 
 
 class TrainerRank:
@@ -23,6 +25,7 @@ class TrainerRank:
         self.rank, self.world_size = rank, world_size
         self.reference: list[Any] | None = None
         self.publisher: Any = None
+        self.profile = UpdateProfile(self.recipe.run_path / "logs", rank) if self.recipe.telemetry.profile else None
 
     def address(self) -> str:
         """A host and a free port for the ranks to meet at."""
@@ -72,7 +75,8 @@ class TrainerRank:
         from mtpctl.engine import NextToken, Sequence
 
         sequences = [Sequence(prompt + target, len(prompt), [1] * len(target)) for prompt, target in pairs]
-        return self.engine.update(sequences, NextToken(), total_steps=self.recipe.train.sft.steps)
+        with self._profiled("sft"):
+            return self.engine.update(sequences, NextToken(), total_steps=self.recipe.train.sft.steps)
 
     def score(self, samples: list[Sample], version: int) -> list[Sample]:
         """Old log-probs and entropy of the samples, under the current weights."""
@@ -85,6 +89,15 @@ class TrainerRank:
 
     def rl_step(self, samples: list[Sample], version: int) -> dict[str, float]:
         """One policy update, of as many optimizer steps as `train.rl.minibatches` says. Samples come group by group."""
+        with self._profiled("rl"):
+            return self._rl_step(samples, version)
+
+    def _profiled(self, stage: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.profile is None else self.profile.update(stage)
+
+    def _rl_step(self, samples: list[Sample], version: int) -> dict[str, float]:
+        from torch.profiler import record_function
+
         from mtpctl.train.metrics import mean_of
         from mtpctl.train.objective import PolicyObjective, advantages, training_sequence
 
@@ -95,7 +108,8 @@ class TrainerRank:
             for sample in unscored:
                 sample.old_logprobs = sample.behaviour_logprobs
         elif unscored:
-            self.score(unscored, version)
+            with record_function("mtpctl/old log-probs"):
+                self.score(unscored, version)
         scored = time.perf_counter()
         reference = self._reference_logprobs(samples) if self.reference is not None else [None] * len(samples)
         gains = advantages(samples, rl, recipe.rollout.max_tokens)

@@ -15,7 +15,6 @@ def check_supported(recipe: Recipe) -> None:
         "rollout.speculation.auto": recipe.rollout.speculation.auto,
         "sync.on_collapse: error": sync.on_collapse == "error",
         f"sync.transport: {sync.transport}": sync.transport != "shm" and "rl" in train.stages,
-        "telemetry.profile": recipe.telemetry.profile,
     }
     for key, wanted in unread.items():
         if wanted:

@@ -18,7 +18,6 @@ def test_the_tiny_recipe_runs() -> None:
         "rollout.speculation.auto=true",
         "sync.on_collapse=error",
         "sync.transport=nccl",
-        "telemetry.profile=true",
     ],
 )
 def test_a_key_that_would_change_nothing_is_refused_by_name(text: str) -> None:
