@@ -188,9 +188,8 @@ class ModelWeights(Mapping[str, Tensor]):
             if name.startswith(decoder) and not name.endswith("rotary_emb.inv_freq"):
                 layer = name.removeprefix(decoder).split(".")[0]
                 if layer.isdigit() and int(layer) >= self.shape.layers:
-                    raise UserError(
-                        f"{self.folder.path}: config.json says num_hidden_layers {self.shape.layers}, the weights hold a layer {layer} ({name})"
-                    )
+                    said = f"config.json says num_hidden_layers {self.shape.layers}"
+                    raise UserError(f"{self.folder.path}: {said}, the weights hold a layer {layer} ({name})")
                 raise UserError(f"{self.folder.path}: the weights hold {name}, for which config.json has no place")
 
     def _dequantized(self, place: Found, weight: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpctl.convert.bridge import WeightBridge
-from mtpctl.convert.stream import StreamMap, needed
+from mtpctl.convert.bridge import WeightBridge, names_of
+from mtpctl.convert.stream import StreamMap
 
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
@@ -66,7 +66,7 @@ def _packs(task: Any) -> bool:
 
 def _needs(task: Any) -> tuple[str, ...]:
     if not _packs(task):
-        return tuple(needed(task))
+        return tuple(names_of(task))
     found = _EXPERT.search(task.param_name)
     assert found is not None, f"{task.param_name} is packed and no expert"
     at, _, kind = task.mapping.hf_param.rpartition(".")

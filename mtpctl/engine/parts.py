@@ -127,7 +127,7 @@ class PartWriter:
         results = [_result(*item) for part in noted for item in part]
         self._writer.finish(self._metadata, [results])
         save_config(CheckpointingConfig("torch_dist"), str(self.folder))
-        write_record(self.folder, steps=0, optimizer=False, state={})
+        write_record(self.folder, steps=0, optimizer=False, adapter=None, state={})
 
 
 class PartReader:
@@ -149,8 +149,9 @@ class PartReader:
             saved = self.saved.get(piece.key)
             if saved is None:
                 raise UserError(f"{self.path}: lacks {piece.key}, which its model's config asks for")
-            if tuple(saved.global_shape) != tuple(piece.global_shape) and not piece.allow_shape_mismatch:
-                held, wanted = list(saved.global_shape), list(piece.global_shape)
+            held, wanted = list(saved.global_shape), list(piece.global_shape)
+            # The rows of a vocabulary may have been padded.
+            if held != wanted and not (piece.allow_shape_mismatch and held[1:] == wanted[1:] and held[0] > wanted[0]):
                 raise UserError(f"{self.path}: holds {piece.key} as {held}, its model's config makes it {wanted}")
         dtype: torch.dtype = self.saved[pieces[0].key].dtype
         return dtype

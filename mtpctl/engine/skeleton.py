@@ -26,16 +26,16 @@ from mtpctl.recipe.schema import MtpConfig, ParallelConfig
 class Skeleton:
     """The model of a folder's config, with its MTP layers unless `mtp=False`. Close it when done: it holds the process groups."""
 
-    def __init__(self, folder: HfFolder, *, mtp: bool) -> None:
-        shape = folder.shape
+    def __init__(self, folder: HfFolder, *, mtp: bool, precision: str = "bf16") -> None:
+        self.shape = shape = folder.shape
         groups.start(groups.Rank(), ParallelConfig())
         try:
-            bridge, config = WeightBridge(folder), MtpConfig(mode="load" if mtp else "off")
-            transformer = complete_config(bridge.config(), shape, parallel=ParallelConfig(), precision="bf16", mtp=config)
-            model = build_model(transformer, shape, config)
-            state = model.sharded_state_dict()
+            self.bridge, config = WeightBridge(folder), MtpConfig(mode="load" if mtp else "off")
+            transformer = complete_config(self.bridge.config(), shape, parallel=ParallelConfig(), precision=precision, mtp=config)
+            self.model = build_model(transformer, shape, config)
+            state = self.model.sharded_state_dict()
             names = {*families.tensors(shape), *families.aliases(shape)}
-            self.map = ParameterMap(bridge, model, names)
+            self.map = ParameterMap(self.bridge, self.model, names)
         except BaseException:
             groups.stop()
             raise
@@ -59,6 +59,12 @@ class Skeleton:
             return
         tree = {"": place.build()}
         yield from (piece for piece in nested_values(tree) if isinstance(piece, ShardedTensor))
+
+    def to_hf(self, name: str, value: Tensor) -> dict[str, Tensor]:
+        """The tensors that make the parameter, by the model's names; without rows that padded the vocabulary."""
+        made = self.map.to_hf(self.parameters[name], value)
+        embedding = (f"{self.shape.prefix}embed_tokens.weight", "lm_head.weight")
+        return {found: tensor[: self.shape.vocab] if found in embedding else tensor for found, tensor in made.items()}
 
     def close(self) -> None:
         groups.stop()

@@ -1,0 +1,101 @@
+"""`mtpctl convert-hf`: between Hugging Face folders and Megatron checkpoints, both ways."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mtpctl.cli.options import Json
+from mtpctl.recipe.errors import UserError
+
+TENTHS = 10
+DTYPES = ("fp32", "bf16", "fp16")
+SIDES = ("megatron", "hf")
+
+
+def convert_hf(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A Hugging Face folder, a Megatron checkpoint, or a run directory.")],
+    target: Annotated[Path | None, typer.Argument(metavar="DST", help="The folder to make.")] = None,
+    to: Annotated[str | None, typer.Option("--to", metavar="megatron|hf", help="Checked against SRC, which says the direction.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="fp32|bf16|fp16", help="Of weights; without it, as in SRC.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="FOLDER", help="The model folder of a checkpoint that does not tell its own.")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare every tensor, and logits and MTP logits on a fixed prompt.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace DST, once what replaces it is whole.")] = False,
+    inspect: Annotated[bool, typer.Option("--inspect", help="Tell what SRC holds and what it lacks; DST is not given then.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Convert weights, MTP layers included, one parameter at a time. An interrupted conversion goes on at the next call."""
+    for name, value, known in (("--to", to, SIDES), ("--dtype", dtype, DTYPES)):
+        if value is not None and value not in known:
+            raise UserError(f"{name}: {value!r} is not one of {', '.join(known)}")
+    if inspect == (target is not None):
+        raise UserError("--inspect takes no DST" if inspect else "DST is missing; name the folder to make")
+    # It reads and writes, and takes no card from anybody.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if target is None:
+        from mtpctl.engine.inspection import inspect as look
+
+        found = look(source, model)
+        print(json.dumps(found, indent=2) if as_json else _listed(found))
+        return
+    from mtpctl.engine.conversion import Wanted, convert
+
+    wanted = Wanted(to, dtype, model, verify, force)  # type: ignore[arg-type]
+    with _progress() as progress:
+        made = convert(source, target, wanted, say=lambda line: print(line, file=sys.stderr), progress=progress)
+    if as_json:
+        print(json.dumps(asdict(made), indent=2))
+        return
+    what = "Megatron checkpoint" if made.to == "megatron" else "Hugging Face folder"
+    rate = made.nbytes / made.seconds / 1e6
+    print(f"{target}: {what} of {made.tensors} tensors, {made.nbytes / 1e9:,.2f} GB in {made.seconds:.1f} s ({rate:,.0f} MB/s)")
+    if made.verified is not None:
+        drafts = "" if made.verified.mtp_logits is None else f", MTP logits by {made.verified.mtp_logits:.1e}"
+        print(f"verified: {made.verified.tensors} tensors bit-equal; logits differ by {made.verified.logits:.1e}{drafts}")
+
+
+def _listed(found: dict[str, Any]) -> str:
+    lines = [f"{name:14} {', '.join(map(str, value)) if isinstance(value, list) else value}" for name, value in found.items()]
+    return "\n".join(lines)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar with bytes, speed and time left on a terminal; elsewhere a line at every tenth."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines()
+        return
+    with Progress(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class _Lines:
+    """Tells every tenth of the way once."""
+
+    def __init__(self) -> None:
+        self.told = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        tenth = TENTHS * done // max(1, total)
+        if tenth > self.told:
+            self.told = tenth
+            print(f"{done / 1e9:,.2f} of {total / 1e9:,.2f} GB", file=sys.stderr)
