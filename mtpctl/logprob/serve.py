@@ -20,6 +20,7 @@ from mtpctl.data import Tokenizer
 from mtpctl.logprob.guard import HttpBounds, impatient
 from mtpctl.logprob.http import make_app
 from mtpctl.logprob.placed import start_server
+from mtpctl.logprob.server import LogprobServer
 from mtpctl.recipe import ClusterResources, Recipe, UserError
 
 Say = Callable[[str], None]
@@ -88,10 +89,22 @@ async def _serve(recipe: Recipe, served: Served, bound: socket.socket, key: str 
         version=served.version,
     )
     server = await within(starting, recipe.cluster.actor_deadline_s, "log-prob server, start")
-    bounds = HttpBounds()
-    app = make_app(server, served.tokenizer, served.name, key=key, bounds=bounds)
+    face = web(server, served.tokenizer, served.name, key=key, bounds=HttpBounds())
+    watching = asyncio.create_task(server.watch())
+    host, port = bound.getsockname()[:2]
+    say(f"weights version {server.version}; http://{host}:{port}/v1/logprobs, /v1/completions, /health, /version, /metrics, /docs")
+    try:
+        await face.serve(sockets=[bound])
+    finally:
+        watching.cancel()
+        await server.close()
+    say("stopped")
+
+
+def web(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, key: str | None, bounds: HttpBounds) -> uvicorn.Server:
+    """The HTTP face of a server, to be run with `serve(sockets=[…])` in the server's own event loop."""
     config = uvicorn.Config(
-        app,
+        make_app(server, tokenizer, name, key=key, bounds=bounds),
         http=impatient(bounds.header_s),
         ws="none",
         lifespan="off",
@@ -101,16 +114,7 @@ async def _serve(recipe: Recipe, served: Served, bound: socket.socket, key: str 
         timeout_keep_alive=int(bounds.header_s),
         timeout_graceful_shutdown=END_S,
     )
-    web = _Web(config)
-    watching = asyncio.create_task(server.watch())
-    host, port = bound.getsockname()[:2]
-    say(f"weights version {server.version}; http://{host}:{port}/v1/logprobs, /v1/completions, /health, /version, /metrics, /docs")
-    try:
-        await web.serve(sockets=[bound])
-    finally:
-        watching.cancel()
-        await server.close()
-    say("stopped")
+    return _Web(config)
 
 
 class _Web(uvicorn.Server):

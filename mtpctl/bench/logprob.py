@@ -1,0 +1,311 @@
+"""`mtpctl bench logprob`: what the log-prob server costs beside the engine's bare pass, and what it keeps through a weight update.
+
+One replica in a Ray actor, as in training. The bare pass runs in that same actor on the same weights, so that one card holds
+the model once; the two take turns. Through the server means from the caller's process: queue, batches, Ray and back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import statistics
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtpctl.bench.logprob_rank import GIB, BenchRank
+from mtpctl.logprob import LogprobServer, Replica, ReplicaConfig, Scored, ScoreRequest, ServerLimits, start_replica
+from mtpctl.logprob.guard import HttpBounds
+from mtpctl.logprob.serve import listen, web
+from mtpctl.recipe.schema import KernelsConfig, MtpConfig, ParallelConfig
+from mtpctl.sync import VersionStore, default_root
+
+TIMER = (
+    "bare: MegatronEngine.score in the replica's process, from token lists to lists of numbers, packing included; "
+    "server: from the caller's `score` to its answer, in the caller's process; HTTP: from the request's first byte to the decoded answer"
+)
+LEAST_SHARE = 0.85
+MOST_LOGITS_GIB = 1.0
+MOST_ADDED_MS = 5.0
+MOST_DIFFERENCE = {"fp32": 1e-6, "bf16": 1e-2}
+MOST_SYNC_COPY = 0.25
+"""Of the model's own memory, beyond which an update is said to have made a second copy of it."""
+SHARPER = 3.0
+PROMPT_SHARE = 0.25
+
+TOY: dict[str, Any] = {
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "intermediate_size": 768,
+    "vocab_size": 2048,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "max_position_embeddings": 1024,
+    "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": False,
+}
+"""The shape on a machine without a card."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked. lengths: shortest and longest request; in_flight: requests at once; requests: of one turn; rounds: turns of
+    each kind; single: tokens of the request to an idle server, and how often it is sent."""
+
+    lengths: tuple[int, int]
+    in_flight: int = 64
+    requests: int = 128
+    rounds: int = 3
+    single: int = 512
+    singles: int = 25
+    tokens_per_batch: int = 16384
+    bucket_bytes: int = 1 << 30
+
+    def drawn(self, vocab: int, count: int, seed: int) -> list[ScoreRequest]:
+        """Random requests, lengths uniform, the first quarter of each its prompt."""
+        generator = torch.Generator().manual_seed(seed)
+        low, high = self.lengths
+        sizes = torch.randint(low, high + 1, (count,), generator=generator).tolist()
+        return [self.of(torch.randint(0, vocab, (n,), generator=generator).tolist()) for n in sizes]
+
+    @staticmethod
+    def of(ids: list[int]) -> ScoreRequest:
+        """One request for these tokens."""
+        return ScoreRequest(ids, max(1, int(len(ids) * PROMPT_SHARE)))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One figure, and the bound that it is held against, where there is one."""
+
+    what: str
+    value: float | None
+    unit: str
+    bound: float | None = None
+    at_least: bool = False
+    detail: str = ""
+
+    @property
+    def missed(self) -> bool:
+        """Whether the bound is."""
+        if self.bound is None or self.value is None:
+            return False
+        return self.value < self.bound if self.at_least else self.value > self.bound
+
+
+@dataclass
+class Report:
+    """Findings, and every time that was taken (seconds)."""
+
+    findings: list[Finding] = field(default_factory=list)
+    times: dict[str, list[float]] = field(default_factory=dict)
+
+
+async def measure(folder: Path, precision: str, load: Load, scratch: Path, *, gpus: float) -> Report:
+    """Everything, on a replica of the model whose config lies in `folder`, weights drawn where it runs."""
+    config = ReplicaConfig(
+        model=str(folder),
+        parallel=ParallelConfig(),
+        precision=precision,
+        mtp=MtpConfig(),
+        kernels=KernelsConfig(),
+        tokens_per_batch=load.tokens_per_batch,
+        threads=0 if gpus else 1,
+        random_seed=0,
+    )
+
+    async def start(index: int) -> Replica:
+        return await start_replica(config, name="log-prob replica", cpus=0, gpus=gpus, kind=BenchRank)
+
+    server = await LogprobServer.start(start, 1, ServerLimits(load.tokens_per_batch, 1 << 22))
+    bench = Bench(server, load, precision)
+    try:
+        await bench.throughput()
+        await bench.latency()
+        await bench.update(scratch)
+        await bench.company()
+    finally:
+        await server.close()
+    return bench.report
+
+
+class Bench:
+    """The measurements, in the order in which they are taken."""
+
+    def __init__(self, server: LogprobServer, load: Load, precision: str) -> None:
+        self.server, self.load = server, load
+        self.limit = MOST_DIFFERENCE[precision]
+        self.report = Report()
+        ((_, self.replica),) = server.replicas.live()
+        self.vocab = server.bounds.vocab
+
+    async def _bare(self, requests: list[ScoreRequest], method: str = "bare") -> Any:
+        return await self.replica.ranks.call(method, [r.token_ids for r in requests], [r.prompt_length for r in requests])
+
+    async def throughput(self) -> None:
+        """Tokens/s with many in flight, beside one bare pass over the same requests; and memory for logits."""
+        load = self.load
+        requests = load.drawn(self.vocab, load.requests, seed=0)
+        tokens = sum(r.tokens for r in requests)
+        await self._bare(requests[: load.in_flight])
+        await self._through(requests[: load.in_flight])
+        bare, served = [], []
+        for turn in range(load.rounds):
+            # Who goes first changes: a card that grows warm slows whoever comes second.
+            for kind in ("bare", "served") if turn % 2 == 0 else ("served", "bare"):
+                if kind == "bare":
+                    bare.append(await self._bare(requests))
+                else:
+                    served.append(await self._through(requests))
+        self.report.times |= {"bare": bare, "server": served}
+        shares = ", ".join(f"{b / s:.3f}" for b, s in zip(bare, served, strict=True))
+        self._found("bare", tokens / statistics.median(bare), "tokens/s")
+        self._found("through the server", tokens / statistics.median(served), "tokens/s", detail=f"{load.in_flight} in flight")
+        share = statistics.median(bare) / statistics.median(served)
+        self._found("share of the bare pass", share, "", LEAST_SHARE, at_least=True, detail=f"turn by turn {shares}")
+        self._found("memory for logits", await self._bare(requests, "logits_gib"), "GiB", MOST_LOGITS_GIB)
+
+    async def _through(self, requests: list[ScoreRequest]) -> float:
+        """Seconds to answer all, as many in flight as the load says."""
+        left = iter(requests)
+
+        async def client() -> None:
+            for request in left:
+                await self.server.score(request)
+
+        began = time.perf_counter()
+        await asyncio.gather(*(client() for _ in range(self.load.in_flight)))
+        return time.perf_counter() - began
+
+    async def latency(self) -> None:
+        """One request at a time on an idle server, beside the bare pass."""
+        (request,) = self.load.drawn(self.vocab, 1, seed=1)
+        request = Load.of((request.token_ids * self.load.single)[: self.load.single])
+        times: dict[str, list[float]] = {"bare": [], "server": [], "HTTP": []}
+        async with _http(self.server) as port:
+            body = json.dumps({"token_ids": request.token_ids, "prompt_length": request.prompt_length}).encode()
+            connection = http.client.HTTPConnection("127.0.0.1", port)
+            for turn in range(self.load.singles + 1):
+                bare = await self._bare([request])
+                began = time.perf_counter()
+                await self.server.score(request)
+                served = time.perf_counter() - began
+                over_http = await asyncio.to_thread(_ask, connection, body)
+                if turn:
+                    for name, seconds in (("bare", bare), ("server", served), ("HTTP", over_http)):
+                        times[name].append(1000 * seconds)
+            connection.close()
+        self.report.times |= {f"{self.load.single} tokens, {name}": [t / 1000 for t in taken] for name, taken in times.items()}
+        middle = {name: statistics.median(taken) for name, taken in times.items()}
+        self._found(f"bare, {self.load.single} tokens", middle["bare"], "ms")
+        for name in ("server", "HTTP"):
+            detail = f"{middle[name]:.2f} ms in all; least {min(times[name]) - min(times['bare']):+.2f}"
+            self._found(f"added by the {name}", middle[name] - middle["bare"], "ms", MOST_ADDED_MS, detail=detail)
+
+    async def update(self, scratch: Path) -> None:
+        """Weights change while requests wait; every answer must be that of the version that it names."""
+        requests = self.load.drawn(self.vocab, self.load.in_flight, seed=2)
+        weights = await self.replica.ranks.call("weights_gib")
+        root = default_root(f"bench-{os.getpid()}", int(weights * GIB), scratch / "versions")
+        calm = {0: await self._answers(requests)}
+        try:
+            manifest, published = await self.replica.ranks.call("publish", str(root), 1, self.load.bucket_bytes, SHARPER)
+            await self.replica.ranks.call("start_memory")
+            asked = [asyncio.create_task(self.server.score(request)) for request in requests]
+            await asyncio.sleep(0)
+            (report,) = await self.server.update(manifest)
+            answers = await asyncio.gather(*asked)
+        finally:
+            VersionStore(root).close()
+        more = await self.replica.ranks.call("more_memory_gib")
+        calm[1] = await self._answers(requests)
+        wrong = 0
+        for place, answer in enumerate(answers):
+            own, other = (_apart(answer, calm[version][place]) for version in (answer.version, 1 - answer.version))
+            wrong += own > self.limit or other <= self.limit
+        under = [sum(answer.version == version for answer in answers) for version in (0, 1)]
+        detail = f"{under[0]} under the old weights, {under[1]} under the new"
+        self._found("answers lost or not of their version", wrong + len(requests) - len(answers), "", 0, detail=detail)
+        self._found("update", report.seconds, "s", detail=f"{report.nbytes / 1e9:.2f} GB by {manifest.transport}")
+        self._found("update, serving stood still", report.stall_seconds, "s")
+        self._found("publishing before it", published, "s")
+        self._found("memory beyond the weights in an update", more, "GiB", MOST_SYNC_COPY * weights, detail=f"weights: {weights:.2f} GiB")
+
+    async def company(self) -> None:
+        """Each request alone, then all at once."""
+        requests = self.load.drawn(self.vocab, self.load.in_flight, seed=3)
+        alone = [await self.server.score(request) for request in requests]
+        worst = max(_apart(a, b) for a, b in zip(alone, await self._answers(requests), strict=True))
+        values = torch.tensor([x for answer in alone for x in answer.logprobs])
+        detail = f"log-probs: mean {values.mean():.2f}, std {values.std():.2f}"
+        self._found("alone or in a mixed batch, largest difference", worst, "nats", self.limit, detail=detail)
+
+    async def _answers(self, requests: list[ScoreRequest]) -> list[Scored]:
+        return list(await asyncio.gather(*map(self.server.score, requests)))
+
+    def _found(
+        self, what: str, value: float | None, unit: str, bound: float | None = None, *, at_least: bool = False, detail: str = ""
+    ) -> None:
+        self.report.findings.append(Finding(what, value, unit, bound, at_least, detail))
+
+
+def _apart(a: Scored, b: Scored) -> float:
+    """Largest difference of two answers, log-probs and entropy."""
+    pairs: Iterator[tuple[float, float]] = zip([*a.logprobs, *a.entropy], [*b.logprobs, *b.entropy], strict=True)
+    return max(abs(x - y) for x, y in pairs)
+
+
+@contextlib.asynccontextmanager
+async def _http(server: LogprobServer) -> AsyncIterator[int]:
+    """The server's HTTP face on a free port of this host."""
+    with contextlib.closing(listen("127.0.0.1", 0)) as bound:
+        face = web(server, None, "bench", key=None, bounds=HttpBounds())
+        serving = asyncio.create_task(face.serve(sockets=[bound]))
+        try:
+            yield bound.getsockname()[1]
+        finally:
+            face.should_exit = True
+            await serving
+
+
+def _ask(connection: http.client.HTTPConnection, body: bytes) -> float:
+    began = time.perf_counter()
+    connection.request("POST", "/v1/logprobs", body, {"content-type": "application/json"})
+    response = connection.getresponse()
+    json.loads(response.read())
+    assert response.status == 200, response.status
+    return time.perf_counter() - began
+
+
+def table(report: Report) -> str:
+    """For a terminal, and for docs/logprob-server.md."""
+    lines = ["| what | measured | bound | measured / bound | |", "|---|---|---|---|---|"]
+    for f in report.findings:
+        value = "not counted on a CPU"
+        if f.value is not None:
+            value = f"{f.value:.3g} {f.unit}" if abs(f.value) < 1000 else f"{f.value:,.0f} {f.unit}"
+        bound = "" if f.bound is None else f"{'≥' if f.at_least else '≤'} {f.bound:.3g} {f.unit}"
+        ratio = f"{f.value / f.bound:.2f}" if f.value is not None and f.bound else ""
+        verdict = " · ".join(filter(None, ["**missed**" if f.missed else "", f.detail]))
+        lines.append(f"| {f.what} | {value} | {bound} | {ratio} | {verdict} |")
+    return "\n".join(lines)
+
+
+def as_json(report: Report, environment: dict[str, Any], load: Load) -> str:
+    """Everything that was measured, and on what."""
+    findings = [{**asdict(f), "missed": f.missed} for f in report.findings]
+    everything = {"environment": environment, "timer": TIMER, "load": asdict(load), "findings": findings, "seconds": report.times}
+    return json.dumps(everything, indent=1)

@@ -1,0 +1,77 @@
+"""`mtpctl bench logprob`: the log-prob server beside the engine's bare pass."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mtpctl.cli.options import Json
+
+
+def logprob(
+    model: Annotated[
+        str,
+        typer.Option("--model", help="Folder, or hub id whose sizes are known; weights are random. Default: MiMo-7B, or a toy on a CPU."),
+    ] = "",
+    precision: Annotated[str, typer.Option("--precision", help="fp32 or bf16; default: bf16 on a card.")] = "",
+    lengths: Annotated[
+        str, typer.Option("--lengths", metavar="LEAST:MOST", help="Tokens of a request; default: 512:4096, on a CPU 64:512.")
+    ] = "",
+    in_flight: Annotated[int, typer.Option("--in-flight", min=1, help="Requests at once.")] = 64,
+    requests: Annotated[int, typer.Option("--requests", min=1, help="Requests of one turn.")] = 128,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Turns of each kind.")] = 3,
+    tokens_per_batch: Annotated[int, typer.Option("--tokens-per-batch", min=64, help="logprob.tokens_per_batch.")] = 0,
+    json: Json = False,
+) -> None:
+    """Tokens/s, latency, memory and answers of the log-prob server beside the engine's bare pass. Exit code 6 when a bound is missed."""
+    import torch
+
+    from mtpctl.bench.machine import machine, told
+    from mtpctl.recipe.errors import ThresholdMissed, UserError
+    from mtpctl.recipe.model_source import hf_config
+    from mtpctl.recipe.schema import ClusterConfig, ModelConfig
+
+    cuda = torch.cuda.is_available()
+    precision = precision or ("bf16" if cuda else "fp32")
+    if precision not in ("fp32", "bf16"):
+        raise UserError(f"--precision: {precision} is neither fp32 nor bf16")
+    try:
+        least, most = (int(part) for part in (lengths or ("512:4096" if cuda else "64:512")).split(":"))
+    except ValueError:
+        raise UserError(f"--lengths: {lengths} is not LEAST:MOST, as in 512:4096") from None
+    from mtpctl.bench import logprob as bench
+    from mtpctl.bench.train_step import shape_folder
+    from mtpctl.cluster import cluster
+
+    config = hf_config(ModelConfig(path=model or "XiaomiMiMo/MiMo-7B-RL"), fetch=False) if model or cuda else bench.TOY
+    if config is None:
+        raise UserError(f"--model: {model} is neither a folder with config.json nor a hub id whose sizes are known")
+    out = contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
+    with tempfile.TemporaryDirectory() as scratch, out, cluster(ClusterConfig(), cpus=0, gpus=float(cuda)):
+        folder = shape_folder(config, Path(scratch) / "model")
+        positions = folder.shape.max_positions
+        if not 2 <= least <= most <= positions:
+            raise UserError(f"--lengths: {least}:{most} must lie between 2 and the model's {positions} positions, the least first")
+        load = bench.Load(
+            (least, most),
+            in_flight=in_flight,
+            requests=requests,
+            rounds=rounds,
+            single=min(512, positions),
+            tokens_per_batch=tokens_per_batch or (16384 if cuda else 2048),
+        )
+        report = asyncio.run(bench.measure(folder.path, precision, load, Path(scratch), gpus=float(cuda)))
+    environment = machine()
+    if json:
+        print(bench.as_json(report, environment, load))
+    else:
+        print(f"{told(environment)}\nThe timer covers: {bench.TIMER}.\n\n{bench.table(report)}")
+    missed = [finding for finding in report.findings if finding.missed]
+    if missed:
+        raise ThresholdMissed(f"{len(missed)} bound(s) missed, first: {missed[0].what}: {missed[0].value:.3g}, bound {missed[0].bound:.3g}")
