@@ -22,7 +22,10 @@ short request would depend on whether it came alone. A shorter batch is filled u
 
 @dataclass(frozen=True)
 class ReplicaConfig:
-    """What a replica serves and how: the model folder, on demand a checkpoint over it, and the version that these weights are."""
+    """What a replica serves and how: the model folder, on demand a checkpoint over it, and the version that these weights are.
+
+    With `random_seed` the folder needs no weights: they are drawn where the replica runs.
+    """
 
     model: str
     parallel: ParallelConfig
@@ -34,6 +37,7 @@ class ReplicaConfig:
     threads: int = 0
     checkpoint: str | None = None
     version: int = 0
+    random_seed: int | None = None
 
 
 class ScoreRank:
@@ -69,8 +73,10 @@ class ScoreRank:
             kernels=config.kernels,
             tokens_per_microbatch=config.tokens_per_batch,
             train=False,
+            random_seed=config.random_seed,
         )
-        engine = MegatronEngine(HfFolder.open(config.model), settings, Rank(self.rank, config.parallel.world_size, master))
+        folder = HfFolder.open(config.model, weights=config.random_seed is None)
+        engine = MegatronEngine(folder, settings, Rank(self.rank, config.parallel.world_size, master))
         if config.checkpoint is not None:
             engine.restore(Path(config.checkpoint))
         return self.adopt(engine)

@@ -122,15 +122,15 @@ class RayRanks:
             ray.kill(handle)
 
 
-async def start_replica(config: ReplicaConfig, *, name: str, cpus: float, gpus: float) -> Replica:
-    """Start a replica's ranks as Ray actors, each with `cpus` and `gpus`, and return once they can score.
+async def start_replica(config: ReplicaConfig, *, name: str, cpus: float, gpus: float, kind: type[ScoreRank] = ScoreRank) -> Replica:
+    """Start a replica's ranks as Ray actors of `kind`, each with `cpus` and `gpus`, and return once they can score.
 
     Raises what loading the model raises.
     """
     import ray
 
     threads = {"OMP_NUM_THREADS": str(config.threads)} if config.threads else {}
-    actor = ray.remote(ScoreRank).options(num_cpus=cpus, num_gpus=gpus, runtime_env={"env_vars": threads})
+    actor = ray.remote(kind).options(num_cpus=cpus, num_gpus=gpus, runtime_env={"env_vars": threads})
     handles = [actor.remote(config, rank) for rank in range(config.parallel.world_size)]
     ranks = RayRanks(handles, name)
     try:
