@@ -19,3 +19,10 @@ def install() -> None:
         raise RuntimeError("megatron-core's checkpoint writer no longer keeps its result queue in filesystem_async._results_queue")
     if module["_results_queue"] is None:
         module["_results_queue"] = queue.Queue()
+
+
+def clear() -> None:
+    """Forget results that nobody will fetch: those of a save that failed elsewhere."""
+    results = vars(filesystem_async)["_results_queue"]
+    while not results.empty():
+        results.get()

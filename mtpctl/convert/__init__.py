@@ -6,13 +6,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mtpctl.convert.adapters import export_adapter, fingerprint, peft_config
     from mtpctl.convert.bridge import WeightBridge
     from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
     from mtpctl.convert.stream import StreamMap, WeightStream
 
-__all__ = ["HfFolder", "StreamMap", "WeightBridge", "WeightStream", "create_hf_folder"]
+__all__ = ["HfFolder", "StreamMap", "WeightBridge", "WeightStream", "create_hf_folder", "export_adapter", "fingerprint", "peft_config"]
 
 _HOMES = {
+    "export_adapter": "adapters",
+    "fingerprint": "adapters",
+    "peft_config": "adapters",
     "WeightBridge": "bridge",
     "HfFolder": "hf_folder",
     "create_hf_folder": "hf_folder",

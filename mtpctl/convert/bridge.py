@@ -6,8 +6,11 @@ Checkpoint conversion, the trainer's start and its weight sync all stream throug
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from megatron.core.transformer import MegatronModule, TransformerConfig
@@ -18,6 +21,7 @@ from mtpctl.compat import vllm_mimo
 from mtpctl.compat.transformer_engine import import_auto_bridge
 from mtpctl.convert import mappings
 from mtpctl.convert.hf_folder import HfFolder, tensor_names
+from mtpctl.model.lora import Adapter
 from mtpctl.recipe import UserError
 
 AutoBridge = import_auto_bridge()
@@ -54,6 +58,12 @@ class WeightBridge:
         if missing.names:
             raise UserError(f"model.path: {self.folder.path} lacks {'; '.join(missing.names[:8])}")
 
+    def fill(self, chunks: list[MegatronModule], weights: Mapping[str, Tensor]) -> None:
+        """Fill the modules from tensors under the model's own names."""
+        state = _State(weights)
+        source = SimpleNamespace(config=self._bridge.hf_pretrained.config, state=state, model_name_or_path=str(self.folder.path))
+        self._bridge._model_bridge.load_weights_hf_to_megatron(source, chunks)
+
     def _check_names(self, path: Path, *, mtp: bool) -> None:
         """The bridge fills what it finds; here every tensor of the model has to be there."""
         shape = self.folder.shape
@@ -66,10 +76,18 @@ class WeightBridge:
         if lacks:
             raise UserError(f"model.path: {path} lacks {_listed(lacks)}")
 
-    def export(self, chunks: list[MegatronModule], *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def tasks(self, chunks: list[MegatronModule], *, dtype: torch.dtype | None = None) -> list[Any]:
+        """What the bridge does for each parameter of the whole model, in the same order on every rank."""
+        found = self._bridge._model_bridge.build_conversion_tasks(self._bridge.hf_pretrained, chunks, weight_dtype=dtype)
+        return [task for task in found if task is not None]
+
+    def export(
+        self, chunks: list[MegatronModule], *, dtype: torch.dtype | None = None, sections: Collection[str] = ("target", "draft")
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) one by one; every rank must iterate, and every rank gets all of them.
 
-        Copies that a folder keeps beside their original (DeepSeek's MTP layers bring embedding and head) follow it.
+        `sections` says whether the trunk's tensors, the MTP layers' or both are wanted. Adapters are merged on the way. Copies
+        that a folder keeps beside their original (DeepSeek's MTP layers bring embedding and head) follow it.
         """
         shape = self.folder.shape
         stored = families.tensors(shape) if chunks[0].config.mtp_num_layers else {}
@@ -77,12 +95,52 @@ class WeightBridge:
         for name, original in families.aliases(shape).items():
             if name in stored:
                 copies.setdefault(original, []).append(name)
-        for name, tensor in self._bridge.export_hf_weights(chunks, cpu=False, show_progress=False, weight_dtype=dtype):
+
+        def wanted(name: str) -> bool:
+            return families.section_of(name, shape) in sections
+
+        tasks = [
+            task
+            for task in self.tasks(chunks, dtype=dtype)
+            if any(wanted(name) or any(map(wanted, copies.get(name, []))) for name in names_of(task))
+        ]
+        stream = self._bridge.export_hf_weights(chunks, cpu=False, show_progress=False, conversion_tasks=map(_merged, tasks))
+        for name, tensor in stream:
             if name in (f"{shape.prefix}embed_tokens.weight", "lm_head.weight"):
                 tensor = tensor[: shape.vocab]  # without the rows that made the vocabulary divide over tp
-            yield name, tensor
-            for copy in copies.get(name, []):
-                yield copy, tensor
+            for found in (name, *copies.get(name, [])):
+                if wanted(found):
+                    yield found, tensor
+
+
+class _State(Mapping[str, Tensor]):
+    """Tensors as the bridge asks a folder for them."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self.weights = weights
+        self.source = SimpleNamespace(get_all_keys=lambda: set(weights))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.weights[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+
+def names_of(task: Any) -> tuple[str, ...]:
+    """Names of the tensors that a parameter is made of."""
+    source = task.mapping.hf_param
+    return (source,) if isinstance(source, str) else tuple(source.values())
+
+
+def _merged(task: Any) -> Any:
+    """The task with its weight as the adapter makes it, where the module has one; made as it is asked for, and not kept."""
+    if isinstance(getattr(task.megatron_module, "adapter", None), Adapter) and task.param_name.endswith(".weight"):
+        return replace(task, param_weight=task.megatron_module.adapter.merged(task.param_weight))
+    return task
 
 
 def _listed(names: list[str]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpctl.convert.bridge import WeightBridge
+from mtpctl.convert.bridge import WeightBridge, names_of
 
 Destination = Callable[[Tensor], Tensor]
 """From a live parameter to the tensor that its new value is written to: itself, or a copy that goes live later."""
@@ -34,7 +34,7 @@ class StreamMap:
         folder = SimpleNamespace(config=bridge._bridge.hf_pretrained.config, state=SimpleNamespace(source=source))
         tasks = [task for task in self.bridge.build_conversion_tasks(folder, chunks) if task is not None]
         self.tasks: list[Any] = [task for task in tasks if task.megatron_module is not None]
-        self.known = {name for task in tasks for name in needed(task)}
+        self.known = {name for task in tasks for name in names_of(task)}
         """Names that some rank takes in."""
 
 
@@ -44,8 +44,8 @@ class WeightStream:
     def __init__(self, stream_map: StreamMap, names: Collection[str], destination: Destination) -> None:
         self.map = stream_map
         self.destination = destination
-        self.waiting = [task for task in stream_map.tasks if set(needed(task)) <= set(names)]
-        self.uses = Counter(name for task in self.waiting for name in needed(task))
+        self.waiting = [task for task in stream_map.tasks if set(names_of(task)) <= set(names)]
+        self.uses = Counter(name for task in self.waiting for name in names_of(task))
         self.held: dict[str, Tensor] = {}
         self.applied = 0
 
@@ -55,7 +55,7 @@ class WeightStream:
         if not self.uses[name]:
             return
         self.held[name] = tensor
-        for task in [task for task in self.waiting if name in needed(task) and all(n in self.held for n in needed(task))]:
+        for task in [task for task in self.waiting if name in names_of(task) and all(n in self.held for n in names_of(task))]:
             self._apply(task)
             self.waiting.remove(task)
         # A tensor of which every parameter is made is done with.
@@ -68,7 +68,7 @@ class WeightStream:
     def finish(self) -> None:
         """Raise ValueError naming what is missing; else bring copies on other pipeline stages up to date."""
         if self.waiting:
-            missing = sorted({name for task in self.waiting for name in needed(task) if name not in self.held})
+            missing = sorted({name for task in self.waiting for name in names_of(task) if name not in self.held})
             raise ValueError(f"the update ended without {', '.join(missing[:8])}")
         self.map.bridge._broadcast_shared_embeddings(self.map.chunks)
 
@@ -78,11 +78,5 @@ class WeightStream:
         if converted is not None:
             self.destination(task.param_weight).copy_(converted)
             self.applied += 1
-        for name in needed(task):
+        for name in names_of(task):
             self.uses[name] -= 1
-
-
-def needed(task: Any) -> tuple[str, ...]:
-    """Names of the tensors that a parameter is made of."""
-    source = task.mapping.hf_param
-    return (source,) if isinstance(source, str) else tuple(source.values())

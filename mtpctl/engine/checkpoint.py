@@ -3,6 +3,9 @@
 A checkpoint is a folder: the shards and their metadata, and `engine.json` with step counts and the caller's state. It is
 written beside its place and renamed, so that a folder under its own name is whole; which one a run takes up is said by
 the file `latest` next to it, which moves last.
+
+Writing is a thread's work. What it writes is planned, and copied to host memory, before `Save` is made; all that ranks must
+do together happens there and in `finish`, so that the thread never meets the collectives of a training step.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import replace
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +25,12 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply_factories
-from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.transformer import MegatronModule
+from torch.distributed.checkpoint import CheckpointException
 
 from mtpctl.compat import checkpoint_queue
-from mtpctl.engine.optimizer_state import Slot, set_step, slots
-from mtpctl.recipe import UserError
+from mtpctl.engine.optimizer_state import Slot
+from mtpctl.recipe import RuntimeFailure, UserError
 
 _ENGINE = "engine.json"
 _LATEST = "latest"
@@ -34,53 +39,150 @@ _MOST_RANKS = 64
 """Over which a vocabulary may be divided."""
 
 
-def save(path: Path, model: MegatronModule, optimizer: ChainedOptimizer | None, steps: int, state: dict[str, Any]) -> None:
-    """Write model, optimizer and `state` (what JSON can hold) to `path`, replacing what is there. All ranks call together."""
-    checkpoint_queue.install()
-    aside = path.with_name(path.name + ".partial")
-    first = dist.get_rank() == 0
-    if first:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    dist.barrier()
-    tree = {"model": model.sharded_state_dict()}
-    if optimizer is not None:
-        tree["optimizer"] = _optimizer_tree(model, optimizer, tree["model"], reading=False)
-    dist_checkpointing.save(tree, str(aside))
-    if first:
-        write_record(aside, steps=steps, optimizer=optimizer is not None, state=state)
-        _flush(aside)
-        shutil.rmtree(path, ignore_errors=True)
-        aside.rename(path)
-        _flush(path.parent)
-    dist.barrier()
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint is made of, and goes into.
+
+    slots: what the optimizer remembers, None without one, after `steps` steps. kept: names of the parameters that belong in it,
+    None for all. adapter: where these are adapters, what they are made for (`base`) and how.
+    """
+
+    model: MegatronModule
+    slots: list[Slot] | None
+    steps: int
+    kept: set[str] | None
+    adapter: dict[str, Any] | None
+
+    def tree(self, *, reading: bool) -> dict[str, Any]:
+        """Names to sharded tensors, as megatron-core saves and loads them."""
+        sharded = self.model.sharded_state_dict()
+        held = {name: value for name, value in sharded.items() if self.kept is None or name in self.kept}
+        tree = {"model": held}
+        if self.slots is not None:
+            tree["optimizer"] = _optimizer_tree(self.slots, held, reading=reading)
+        return tree
+
+    def live(self) -> set[int]:
+        """Where the memory lies that the next step writes to."""
+        tensors: list[torch.Tensor] = list(self.model.parameters())
+        tensors += [tensor for slot in self.slots or [] for tensor in slot.tensors.values()]
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
-def write_record(folder: Path, *, steps: int, optimizer: bool, state: dict[str, Any]) -> None:
-    """Write what `restore` reads beside the shards: the optimizer's step count, and the caller's state."""
-    (folder / _ENGINE).write_text(json.dumps({"format": _FORMAT, "steps": steps, "optimizer": optimizer, "state": state}))
+class Save:
+    """A checkpoint on its way to `path`. All ranks make it, and finish it, together.
+
+    `folder` is where it lies until it is whole; what is put there comes along.
+    """
+
+    def __init__(self, path: Path, contents: Contents, state: dict[str, Any], *, beside: bool = False) -> None:
+        """Plan, copy, and start to write. `beside`: while it is written the contents may change."""
+        checkpoint_queue.install()
+        self.path, self.folder = path, path.with_name(path.name + ".partial")
+        self._record = {"steps": contents.steps, "optimizer": contents.slots is not None, "adapter": contents.adapter, "state": state}
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+        dist.barrier()
+        request = dist_checkpointing.save(contents.tree(reading=False), str(self.folder), async_sharded_save=True, async_strategy="mcore")
+        self._finalize = request.finalize_fns
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if request.async_fn is not None:
+            rank, _, results = request.async_fn_args
+            buckets = _apart(request.preload_fn(), contents.live() if beside else set())
+            self._thread = threading.Thread(target=self._write, args=(request.async_fn, rank, buckets, results), daemon=True)
+            self._thread.start()
+
+    def _write(self, write: Callable[..., None], *args: Any) -> None:
+        try:
+            write(*args)
+        except BaseException as error:
+            self._error = error
+
+    def written(self) -> bool:
+        """Whether every rank has written its part, or failed to."""
+        waiting = torch.tensor(float(self._thread is not None and self._thread.is_alive()))
+        dist.all_reduce(waiting)
+        return not waiting
+
+    def finish(self) -> None:
+        """Wait for the thread, and put the checkpoint in its place. Raises RuntimeFailure on every rank where one could not write."""
+        if self._thread is not None:
+            self._thread.join()
+        _agree(self.path, self._error)
+        try:
+            for step in self._finalize:
+                step()
+        except CheckpointException as failure:
+            raise RuntimeFailure(f"checkpoint {self.path} was not written: {failure}") from failure
+        error: Exception | None = None
+        if dist.get_rank() == 0:
+            try:
+                write_record(self.folder, **self._record)
+                _flush(self.folder)
+                shutil.rmtree(self.path, ignore_errors=True)
+                self.folder.rename(self.path)
+                _flush(self.path.parent)
+            except OSError as failure:
+                error = failure
+        _agree(self.path, error)
 
 
-def restore(path: Path, model: MegatronModule, optimizer: ChainedOptimizer | None) -> tuple[int, dict[str, Any]]:
-    """Load `path` into model and, where there is one, optimizer. Returns the optimizer's step count and the caller's state.
+def write_record(folder: Path, *, steps: int, optimizer: bool, adapter: dict[str, Any] | None, state: dict[str, Any]) -> None:
+    """Write what `restore` reads beside the shards."""
+    record = {"format": _FORMAT, "steps": steps, "optimizer": optimizer, "adapter": adapter, "state": state}
+    (folder / _ENGINE).write_text(json.dumps(record))
+
+
+def _agree(path: Path, error: BaseException | None) -> None:
+    """Raise RuntimeFailure on all ranks where one has an error."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, None if error is None else f"{type(error).__name__}: {error}")
+    if failed := [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]:
+        checkpoint_queue.clear()
+        raise RuntimeFailure(f"checkpoint {path} was not written: {failed[0]}") from error
+
+
+def _apart(buckets: list[Any], live: set[int]) -> list[Any]:
+    """The buckets to write, with copies of what lies in memory that is still written to."""
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
+
+    return [(file, key, (data, [(item, own(tensor)) for item, tensor in tensors])) for file, key, (data, tensors) in buckets]
+
+
+def restore(path: Path, contents: Contents) -> tuple[int, dict[str, Any]]:
+    """Load `path` into the contents. Returns the optimizer's step count and the caller's state.
 
     Raises UserError, before anything is overwritten, where the folder is not a whole checkpoint, or is one of another model.
     """
     record = _record(path)
-    tree = {"model": model.sharded_state_dict()}
-    if optimizer is not None:
-        if not record["optimizer"]:
-            raise UserError(f"{path} was saved without an optimizer; it holds weights alone")
-        tree["optimizer"] = _optimizer_tree(model, optimizer, tree["model"], reading=True)
+    _check_adapter(path, record["adapter"], contents.adapter)
+    if contents.slots is not None and not record["optimizer"]:
+        raise UserError(f"{path} was saved without an optimizer; it holds weights alone")
+    tree = contents.tree(reading=True)
     _check_fit(path, tree)
     loaded = dist_checkpointing.load(tree, str(path))
-    model.load_state_dict(loaded["model"], strict=False)
-    if optimizer is not None:
-        for number, slot in enumerate(slots(model, optimizer)):
-            for kind in slot.kinds:
-                slot.fill(kind, loaded["optimizer"][f"{number}.{kind}"])
-        set_step(optimizer, record["steps"])
+    contents.model.load_state_dict(loaded["model"], strict=False)
+    for number, slot in enumerate(contents.slots or []):
+        for kind in slot.kinds:
+            slot.fill(kind, loaded["optimizer"][f"{number}.{kind}"])
     return record["steps"], record["state"]
+
+
+def _check_adapter(path: Path, saved: dict[str, Any] | None, wanted: dict[str, Any] | None) -> None:
+    if saved is None and wanted is None:
+        return
+    if saved is None or wanted is None:
+        held, mend = ("all weights", "take train.lora out") if saved is None else ("an adapter", "set train.lora")
+        raise UserError(f"{path} holds {held}, which this run does not train; {mend}, or start in another run_dir")
+    for name, value in wanted.items():
+        if saved[name] != value and name == "base":
+            raise UserError(f"model.path: the adapter in {path} was trained on other weights ({saved[name]}) than these ({value})")
+        if saved[name] != value:
+            raise UserError(f"train.lora.{name}: {value}, but the adapter in {path} has {saved[name]}")
 
 
 def publish_checkpoint(path: Path, *, keep: int) -> None:
@@ -119,11 +221,11 @@ def _record(path: Path) -> dict[str, Any]:
     return record
 
 
-def _optimizer_tree(model: torch.nn.Module, optimizer: ChainedOptimizer, sharded: dict[str, Any], *, reading: bool) -> dict[str, Any]:
+def _optimizer_tree(slots: list[Slot], sharded: dict[str, Any], *, reading: bool) -> dict[str, Any]:
     """The optimizer's tensors, cut over ranks as the parameters they belong to."""
     places = {id(value.data): value for value in nested_values(sharded) if isinstance(value, ShardedTensor | ShardedTensorFactory)}
     tree = {}
-    for number, slot in enumerate(slots(model, optimizer)):
+    for number, slot in enumerate(slots):
         place = places[id(slot.parameter)]
         for kind in slot.kinds:
             tree[f"{number}.{kind}"] = _like(place, f"optimizer.{kind}.{place.key}", _data(slot, kind, reading))

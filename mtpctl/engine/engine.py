@@ -6,7 +6,8 @@ One engine serves SFT, RL updates and log-prob recompute, with and without MTP, 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,24 +21,27 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from mtpctl.convert import HfFolder, WeightBridge
+from mtpctl.convert import HfFolder, WeightBridge, export_adapter, fingerprint
 from mtpctl.engine import checkpoint
 from mtpctl.engine import parallel as groups
 from mtpctl.engine.batch import MicroBatch, Sequence, pack, partition
 from mtpctl.engine.chunks import over_chunks
 from mtpctl.engine.objective import Objective, Sums
+from mtpctl.engine.offload import HostMemory, hold, release
 from mtpctl.engine.optimizer import Optimizer
+from mtpctl.engine.optimizer_state import set_step
 from mtpctl.kernels import LogProbOut, linear_logprob
-from mtpctl.model import Hidden, MtpModel, build_model, complete_config, draw_weights
+from mtpctl.model import Hidden, MtpModel, attach_adapters, build_model, complete_config, draw_weights
 from mtpctl.recipe import UserError
-from mtpctl.recipe.schema import KernelsConfig, MtpConfig, OptimizerConfig, ParallelConfig
+from mtpctl.recipe.schema import KernelsConfig, LoraConfig, MtpConfig, OffloadConfig, OptimizerConfig, ParallelConfig
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """What an engine is made of.
 
-    `train=False` builds no gradient buffers. With `random_seed` weights are drawn on the device instead of loaded.
+    `train=False` builds no gradient buffers. With `random_seed` weights are drawn on the device instead of loaded. With `lora`
+    the trunk is frozen and adapters train in its place, first drawn from `adapter_seed`; MTP layers train as they would without.
     """
 
     parallel: ParallelConfig
@@ -49,6 +53,9 @@ class EngineConfig:
     distributed_optimizer: bool = False
     train: bool = True
     random_seed: int | None = None
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    lora: LoraConfig | None = None
+    adapter_seed: int = 0
 
 
 @dataclass
@@ -88,6 +95,11 @@ class MegatronEngine:
             self.bridge.load([model])
         else:
             draw_weights(model, config.random_seed)
+        self.base = ""
+        if config.lora is not None:
+            attach_adapters(model, config.lora, config.adapter_seed)
+            self._name_base(folder.path)
+        self.kept = {name for name, p in model.named_parameters() if p.requires_grad} if config.lora else None
         self.depths = self.transformer.mtp_num_layers or 0
         self.trains_mtp = config.train and config.mtp.mode in ("joint", "isolated") and self.depths > 0
         self.optimizer: Optimizer | None = None
@@ -103,25 +115,55 @@ class MegatronEngine:
                 model,
             )
             self.transformer.finalize_model_grads_func = _finish_gradients
+        self.host = HostMemory(self.module.parameters()) if config.offload.params else None
+        self._users = 0
+        with self.resident():
+            pass
 
     @property
     def module(self) -> MtpModel:
         """The model without its data-parallel wrapping."""
         return self.model.module if self.config.train else self.model
 
+    @contextmanager
+    def resident(self) -> Iterator[None]:
+        """Parameters on the device, whoever asked first; afterwards back in host memory, where they are offloaded."""
+        self._users += 1
+        if self.host is not None:
+            self.host.back(self.module.parameters())
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if self.host is not None and not self._users:
+                self.host.leave(self.module.parameters())
+
+    @property
+    def parameters(self) -> tuple[int, int]:
+        """Parameters that this rank holds, and of them those that train."""
+        sizes = [(p.numel(), p.requires_grad) for p in self.module.parameters()]
+        return sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
+
+    def _name_base(self, path: Path) -> None:
+        seed = self.config.random_seed
+        self.base = fingerprint(path) if seed is None else f"random weights of seed {seed}"
+
     def set_optimizer(self, config: OptimizerConfig) -> None:
         """Start with a fresh optimizer: one for SFT, one for RL. MTP layers that are not trained are not its business."""
         assert self.config.train
+        self.optimizer = None  # the last one's memory goes before the next one's is taken
         for name, parameter in self.module.named_parameters():
             if name.startswith("mtp."):
                 parameter.requires_grad_(self.trains_mtp)
-        self.optimizer = Optimizer(
-            self.model,
-            config,
-            mtp_clip=self.config.mtp.clip_grad,
-            bf16=self.config.precision == "bf16",
-            distributed=self.config.distributed_optimizer,
-        )
+        with self.resident():
+            self.optimizer = Optimizer(
+                self.model,
+                config,
+                mtp_clip=self.config.mtp.clip_grad,
+                bf16=self.config.precision == "bf16",
+                distributed=self.config.distributed_optimizer,
+                offload=self.config.offload.optimizer,
+            )
 
     # ------------------------------------------------------------------------------------------------------- updates
 
@@ -135,8 +177,12 @@ class MegatronEngine:
         assert self.optimizer is not None, "set_optimizer comes first"
         began = time.perf_counter()
         self.optimizer.inner.zero_grad()
-        metrics = self.forward_backward(sequences, objective, temperature=temperature)
-        result = self.optimizer.step(total_steps)
+        with self.resident():
+            metrics = self.forward_backward(sequences, objective, temperature=temperature)
+            result = self.optimizer.step(total_steps)
+        if self.config.offload.grads:
+            self.optimizer.inner.zero_grad()
+            release(self._gradients())
         tokens = sum(len(s.token_ids) for s in sequences)
         metrics |= {
             "actor/grad_norm": result.grad_norm,
@@ -155,11 +201,16 @@ class MegatronEngine:
         drafts = self._draft_counts(sequences) if self.trains_mtp else []
         micros = self._micro_batches(sequences, self.depths if self.trains_mtp else 0)
         self.model.train()
+        hold(self._gradients())
         self.model.zero_grad_buffer()
         loss = partial(self._loss, objective=objective, temperature=temperature, denominator=denominator, drafts=drafts)
-        sums = self._run(micros, loss, forward_only=False)
+        with self.resident():
+            sums = self._run(micros, loss, forward_only=False)
         metrics = objective.metrics({name: float(value) for name, value in sums.items() if not name.startswith("mtp/")})
         return metrics | {name: float(value) / drafts[int(name[-1]) - 1] for name, value in sums.items() if name.startswith("mtp/")}
+
+    def _gradients(self) -> list[Tensor]:
+        return [buffer.grad_data for buffer in [*self.model.buffers, *self.model.expert_parallel_buffers]]
 
     def _draft_counts(self, sequences: list[Sequence]) -> list[int]:
         """For each depth, how many supervised tokens a drafter can be asked for, in the whole batch."""
@@ -218,7 +269,8 @@ class MegatronEngine:
                 found[i] = Scores(logprob.tolist(), entropy.tolist())
             return out.logprob.sum(), {}
 
-        self._run(self._micro_batches(sequences, 0), collect, forward_only=True)
+        with self.resident():
+            self._run(self._micro_batches(sequences, 0), collect, forward_only=True)
         if dist.get_world_size() > 1:
             parts: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(parts, found)
@@ -227,31 +279,62 @@ class MegatronEngine:
 
     # ------------------------------------------------------------------------------------------------------- weights
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and full tensors, MTP included, in the engine's precision; every rank iterates."""
-        yield from self.bridge.export([self.module])
+    def export(self, sections: Collection[str] = ("target", "draft")) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and full tensors, in the engine's precision; every rank iterates.
+
+        `sections`: the trunk (`target`), the MTP layers (`draft`) or both. Adapters come merged into the trunk.
+        """
+        with self.resident():
+            yield from self.bridge.export([self.module], sections=sections)
+
+    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """PEFT's names and full tensors of the adapters (`peft_config` says the rest); every rank iterates.
+
+        Raises UserError where PEFT has no names for a target.
+        """
+        assert self.config.lora is not None, "there is no adapter"
+        with self.resident():
+            yield from export_adapter(self.bridge, [self.module], self.config.lora)
 
     def load(self, path: Path) -> None:
-        """Replace the weights by those of another folder of the same model."""
-        self.bridge.load([self.module], path)
-        if self.optimizer is not None:
-            self.optimizer.inner.reload_model_params()
+        """Replace the weights (with adapters: those beneath them) by those of another folder of the same model."""
+        with self.resident():
+            self.bridge.load([self.module], path)
+            if self.config.lora is not None:
+                self._name_base(path)
+            if self.optimizer is not None:
+                self.optimizer.reload()
 
     def save(self, path: Path, state: dict[str, Any] | None = None) -> None:
-        """Checkpoint the model, the optimizer where one is set, and `state`; whole or not at all."""
-        inner, steps = (self.optimizer.inner, self.optimizer.steps) if self.optimizer else (None, 0)
-        checkpoint.save(path, self.module, inner, steps, state or {})
+        """Checkpoint the model, the optimizer where one is set, and `state`; whole or not at all.
+
+        With adapters, of the model only what trains: adapters and MTP layers, and which weights they were trained on.
+        """
+        self.begin_save(path, state).finish()
+
+    def begin_save(self, path: Path, state: dict[str, Any] | None = None, *, beside: bool = False) -> checkpoint.Save:
+        """The same in two halves: what this returns has to be finished, by all ranks. `beside`: training goes on until then."""
+        with self.resident():
+            return checkpoint.Save(path, self._contents(), state or {}, beside=beside)
 
     def restore(self, path: Path) -> dict[str, Any]:
         """Take up a checkpoint, written under any layout. Returns the `state` it was saved with.
 
         The optimizer is restored where one is set; its learning rates and clips stay those it was set with. Raises
-        UserError where the checkpoint is not whole, or is of another model.
+        UserError where the checkpoint is not whole, is of another model, or has adapters for other weights than these.
         """
-        steps, state = checkpoint.restore(path, self.module, self.optimizer.inner if self.optimizer else None)
+        with self.resident():
+            steps, state = checkpoint.restore(path, self._contents())
         if self.optimizer is not None:
             self.optimizer.steps = steps
+            set_step(self.optimizer.inner, steps)
         return state
+
+    def _contents(self) -> checkpoint.Contents:
+        lora = self.config.lora
+        slots, steps = (self.optimizer.slots(), self.optimizer.steps) if self.optimizer else (None, 0)
+        adapter = None if lora is None else {"base": self.base, "rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
+        return checkpoint.Contents(self.module, slots, steps, self.kept, adapter)
 
     # -------------------------------------------------------------------------------------------------------- passes
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +13,15 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+from torch import Tensor
 
 from mtpctl.compat import cpu_device
+from mtpctl.engine.offload import HostMemory
+from mtpctl.engine.optimizer_state import MOMENTS, Slot, begin, slots
 from mtpctl.recipe.schema import OptimizerConfig
+
+SLICE_BYTES = 1 << 30
+"""fp32 parameters that Adam is given at once."""
 
 
 @dataclass
@@ -29,8 +37,17 @@ class StepResult:
 class Optimizer:
     """Adam over a model's parameters in two groups, the trunk's and the MTP head's, each with its own clip and rate."""
 
-    def __init__(self, model: DistributedDataParallel, config: OptimizerConfig, *, mtp_clip: float, bf16: bool, distributed: bool) -> None:
-        self.config, self.mtp_clip = config, mtp_clip
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        config: OptimizerConfig,
+        *,
+        mtp_clip: float,
+        bf16: bool,
+        distributed: bool,
+        offload: bool = False,
+    ) -> None:
+        self.config, self.mtp_clip, self.model = config, mtp_clip, model
         self.steps = 0
         for name, parameter in model.named_parameters():
             if ".mtp." in name:
@@ -56,6 +73,40 @@ class Optimizer:
                 [model],
                 config_overrides=overrides or None,
             )
+        self.host: HostMemory | None = None
+        if offload:
+            for part in self._parts():
+                begin(part.optimizer, away=True)
+            tensors = [tensor for slot in slots(model, self.inner) for tensor in slot.tensors.values()]
+            self.host = HostMemory(tensors)
+            self.host.leave(tensors)
+
+    def _parts(self) -> list[Any]:
+        return [part for part in self.inner.chained_optimizers if not part.is_stub_optimizer]
+
+    def slots(self) -> list[Slot]:
+        """What is remembered of each parameter; in host memory where it is offloaded."""
+        found = list(slots(self.model, self.inner))
+        if self.host is not None:
+            for slot in found:
+                slot.tensors = {kind: self.host.host(tensor) for kind, tensor in slot.tensors.items()}
+        return found
+
+    def reload(self) -> None:
+        """Take the masters anew from parameters that were changed from outside."""
+        with self._masters():
+            self.inner.reload_model_params()
+
+    @contextmanager
+    def _masters(self) -> Iterator[None]:
+        """The fp32 masters on the device; the parameters that Adam moves are these, or the model's own."""
+        if self.host is None:
+            yield
+            return
+        masters = [slot.tensors["master"] for slot in slots(self.model, self.inner) if "master" in slot.tensors]
+        self.host.back(masters)
+        yield
+        self.host.leave(masters)
 
     def rate(self, total_steps: int) -> float:
         """Share of the peak learning rate at the current step: linear warm-up, then a cosine to `min_lr_ratio`."""
@@ -78,14 +129,47 @@ class Optimizer:
                 if clip and norms[name] > clip:
                     grads = [p.grad for p in self.inner.get_parameters() if getattr(p, "grad_norm_group", None) == name]
                     torch._foreach_mul_([g for g in grads if g is not None], clip / norms[name])
-            self.inner.step_with_ready_grads()
+            self._apply()
             self.steps += 1
         return StepResult(finite, norms[None], norms["mtp"], self.config.lr * share)
 
+    def _apply(self) -> None:
+        """Adam on a slice of the parameters at a time: its temporaries, and moments that live in host memory, are a slice's."""
+        parts = self._parts()
+        groups = [part.optimizer.param_groups for part in parts]
+        with self._masters():
+            for part, whole in zip(parts, groups, strict=True):
+                adam = part.optimizer
+                for group in whole:
+                    for some in _slices(group["params"]):
+                        moments = [adam.state[p][kind] for p in some for kind in MOMENTS if p in adam.state]
+                        if self.host is not None:
+                            self.host.back(moments)
+                        adam.param_groups = [{**group, "params": some}]
+                        adam.step()
+                        if self.host is not None:
+                            self.host.leave(moments)
+                adam.param_groups = []
+            # What is left to do: masters to parameters, and those gathered where each rank has stepped a part.
+            self.inner.step_with_ready_grads()
+            for part, whole in zip(parts, groups, strict=True):
+                part.optimizer.param_groups = whole
+
     def _norm(self, group: str | None) -> float:
         squares = 0.0
-        for part in self.inner.chained_optimizers:  # experts are a part of their own, on ranks of their own
-            if not part.is_stub_optimizer:
-                grads = part.get_grads_for_grad_norm(group)
-                squares += float(get_grad_norm_fp32(grads, grad_stats_parallel_group=part.get_grad_stats_parallel_group())) ** 2
+        for part in self._parts():  # experts are a part of their own, on ranks of their own
+            grads = part.get_grads_for_grad_norm(group)
+            squares += float(get_grad_norm_fp32(grads, grad_stats_parallel_group=part.get_grad_stats_parallel_group())) ** 2
         return squares**0.5
+
+
+def _slices(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """In order, of at most `SLICE_BYTES` where one does not exceed it alone."""
+    some: list[Tensor] = []
+    for parameter in parameters:
+        if some and sum(p.nbytes for p in some) + parameter.nbytes > SLICE_BYTES:
+            yield some
+            some = []
+        some.append(parameter)
+    if some:
+        yield some

@@ -17,6 +17,8 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from mtpctl.engine.offload import release
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -65,15 +67,18 @@ def slots(model: torch.nn.Module, optimizer: ChainedOptimizer) -> Iterator[Slot]
         yield from _sharded(part) if isinstance(part, DistributedOptimizer) else _plain(part, owners)
 
 
-def begin(adam: torch.optim.Optimizer) -> None:
-    """Zero moments where no step was taken yet, as Adam itself begins."""
+def begin(adam: torch.optim.Optimizer, *, away: bool = False) -> None:
+    """Zero moments where no step was taken yet, as Adam itself begins. `away`: without memory, for `HostMemory` to hold them."""
     assert isinstance(adam, torch.optim.Adam), f"the slots of {type(adam).__name__} are not known"
     for group in adam.param_groups:
         for parameter in group["params"]:
             state: dict[str, Any] = adam.state[parameter]
             if not state:
                 state["step"] = torch.tensor(0.0)
-                state |= {kind: torch.zeros_like(parameter) for kind in MOMENTS}
+                for kind in MOMENTS:
+                    state[kind] = torch.zeros_like(parameter)
+                    if away:
+                        release([state[kind]])
 
 
 def set_step(optimizer: ChainedOptimizer, step: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mtpctl.engine import NextToken, latest_checkpoint, publish_checkpoint
-from mtpctl.recipe import UserError
+from mtpctl.recipe import RuntimeFailure, UserError
 from mtpctl.recipe.schema import MtpConfig, OptimizerConfig
 from tests.engine.tiny import engine, mimo, sequences
 
@@ -107,7 +107,7 @@ def test_optimizer_asked_of_a_checkpoint_without(tmp_path):
 def test_torn_save_leaves_the_last_checkpoint_as_it_was(tmp_path, monkeypatch):
     with engine(mimo(tmp_path / "model")) as made:
         made.save(tmp_path / "checkpoint", {"step": 1})
-        with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
+        with monkeypatch.context() as patch, pytest.raises(RuntimeFailure, match="rank 0: OSError: disk full"):
             patch.setattr(json, "dumps", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
             made.save(tmp_path / "checkpoint", {"step": 2})
         assert made.restore(tmp_path / "checkpoint") == {"step": 1}

@@ -1,0 +1,107 @@
+"""LoRA adapters as PEFT names them, and which weights they were made for.
+
+Of a fused layer (q, k and v in one) PEFT's parts share A, and each has its rows of B. Cutting those rows is what the mapping
+of the layer's weight does, so it is asked to: for B [out, rank] as for a W [out, hidden], told that hidden is the rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.transformer import MegatronModule
+from safetensors import safe_open
+from torch import Tensor
+
+from mtpctl.convert.bridge import WeightBridge
+from mtpctl.model.lora import ROW, WHOLE
+from mtpctl.recipe import UserError
+from mtpctl.recipe.schema import LoraConfig
+
+PREFIX = "base_model.model."
+SAMPLED_ROWS = 8
+
+
+def export_adapter(bridge: WeightBridge, chunks: list[MegatronModule], lora: LoraConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield (`base_model.model.<layer>.lora_A.weight`, [rank, in]) and (`….lora_B.weight`, [out, rank]) of every layer adapted.
+
+    Every rank must iterate, and every rank gets all of them. Raises UserError where PEFT has no name for a target.
+    """
+    for task in bridge.tasks(chunks):
+        place, leaf = task.global_param_name.split("."), ""
+        if len(place) > 2:
+            leaf = place[-2]
+        if place[0] != "decoder" or place[-1] != "weight" or leaf not in lora.targets:
+            continue
+        if getattr(task.mapping, "is_grouped_export", False):
+            raise UserError(
+                f"train.lora.targets: {task.mapping.hf_param} packs all experts, which PEFT has no names for; leave {leaf} out, or "
+                "publish merged weights"
+            )
+        a, b = _matrices(task, leaf, lora.rank)
+        for name in b:
+            layer = PREFIX + name.removesuffix(".weight")
+            yield f"{layer}.lora_A.weight", a[name].reshape(lora.rank, -1)
+            yield f"{layer}.lora_B.weight", b[name].reshape(-1, lora.rank)
+
+
+def _matrices(task: Any, leaf: str, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A and B by the names of the weights that they change."""
+    module, a, b = task.megatron_module, None, None
+    if module is not None:
+        a, b = module.adapter.lora_a.detach(), module.adapter.lora_b.detach()
+        if hasattr(module, "config"):
+            module = copy.copy(module)
+            module.config = copy.copy(module.config)
+            module.config.hidden_size = rank
+    if leaf in ROW:
+        return task.mapping.megatron_to_hf(a, task.megatron_module), _same_on_all(task, b)
+    if leaf in WHOLE:
+        return _same_on_all(task, a), _same_on_all(task, b)
+    return _same_on_all(task, a), task.mapping.megatron_to_hf(b, module)
+
+
+def _same_on_all(task: Any, value: Tensor | None) -> dict[str, Tensor]:
+    """What every tensor-parallel rank holds whole, under each name of the weight."""
+    replicated = importlib.import_module("megatron.bridge.models.conversion.param_mapping").ReplicatedMapping
+    names = task.mapping.hf_param
+    found: dict[str, Tensor] = {}
+    for name in [names] if isinstance(names, str) else names.values():
+        found |= replicated(task.mapping.megatron_param, name).megatron_to_hf(value, task.megatron_module)
+    return found
+
+
+def peft_config(names: list[str], lora: LoraConfig, base: str) -> dict[str, Any]:
+    """PEFT's `adapter_config.json` for the tensors of these names, on the model called `base`."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({name.split(".")[-3] for name in names}),
+    }
+
+
+def fingerprint(folder: Path) -> str:
+    """Of the weights in a folder: their names, types, shapes, and a few rows of each. Does not depend on how files are cut.
+
+    Training moves every matrix, so that a few rows tell two bases apart without reading all of both.
+    """
+    lines = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in sorted(tensors.keys()):
+                part = tensors.get_slice(name)
+                shape = part.get_shape()
+                rows = sorted({i * (shape[0] - 1) // max(1, SAMPLED_ROWS - 1) for i in range(SAMPLED_ROWS)}) if shape else []
+                values = [part[row : row + 1].contiguous().view(torch.uint8).numpy().tobytes() for row in rows]
+                lines.append(f"{name} {part.get_dtype()} {shape} {hashlib.sha256(b''.join(values)).hexdigest()}")
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]

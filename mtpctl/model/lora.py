@@ -1,0 +1,224 @@
+"""LoRA (Hu et al., arXiv 2106.09685) on Megatron's linear layers: y = W x + (alpha / rank) B A x, and W stays as it came.
+
+A [rank, in] and B [out, rank] lie over the tensor-parallel ranks so that only [tokens, rank] has to travel:
+
+column    W and B are split by rows, A is whole. With sequence parallelism A is applied to a rank's own tokens and its
+          result gathered; A's gradient is then of those tokens, and megatron-core sums it over the ranks.
+row       W and A are split by columns, B is whole. The partial A x are summed (scattered) before B is applied.
+expert    Tokens are gathered before the experts and their outputs summed behind them, so nothing travels in between; what is
+          whole on every rank has a gradient of that rank's part, summed by megatron-core likewise.
+whole     W, A and B are whole, on a rank's own tokens.
+
+An adapter is a submodule of the layer that it changes, so that the layer's own parameters keep their names. MTP layers get
+none: they are one layer that drafts, no inference engine puts adapters on its drafter, and so they train as they are.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.ssm.utils import _split_tensor_factory
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from mtpctl.model.delta_net import GatedDeltaNet
+from mtpctl.model.latent import ReplicatedLinear
+from mtpctl.model.layers import LayerNormColumnParallelLinear
+from mtpctl.recipe import UserError
+from mtpctl.recipe.schema import LoraConfig
+
+ROW = ("linear_proj", "linear_fc2", "out_proj")
+WHOLE = ("linear_q_down_proj", "linear_kv_down_proj")
+"""Targets by how they lie over tp; all others are split by columns."""
+
+
+class Adapter(torch.nn.Module):
+    """This rank's part of A and B of one layer. `segments`: rows of B by what they make, where one layer makes several things."""
+
+    def __init__(self, a: Tensor, b: Tensor, scale: float, segments: dict[str, int]) -> None:
+        super().__init__()
+        self.lora_a, self.lora_b = torch.nn.Parameter(a), torch.nn.Parameter(b)
+        self.scale, self.segments = scale, segments
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """A new W + scale B A, in W's dtype, added in fp32."""
+        return torch.addmm(weight.float(), self.lora_b.float(), self.lora_a.float(), alpha=self.scale).to(weight.dtype)
+
+
+class _Adapted(torch.nn.Module):
+    """A linear layer with an adapter."""
+
+    adapter: Adapter
+    split = ""
+    """Which of the adapter's matrices is split over tp, if any."""
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        found = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        parts = make_sharded_tensors_for_checkpoint(
+            self.adapter.state_dict(keep_vars=True),
+            f"{prefix}adapter.",
+            {self.split: 0 if self.split == "lora_b" else 1},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        if sizes := self.adapter.segments:
+            name = f"{prefix}adapter.lora_b"
+            parts[name] = _split_tensor_factory(parts[name], list(sizes.values()), list(sizes), 0)
+        return {**found, **parts}
+
+
+class LoraColumnParallelLinear(_Adapted, ColumnParallelLinear):
+    split = "lora_b"
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        out, bias = super().forward(input_, *args, **kwargs)
+        low = F.linear(input_, self.adapter.lora_a)
+        if not self.explicit_expert_comm and self.tp_group.size() > 1:
+            if self.sequence_parallel:
+                low = gather_from_sequence_parallel_region(low, group=self.tp_group)
+            else:
+                low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
+        return torch.add(out, F.linear(low, self.adapter.lora_b), alpha=self.adapter.scale), bias
+
+
+class LoraLayerNormColumnParallelLinear(LayerNormColumnParallelLinear, LoraColumnParallelLinear):
+    """Whose norm comes first: `LayerNormColumnParallelLinear.forward` hands the normed input to the adapted layer."""
+
+
+class LoraRowParallelLinear(_Adapted, RowParallelLinear):
+    split = "lora_a"
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        out, bias = super().forward(input_)
+        low = F.linear(input_, self.adapter.lora_a)
+        if not self.explicit_expert_comm and self.tp_group.size() > 1:
+            if self.sequence_parallel:
+                low = reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
+            else:
+                low = reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
+        return torch.add(out, F.linear(low, self.adapter.lora_b), alpha=self.adapter.scale), bias
+
+
+class LoraReplicatedLinear(ReplicatedLinear):
+    adapter: Adapter
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        out, bias = super().forward(x)
+        return torch.add(out, F.linear(F.linear(x, self.adapter.lora_a), self.adapter.lora_b), alpha=self.adapter.scale), bias
+
+
+_ADAPTED: dict[type, type[torch.nn.Module]] = {
+    ColumnParallelLinear: LoraColumnParallelLinear,
+    LayerNormColumnParallelLinear: LoraLayerNormColumnParallelLinear,
+    RowParallelLinear: LoraRowParallelLinear,
+    ReplicatedLinear: LoraReplicatedLinear,
+}
+
+
+def attach_adapters(model: GPTModel, lora: LoraConfig, seed: int) -> None:
+    """Freeze all but the MTP layers, and give every target in the decoder's layers an adapter that changes nothing yet.
+
+    A is drawn as a linear layer's weight is (uniform, ±1/√in), from the seed and the layer's place in the whole model, so that
+    every layout draws the same; B is 0. Raises UserError for a target that no layer has.
+    """
+    for name, parameter in model.named_parameters():
+        if not name.startswith("mtp."):
+            parameter.requires_grad_(False)
+    found = list(_linears(model))
+    _check_targets(lora, {_leaf(place) for place, _, _ in found})
+    for place, linear, segments in found:
+        if _leaf(place) in lora.targets:
+            linear.adapter = _adapter(linear, place, segments, lora, seed)
+            linear.__class__ = _ADAPTED[type(linear)]
+    if model.pre_process and model.config.recompute_granularity == "full":
+        # A recomputed region without a differentiable input would give its adapters no gradient.
+        model.embedding.register_forward_hook(lambda _module, _args, out: out.requires_grad_() if torch.is_grad_enabled() else out)
+
+
+def _leaf(name: str) -> str:
+    return name.rsplit(".", 1)[-1]
+
+
+def _linears(model: GPTModel) -> Iterator[tuple[str, Any, dict[str, int]]]:
+    """Linear layers of this rank's decoder layers: place in the whole model (decoder layer, expert, name), module, segments."""
+    for layer in model.decoder.layers:
+        for name, module in list(layer.named_modules()):
+            if type(module) not in _ADAPTED:
+                continue
+            parent = layer.get_submodule(name.rpartition(".")[0])
+            segments: dict[str, int] = {}
+            if isinstance(parent, GatedDeltaNet) and _leaf(name) == "in_proj":
+                segments = dict(zip(parent.in_proj_split_names, parent.in_proj_split_sections, strict=True))
+            elif isinstance(parent, MLP) and _leaf(name) == "linear_fc1":
+                half = module.output_size_per_partition // 2
+                segments = {"gate": half, "up": half}
+            yield f"{layer.layer_number}.{_of_all_experts(layer, name)}", module, segments
+
+
+def _of_all_experts(layer: torch.nn.Module, name: str) -> str:
+    """The name with the number that an expert has among those of all ranks."""
+    head, found, rest = name.partition(".local_experts.")
+    if not found:
+        return name
+    experts: Any = layer.get_submodule(head)
+    number, _, rest = rest.partition(".")
+    return f"{head}{found}{experts.ep_group.rank() * experts.num_local_experts + int(number)}.{rest}"
+
+
+def _check_targets(lora: LoraConfig, here: set[str]) -> None:
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, here)
+    known: set[str] = set().union(*everywhere)
+    unknown = [target for target in lora.targets if target not in known]
+    if unknown:
+        raise UserError(f"train.lora.targets: no layer of this model is a {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+
+
+def _adapter(linear: Any, place: str, segments: dict[str, int], lora: LoraConfig, seed: int) -> Adapter:
+    weight: Tensor = linear.weight
+    row = isinstance(linear, RowParallelLinear)
+    inputs = weight.shape[1]
+    total, first = (linear.input_size, linear.tp_group.rank() * inputs) if row else (inputs, 0)
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(place.encode()))
+    a = (torch.rand(lora.rank, total, generator=generator) * 2 - 1) / total**0.5
+    adapter = Adapter(
+        a[:, first : first + inputs].to(weight.device, weight.dtype),
+        torch.zeros(weight.shape[0], lora.rank, device=weight.device, dtype=weight.dtype),
+        lora.alpha / lora.rank,
+        segments,
+    )
+    whole = [adapter.lora_a, adapter.lora_b]
+    if not isinstance(linear, ReplicatedLinear):
+        split = whole.pop(0 if row else 1)
+        set_tensor_model_parallel_attributes(split, is_parallel=True, dim=1 if row else 0, stride=1)
+    for parameter in adapter.parameters():
+        parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
+    for parameter in whole:
+        # megatron-core sums the gradients of parameters marked so over the tensor-parallel ranks.
+        parameter.sequence_parallel = _own_tokens(linear)  # type: ignore[attr-defined]
+    return adapter
+
+
+def _own_tokens(linear: Any) -> bool:
+    """Whether what is whole on every tp rank sees only that rank's tokens, or only its part of a sum."""
+    if isinstance(linear, ReplicatedLinear):
+        return bool(linear.weight.sequence_parallel)  # type: ignore[attr-defined]
+    return bool(linear.config.sequence_parallel and linear.tp_group.size() > 1)
