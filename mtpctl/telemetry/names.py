@@ -73,6 +73,9 @@ METRICS: dict[str, Metric] = {
     "sync/seconds": Metric("weight sync", "seconds", "From the begin of a weight update to its end."),
     "sync/stall_seconds": Metric("stalled", "seconds", "Time that generation stood still for a weight update."),
     "sync/gb_per_s": Metric("sync rate", "GB/s", "Weight bytes over the time of the transfer."),
+    "logprob/wait_seconds": Metric("scored after", "seconds", "From a finished response to its old log-probs, mean over responses."),
+    "logprob/tokens_per_s": Metric("log-prob server", "tokens/s", "Tokens over the time that log-prob replicas worked, prompts included."),
+    "logprob/stall_seconds": Metric("scoring stalled", "seconds", "Time that the log-prob server stood still for weight updates."),
     "perf/tokens_per_s": Metric("trainer", "tokens/s", "Tokens trained a second, prompts included."),
     "perf/mfu": Metric("MFU", "share", "Model FLOP/s over the device's peak."),
 }
