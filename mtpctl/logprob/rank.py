@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpctl.logprob.protocol import Bounds, Draft, Scored, ScoreRequest
-from mtpctl.plan import Entry
+from mtpctl.plan import Bucket, Entry
 from mtpctl.recipe.schema import KernelsConfig, MtpConfig, ParallelConfig
 from mtpctl.sync import Manifest, PlanMismatch, Section, SyncError
 
@@ -86,12 +86,14 @@ class ScoreRank:
         from mtpctl import families
         from mtpctl.convert import StreamMap
         from mtpctl.logprob.weights import HeldWeights
+        from mtpctl.sync.transports import Readers
 
         shape = engine.folder.shape
         self.engine = engine
         self.tensors = families.tensors(shape)
         self._section_of = lambda name: families.section_of(name, shape)
         self.map = StreamMap(engine.bridge, [engine.module], [*self.tensors, *families.aliases(shape)])
+        self._readers = Readers(engine.device)
         self.held = HeldWeights(engine.module, self.config.version, keep_previous=self.config.keep_previous)
         return Bounds(shape.max_positions, shape.vocab, engine.depths)
 
@@ -125,19 +127,24 @@ class ScoreRank:
     def begin_update(self, manifest: dict[str, Any], version: int, section: Section) -> None:
         """See `WeightTarget.begin_update`."""
         from mtpctl.convert import WeightStream
-        from mtpctl.sync.transports import open_reader
 
         self._manifest = Manifest.from_dict(manifest)
         plan = self._manifest.sections[section]
         entries = plan.tensors()
-        self._check(entries, section)
-        self.held.begin(version)
+        reader = self._readers.open(self._manifest.transport, self._manifest.address)
+        try:
+            self._check(entries, section)
+            self.held.begin(version)
+        except SyncError as error:
+            self._readers.fail(str(error))
+            raise
         self._section, self._plan = section, plan
         names = {name for entry in entries.values() for name in (entry.name, *entry.aliases)}
         self._stream = WeightStream(self.map, names, self.held.destination)
         self._partial: dict[str, Any] = {}
         self._taken = 0
-        self._reader = open_reader(self._manifest.transport, self._manifest.address)
+        reader.begin(version, section)
+        self._reader = reader
 
     def _check(self, entries: dict[str, Entry], section: Section) -> None:
         dtype = {"fp32": "float32", "bf16": "bfloat16"}[self.config.precision]
@@ -153,19 +160,25 @@ class ScoreRank:
         if wrong:
             raise PlanMismatch(f"the weights do not fit the log-prob replica: {'; '.join(wrong[:8])}")
 
-    def receive(self, index: int) -> None:
-        """Take in bucket `index` of the section begun last. Raises SyncError for one out of order."""
-        import torch
+    def receive(self, *indices: int) -> None:
+        """Take in buckets of the section begun last. Raises SyncError for one out of order, or that does not come."""
+        due = list(range(self._taken, self._taken + len(indices)))
+        if self._stream is None or list(indices) != due:
+            raise SyncError(f"bucket {indices[0]} came where bucket {self._taken if self._stream else 'none'} was due")
+        try:
+            for bucket, data in self._reader.stream(self._section, [self._plan.buckets[index] for index in indices]):
+                self._take(bucket, data)
+        except BaseException as error:
+            self._readers.fail(str(error))
+            raise
 
+    def _take(self, bucket: Bucket, data: Any) -> None:
         from mtpctl.sync.receiver import pieces
 
-        if self._stream is None or index != self._taken:
-            raise SyncError(f"bucket {index} came where bucket {self._taken if self._stream else 'none'} was due")
-        bucket = self._plan.buckets[index]
-        for entry, piece in pieces(bucket, self._reader.read(self._section, bucket)):
+        for entry, piece in pieces(bucket, data):
             tensor = piece
             if not entry.whole:
-                whole = self._partial.setdefault(entry.name, torch.empty(entry.shape, dtype=piece.dtype))
+                whole = self._partial.setdefault(entry.name, piece.new_empty(entry.shape))
                 whole.view(-1)[entry.part_start : entry.part_stop].copy_(piece)
                 if not entry.last:
                     continue
@@ -183,7 +196,8 @@ class ScoreRank:
             self._stream.finish()
         except ValueError as error:
             raise SyncError(str(error)) from error
-        self._close()
+        self._stream = None
+        self._readers.settle()
         self._finished.add(self._section)
         if self._finished == set(self._manifest.sections):
             self._finished = set()
@@ -191,7 +205,8 @@ class ScoreRank:
 
     def abort_update(self) -> None:
         """Give up the update, all its sections. Raises TargetDirty where the weights are mixed."""
-        self._close()
+        self._stream = None
+        self._readers.fail("a log-prob replica broke off")
         self._finished = set()
         self.held.abort()
 
@@ -200,8 +215,3 @@ class ScoreRank:
         from mtpctl.sync import checksum
 
         return {name: checksum(tensor) for name, tensor in self.engine.export()}
-
-    def _close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-        self._stream = self._reader = None

@@ -61,9 +61,9 @@ class Replica:
             self.versions = self.versions[:1]
         self._section = section
 
-    async def receive(self, bucket: Bucket) -> None:
+    async def receive(self, *buckets: Bucket) -> None:
         """See `WeightTarget`."""
-        await self.ranks.call("receive", bucket.index)
+        await self.ranks.call("receive", *(bucket.index for bucket in buckets))
 
     async def finish_update(self) -> None:
         """See `WeightTarget`. The last section makes the version current."""

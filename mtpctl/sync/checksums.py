@@ -1,17 +1,33 @@
-"""One checksum for both ends of a weight transfer, on CPU and GPU alike.
+"""One checksum for both ends of a weight transfer, on CPU and GPU alike, and for tensors that lie in parts on several ranks.
 
 A tensor's elements are read as integers `w_0 … w_{n-1}` of their own width, and two sums are kept modulo 2^64:
-`sum w_i` and `sum (i + 1) w_i` (Fletcher's checksum without its reduction). Changed bits alter the first sum, swapped
-elements the second; no byte leaves the device.
+`n + sum w_i` and `n + sum (i + 1) w_i` (Fletcher's checksum without its reduction). Changed bits alter the first sum, swapped
+elements the second; no byte leaves the device. Both are sums over elements, so ranks that hold parts of a tensor each add up
+their own, and the parts add up to the whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import torch
 
 _WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 20
+_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 23}
 _MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Columns `[start, stop)` of every row of a tensor seen as a matrix of `columns` columns and `numel` elements, summed."""
+
+    numel: int
+    columns: int
+    start: int
+    stop: int
+    plain: int
+    weighted: int
 
 
 @torch.no_grad()
@@ -20,13 +36,52 @@ def checksum(tensor: torch.Tensor) -> str:
 
     Raises ValueError for an element width that is not 1, 2, 4 or 8 bytes.
     """
-    if tensor.element_size() not in _WIDTHS:
-        raise ValueError(f"no checksum for dtype {tensor.dtype}")
-    words = tensor.detach().reshape(-1).view(_WIDTHS[tensor.element_size()])
-    plain = weighted = words.numel()
-    for start in range(0, words.numel(), _CHUNK):
-        chunk = words[start : start + _CHUNK].to(torch.int64)
-        place = torch.arange(start + 1, start + 1 + chunk.numel(), device=chunk.device)
-        plain += int(chunk.sum())
-        weighted += int((chunk * place).sum())
-    return f"{plain & _MASK:016x}{weighted & _MASK:016x}"
+    numel = tensor.numel()
+    return combined([summed(tensor.detach().reshape(1, -1), numel, numel, 0)])
+
+
+@torch.no_grad()
+def summed(block: torch.Tensor, numel: int, columns: int, start: int) -> Part:
+    """The sums of `block [rows, width]`, columns `[start, start + width)` of a matrix of `columns` columns and `numel` elements."""
+    if block.element_size() not in _WIDTHS:
+        raise ValueError(f"no checksum for dtype {block.dtype}")
+    words, (rows, width) = block.view(_WIDTHS[block.element_size()]), block.shape
+    chunk = _CHUNK.get(block.device.type, _CHUNK["cpu"])
+    totals = torch.zeros(2, dtype=torch.int64, device=block.device)
+    wide, high = min(width, chunk), max(1, chunk // max(width, 1))
+    for left in range(0, width, max(wide, 1)):
+        places = torch.arange(start + left + 1, start + min(left + wide, width) + 1, device=block.device)
+        for top in range(0, rows, high):
+            part = words[top : top + high, left : left + wide].to(torch.int64)
+            totals[0] += part.sum()
+            if part.shape[0] == 1:
+                totals[1] += (part[0] * (places + top * columns)).sum()
+            else:
+                offsets = torch.arange(top, top + part.shape[0], device=block.device) * columns
+                totals[1] += (part * (places + offsets[:, None])).sum()
+    plain, weighted = totals.tolist()
+    return Part(numel, columns, start, start + width, plain & _MASK, weighted & _MASK)
+
+
+def combined(parts: Iterable[Part]) -> str:
+    """The checksum of the tensor that these parts make up. A part may come more than once, where ranks hold the same.
+
+    What does not add up to a tensor gives a text that says why, and that no checksum equals.
+    """
+    found: dict[tuple[int, int], Part] = {}
+    for part in parts:
+        if found.setdefault((part.start, part.stop), part) != part:
+            return "ranks that hold the same part differ in it"
+    if not found:
+        return "no rank holds it"
+    first = next(iter(found.values()))
+    end = 0
+    for start, stop in sorted(found):
+        if start != end:
+            return f"columns {end} to {start} of {first.columns} are held by no rank"
+        end = stop
+    if end != first.columns:
+        return f"columns {end} to {first.columns} are held by no rank"
+    plain = (first.numel + sum(part.plain for part in found.values())) & _MASK
+    weighted = (first.numel + sum(part.weighted for part in found.values())) & _MASK
+    return f"{plain:016x}{weighted:016x}"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from mtpctl.plan import Bucket, Entry
@@ -10,10 +13,19 @@ from mtpctl.plan import Bucket, Entry
 
 @dataclass(frozen=True, slots=True)
 class SectionPlan:
-    """Buckets of one section in the order in which they travel, and checksums by tensor name where they were taken."""
+    """Buckets of one section in the order in which they travel, and checksums by tensor name where they were taken.
+
+    `config` goes with the section `adapter`: what PEFT writes as `adapter_config.json`.
+    """
 
     buckets: tuple[Bucket, ...]
     checksums: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest bucket."""
+        return max((bucket.nbytes for bucket in self.buckets), default=0)
 
     @property
     def nbytes(self) -> int:
@@ -27,17 +39,25 @@ class SectionPlan:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One version: its sections, and where a receiver on this host finds the buckets (`transport` at `address`)."""
+    """One version: its sections, and where a receiver finds the buckets (`transport` at `address`).
+
+    `store` is the folder in which the version is, or will be, kept for receivers that come later.
+    """
 
     version: int
     transport: str
     address: str
     sections: dict[str, SectionPlan]
+    store: str = ""
 
     @property
     def nbytes(self) -> int:
         """Bytes of all sections."""
         return sum(section.nbytes for section in self.sections.values())
+
+    def without(self, section: str) -> Manifest:
+        """The same version for a receiver that does not hold `section`."""
+        return replace(self, sections={name: plan for name, plan in self.sections.items() if name != section})
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
@@ -47,10 +67,22 @@ class Manifest:
     def from_dict(cls, data: dict[str, Any]) -> Manifest:
         """Inverse of `to_dict`, also after JSON has turned tuples into lists."""
         sections = {
-            name: SectionPlan(tuple(_bucket(bucket) for bucket in section["buckets"]), dict(section["checksums"]))
+            name: SectionPlan(buckets_from(section["buckets"]), dict(section["checksums"]), dict(section.get("config", {})))
             for name, section in data["sections"].items()
         }
-        return cls(data["version"], data["transport"], data["address"], sections)
+        return cls(data["version"], data["transport"], data["address"], sections, data.get("store", ""))
+
+
+def buckets_from(data: list[dict[str, Any]]) -> tuple[Bucket, ...]:
+    """Buckets from their JSON form."""
+    return tuple(_bucket(bucket) for bucket in data)
+
+
+@lru_cache(maxsize=8)
+def layout(buckets: tuple[Bucket, ...]) -> tuple[str, str]:
+    """The JSON form of a section's buckets, and a short name of it: what receivers need but once."""
+    text = json.dumps([asdict(bucket) for bucket in buckets])
+    return text, hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _bucket(data: dict[str, Any]) -> Bucket:

@@ -1,39 +1,48 @@
 """From the Hugging Face names on the wire to what a live engine model holds.
 
-A live model packs what travels apart (`q_proj`, `k_proj`, `v_proj` lie in `qkv_proj`), wraps a layer that has an adapter
-(`.base_layer`), and renames by rules of its own. The way here is from a name and the live names to a `Slot`, once for each
-update: what is taken in carries its wire name until it is copied, so no name can be mapped twice.
+A live model packs what travels apart (`q_proj`, `k_proj`, `v_proj` lie in `qkv_proj`, the experts of a layer in two tensors),
+wraps a layer that has an adapter (`.base_layer`), and renames by rules of its own. The way here is from a name and the live
+names to a `Slot`, once for each plan: what is taken in carries its wire name until it is copied, so no name can be mapped twice.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 Renamer = Callable[[str], str | None]
 
-PACKED: dict[str, tuple[str, int]] = {
-    "q_proj": ("qkv_proj", 0),
-    "k_proj": ("qkv_proj", 1),
-    "v_proj": ("qkv_proj", 2),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-    "in_proj_qkv": ("in_proj_qkvz", 0),
-    "in_proj_z": ("in_proj_qkvz", 1),
-    "in_proj_b": ("in_proj_ba", 0),
-    "in_proj_a": ("in_proj_ba", 1),
+PACKED: dict[str, tuple[str, tuple[int, ...]]] = {
+    "q_proj": ("qkv_proj", (0,)),
+    "k_proj": ("qkv_proj", (1,)),
+    "v_proj": ("qkv_proj", (2,)),
+    "gate_proj": ("gate_up_proj", (0,)),
+    "up_proj": ("gate_up_proj", (1,)),
+    "in_proj_qkv": ("in_proj_qkvz", (0, 1, 2)),
+    "in_proj_z": ("in_proj_qkvz", (3,)),
+    "in_proj_b": ("in_proj_ba", (0,)),
+    "in_proj_a": ("in_proj_ba", (1,)),
+    "q_a_proj": ("fused_qkv_a_proj", (0,)),
+    "kv_a_proj_with_mqa": ("fused_qkv_a_proj", (1,)),
 }
-"""Layer name on the wire: the layer that packs it, and its place in there."""
+"""Layer name on the wire: the layer that packs it, and which of the packed parts it is."""
 
+EXPERTS: dict[str, tuple[str, tuple[int, ...]]] = {"gate_proj": ("w13", (0,)), "up_proj": ("w13", (1,)), "down_proj": ("w2", (0,))}
+"""Layer of one expert on the wire: the tensor that holds it for all experts, and which part of an expert's it is."""
+
+_EXPERT = re.compile(r"^(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<proj>gate_proj|up_proj|down_proj)\.(?P<leaf>weight|bias)$")
+_EXPERT_HOMES = ("", ".routed_experts", ".base_layer", ".base_layer.routed_experts")
 _WRAPPED = "base_layer"
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a wire tensor belongs: a live parameter, and which of its packed parts (None: all of it)."""
+    """Where a wire tensor belongs: a live parameter, which of its packed parts (None: all of it), and which expert's."""
 
     parameter: str
-    part: int | None = None
+    parts: tuple[int, ...] | None = None
+    expert: int | None = None
 
 
 def resolve(name: str, live: Collection[str], rename: Renamer | None = None) -> Slot | None:
@@ -44,15 +53,18 @@ def resolve(name: str, live: Collection[str], rename: Renamer | None = None) -> 
     for candidate in _candidates(name, rename):
         for spelled in _wrappings(candidate.parameter):
             if spelled in live:
-                return Slot(spelled, candidate.part)
+                return Slot(spelled, candidate.parts, candidate.expert)
     return None
 
 
 def _candidates(name: str, rename: Renamer | None) -> Iterator[Slot]:
     renamed = rename(name) if rename else None
-    for spelled in dict.fromkeys([renamed or name, name]):
+    # A drafter is a model of its own, whose layers lie under `model.` where the folder says `mtp.`.
+    own = f"model.{name.removeprefix('mtp.')}" if name.startswith("mtp.") else name
+    for spelled in dict.fromkeys([renamed or name, name, own]):
         yield Slot(spelled)
         yield from _packings(spelled)
+        yield from _experts(spelled)
 
 
 def _packings(name: str) -> Iterator[Slot]:
@@ -61,6 +73,13 @@ def _packings(name: str) -> Iterator[Slot]:
         if part in PACKED:
             owner, place = PACKED[part]
             yield Slot(".".join([*parts[:at], owner, *parts[at + 1 :]]), place)
+
+
+def _experts(name: str) -> Iterator[Slot]:
+    if found := _EXPERT.match(name):
+        tensor, part = EXPERTS[found["proj"]]
+        for home in _EXPERT_HOMES:
+            yield Slot(f"{found['layer']}{home}.{tensor}_{found['leaf']}", part, int(found["expert"]))
 
 
 def _wrappings(name: str) -> Iterator[str]:

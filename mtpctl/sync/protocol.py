@@ -47,8 +47,8 @@ class WeightTarget(Protocol):
         """Check one section of `plan` against the live model. Raises PlanMismatch or VersionConflict; nothing changed."""
         ...
 
-    async def receive(self, bucket: Bucket) -> None:
-        """Take in one bucket of the section begun last. Buckets come in the plan's order."""
+    async def receive(self, *buckets: Bucket) -> None:
+        """Take in buckets of the section begun last, which follow each other. All come once, in the plan's order."""
         ...
 
     async def finish_update(self) -> None:

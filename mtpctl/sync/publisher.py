@@ -1,9 +1,13 @@
-"""The sender: packs a stream of named tensors into buckets, and publishes them as one version."""
+"""The sender: packs a stream of named tensors into buckets, and publishes them as one version.
+
+`Publisher` writes them where receivers fetch them (`shm`). `sender.py` has the one whose receivers take part.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,8 +44,8 @@ def _tied(tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[str, str]:
     return tied
 
 
-class Publisher:
-    """Publishes into a `VersionStore` on this host.
+class Packing:
+    """The plan of a stream of tensors, and their way into a transport's buffers.
 
     `bucket_bytes` bounds a bucket, `sections` says what moves, `section_of` sorts names into sections, and `dtype` is what
     floating-point tensors are cast to on the way (None: sent as they are).
@@ -49,19 +53,17 @@ class Publisher:
 
     def __init__(
         self,
-        store: VersionStore,
         *,
         bucket_bytes: int,
         sections: Sequence[Section] = ("target", "draft"),
         section_of: Callable[[str], Section] = default_section,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.store = store
         self.bucket_bytes = bucket_bytes
         self.sections = tuple(sections)
         self.section_of = section_of
         self.dtype = dtype
-        self._plans: dict[str, tuple[Bucket, ...]] = {}
+        self.plans: dict[str, tuple[Bucket, ...]] = {}
 
     def plan(self, specs: Iterable[TensorSpec], aliases: Mapping[str, str] | None = None) -> None:
         """Fix the plan of all later versions, so that an export need not be held whole to learn it.
@@ -76,32 +78,19 @@ class Publisher:
             names = {spec.name for spec in found}
             tied = {alias: owner for alias, owner in (aliases or {}).items() if owner in names}
             if found:
-                self._plans[place] = tuple(plan_buckets(found, self.bucket_bytes, tied))
+                self.plans[place] = tuple(plan_buckets(found, self.bucket_bytes, tied))
 
-    def publish(self, export: Export, version: int, *, checksums: bool = False) -> Manifest:
-        """Pack and publish one version. Until it returns, receivers see the version before.
-
-        `export` yields Hugging Face names with full tensors. Unless `plan` was called, the first export is held whole to
-        learn its shapes; later ones stream. With `checksums`, one is taken of each tensor for receivers to compare with.
-
-        Raises VersionConflict unless `version` grows, PlanMismatch where the export differs from the plan, and
-        EnvironmentMissing where the store is full; a failed version leaves nothing behind.
-        """
-        tensors = self._cast(export)
-        if not self._plans:
-            held = list(tensors)
-            self.plan((spec_of(name, tensor) for name, tensor in held), _tied(held))
-            tensors = iter(held)
-        folder = self.store.prepare(version)
-        try:
-            sums = self._pack(tensors, Writer(folder), checksums)
-            plans = {section: SectionPlan(buckets, sums[section]) for section, buckets in self._plans.items()}
-            manifest = Manifest(version, SHM, str(Path(folder).absolute()), plans)
-            self.store.commit(manifest)
-        except BaseException:
-            self.store.discard(version)
-            raise
-        return manifest
+    def learn(self, export: Export, aliases: Mapping[str, str] | None = None, *, checksums: bool = False) -> dict[str, dict[str, str]]:
+        """Run through an export without keeping any of it, to plan; with `checksums`, take and return them by section."""
+        specs: list[TensorSpec] = []
+        sums: dict[str, dict[str, str]] = {section: {} for section in self.sections}
+        for name, tensor in self._cast(export):
+            specs.append(spec_of(name, tensor))
+            if checksums:
+                sums[self.section_of(name)][name] = checksum(tensor)
+        if not self.plans:
+            self.plan(specs, aliases)
+        return sums
 
     def _cast(self, export: Export) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in export:
@@ -110,10 +99,10 @@ class Publisher:
                 yield name, tensor.to(self.dtype) if cast else tensor
 
     @torch.no_grad()
-    def _pack(self, tensors: Iterator[tuple[str, torch.Tensor]], writer: BucketWriter, checksums: bool) -> dict[str, dict[str, str]]:
-        """Fill buckets in the plan's order while the export streams, each section at its own pace."""
-        packers = {section: _Packer(section, buckets, writer) for section, buckets in self._plans.items()}
-        sums: dict[str, dict[str, str]] = {section: {} for section in self._plans}
+    def pack(self, tensors: Iterable[tuple[str, torch.Tensor]], writer: BucketWriter, checksums: bool = False) -> dict[str, dict[str, str]]:
+        """Fill buckets in the plan's order while the export streams, each section at its own pace. Raises PlanMismatch."""
+        packers = {section: _Packer(section, buckets, writer) for section, buckets in self.plans.items()}
+        sums: dict[str, dict[str, str]] = {section: {} for section in self.plans}
         for name, tensor in tensors:
             section = self.section_of(name)
             if section not in packers:
@@ -124,6 +113,40 @@ class Publisher:
         for packer in packers.values():
             packer.finish()
         return sums
+
+
+class Publisher(Packing):
+    """Publishes into a `VersionStore` on this host, from which receivers draw. Options are those of `Packing`."""
+
+    def __init__(self, store: VersionStore, **options: Any) -> None:
+        super().__init__(**options)
+        self.store = store
+
+    def publish(self, export: Export, version: int, *, checksums: bool = False) -> Manifest:
+        """Pack and publish one version. Until it returns, receivers see the version before.
+
+        `export` yields Hugging Face names with full tensors. Unless `plan` or `learn` was called, the first export is held whole
+        to learn its shapes; later ones stream. With `checksums`, one is taken of each tensor for receivers to compare with.
+
+        Raises VersionConflict unless `version` grows, PlanMismatch where the export differs from the plan, and
+        EnvironmentMissing where the store is full; a failed version leaves nothing behind.
+        """
+        tensors = self._cast(export)
+        if not self.plans:
+            held = list(tensors)
+            self.plan((spec_of(name, tensor) for name, tensor in held), _tied(held))
+            tensors = iter(held)
+        folder = self.store.prepare(version)
+        try:
+            sums = self.pack(tensors, Writer(folder), checksums)
+            plans = {section: SectionPlan(buckets, sums[section]) for section, buckets in self.plans.items()}
+            address = str(Path(folder).absolute())
+            manifest = Manifest(version, SHM, address, plans, str(self.store.root.absolute()))
+            self.store.commit(manifest)
+        except BaseException:
+            self.store.discard(version)
+            raise
+        return manifest
 
 
 class _Packer:
@@ -146,7 +169,8 @@ class _Packer:
             if self.buffer is None:
                 self.buffer = self.writer.buffer(self.section, bucket)
             start = entry.part_start * spec.itemsize
-            self.buffer[entry.offset : entry.offset + entry.nbytes].copy_(data[start : start + entry.nbytes])
+            piece = data[start : start + entry.nbytes]
+            self.buffer[entry.offset : entry.offset + entry.nbytes].copy_(piece, non_blocking=self.writer.in_order)
             self.next += 1
             if entry is bucket.entries[-1]:
                 self.writer.send(self.section, bucket)

@@ -6,35 +6,32 @@ that can be wrong about a plan is found by `match` before the first byte is writ
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import nn
 
+from mtpctl.compat import vllm_derived, vllm_experts
 from mtpctl.plan import Bucket, Entry
-from mtpctl.sync.checksums import checksum
+from mtpctl.sync.checksums import Part
 from mtpctl.sync.manifest import SectionPlan
 from mtpctl.sync.names import Renamer, Slot, resolve
+from mtpctl.sync.places import Misfit, Place, Ranks, find_place, local_expert, part_sizes
 from mtpctl.sync.protocol import PlanMismatch, SyncError
 
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Rows `[start, stop)` of a live parameter."""
-
-    parameter: torch.Tensor
-    start: int
-    stop: int
-
-    @property
-    def view(self) -> torch.Tensor:
-        """The live memory itself."""
-        return self.parameter.data[self.start : self.stop] if self.parameter.ndim else self.parameter.data
+Portion = tuple[int | None, int | None]
+"""One expert, or None, and one packed part, or None for all."""
 
 
-def match(model: nn.Module, plan: SectionPlan, *, rename: Renamer | None = None, elsewhere: nn.Module | None = None) -> dict[str, Place]:
+def match(
+    model: nn.Module,
+    plan: SectionPlan,
+    *,
+    rename: Renamer | None = None,
+    elsewhere: nn.Module | None = None,
+    ranks: Ranks | None = None,
+) -> dict[str, Place]:
     """The place of every tensor of `plan` in `model`.
 
     Parameters that `elsewhere` holds too (a drafter's embedding and head are its target's) need not be in the plan.
@@ -44,50 +41,55 @@ def match(model: nn.Module, plan: SectionPlan, *, rename: Renamer | None = None,
     live = dict(model.named_parameters(remove_duplicate=False))
     shared = {id(parameter) for parameter in elsewhere.parameters()} if elsewhere is not None else set()
     places: dict[str, Place] = {}
-    filled: dict[int, set[int | None]] = {id(parameter): set() for parameter in live.values()}
+    filled: dict[int, set[Portion]] = defaultdict(set)
     wrong: list[str] = []
     for name, entry in plan.tensors().items():
         slot = next(filter(None, (resolve(alias, live, rename) for alias in (name, *entry.aliases))), None)
         if slot is None:
             wrong.append(f"{name} resolves to nothing")
             continue
-        place = _place(model, live[slot.parameter], slot)
-        filled[id(place.parameter)].add(slot.part)
-        dtype = str(place.parameter.dtype).removeprefix("torch.")
-        if tuple(place.view.shape) != entry.shape:
-            wrong.append(f"{name} has shape {entry.shape}, its place in {slot.parameter} {tuple(place.view.shape)}")
-        elif dtype != entry.dtype:
-            wrong.append(f"{name} is {entry.dtype}, {slot.parameter} is {dtype}")
-        places[name] = place
+        filled[id(live[slot.parameter])] |= {(slot.expert, part) for part in slot.parts or (None,)}
+        try:
+            places[name] = _place(model, live[slot.parameter], slot, entry, ranks or Ranks())
+        except (Misfit, vllm_experts.PackedExperts) as error:
+            wrong.append(f"{name} {error}")
     for name, parameter in live.items():
-        parts = filled[id(parameter)]
-        if None not in parts and parts != set(range(len(_part_rows(model, name)))) and id(parameter) not in shared:
-            wrong.append(f"{name} is filled {'in part' if parts else 'by nothing'}")
+        if id(parameter) in shared or name.rpartition(".")[2] in vllm_derived.DERIVED:
+            continue
+        here, wanted = filled[id(parameter)], _wanted(model, name, parameter)
+        if (None, None) not in here and not wanted <= here:
+            wrong.append(f"{name} is filled {'in part' if here else 'by nothing'}")
     if wrong:
         raise PlanMismatch("the weights do not fit the live model: " + "; ".join(wrong))
     return places
 
 
-def _owner(model: nn.Module, parameter: str) -> nn.Module:
-    return model.get_submodule(parameter.rpartition(".")[0])
+def _place(model: nn.Module, parameter: torch.Tensor, slot: Slot, entry: Entry, ranks: Ranks) -> Place:
+    live = parameter.data
+    if slot.expert is not None:
+        owner = model.get_submodule(slot.parameter.rpartition(".")[0])
+        live = vllm_experts.plain_weight(owner, slot.parameter.rpartition(".")[2])
+    place = find_place(model, live, slot, entry.shape, ranks)
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    if dtype != entry.dtype:
+        raise Misfit(f"is {entry.dtype}, {slot.parameter} is {dtype}")
+    if not place.live.is_contiguous():
+        raise Misfit(f"belongs to {slot.parameter}, which does not lie in memory row by row")
+    return place
 
 
-def _part_rows(model: nn.Module, parameter: str) -> list[int]:
-    """Rows of each packed part of a parameter; one part where it packs nothing."""
-    return list(getattr(_owner(model, parameter), "output_sizes", ())) or [0]
-
-
-def _place(model: nn.Module, parameter: torch.Tensor, slot: Slot) -> Place:
-    """The rows that `slot` means. An embedding's rows beyond the vocabulary are padding and take nothing in."""
-    if slot.part is None:
-        rows = parameter.shape[0] if parameter.ndim else 0
-        return Place(parameter, 0, getattr(_owner(model, slot.parameter), "org_vocab_size", rows))
-    ends = list(accumulate(_part_rows(model, slot.parameter), initial=0))
-    return Place(parameter, ends[slot.part], ends[slot.part + 1])
+def _wanted(model: nn.Module, name: str, parameter: torch.Tensor) -> set[Portion]:
+    """Everything that has to come for a parameter to be filled, unless it comes whole."""
+    path, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(path)
+    if leaf.startswith(("w13_", "w2_")):
+        experts = [expert for expert in range(owner.global_num_experts) if local_expert(owner, expert) is not None]
+        return {(expert, part) for expert in experts for part in ((0, 1) if leaf.startswith("w13_") else (0,))}
+    return {(None, part) for part in range(len(part_sizes(owner, name)))}
 
 
 class SectionReceiver:
-    """Takes in the buckets of one section, after `match` has found every place."""
+    """Takes in the buckets of one section, after `match` has found every place. What has none passes by."""
 
     def __init__(self, plan: SectionPlan, places: dict[str, Place]) -> None:
         self.plan = plan
@@ -103,7 +105,8 @@ class SectionReceiver:
         if self.complete or bucket.index != self.plan.buckets[self.taken].index:
             raise SyncError(f"bucket {bucket.index} came where bucket {self.taken} of {len(self.plan.buckets)} was due")
         for entry, piece in pieces(bucket, data):
-            self.places[entry.name].view.reshape(-1)[entry.part_start : entry.part_stop].copy_(piece)
+            if (place := self.places.get(entry.name)) is not None:
+                place.write(piece, entry.part_start, entry.part_stop)
         self.taken += 1
 
     @property
@@ -116,9 +119,9 @@ class SectionReceiver:
         if not self.complete:
             raise SyncError(f"only {self.taken} of {len(self.plan.buckets)} buckets came")
 
-    def checksums(self) -> dict[str, str]:
-        """Checksum of every tensor of the section, read from the live parameters."""
-        return {name: checksum(place.view) for name, place in self.places.items()}
+    def sums(self) -> dict[str, list[Part]]:
+        """What this rank adds to the checksum of every tensor of the section, read from the live parameters."""
+        return {name: place.sums() for name, place in self.places.items()}
 
 
 def pieces(bucket: Bucket, data: torch.Tensor) -> Iterator[tuple[Entry, torch.Tensor]]:

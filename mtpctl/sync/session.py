@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
 from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import SyncError, WeightTarget
+from mtpctl.sync.protocol import Section, SyncError, WeightTarget
 
 T = TypeVar("T")
 
@@ -25,12 +25,12 @@ class SyncReport:
     verified: int = 0
 
 
-def check_checksums(manifest: Manifest, found: dict[str, str]) -> int:
-    """Compare a target's checksums with the publisher's; returns how many tensors agree.
+def check_checksums(manifest: Manifest, found: dict[str, str], holds: Collection[str] = ("target", "draft", "adapter")) -> int:
+    """Compare a target's checksums with the publisher's, of the sections that it holds; returns how many tensors agree.
 
     Raises SyncError that names the tensors that differ or are missing, or where the publisher took no checksums.
     """
-    wanted = {name: value for section in manifest.sections.values() for name, value in section.checksums.items()}
+    wanted = {name: value for place, section in manifest.sections.items() if place in holds for name, value in section.checksums.items()}
     if not wanted:
         raise SyncError(f"version {manifest.version} was published without checksums to compare with")
     differing = [name for name, value in wanted.items() if found.get(name) != value]
@@ -39,8 +39,15 @@ def check_checksums(manifest: Manifest, found: dict[str, str]) -> int:
     return len(wanted)
 
 
-async def update_target(target: WeightTarget, manifest: Manifest, *, verify: bool = False, deadline_s: float = 120.0) -> SyncReport:
-    """Take `target` to the version of `manifest`, all sections, or leave it where it was.
+async def update_target(
+    target: WeightTarget,
+    manifest: Manifest,
+    *,
+    verify: bool = False,
+    deadline_s: float = 120.0,
+    holds: Collection[Section] = ("target", "draft", "adapter"),
+) -> SyncReport:
+    """Take `target` to the version of `manifest`, all sections, or leave it where it was. `holds`: sections whose checksums it can tell.
 
     The caller has paused a target that generates. A fault at any point aborts the update, and so does `deadline_s`.
     Raises SyncError (the old version is live again), or TargetDirty where the target could not return to it.
@@ -53,10 +60,9 @@ async def update_target(target: WeightTarget, manifest: Manifest, *, verify: boo
     try:
         for name, section in manifest.sections.items():
             await within(target.begin_update(manifest, manifest.version, name))  # type: ignore[arg-type]
-            for bucket in section.buckets:
-                await within(target.receive(bucket))
+            await within(target.receive(*section.buckets))
             await within(target.finish_update())
-        verified = check_checksums(manifest, await within(target.checksums())) if verify else 0
+        verified = check_checksums(manifest, await within(target.checksums()), holds) if verify else 0
     except BaseException as error:
         await target.abort_update()
         if isinstance(error, TimeoutError):

@@ -1,21 +1,29 @@
 """Weights into a live vLLM engine, as a transfer engine of vLLM's own weight-update sessions.
 
 vLLM calls this inside each worker between `start_weight_update` (or `start_draft_weight_update`) and
-`finish_weight_update`. The updates that it is handed say what to do: `begin` names a section of a manifest, `bucket` one
-bucket of it. The bytes come through the manifest's transport, never through vLLM's control channel.
+`finish_weight_update`. The updates that it is handed say what to do: `begin` announces a section, `buckets` has some of its
+buckets taken in. The bytes come through the transport, never through vLLM's control channel, and so does the plan of a section
+only once: later versions name it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from mtpctl.sync.manifest import Manifest
+from mtpctl.compat import vllm_derived, vllm_experts
+from mtpctl.sync.adapter import AdapterReceiver
+from mtpctl.sync.manifest import SectionPlan, buckets_from
+from mtpctl.sync.places import Place, Ranks
 from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SyncError
 from mtpctl.sync.receiver import SectionReceiver, match
-from mtpctl.sync.transports import BucketReader, open_reader
+from mtpctl.sync.transports import Readers
 
 
 @dataclass
@@ -25,12 +33,23 @@ class NoInit(WeightTransferInitInfo):
 
 @dataclass
 class Step(WeightTransferUpdateInfo):
-    """`begin` with a manifest's dict and a section, `bucket` with an index, or `abort`."""
+    """`begin` of a section, `buckets` from `first` on, `count` of them, or `abort`.
+
+    `begin` comes with the version, transport and address, the plan's short name and, the first time, its JSON; `config` is an
+    adapter's; of a section to `discard` everything passes by.
+    """
 
     action: str
     section: str
-    manifest: dict[str, Any] = field(default_factory=dict)
-    index: int = 0
+    version: int = 0
+    transport: str = ""
+    address: str = ""
+    plan_name: str = ""
+    plan: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    discard: bool = False
+    first: int = 0
+    count: int = 0
 
 
 class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
@@ -41,8 +60,11 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._receivers: dict[str, SectionReceiver] = {}
-        self._reader: BucketReader | None = None
+        self._receivers: dict[str, SectionReceiver | AdapterReceiver] = {}
+        self._section = ""
+        self._plans: dict[str, SectionPlan] = {}
+        self._places: dict[tuple[str, str], dict[str, Place]] = {}
+        self._readers = Readers(self.device)
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to set up."""
@@ -51,45 +73,87 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
         """Nothing yet: the first update of a session is `begin`."""
 
     def receive_weights(self, update_info: Step) -> None:
-        """One step. Raises PlanMismatch in `begin`, SyncError in `bucket`, and in `abort` always: vLLM ends a failed session."""
-        if update_info.action == "begin":
-            self._begin(Manifest.from_dict(update_info.manifest), update_info.section)
-            return
-        if update_info.action == "abort":
+        """One step. Raises PlanMismatch in `begin`, SyncError in `buckets`, and in `abort` always: vLLM ends a failed session."""
+        try:
+            if update_info.action == "begin":
+                self._begin(update_info)
+            elif update_info.action == "buckets":
+                self._receive(update_info)
+            else:
+                raise SyncError(ABORTED_BY_SENDER)
+        except BaseException as error:
+            # The others of a group wait for this receiver unless it says that it gives up.
+            self._readers.fail(str(error))
             self._receivers = {name: receiver for name, receiver in self._receivers.items() if receiver.complete}
-            raise SyncError(ABORTED_BY_SENDER)
-        receiver = self._receivers[update_info.section]
-        if self._reader is None:
-            raise SyncError("a bucket came before its section was begun")
-        bucket = receiver.plan.buckets[update_info.index]
-        receiver.receive(bucket, self._reader.read(update_info.section, bucket))
+            raise
 
-    def _begin(self, manifest: Manifest, section: str) -> None:
-        if self.vllm_config.quant_config is not None or self.parallel_config.tensor_parallel_size > 1:
-            raise PlanMismatch("weights can be updated in place only where each parameter is the whole, unquantised tensor")
-        plan = manifest.sections[section]
+    def _begin(self, step: Step) -> None:
+        # Met before anything is checked: a receiver that finds fault can then say so to all.
+        reader = self._readers.open(step.transport, step.address)
+        if step.plan:
+            self._plans[step.plan_name] = SectionPlan(buckets_from(json.loads(step.plan)))
+        plan = self._plans[step.plan_name]
+        if step.discard:
+            self._receivers[step.section] = SectionReceiver(plan, {})
+        elif step.section == "adapter":
+            self._receivers[step.section] = AdapterReceiver(SectionPlan(plan.buckets, config=step.config))
+        else:
+            self._receivers[step.section] = SectionReceiver(plan, self._places_of(step, plan))
+        self._section = step.section
+        reader.begin(step.version, step.section)
+        self._reader = reader
+
+    def _places_of(self, step: Step, plan: SectionPlan) -> dict[str, Place]:
+        key = (step.section, step.plan_name)
+        if key not in self._places:
+            self._places[key] = self._match(plan)
+        return self._places[key]
+
+    def _match(self, plan: SectionPlan) -> dict[str, Place]:
+        if self.vllm_config.quant_config is not None:
+            raise PlanMismatch("weights of a quantised engine cannot be updated in place")
+        if self.parallel_config.pipeline_parallel_size > 1:
+            raise PlanMismatch("weights of an engine with pipeline stages cannot be updated in place")
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         rename = mapper.get_rename_mapper().map_name if mapper is not None else None
         elsewhere = self._default_model if self.model is not self._default_model else None
-        places = match(self.model, plan, rename=rename, elsewhere=elsewhere)
-        self._receivers[section] = SectionReceiver(plan, places)
-        self._reader = open_reader(manifest.transport, manifest.address)
+        ranks = Ranks(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
+        return match(self.model, plan, rename=rename, elsewhere=elsewhere, ranks=ranks)
+
+    def _receive(self, step: Step) -> None:
+        receiver = self._receivers[step.section]
+        if step.section != self._section:
+            raise SyncError(f"buckets of section {step.section} came while section {self._section} is under way")
+        buckets = receiver.plan.buckets[step.first : step.first + step.count]
+        for bucket, data in self._reader.stream(step.section, buckets):
+            receiver.receive(bucket, data)
 
     def finish_weight_update(self) -> None:
-        """Close the session's buffers. Raises SyncError where buckets are missing."""
-        for receiver in self._receivers.values():
-            receiver.finish()
-        self.shutdown()
+        """Close the session's section. Raises SyncError where buckets are missing."""
+        receiver = self._receivers[self._section]
+        receiver.finish()
+        if isinstance(receiver, SectionReceiver):
+            vllm_experts.repack(self.model)
+            vllm_derived.refresh(self.model, self.model_config.dtype)
+        self._readers.settle()
 
-    def checksums(self) -> dict[str, str]:
-        """Checksum of every tensor taken in so far, read from the live parameters."""
-        return {name: value for receiver in self._receivers.values() for name, value in receiver.checksums().items()}
+    def write_adapter(self, folder: str) -> None:
+        """Write the adapter taken in last to a folder, on the first rank: the others read it too."""
+        receiver = self._receivers["adapter"]
+        assert isinstance(receiver, AdapterReceiver)
+        if get_tensor_model_parallel_rank() == 0:
+            receiver.write(Path(folder))
+
+    def sums(self) -> dict[str, list[dict[str, int]]]:
+        """This rank's part of the checksum of every tensor taken in so far, read from the live parameters."""
+        found: dict[str, list[dict[str, int]]] = {}
+        for receiver in self._receivers.values():
+            found |= {name: [asdict(part) for part in parts] for name, parts in receiver.sums().items()}
+        return found
 
     def shutdown(self) -> None:
-        """Release the transport's buffers."""
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
+        """Release the transport's buffers and connections."""
+        self._readers.close()
 
 
 class WorkerExtension:
@@ -97,6 +161,19 @@ class WorkerExtension:
 
     weight_transfer_engine: ManifestTransferEngine
 
-    def mtpctl_checksums(self) -> dict[str, str]:
-        """See `ManifestTransferEngine.checksums`."""
-        return self.weight_transfer_engine.checksums()
+    def mtpctl_sums(self) -> dict[str, list[dict[str, int]]]:
+        """See `ManifestTransferEngine.sums`."""
+        return self.weight_transfer_engine.sums()
+
+    def mtpctl_write_adapter(self, folder: str) -> None:
+        """See `ManifestTransferEngine.write_adapter`."""
+        self.weight_transfer_engine.write_adapter(folder)
+
+    def mtpctl_memory(self, reset: str = "") -> dict[str, int]:
+        """Bytes on this worker's card: allocated by tensors now, at most since the last `reset`, and used in all."""
+        if not torch.cuda.is_available():
+            return {"allocated": 0, "peak": 0, "used": 0}
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+        free, total = torch.cuda.mem_get_info()
+        return {"allocated": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated(), "used": total - free}

@@ -10,19 +10,19 @@ LAYER = "model.layers.0"
 
 
 @pytest.mark.parametrize(
-    ("name", "live", "slot"),
+    ("name", "live", "parts"),
     [
         (f"{LAYER}.mlp.down_proj.weight", f"{LAYER}.mlp.down_proj.weight", None),
-        (f"{LAYER}.self_attn.q_proj.weight", f"{LAYER}.self_attn.qkv_proj.weight", 0),
-        (f"{LAYER}.self_attn.k_proj.bias", f"{LAYER}.self_attn.qkv_proj.bias", 1),
-        (f"{LAYER}.mlp.up_proj.weight", f"{LAYER}.mlp.gate_up_proj.weight", 1),
+        (f"{LAYER}.self_attn.q_proj.weight", f"{LAYER}.self_attn.qkv_proj.weight", (0,)),
+        (f"{LAYER}.self_attn.k_proj.bias", f"{LAYER}.self_attn.qkv_proj.bias", (1,)),
+        (f"{LAYER}.mlp.up_proj.weight", f"{LAYER}.mlp.gate_up_proj.weight", (1,)),
         (f"{LAYER}.mlp.down_proj.weight", f"{LAYER}.mlp.down_proj.base_layer.weight", None),
         (f"{LAYER}.mlp.down_proj.base_layer.weight", f"{LAYER}.mlp.down_proj.weight", None),
-        (f"{LAYER}.self_attn.v_proj.weight", f"{LAYER}.self_attn.qkv_proj.base_layer.weight", 2),
+        (f"{LAYER}.self_attn.v_proj.weight", f"{LAYER}.self_attn.qkv_proj.base_layer.weight", (2,)),
     ],
 )
-def test_finds_the_place(name: str, live: str, slot: int | None) -> None:
-    assert resolve(name, {live, "model.norm.weight"}) == Slot(live, slot)
+def test_finds_the_place(name: str, live: str, parts: tuple[int, ...] | None) -> None:
+    assert resolve(name, {live, "model.norm.weight"}) == Slot(live, parts)
 
 
 def test_an_unpacked_live_layer_is_taken_as_it_is() -> None:
@@ -37,7 +37,7 @@ def test_the_models_own_renaming_comes_first() -> None:
         return name.replace("mtp_layers.0.", "mtp_layers.36.").replace(".self_attn.", ".mtp_block.self_attn.")
 
     found = resolve("model.mtp_layers.0.self_attn.q_proj.weight", live, rename)
-    assert found == Slot("model.mtp_layers.36.mtp_block.self_attn.qkv_proj.weight", 0)
+    assert found == Slot("model.mtp_layers.36.mtp_block.self_attn.qkv_proj.weight", (0,))
 
 
 def test_a_live_name_is_not_renamed_twice() -> None:

@@ -25,8 +25,8 @@ def unpacked(manifest: Manifest) -> dict[str, torch.Tensor]:
     reader = open_reader(manifest.transport, manifest.address)
     found: dict[str, torch.Tensor] = {}
     for section, plan in manifest.sections.items():
-        for bucket in plan.buckets:
-            for entry, piece in pieces(bucket, reader.read(section, bucket)):
+        for bucket, data in reader.stream(section, plan.buckets):
+            for entry, piece in pieces(bucket, data):
                 whole = found.setdefault(entry.name, torch.empty(entry.shape, dtype=piece.dtype))
                 whole.reshape(-1)[entry.part_start : entry.part_stop] = piece
     return found

@@ -52,8 +52,7 @@ def test_a_manifest_survives_json(tmp_path: Path) -> None:
 def test_a_mapped_bucket_outlives_its_version(tmp_path: Path) -> None:
     store = VersionStore(tmp_path)
     manifest = Publisher(store, bucket_bytes=1 << 20).publish(tensors(7), 1)
-    bucket = manifest.sections["target"].buckets[0]
-    mapped = open_reader(manifest.transport, manifest.address).read("target", bucket)
+    [(bucket, mapped)] = open_reader(manifest.transport, manifest.address).stream("target", manifest.sections["target"].buckets)
     store.discard(1)
     assert mapped[: bucket.entries[0].nbytes].view(torch.float32).tolist() == [7.0] * 8
 

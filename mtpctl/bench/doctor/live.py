@@ -99,7 +99,7 @@ def _carry(fallback: Path) -> str:
         sent = torch.arange(1 << 16, dtype=torch.float32)
         manifest = Publisher(store, bucket_bytes=1 << 16).publish([("weight", sent)], 1)
         reader = open_reader(manifest.transport, manifest.address)
-        parts = [reader.read("target", bucket)[: bucket.nbytes].clone() for bucket in manifest.sections["target"].buckets]
+        parts = [data.clone() for _, data in reader.stream("target", manifest.sections["target"].buckets)]
         reader.close()
     finally:
         store.close()

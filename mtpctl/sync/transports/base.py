@@ -1,19 +1,42 @@
-"""What every transport offers, and how a receiver finds the one that a manifest names."""
+"""What every transport offers, and how a receiver finds the one that a manifest names.
+
+`shm` is drawn from: the buckets lie where receivers fetch them, when they like. `ipc` and `nccl` push: sender and receivers
+work through the same buckets at the same time, and what one of them cannot do ends it for all.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mtpctl.plan import Bucket
+from mtpctl.sync.manifest import Manifest
 
 if TYPE_CHECKING:
     import torch
 
+PUSHED = ("ipc", "nccl")
+"""Transports whose sender and receivers meet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a sender moved: bytes, seconds in all, of these seconds on the wire, and seconds waiting for receivers to be ready."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+    wire_seconds: float = 0.0
+    wait_seconds: float = 0.0
+
 
 class BucketWriter(ABC):
     """The sender's end."""
+
+    in_order = False
+    """Whether `send` comes after copies into the buffer by the order of the card's stream, and not by the clock."""
 
     @abstractmethod
     def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
@@ -28,15 +51,69 @@ class BucketReader(ABC):
     """The receiver's end."""
 
     @abstractmethod
-    def read(self, section: str, bucket: Bucket) -> torch.Tensor:
-        """Bytes `[bucket.nbytes]` (uint8) as they were sent, to be read only. Raises SyncError where they are not there."""
+    def begin(self, version: int, section: str) -> None:
+        """The receiver is ready for the buckets of a section: everything about them has been checked."""
+
+    @abstractmethod
+    def stream(self, section: str, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Each bucket with its bytes `[bucket.nbytes]` (uint8), to be read only, and only until the next one is asked for.
+
+        Raises SyncError where they do not come.
+        """
+
+    @abstractmethod
+    def fail(self, why: str) -> None:
+        """Tell the sender that this receiver gives up. The reader is of no more use."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release buffers."""
+        """Release buffers and connections."""
 
 
-def open_reader(transport: str, address: str) -> BucketReader:
+class Readers:
+    """A receiver's open reader, kept from one version to the next while its address stays the same."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = device
+        self._place: tuple[str, str] | None = None
+        self._reader: BucketReader | None = None
+
+    def open(self, transport: str, address: str) -> BucketReader:
+        """The receiver's end of `transport` at `address`."""
+        if self._reader is None or self._place != (transport, address):
+            self.close()
+            self._reader = open_reader(transport, address, self.device)
+            self._place = (transport, address)
+        return self._reader
+
+    def fail(self, why: str) -> None:
+        """Give up what is open, and say so to its sender."""
+        if self._reader is not None:
+            self._reader.fail(why)
+            self.close()
+
+    def settle(self) -> None:
+        """A version is in: release what will not serve the next one."""
+        if self._place is not None and self._place[0] not in PUSHED:
+            self.close()
+
+    def close(self) -> None:
+        """Release what is open."""
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = self._place = None
+
+
+def open_reader(transport: str, address: str, device: torch.device | str = "cpu") -> BucketReader:
     """The receiver's end of `transport`, by the name a manifest gives it."""
-    reader: BucketReader = import_module(f"mtpctl.sync.transports.{transport}").Reader(address)
+    module: Any = import_module(f"mtpctl.sync.transports.{transport}")
+    reader: BucketReader = module.Reader(address, device)
     return reader
+
+
+def cancel(manifest: Manifest, why: str) -> None:
+    """End a transfer that is under way for all who take part in it: one of them is gone and cannot say so itself."""
+    if manifest.transport in PUSHED:
+        from mtpctl.sync.transports.control import report
+
+        report(manifest.address, why)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -45,11 +46,18 @@ class Writer(BucketWriter):
 class Reader(BucketReader):
     """Maps the buckets of one version; `address` is its folder."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, device: torch.device | str = "cpu") -> None:
         self.folder = Path(address)
 
-    def read(self, section: str, bucket: Bucket) -> torch.Tensor:
+    def begin(self, version: int, section: str) -> None:
+        """The writer is long done."""
+
+    def stream(self, section: str, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """See `BucketReader`."""
+        for bucket in buckets:
+            yield bucket, self._read(section, bucket)
+
+    def _read(self, section: str, bucket: Bucket) -> torch.Tensor:
         path = _path(self.folder, section, bucket)
         try:
             with path.open("rb") as file:
@@ -59,6 +67,9 @@ class Reader(BucketReader):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def fail(self, why: str) -> None:
+        """Nobody waits for a receiver."""
 
     def close(self) -> None:
         """Mappings end with the tensors that hold them."""

@@ -1,0 +1,70 @@
+"""Expert weights as they were loaded, where vLLM keeps them in another layout (vLLM 0.32.0).
+
+A mixture's experts lie in `w13_weight` and `w2_weight`. On a CPU vLLM packs both for its grouped kernel, and nothing is left
+that a weight update could write to or that a checksum could read; so the loaded weights are kept beside them there, and packed
+anew after an update. On a card only kernels that take the loaded layout are served: the others are refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mtpctl.compat.vllm_version import require_pinned
+
+_KEPT = "_mtpctl_plain"
+_PLAIN_BACKENDS = ("TRITON", "BATCHED_TRITON")
+
+
+class PackedExperts(ValueError):
+    """Expert weights lie in a layout of their kernel's own."""
+
+
+def install() -> bool:
+    """Keep what a CPU packs; returns whether that is in place. May be called again. Raises UpstreamMoved for another release."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return False
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
+
+    if getattr(Experts, _KEPT, False):
+        return True
+    require_pinned(__name__)
+    upstream = Experts.process_weights_after_loading
+
+    def process_weights_after_loading(self: Any, layer: nn.Module) -> None:
+        if _KEPT not in layer.__dict__:
+            kept = {leaf: parameter.data.clone() for leaf, parameter in layer.named_parameters(recurse=False)}
+            layer.__dict__[_KEPT] = (self, kept)
+        upstream(self, layer)
+
+    Experts.process_weights_after_loading = process_weights_after_loading
+    setattr(Experts, _KEPT, True)
+    return True
+
+
+def plain_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
+    """Memory of a layer's `w13_weight` or `w2_weight` in the layout of loading. Raises PackedExperts where there is none."""
+    if _KEPT in layer.__dict__:
+        plain: torch.Tensor = layer.__dict__[_KEPT][1][leaf]
+        return plain
+    backend = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
+    if backend is not None and backend.name not in _PLAIN_BACKENDS:
+        raise PackedExperts(
+            f"belongs to experts that vLLM packs for its {backend.name} kernel; set rollout.engine_args: {{moe_backend: triton}}"
+        )
+    found: torch.Tensor = getattr(layer, leaf).data
+    return found
+
+
+def repack(model: nn.Module) -> None:
+    """After an update of what `plain_weight` gave: pack it anew where it is packed."""
+    for layer in model.modules():
+        if _KEPT in layer.__dict__:
+            experts, kept = layer.__dict__[_KEPT]
+            for leaf, plain in kept.items():
+                layer.register_parameter(leaf, nn.Parameter(plain.clone(), requires_grad=False))
+            experts.process_weights_after_loading(layer)

@@ -1,0 +1,186 @@
+"""Where the elements of a wire tensor lie in a live model: which runs of rows or columns this rank holds, and where.
+
+A wire tensor is whole; a rank of a tensor-parallel engine holds a part of most of them, cut along one dimension. What is held
+is told by `Run`s along that dimension. Parts of a tensor that was split over buckets go straight to their places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from mtpctl.sync.checksums import Part, summed
+from mtpctl.sync.names import Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`length` steps along the cut dimension: from `wire` on in the whole tensor, from `live` on in the parameter."""
+
+    wire: int
+    live: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A wire tensor of `shape`, cut along `dim`, in the live tensor `live`. No runs: another rank holds it."""
+
+    live: torch.Tensor
+    shape: tuple[int, ...]
+    dim: int
+    runs: tuple[Run, ...]
+
+    @property
+    def outer(self) -> int:
+        """Rows of the matrix that the cut dimension and those behind it make the columns of."""
+        return prod(self.shape[: self.dim])
+
+    @property
+    def columns(self) -> int:
+        """Columns of that matrix."""
+        return prod(self.shape[self.dim :])
+
+    def blocks(self) -> list[tuple[int, torch.Tensor]]:
+        """Each run as its first column and the live memory `[outer, columns of the run]`."""
+        inner = prod(self.shape[self.dim + 1 :])
+        matrix = self.live.view(self.outer, -1)
+        return [(run.wire * inner, matrix[:, run.live * inner : (run.live + run.length) * inner]) for run in self.runs]
+
+    def write(self, piece: torch.Tensor, start: int, stop: int) -> None:
+        """Copy elements `[start, stop)` of the flattened wire tensor to where they belong, those that this rank holds."""
+        width = self.columns
+        first, last = -(-start // width), stop // width
+        edges = [(start, stop)] if first > last else [(start, first * width), (last * width, stop)]
+        for column, block in self.blocks():
+            end = column + block.shape[1]
+            if first < last:
+                block[first:last].copy_(piece[first * width - start : last * width - start].view(-1, width)[:, column:end])
+            for low, high in edges:
+                row = low // width
+                low, high = max(low, row * width + column), min(high, row * width + end)
+                if low < high:
+                    block[row, low - row * width - column : high - row * width - column].copy_(piece[low - start : high - start])
+
+    def sums(self) -> list[Part]:
+        """What this rank adds to the tensor's checksum."""
+        numel = prod(self.shape)
+        return [summed(block, numel, self.columns, column) for column, block in self.blocks()]
+
+
+class Misfit(ValueError):
+    """A wire tensor has no place of its shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This rank's number among those that share each layer."""
+
+    rank: int = 0
+    size: int = 1
+
+
+def find_place(model: nn.Module, live: torch.Tensor, slot: Slot, shape: tuple[int, ...], ranks: Ranks) -> Place:
+    """The place of a wire tensor of `shape` in the live parameter `live` that `slot` names. Raises Misfit."""
+    owner = model.get_submodule(slot.parameter.rpartition(".")[0])
+    if slot.expert is not None:
+        return _expert_place(owner, live, slot, shape)
+    shape, data = (shape, live) if shape else ((1,), live.reshape(1))
+    if hasattr(owner, "shard_indices"):
+        return _vocabulary_place(owner, data, shape)
+    sizes = part_sizes(owner, slot.parameter)
+    if slot.parts is not None or (len(sizes) > 1 and getattr(owner, "tp_size", 1) > 1):
+        return _packed_place(owner, data, slot, shape, sizes)
+    if sections := _convolution_sections(model, slot.parameter):
+        return _sections_place(owner, data, slot.parameter, shape, sections)
+    return _cut_place(data, slot.parameter, shape, Ranks(getattr(owner, "tp_rank", ranks.rank), getattr(owner, "tp_size", ranks.size)))
+
+
+def part_sizes(owner: nn.Module, parameter: str) -> list[int]:
+    """Rows of each packed part over all ranks; one part where nothing is packed."""
+    return list(getattr(owner, "output_sizes", ())) or [0]
+
+
+def _cut_place(live: torch.Tensor, parameter: str, shape: tuple[int, ...], ranks: Ranks) -> Place:
+    """A tensor that is whole here, or cut along the one dimension in which the live one is shorter by the number of ranks."""
+    held = tuple(live.shape)
+    if held == shape:
+        return Place(live, shape, 0, (Run(0, 0, shape[0]),))
+    cut = [dim for dim, size in enumerate(shape) if len(held) == len(shape) and held[dim] != size]
+    if len(cut) != 1 or held[cut[0]] * ranks.size != shape[cut[0]]:
+        raise Misfit(f"has shape {shape}, its place in {parameter} {held}")
+    dim, length = cut[0], held[cut[0]]
+    return Place(live, shape, dim, (Run(ranks.rank * length, 0, length),))
+
+
+def _vocabulary_place(owner: Any, live: torch.Tensor, shape: tuple[int, ...]) -> Place:
+    """Rows of the vocabulary that this rank holds. Rows beyond it are padding and take nothing in."""
+    if (shape[0], *shape[1:]) != (owner.org_vocab_size, *live.shape[1:]):
+        raise Misfit(f"has shape {shape}, its place in an embedding {(owner.org_vocab_size, *live.shape[1:])}")
+    held = owner.shard_indices
+    start, stop = held.org_vocab_start_index, held.org_vocab_end_index
+    return Place(live, shape, 0, (Run(start, 0, stop - start),) if stop > start else ())
+
+
+def _packed_place(owner: Any, live: torch.Tensor, slot: Slot, shape: tuple[int, ...], sizes: list[int]) -> Place:
+    size, rank = getattr(owner, "tp_size", 1), getattr(owner, "tp_rank", 0)
+    runs, wire = [], 0
+    for part in slot.parts if slot.parts is not None else range(len(sizes)):
+        if part >= len(sizes):
+            raise Misfit(f"is part {part} of {slot.parameter}, which packs {len(sizes)}")
+        # Key and value heads fewer than ranks are held by several ranks each, and counted once for every one of them.
+        copies = getattr(owner, "num_kv_head_replicas", 1) if part and len(sizes) == 3 else 1
+        length = sizes[part] // size
+        runs.append(Run(wire + rank // copies * length, sum(sizes[:part]) // size, length))
+        wire += sizes[part] // copies
+    if shape != (wire, *live.shape[1:]):
+        raise Misfit(f"has shape {shape}, its place in {slot.parameter} {(wire, *live.shape[1:])}")
+    return Place(live, shape, 0, tuple(runs))
+
+
+def _convolution_sections(model: nn.Module, parameter: str) -> list[int]:
+    """Channels of q, k and v under the short convolution of a gated delta net, which are cut each by itself."""
+    layer, _, rest = parameter.rpartition(".conv1d.")
+    if not layer or rest not in ("weight", "base_layer.weight"):
+        return []
+    parent: Any = model.get_submodule(layer)
+    return [parent.key_dim, parent.key_dim, parent.value_dim] if hasattr(parent, "key_dim") and hasattr(parent, "value_dim") else []
+
+
+def _sections_place(owner: Any, live: torch.Tensor, parameter: str, shape: tuple[int, ...], sections: list[int]) -> Place:
+    size, rank = getattr(owner, "tp_size", 1), getattr(owner, "tp_rank", 0)
+    if shape != (sum(sections), *live.shape[1:]) or live.shape[0] * size != sum(sections):
+        raise Misfit(f"has shape {shape}, its place in {parameter} {(sum(sections), *live.shape[1:])}")
+    runs = tuple(
+        Run(sum(sections[:i]) + rank * (length // size), sum(sections[:i]) // size, length // size) for i, length in enumerate(sections)
+    )
+    return Place(live, shape, 0, runs)
+
+
+def _expert_place(owner: Any, live: torch.Tensor, slot: Slot, shape: tuple[int, ...]) -> Place:
+    assert slot.expert is not None and slot.parts is not None
+    local = local_expert(owner, slot.expert)
+    wide = slot.parameter.rpartition(".")[2].startswith("w13")
+    size, rank = owner.moe_config.tp_size, owner.moe_config.tp_rank
+    one = live[0]
+    length = one.shape[0] // 2 if wide else one.shape[-1]
+    whole = (length * size, *one.shape[1:]) if wide else (*one.shape[:-1], length * size)
+    if shape != whole:
+        raise Misfit(f"has shape {shape}, its place in {slot.parameter} {whole}")
+    if local is None:
+        return Place(one, shape, 0, ())
+    run = Run(rank * length, slot.parts[0] * length if wide else 0, length)
+    return Place(live[local], shape, 0 if wide else len(shape) - 1, (run,))
+
+
+def local_expert(owner: Any, expert: int) -> int | None:
+    """The row that an expert has on this rank, or None where another rank holds it."""
+    mapping = getattr(owner, "expert_map", None)
+    if mapping is None:
+        return expert
+    found = int(mapping[expert])
+    return None if found < 0 else found

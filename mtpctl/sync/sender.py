@@ -1,0 +1,178 @@
+"""The sender of a pushing transport: the trainer rank that every receiver takes its buckets from.
+
+A version has three steps. `announce` says what comes and where to meet; nothing has moved yet. `send` packs and sends while the
+receivers take in. `keep` fills the host's version store, when generation goes on already: from a second export into host memory,
+which is pinned where there is a card, and from there to the store by a thread beside the trainer's next update. Until that is
+done, the store's newest version is the one before; a replica that restarts meanwhile waits for the one that its fellows serve.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from importlib import import_module
+from threading import Thread
+from typing import Any
+
+import torch
+
+from mtpctl.plan import Bucket
+from mtpctl.sync.manifest import Manifest, SectionPlan
+from mtpctl.sync.protocol import SyncError
+from mtpctl.sync.publisher import Export, Packing
+from mtpctl.sync.store import VersionStore
+from mtpctl.sync.transports import BucketWriter, Sent
+from mtpctl.sync.transports.control import Address, Control, host_store
+from mtpctl.sync.transports.shm import NAME as SHM
+from mtpctl.sync.transports.shm import Writer as StoreWriter
+
+
+class Sender(Packing):
+    """Sends versions over `transport` from tensors on `device`, and keeps them in `store`. Other options are those of `Packing`."""
+
+    def __init__(
+        self, store: VersionStore, transport: str, device: torch.device | str, *, deadline_s: float = 120.0, host: str = "", **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.store, self.transport, self.device, self.deadline_s = store, transport, torch.device(device), deadline_s
+        self._host = host or socket.gethostbyname(socket.gethostname())
+        self._meeting: Any = None
+        self._groups = 0
+        self._members: tuple[str, ...] | None = None
+        self._writer: Any = None
+        self._sending: Manifest | None = None
+        self._staged = _Staging(self.device)
+        self._keeping: Thread | None = None
+        self._failure: BaseException | None = None
+
+    def announce(
+        self,
+        export: Export,
+        version: int,
+        members: list[str],
+        *,
+        aliases: Mapping[str, str] | None = None,
+        checksums: bool = False,
+        config: dict[str, Any] | None = None,
+    ) -> Manifest:
+        """What `version` will be, for receivers of these names, one a rank. The export is looked at where something is to be learnt.
+
+        Receivers that are others than last time, or a fault last time, get a group of a new name. Raises what keeping the version
+        before raised.
+        """
+        self._join_keeper()
+        sums: dict[str, dict[str, str]] = {}
+        if checksums or not self.plans:
+            sums = self.learn(export, aliases, checksums=checksums)
+        if self._writer is None or self._members != tuple(members):
+            self._open(members)
+        plans = {section: SectionPlan(buckets, sums.get(section, {}), config or {}) for section, buckets in self.plans.items()}
+        address = str(self._writer.control.address)
+        self._sending = Manifest(version, self.transport, address, plans, str(self.store.root.absolute()))
+        return self._sending
+
+    def _open(self, members: list[str]) -> None:
+        self.close()
+        if self._meeting is None:
+            self._meeting = host_store(self._host)
+        self._groups += 1
+        address = Address(self._host, self._meeting.port, f"group-{self._groups}", len(members), self.deadline_s)
+        writer = import_module(f"mtpctl.sync.transports.{self.transport}").Writer
+        largest = max(bucket.nbytes for buckets in self.plans.values() for bucket in buckets)
+        self._writer = writer(Control(self._meeting, address), self.device, largest)
+        self._members = tuple(members)
+
+    def send(self, export: Export) -> Sent:
+        """Pack and send what was announced. `export` yields section after section, in the order of the announced plan.
+
+        Raises SyncError where a receiver fails, and PlanMismatch where the export differs from the plan; the group is over then.
+        """
+        assert self._sending is not None, "announce comes first"
+        ordered = _InOrder(self._writer, self._sending)
+        try:
+            self.pack(self._cast(export), ordered)
+            sent: Sent = self._writer.finish()
+        except BaseException as error:
+            self._writer.fail(f"the sender of the weights gave up: {error}")
+            self._writer = None
+            raise
+        return sent
+
+    def keep(self, export: Export) -> None:
+        """Copy the version that was sent into host memory, and have it written to the store. Returns once the weights may change."""
+        assert self._sending is not None
+        self._join_keeper()
+        self.pack(self._cast(export), self._staged)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        self._keeping = Thread(target=self._write, args=(self._sending,), name="version-store", daemon=True)
+        self._keeping.start()
+
+    def _write(self, sent: Manifest) -> None:
+        try:
+            folder = self.store.prepare(sent.version)
+            writer = StoreWriter(folder)
+            for section, plan in sent.sections.items():
+                for bucket in plan.buckets:
+                    writer.buffer(section, bucket).copy_(self._staged.held[section, bucket.index])
+            self.store.commit(Manifest(sent.version, SHM, str(folder.absolute()), sent.sections, sent.store))
+        except BaseException as error:
+            self._failure = error
+
+    def _join_keeper(self) -> None:
+        if self._keeping is not None:
+            self._keeping.join()
+            self._keeping = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def close(self) -> None:
+        """Leave the group; the next version has another one."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class _InOrder(BucketWriter):
+    """The transport's writer, told of each section when its first bucket is due."""
+
+    in_order = True
+
+    def __init__(self, writer: Any, manifest: Manifest) -> None:
+        self.writer, self.version = writer, manifest.version
+        self.left = {section: len(plan.buckets) for section, plan in manifest.sections.items()}
+        self.section = ""
+
+    def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
+        if section != self.section:
+            due = next(name for name, left in self.left.items() if left)
+            if section != due:
+                raise SyncError(f"the export came to section {section} before section {due} was complete")
+            self.writer.begin(self.version, section)
+            self.section = section
+        buffer: torch.Tensor = self.writer.buffer(section, bucket)
+        return buffer
+
+    def send(self, section: str, bucket: Bucket) -> None:
+        self.writer.send(section, bucket)
+        self.left[section] -= 1
+
+
+class _Staging(BucketWriter):
+    """Host memory of a whole version, allocated once, pinned where a card copies into it."""
+
+    in_order = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.pinned = device.type == "cuda"
+        self.held: dict[tuple[str, int], torch.Tensor] = {}
+
+    def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
+        place = section, bucket.index
+        if place not in self.held:
+            self.held[place] = torch.empty(bucket.nbytes, dtype=torch.uint8, pin_memory=self.pinned)
+        return self.held[place]
+
+    def send(self, section: str, bucket: Bucket) -> None:
+        pass

@@ -1,0 +1,211 @@
+"""Buckets by broadcast, from the sender's card to every receiver's, over any hosts.
+
+One communicator of NCCL serves all versions. It is a process group of its own, registered nowhere, so it disturbs neither the
+trainer's groups nor the engine's. Both ends hold two buffers: while one bucket travels, the sender packs the next one and the
+receivers put the one before to its place. Between tensors that lie in a CPU's memory the same goes through gloo.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mtpctl.plan import Bucket
+from mtpctl.sync.transports.base import BucketReader, BucketWriter, Sent
+from mtpctl.sync.transports.control import Address, Control, join
+
+NAME = "nccl"
+_BEYOND_S = 3600.0
+"""Seconds beyond the deadline after which NCCL's own watch gives up: it ends the process, so ours has to be first."""
+
+
+class Wire:
+    """One party's end of the communicator: rank 0 sends, all others receive."""
+
+    def __init__(self, control: Control, rank: int, device: torch.device) -> None:
+        self.device = device
+        self.cuda = device.type == "cuda"
+        size = control.address.receivers + 1
+        store = dist.PrefixStore(control.key("wire"), control.store)
+        self.group: Any
+        if self.cuda:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=control.address.deadline_s + _BEYOND_S)
+            with torch.cuda.device(device):
+                self.group = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            self.group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=control.address.deadline_s))
+
+    def broadcast(self, data: torch.Tensor) -> Any:
+        """Start moving `data` from rank 0 to the others, behind everything that the current stream has to do."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
+        return self.group.broadcast([data], options)
+
+    def close(self, *, broken: bool = False) -> None:
+        """Leave the communicator; `broken`: end what is on its way."""
+        if self.cuda:
+            self.group.abort() if broken else self.group.shutdown()
+        self.group = None
+
+
+def _buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:
+    return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+
+
+class Writer(BucketWriter):
+    """Sends the buckets of one version after the other. `begin` a section first, and `finish` the version."""
+
+    in_order = True
+
+    def __init__(self, control: Control, device: torch.device, largest: int) -> None:
+        self.control, self.device, self.largest = control, device, largest
+        self._wire: Wire | None = None
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+        self._turn = 0
+        self._works: list[tuple[Any, int] | None] = [None, None]
+        self._marks: list[list[Any]] = []
+        self._sent, self._waited, self._began = 0, 0.0, time.monotonic()
+
+    def begin(self, version: int, section: str) -> None:
+        """Return once every receiver is ready for the section. Raises SyncError where one is not."""
+        began = time.monotonic()
+        receivers = self.control.address.receivers
+        self.control.wait(lambda: self.control.count("joined") >= receivers, "waiting for the receivers of the weights")
+        if self._wire is None:
+            self._wire = Wire(self.control, 0, self.device)
+        self.control.wait(lambda: self.control.count(version, section) >= receivers, "waiting for receivers to be ready")
+        self._waited += time.monotonic() - began
+
+    def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
+        """See `BucketWriter`. The one of the two whose last bucket has left."""
+        if not self._buffers:
+            self._buffers = _buffers(self.largest, self.device)
+        self._leave(self._turn)
+        return self._buffers[self._turn][: bucket.nbytes]
+
+    def send(self, section: str, bucket: Bucket) -> None:
+        """See `BucketWriter`."""
+        assert self._wire is not None
+        data = self._buffers[self._turn][: bucket.nbytes]
+        self._marks.append([self._mark()])
+        work = self._wire.broadcast(data)
+        self._works[self._turn] = work, len(self._marks) - 1
+        if self._side is not None:
+            with torch.cuda.stream(self._side):
+                work.wait()
+                self._marks[-1].append(self._mark())
+        self._sent += bucket.nbytes
+        self._turn = 1 - self._turn
+
+    def _mark(self) -> Any:
+        """Now: on the stream of a card, else on the clock."""
+        if self._side is None:
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _leave(self, turn: int) -> None:
+        """Nothing may be written to a buffer before its bucket has left: the stream waits on a card, this thread elsewhere."""
+        if (left := self._works[turn]) is None:
+            return
+        work, mark = left
+        self._works[turn] = None
+        if self._side is None:
+            self.control.wait(work.is_completed, "sending weights")
+            self._marks[mark].append(self._mark())
+        work.wait()
+
+    def finish(self) -> Sent:
+        """Return once every bucket has left."""
+        for turn in (self._turn, 1 - self._turn):
+            self._leave(turn)
+        if self._side is not None:
+            done = torch.cuda.Event()
+            done.record(self._side)
+            self.control.wait(done.query, "sending weights")
+        sent = Sent(self._sent, time.monotonic() - self._began, self._wire_seconds(), self._waited)
+        self._reset()
+        return sent
+
+    def _wire_seconds(self) -> float:
+        """Seconds in which a bucket was on the wire. A bucket that waits for the one before does not count twice."""
+        if self._side is None:
+            times = self._marks
+        else:
+            times = [[self._marks[0][0].elapsed_time(mark) / 1e3 for mark in marks] for marks in self._marks]
+        busy, end = 0.0, float("-inf")
+        for start, stop in times:
+            busy += max(0.0, stop - max(start, end))
+            end = max(end, stop)
+        return busy
+
+    def fail(self, why: str) -> None:
+        """End the group for all."""
+        self.control.fail(why)
+        self.close(broken=True)
+
+    def close(self, *, broken: bool = False) -> None:
+        """Leave the group and let the buffers go."""
+        if self._wire is not None:
+            self._wire.close(broken=broken)
+            self._wire = None
+        self._reset()
+
+
+class Reader(BucketReader):
+    """Receives what the writer of the group at `address` sends."""
+
+    def __init__(self, address: str, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self.control, rank = join(Address.parse(address))
+        self._wire = Wire(self.control, rank, self.device)
+        self._closed = False
+
+    def begin(self, version: int, section: str) -> None:
+        """See `BucketReader`."""
+        self.control.raise_(version, section)
+
+    def stream(self, section: str, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """See `BucketReader`. The next bucket is on its way while the last one is used."""
+        buffers = _buffers(max(bucket.nbytes for bucket in buckets), self.device)
+
+        def post(place: int) -> tuple[Any, torch.Tensor]:
+            data = buffers[place % 2][: buckets[place].nbytes]
+            return self._wire.broadcast(data), data
+
+        coming = post(0)
+        for place, bucket in enumerate(buckets):
+            work, data = coming
+            if not self._wire.cuda:
+                self.control.wait(work.is_completed, "receiving weights")
+            work.wait()
+            if place + 1 < len(buckets):
+                coming = post(place + 1)
+            yield bucket, data
+        if self._wire.cuda:
+            done = torch.cuda.Event()
+            done.record()
+            self.control.wait(done.query, "receiving weights")
+
+    def fail(self, why: str) -> None:
+        """See `BucketReader`."""
+        self.control.fail(why)
+        self._wire.close(broken=True)
+        self._closed = True
+
+    def close(self) -> None:
+        """Leave the group."""
+        if not self._closed:
+            self._wire.close()
+            self._closed = True

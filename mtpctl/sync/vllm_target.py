@@ -1,0 +1,243 @@
+"""A vLLM engine as a `WeightTarget`, wherever it runs: its update sessions, its adapters, its way back after a fault."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Awaitable, Callable, Collection
+from pathlib import Path
+from typing import Any, Protocol
+
+from mtpctl.plan import Bucket
+from mtpctl.sync.adapter import adapter_root
+from mtpctl.sync.checksums import Part, combined
+from mtpctl.sync.manifest import Manifest, layout
+from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, Section, SyncError, TargetDirty, VersionConflict
+from mtpctl.sync.session import update_target
+from mtpctl.sync.store import VersionStore
+from mtpctl.sync.transports import PUSHED
+
+ADAPTER = "mtpctl"
+ADAPTER_ID = 1
+"""One adapter is live at a time. Its number stays, so that requests in flight go on with the new one."""
+
+
+class VllmClient(Protocol):
+    """The calls of vLLM's weight updates."""
+
+    async def start(self, *, draft: bool) -> None:
+        """Open a session on the target, or on the drafter."""
+        ...
+
+    async def step(self, info: dict[str, Any]) -> None:
+        """One update of the open session. An error ends the session."""
+        ...
+
+    async def finish(self, version: int) -> None:
+        """Close the session; generation goes on under `version`."""
+        ...
+
+    async def rpc(self, method: str, *args: str) -> list[Any]:
+        """Call a method of every worker."""
+        ...
+
+    async def load_adapter(self, name: str, number: int, folder: str) -> None:
+        """Load the adapter in `folder` under this number, in place of one that has it."""
+        ...
+
+
+class EngineClient:
+    """An `AsyncLLM` in this process."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    async def start(self, *, draft: bool) -> None:
+        """See `VllmClient`."""
+        await (self._llm.start_draft_weight_update() if draft else self._llm.start_weight_update())
+
+    async def step(self, info: dict[str, Any]) -> None:
+        """See `VllmClient`."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+
+    async def finish(self, version: int) -> None:
+        """See `VllmClient`."""
+        await self._llm.finish_weight_update(str(version))
+
+    async def rpc(self, method: str, *args: str) -> list[Any]:
+        """See `VllmClient`."""
+        return list(await self._llm.collective_rpc(method, args=args))
+
+    async def load_adapter(self, name: str, number: int, folder: str) -> None:
+        """See `VllmClient`."""
+        await self._llm.add_lora(adapter_request(name, number, folder))
+
+
+def adapter_request(name: str, number: int, folder: str) -> Any:
+    """vLLM's name for an adapter, in requests and when it is loaded."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(name, number, folder, load_inplace=True)
+
+
+class VllmTarget:
+    """The state of one engine's updates.
+
+    `within(step, what)` puts a deadline on a call, `paused()` says whether generation stands. Of sections that the engine does not
+    hold (`draft` without speculation) it takes nothing in; where they are pushed to it, it lets them pass.
+    """
+
+    def __init__(
+        self,
+        client: VllmClient,
+        version: int,
+        *,
+        within: Callable[[Awaitable[Any], str], Awaitable[Any]],
+        paused: Callable[[], bool],
+        holds: Collection[Section] = ("target", "draft", "adapter"),
+    ) -> None:
+        self._client, self._version, self._within, self._paused, self._holds = client, version, within, paused, holds
+        self.dirty = False
+        self.adapter: Path | None = None
+        self._root = adapter_root(f"{os.getpid()}-{id(self):x}")
+        self._manifest: Manifest | None = None
+        self._updating: tuple[Manifest, Section] | None = None
+        self._session_open = False
+        self._touched: set[Section] = set()
+        self._loaded: dict[Section, int] = {}
+        self._told: set[str] = set()
+
+    @property
+    def version(self) -> int:
+        """See `WeightTarget`."""
+        return self._version
+
+    @property
+    def updating(self) -> int | None:
+        """The version that is on its way in."""
+        return None if self._updating is None else self._updating[0].version
+
+    async def begin_update(self, plan: Manifest, version: int, section: Section) -> None:
+        """See `WeightTarget`. The engine must be paused."""
+        if self._updating is not None:
+            raise VersionConflict(f"an update to version {self.updating} is under way")
+        if version < self._version or version <= self._loaded.get(section, -1):
+            raise VersionConflict(f"weight version {version} ({section}) is not newer than the live {self._version}")
+        if section not in plan.sections:
+            raise PlanMismatch(f"version {version} has no section {section}")
+        if not self._paused():
+            raise SyncError("weights may change only while generation is paused")
+        self._updating = (plan, section)
+        if self._absent(plan, section):
+            return
+        try:
+            await self._open(plan, version, section)
+        except BaseException:
+            self._updating = None
+            raise
+
+    def _absent(self, plan: Manifest, section: Section) -> bool:
+        """Whether there is nothing to do about a section."""
+        return section not in self._holds and plan.transport not in PUSHED
+
+    async def _open(self, plan: Manifest, version: int, section: Section) -> None:
+        buckets, config = plan.sections[section].buckets, plan.sections[section].config
+        text, name = layout(buckets)
+        step = {"action": "begin", "section": section, "version": version, "transport": plan.transport, "address": plan.address}
+        step |= {"plan_name": name, "plan": "" if name in self._told else text, "config": config, "discard": section not in self._holds}
+        try:
+            await self._within(self._client.start(draft=section == "draft" and section in self._holds), "opening a weight session")
+            self._session_open = True
+            await self._step(step)
+        except SyncError:
+            raise
+        except Exception as error:
+            raise PlanMismatch(str(error)) from error
+        self._told.add(name)
+
+    async def receive(self, *buckets: Bucket) -> None:
+        """See `WeightTarget`."""
+        if self._updating is None:
+            raise SyncError("a bucket came outside of an update")
+        plan, section = self._updating
+        if self._absent(plan, section):
+            return
+        if section in self._holds and section != "adapter":
+            self._touched.add(section)
+        first = plan.sections[section].buckets.index(buckets[0])
+        await self._step({"action": "buckets", "section": section, "first": first, "count": len(buckets)})
+
+    async def finish_update(self) -> None:
+        """See `WeightTarget`."""
+        if self._updating is None:
+            raise SyncError("there is no update to finish")
+        plan, section = self._updating
+        if not self._absent(plan, section):
+            await self._within(self._client.finish(plan.version), "closing a weight session")
+            self._session_open = False
+        if section == "adapter" and section in self._holds:
+            await self._load_adapter(plan.version)
+        self._updating = None
+        self._version = self._loaded[section] = plan.version
+        if all(self._loaded.get(name) == plan.version for name in plan.sections):  # type: ignore[call-overload]
+            self._manifest, self._touched = plan, set()
+
+    async def _load_adapter(self, version: int) -> None:
+        """Hand over the adapter that came, once. vLLM reads it before it drops the old one, so a bad one changes nothing."""
+        folder = self._root / f"v{version:08d}"
+        await self._within(self._client.rpc("mtpctl_write_adapter", str(folder)), "writing an adapter")
+        await self._within(self._client.load_adapter(ADAPTER, ADAPTER_ID, str(folder)), "loading an adapter")
+        before, self.adapter = self.adapter, folder
+        if before is not None:
+            shutil.rmtree(before)
+
+    async def abort_update(self) -> None:
+        """See `WeightTarget`. Weights already overwritten are taken again from the version before, where it is kept."""
+        self._updating = None
+        await self._end_session()
+        if not self._touched:
+            return
+        before, self._touched = self._manifest, set()
+        self.dirty = True
+        if before is None:
+            raise TargetDirty("the update broke off before the first published version was in: restart this engine")
+        try:
+            kept = VersionStore(before.store).open(before.version)
+            self.dirty = False
+            self._loaded = {}
+            self._version, self._manifest = before.version, None
+            await update_target(self, kept)
+        except Exception as error:
+            self.dirty = True
+            raise TargetDirty(f"the update broke off, and version {before.version} could not be restored: {error}") from error
+
+    async def checksums(self) -> dict[str, str]:
+        """See `WeightTarget`: of the parts of all ranks together."""
+        ranks = await self._within(self._client.rpc("mtpctl_sums"), "taking checksums")
+        names = {name for rank in ranks for name in rank}
+        return {name: combined(Part(**part) for rank in ranks for part in rank.get(name, [])) for name in names}
+
+    def close(self) -> None:
+        """Remove what the adapters left. May be called again."""
+        if self._root.exists():
+            shutil.rmtree(self._root)
+
+    async def _step(self, step: dict[str, Any]) -> None:
+        try:
+            await self._within(self._client.step(step), "a weight update")
+        except BaseException:
+            self._session_open = False  # vLLM ends a session in which an update fails
+            raise
+
+    async def _end_session(self) -> None:
+        """Close vLLM's session, if one is open, without making it count: with an update that fails on purpose."""
+        if not self._session_open:
+            return
+        try:
+            await self._step({"action": "abort", "section": ""})
+        except Exception as error:
+            # vLLM wraps errors of a worker in another process, and keeps their text.
+            if ABORTED_BY_SENDER not in str(error):
+                raise
