@@ -26,7 +26,9 @@ def logprob(
     in_flight: Annotated[int, typer.Option("--in-flight", min=1, help="Requests at once.")] = 64,
     requests: Annotated[int, typer.Option("--requests", min=1, help="Requests of one turn.")] = 128,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Turns of each kind.")] = 3,
-    tokens_per_batch: Annotated[int, typer.Option("--tokens-per-batch", min=64, help="logprob.tokens_per_batch.")] = 0,
+    tokens_per_batch: Annotated[
+        int | None, typer.Option("--tokens-per-batch", min=64, help="logprob.tokens_per_batch; default: 16384, on a CPU 2048.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Tokens/s, latency, memory and answers of the log-prob server beside the engine's bare pass. Exit code 6 when a bound is missed."""

@@ -32,6 +32,9 @@ FIELD_NAMES = [
     "sync/seconds",
     "sync/stall_seconds",
     "sync/gb_per_s",
+    "logprob/wait_seconds",
+    "logprob/tokens_per_s",
+    "logprob/stall_seconds",
     "perf/tokens_per_s",
     "perf/mfu",
 ]
