@@ -79,13 +79,22 @@ def add_to_folder(folder: Path, tensors: dict[str, Tensor], **fields: Any) -> No
     (folder / "config.json").write_text(json.dumps(config | fields))
 
 
-@pytest.mark.parametrize("case", ["deepseek-v3", "deepseek-v3-yarn"])
-def test_deepseek(tmp_path: Path, case: str) -> None:
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
+DEEPSEEKS = {
+    "deepseek-v3": ("deepseek_v3", "DeepseekV3"),
+    "deepseek-v3-yarn": ("deepseek_v3", "DeepseekV3"),
+    "glm4-moe": ("glm4_moe", "Glm4Moe"),
+    "glm4-moe-qk-norm": ("glm4_moe", "Glm4Moe"),
+}
 
+
+@pytest.mark.parametrize("case", DEEPSEEKS)
+def test_deepseek_and_glm(tmp_path: Path, case: str) -> None:
+    """MTP layers that count on from the decoder's, with copies of embedding and head."""
+    module, name = DEEPSEEKS[case]
     model = hf_model(*CASES[case], tmp_path)
     layers = model.config.num_hidden_layers
-    drafter = Drafter(model, DeepseekV3DecoderLayer(model.config, layers - 1))
+    layer = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), f"{name}DecoderLayer")
+    drafter = Drafter(model, layer(model.config, layers - 1))
     at = f"model.layers.{layers}."
     pieces = {
         "enorm.weight": drafter.embedding_norm,

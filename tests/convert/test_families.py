@@ -32,6 +32,15 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": SIZES["hidden_size"],
+    "num_position_embeddings": 16,
+}
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -66,6 +75,12 @@ DEEPSEEK_V3 = {
     "num_nextn_predict_layers": 0,
 }
 
+GLM4_MOE = {name: DEEPSEEK_V3[name] for name in DEEPSEEK_V3 if "lora" not in name and "head_dim" not in name and "rope" not in name} | {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "attention_bias": True,
+}
+
 QWEN3_NEXT = QWEN3_MOE | {
     "num_hidden_layers": 4,
     "initializer_range": 0.1,
@@ -92,25 +107,42 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3Next", QWEN3_NEXT),
     "qwen3.5": ("Qwen3_5", QWEN3_5),
     "qwen3.5-moe": ("Qwen3_5Moe", QWEN3_NEXT),
+    "qwen3.5-vl": ("Qwen3_5ForConditionalGeneration", QWEN3_5),
+    "qwen3.5-vl-tied": ("Qwen3_5ForConditionalGeneration", QWEN3_5 | {"tie_word_embeddings": True}),
+    "qwen3.5-moe-vl": ("Qwen3_5MoeForConditionalGeneration", QWEN3_NEXT),
     "deepseek-v3": ("DeepseekV3", DEEPSEEK_V3),
     "deepseek-v3-yarn": ("DeepseekV3", DEEPSEEK_V3 | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}),
     "deepseek-v3-whole-query": ("DeepseekV3", DEEPSEEK_V3 | {"q_lora_rank": None}),
+    "glm4-moe": ("Glm4Moe", GLM4_MOE),
+    "glm4-moe-qk-norm": (
+        "Glm4Moe",
+        GLM4_MOE | {"use_qk_norm": True, "attention_bias": False, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
+    ),
 }
 
 
 def hf_model(kind: str, fields: dict[str, Any], folder: Path) -> Any:
-    """A toy model of transformers with every parameter drawn, saved to `folder`."""
+    """A toy model of transformers with every parameter drawn, saved to `folder`. `kind` may name a wrapper in full."""
     import transformers
 
-    name = f"{kind}TextConfig" if kind.startswith("Qwen3_5") else f"{kind}Config"
-    config = getattr(transformers, name)(**(SIZES | fields))
+    kind, wrapper, _ = kind.partition("For")
+    fields = SIZES | fields
+    if wrapper:
+        config = getattr(transformers, f"{kind}Config")(
+            text_config=fields, vision_config=VISION, tie_word_embeddings=fields["tie_word_embeddings"]
+        )
+    else:
+        config = getattr(transformers, f"{kind}TextConfig" if kind.startswith("Qwen3_5") else f"{kind}Config")(**fields)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{kind}ForConditionalGeneration" if wrapper else f"{kind}ForCausalLM")(config).eval()
     model.set_experts_implementation("eager")  # the one that runs in fp64
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1)
     model.save_pretrained(folder)
     return model
 
@@ -138,7 +170,7 @@ def test_logits_are_those_of_transformers(tmp_path, case):
         (logits,) = packed_logits(made, ids, 0)
         exported = {name: value.clone() for name, value in made.export()}
     assert_like(logits, lambda: [model(torch.tensor([sample])).logits[0] for sample in ids], [model])
-    saved = load_file(tmp_path / "model.safetensors")
+    saved = {name: value for name, value in load_file(tmp_path / "model.safetensors").items() if not name.startswith("model.visual.")}
     assert exported.keys() == saved.keys()
     assert all(torch.equal(exported[name], saved[name]) for name in saved)
 
