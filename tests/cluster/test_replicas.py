@@ -1,0 +1,160 @@
+"""Replicas that die are replaced once, up to date, and given up when they keep failing; nothing else hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from mtpctl.cluster import Lifecycle, Replicas, start_all
+
+
+class Gone(Exception):
+    """What a dead replica answers."""
+
+
+class Fake:
+    def __init__(self, index: int) -> None:
+        self.index, self.version, self.ended = index, 0, False
+        self.answer: str | Exception = "here"
+
+    async def ask(self) -> str:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+class Fleet:
+    """Every replica that was started, and what to do when the next one is."""
+
+    def __init__(self) -> None:
+        self.started: list[Fake] = []
+        self.failing = 0
+        self.bringing_up: Callable[[Fake], None] = lambda _: None
+        self.changes = 0
+
+    async def start(self, index: int) -> Fake:
+        await asyncio.sleep(0)
+        if self.failing:
+            self.failing -= 1
+            raise RuntimeError("no memory")
+        self.started.append(Fake(index))
+        return self.started[-1]
+
+    async def end(self, replica: Fake) -> None:
+        replica.ended = True
+
+    async def bring_up(self, replica: Fake) -> None:
+        self.bringing_up(replica)
+
+    async def changed(self) -> None:
+        self.changes += 1
+
+    async def replicas(self, count: int, *, max_restarts: int = 3) -> Replicas[Fake]:
+        lifecycle = Lifecycle(self.start, self.bring_up, self.end, self.changed, (Gone,), max_restarts, end_s=1.0)
+        return Replicas(await start_all(self.start, self.end, count), lifecycle)
+
+
+def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Runs an asynchronous test, with a deadline."""
+
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(test(), 10))
+
+    run.__doc__, run.__name__ = test.__doc__, test.__name__
+    return run
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+@in_loop
+async def test_a_dead_replica_is_ended_and_replaced_once_however_many_noticed() -> None:
+    fleet = Fleet()
+    replicas = await fleet.replicas(2)
+    seat, dead = replicas.live()[1]
+    for _ in range(5):
+        replicas.lost(seat, dead, Gone("killed"))
+    assert seat.state == "restarting" and [r.index for _, r in replicas.live()] == [0]
+    await until(lambda: len(replicas.live()) == 2)
+    assert dead.ended and len(fleet.started) == 3 and fleet.started[-1].index == 1
+    assert (replicas.restarts, fleet.changes, seat.reason) == (1, 1, "Gone: killed")
+
+
+@in_loop
+async def test_a_fresh_replica_takes_its_seat_only_when_it_was_brought_up_and_never_during_an_update() -> None:
+    fleet = Fleet()
+    fleet.bringing_up = lambda replica: setattr(replica, "version", 7)
+    replicas = await fleet.replicas(1)
+    async with replicas.updating:
+        replicas.lost(*replicas.live()[0], Gone())
+        await until(lambda: len(fleet.started) == 2)
+        await asyncio.sleep(0.01)
+        assert not replicas.live() and fleet.started[1].version == 0
+    await until(lambda: bool(replicas.live()))
+    assert replicas.live()[0][1].version == 7
+
+
+@in_loop
+async def test_what_cannot_be_brought_up_is_ended_and_tried_again() -> None:
+    fleet = Fleet()
+
+    def refuse(replica: Fake) -> None:
+        if len(fleet.started) < 4:
+            raise ValueError("does not fit")
+
+    fleet.bringing_up = refuse
+    replicas = await fleet.replicas(1)
+    replicas.lost(*replicas.live()[0], Gone())
+    await until(lambda: bool(replicas.live()))
+    assert [replica.ended for replica in fleet.started] == [True, True, True, False]
+
+
+@in_loop
+async def test_a_seat_that_keeps_failing_is_given_up_with_its_reason() -> None:
+    fleet = Fleet()
+    replicas = await fleet.replicas(2, max_restarts=2)
+    fleet.failing = 9
+    for seat, replica in replicas.live():
+        assert not replicas.hopeless()
+        replicas.lost(seat, replica, Gone())
+        await until(lambda seat=seat: seat.quarantined)  # type: ignore[misc]
+    assert replicas.hopeless() == "0: RuntimeError: no memory; 1: RuntimeError: no memory"
+    assert [seat.failures for seat in replicas.seats] == [3, 3] and fleet.failing == 5
+
+
+@in_loop
+async def test_all_are_asked_at_once_and_one_that_refuses_is_heard_after_the_others() -> None:
+    fleet = Fleet()
+    replicas = await fleet.replicas(3)
+    assert await replicas.each(Fake.ask) == ["here"] * 3
+    assert await replicas.each(Fake.ask, where=lambda replica: replica.index > 0) == ["here"] * 2
+    fleet.started[0].answer, fleet.started[1].answer = ValueError("other shapes"), Gone()
+    with pytest.raises(ValueError, match="other shapes"):
+        await replicas.each(Fake.ask)
+    assert [seat.state for seat in replicas.seats] == ["serving", "restarting", "serving"]
+
+
+@in_loop
+async def test_where_one_does_not_start_the_others_are_ended() -> None:
+    fleet = Fleet()
+    fleet.failing = 1
+    with pytest.raises(RuntimeError, match="no memory"):
+        await fleet.replicas(3)
+    assert len(fleet.started) == 2 and all(replica.ended for replica in fleet.started)
+
+
+@in_loop
+async def test_after_close_nothing_is_started() -> None:
+    fleet = Fleet()
+    replicas = await fleet.replicas(2)
+    seat, replica = replicas.live()[0]
+    replicas.lost(seat, replica, Gone())
+    await replicas.close()
+    await asyncio.sleep(0.01)
+    replicas.lost(*replicas.live()[0], Gone())
+    assert len(fleet.started) == 2 and fleet.started[1].ended
