@@ -17,6 +17,7 @@ from mtpctl.plan import TensorSpec
 from mtpctl.sync import Manifest, Publisher, VersionStore
 
 GIB = 1 << 30
+STD = 0.02
 
 
 class _Metered(MegatronEngine):
@@ -57,20 +58,25 @@ class BenchRank(ScoreRank):
         return found
 
     def publish(self, root: str, version: int, bucket_bytes: int, sharper: float) -> tuple[Manifest, float]:
-        """This rank's weights as a version in the store at `root`, with logits `sharper` times as large. Also the seconds it took."""
+        """Other random weights as a version in the store at `root`, logits `sharper` times as large; also the seconds it took."""
         shape = self.engine.folder.shape
-        last = f"{shape.prefix}norm.weight"
-        dtype = {"fp32": "float32", "bf16": "bfloat16"}[self.config.precision]
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.config.precision]
+        generator = torch.Generator(self.engine.device).manual_seed(version)
+
+        def drawn() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, size in self.tensors.items():
+                tensor = torch.empty(size, dtype=dtype, device=self.engine.device)
+                if tensor.ndim > 1:
+                    tensor.normal_(0.0, STD, generator=generator)
+                else:
+                    tensor.fill_(0.0 if name.endswith("bias") else sharper if name == f"{shape.prefix}norm.weight" else 1.0)
+                yield name, tensor
+
         publisher = Publisher(VersionStore(Path(root)), bucket_bytes=bucket_bytes, section_of=self._section_of)
-        publisher.plan((TensorSpec(name, tuple(size), dtype) for name, size in self.tensors.items()), families.aliases(shape))
-
-        def export() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in self.engine.export():
-                if name in self.tensors:
-                    yield name, tensor * sharper if name == last else tensor
-
+        specs = (TensorSpec(name, tuple(size), str(dtype).removeprefix("torch.")) for name, size in self.tensors.items())
+        publisher.plan(specs, families.aliases(shape))
         began = time.perf_counter()
-        manifest = publisher.publish(export(), version)
+        manifest = publisher.publish(drawn(), version)
         return manifest, time.perf_counter() - began
 
     def start_memory(self) -> None:

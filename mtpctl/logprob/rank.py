@@ -167,7 +167,8 @@ class ScoreRank:
             raise SyncError(f"bucket {indices[0]} came where bucket {self._taken if self._stream else 'none'} was due")
         try:
             for bucket, data in self._reader.stream(self._section, [self._plan.buckets[index] for index in indices]):
-                self._take(bucket, data)
+                # Conversion runs where the model is; of the update no more than a bucket is there beside it.
+                self._take(bucket, data.to(self.engine.device))
         except BaseException as error:
             self._readers.fail(str(error))
             raise
