@@ -183,7 +183,7 @@ class TrainConfig(Section):
 
 class SpeculationConfig(Section):
     num_tokens: NonNegativeInt = Field(1, description="Draft tokens a step (k); 0: no speculation.")
-    auto: bool = Field(False, description="Measure with and without on live load, keep the faster, look again.")
+    auto: bool = Field(False, description="From 0 to num_tokens a step, as measured to pay on live load; looked at again as load and weights change.")
 
 
 class RolloutBase(Section):

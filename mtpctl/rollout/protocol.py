@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, AsyncIterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from mtpctl.recipe import RuntimeFailure
 from mtpctl.samples import GenerationRequest, Sample, Speculation
@@ -116,6 +116,14 @@ class Generator(Protocol):
 
     async def spec_stats(self) -> SpecStats:
         """Speculation since the start."""
+        ...
+
+    async def speculate(self, drafts: int | None = None) -> list[dict[str, Any]]:
+        """Have every engine propose `drafts` draft tokens a step, with -1 as many as pay; None only asks.
+
+        One entry for each engine: `drafts` in use, `looks`, `switches`, and `told`, its last change of mind in words. For
+        engines with `rollout.speculation.auto` alone.
+        """
         ...
 
     async def health(self) -> list[Health]:

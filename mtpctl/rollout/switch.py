@@ -67,7 +67,7 @@ class _Load:
 
 
 class SpeculationSwitch:
-    """Ask `drafts(requests)` before each step, tell `observe(step)` after it. `say` hears of every decision that changes something."""
+    """Ask `drafts()` before each step, tell `observe(step)` after it. `say` hears of every decision that changes something."""
 
     def __init__(self, limit: int, say: Callable[[Choice], None] = lambda choice: None) -> None:
         self.limit = limit
@@ -111,11 +111,14 @@ class SpeculationSwitch:
             self._accepted[position] *= keep
         self._look_at = self._steps
 
-    def drafts(self, requests: int) -> int:
-        """Draft tokens that the next step should propose for `requests` requests."""
-        if self._fixed is not None:
-            return self._fixed
-        return self._current
+    def drafts(self) -> int:
+        """Draft tokens that the next step should propose."""
+        return self._current if self._fixed is None else self._fixed
+
+    @property
+    def looking(self) -> bool:
+        """Whether numbers of drafts are being tried."""
+        return bool(self._trying)
 
     # -------------------------------------------------------------------------------------------------- after a step
 

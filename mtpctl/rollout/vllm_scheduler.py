@@ -40,7 +40,7 @@ class SwitchingScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """See `Scheduler.schedule`."""
-        self.dynamic_sd_lookup = self._tables[self.switch.drafts(len(self.running))]
+        self.dynamic_sd_lookup = self._tables[self.switch.drafts()]
         return super().schedule(*args, **kwargs)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
@@ -69,7 +69,8 @@ class SwitchingScheduler(Scheduler):
         if look_again:
             self.switch.look_again()
         return {
-            "drafts": self.switch.drafts(len(self.running)),
+            "drafts": self.switch.drafts(),
+            "looking": self.switch.looking,
             "looks": self.switch.looks,
             "switches": self.switch.switches,
             "told": self._choice,

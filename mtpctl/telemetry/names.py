@@ -49,6 +49,7 @@ METRICS: dict[str, Metric] = {
     "mtp/grad_norm": Metric("MTP layers", "number", "Gradient norm of the MTP layers, before clipping."),
     "rollout/spec_accept_rate": Metric("drafts accepted", "share", "Draft tokens that the target accepted while generating."),
     "rollout/spec_accept_length": Metric("tokens a step", "tokens", "Tokens that one decoding step yields, the sampled one included."),
+    "rollout/spec_drafts": Metric("drafts a step", "tokens", "Draft tokens a step that the engines chose (rollout.speculation.auto)."),
     "rollout/spec_drafted": Metric("drafted", "tokens", "Draft tokens proposed for the batch's responses."),
     "rollout/spec_accepted": Metric("accepted", "tokens", "Draft tokens of those that the target accepted."),
     "rollout/tokens_per_s": Metric("rollout", "tokens/s", "Response tokens generated a second, all engines together."),

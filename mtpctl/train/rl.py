@@ -67,6 +67,7 @@ class RlStage:
         self._barren = 0
         self._generated = 0
         self._rewards: list[float] = []
+        self._told = {""}
         if state.cursor is not None:
             self.cursor.load_state_dict(state.cursor)
 
@@ -202,10 +203,20 @@ class RlStage:
     async def publish(self) -> dict[str, float]:
         """Send the trainer's weights to every target under the next version, and let more prompts out."""
         metrics = await self.sync(self.state.version + 1)
+        if self.recipe.rollout.speculation.auto:
+            metrics |= await self._drafts()
         self.state.version += 1
         self.admission.synced(self.buffer.pending)
         self._gate.set()
         return metrics
+
+    async def _drafts(self) -> dict[str, float]:
+        """How many draft tokens a step the engines chose, and what they say where one changed its mind."""
+        states = await self.generator.speculate()
+        for told in {state["told"] for state in states} - self._told:
+            self._told.add(told)
+            self.telemetry.event("rollout", told)
+        return {"rollout/spec_drafts": sum(state["drafts"] for state in states) / len(states)} if states else {}
 
     def _step_metrics(self, metrics: dict[str, float], seconds: float, groups: int) -> dict[str, float]:
         shares = self.clock.read()

@@ -12,7 +12,6 @@ def check_supported(recipe: Recipe) -> None:
     unread = {
         "train.lora": train.lora is not None,
         "train.offload": offload.params or offload.optimizer or offload.grads,
-        "rollout.speculation.auto": recipe.rollout.speculation.auto,
         "sync.on_collapse: error": sync.on_collapse == "error",
         f"sync.transport: {sync.transport}": sync.transport != "shm" and "rl" in train.stages,
     }

@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 def cpu_settings(folder: Path, *, k: int = 1, **rollout: Any) -> VllmSettings:
     """Settings of a tiny engine on one CPU thread."""
-    options: dict[str, Any] = {"max_in_flight": 64, "context": 256, "threads": 1, "kv_cache_bytes": 64 << 20, **rollout}
-    config = VllmConfig(speculation=SpeculationConfig(num_tokens=k), **options)
+    options: dict[str, Any] = {"max_in_flight": 64, "context": 256, "threads": 1, "kv_cache_bytes": 64 << 20}
+    config = VllmConfig(**options | {"speculation": SpeculationConfig(num_tokens=k)} | rollout)
     return engine_settings(config, model=str(folder), precision="fp32", device="cpu", seed=0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,9 @@ class Echo:
 
     async def spec_stats(self) -> SpecStats:
         return SpecStats()
+
+    async def speculate(self, drafts: int | None = None) -> list[dict[str, Any]]:
+        return []
 
     async def health(self) -> list[Health]:
         return [Health(alive=True)]

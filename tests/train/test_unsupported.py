@@ -15,7 +15,6 @@ def test_the_tiny_recipe_runs() -> None:
     [
         "train.lora={rank: 8}",
         "train.offload={optimizer: true}",
-        "rollout.speculation.auto=true",
         "sync.on_collapse=error",
         "sync.transport=nccl",
     ],

@@ -1,0 +1,147 @@
+"""How many drafts pay: found on a simulated engine whose times and acceptance are known."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from mtpctl.rollout.switch import Choice, SpeculationSwitch, Step
+
+
+@dataclass
+class Simulated:
+    """Steps of `base_s` and `draft_s` more for each draft, with `accept` as the share of drafts accepted after accepted ones."""
+
+    limit: int = 3
+    base_s: float = 0.020
+    draft_s: float = 0.004
+    accept: float = 0.7
+    noise: float = 0.05
+    said: list[Choice] = field(default_factory=list)
+    switch: SpeculationSwitch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.switch = SpeculationSwitch(self.limit, self.said.append)
+        self.draw = random.Random(0)
+
+    def step_s(self, drafts: int, requests: int) -> float:
+        return self.base_s + self.draft_s * drafts
+
+    def run(self, steps: int, requests: int) -> float:
+        """Tokens a second over `steps` steps of the engine. A change shows one step late, as with scheduling ahead."""
+        self.requests = requests
+        tokens = seconds = 0.0
+        drafts = self.switch.drafts()
+        for _ in range(steps):
+            took = self.step_s(drafts, requests) * self.draw.uniform(1 - self.noise, 1 + self.noise)
+            accepted, left = [], requests
+            for _ in range(drafts):
+                left = sum(self.draw.random() < self.accept for _ in range(left))
+                accepted.append(left)
+            tokens += requests + sum(accepted)
+            seconds += took
+            self.switch.observe(Step(requests, drafts, took, tuple(accepted)))
+            drafts = self.switch.drafts()
+        return tokens / seconds
+
+    def settled(self) -> int:
+        """The drafts a step of the load sent last, once no look is under way."""
+        while self.switch.looking:
+            self.run(1, self.requests)
+        return self.switch.drafts()
+
+    def rate(self, drafts: int, requests: int) -> float:
+        """Tokens a second if every step had `drafts` drafts."""
+        return requests * sum(self.accept**i for i in range(drafts + 1)) / self.step_s(drafts, requests)
+
+
+@pytest.mark.parametrize(("accept", "best"), [(0.0, 0), (0.1, 0), (0.3, 1), (0.9, 3)])
+def test_what_pays_is_found_and_kept(accept: float, best: int) -> None:
+    engine = Simulated(accept=accept)
+    assert max(range(4), key=lambda drafts: engine.rate(drafts, 32)) == best
+    engine.run(200, 32)
+    reached = engine.run(3000, 32)
+    assert engine.settled() == best
+    assert reached > 0.98 * engine.rate(best, 32)
+
+
+def test_speculation_that_never_pays_costs_less_than_a_fiftieth_from_the_start() -> None:
+    engine = Simulated(accept=0.0, draft_s=0.010)
+    assert engine.run(6000, 64) > 0.98 * engine.rate(0, 64)
+
+
+def test_a_decision_is_told_with_its_figures() -> None:
+    engine = Simulated(limit=1, accept=0.05)
+    engine.run(300, 8)
+    (choice,) = engine.said
+    assert choice.drafts == 0 and choice.tokens_per_s.keys() == {0, 1}
+    assert str(choice).startswith("speculation: from now on 0 draft tokens where about 8 requests run together (397 tokens/s with 0")
+
+
+class Crowded(Simulated):
+    """Many requests together fill the card: a draft then costs as much as a token."""
+
+    def step_s(self, drafts: int, requests: int) -> float:
+        return self.base_s * (1 + drafts * min(1.0, requests / 256))
+
+
+def test_it_looks_again_when_the_load_changes() -> None:
+    engine = Crowded()
+    engine.run(1000, 8)
+    assert engine.settled() == 3
+    engine.run(3000, 256)
+    assert engine.settled() == 0
+    back = engine.run(500, 8)
+    assert engine.settled() == 3
+    assert back > 0.95 * engine.rate(3, 8), "what was seen at a load is remembered"
+
+
+def test_acceptance_that_falls_is_seen_without_a_look() -> None:
+    engine = Simulated(limit=1)
+    engine.run(500, 32)
+    looks = engine.switch.looks
+    engine.accept = 0.05
+    engine.run(400, 32)
+    assert (engine.settled(), engine.switch.looks) == (0, looks)
+
+
+def test_new_weights_are_a_reason_to_look() -> None:
+    engine = Simulated(limit=1, accept=0.05)
+    engine.run(6000, 32)
+    assert engine.settled() == 0
+    looks = engine.switch.looks
+    engine.accept = 0.8
+    engine.switch.look_again()
+    engine.run(200, 32)
+    assert engine.switch.looks == looks + 1
+    assert engine.settled() == 1
+
+
+def test_new_weights_alone_do_not_switch_speculation_off() -> None:
+    engine = Simulated(limit=1, accept=0.8)
+    engine.run(500, 32)
+    engine.switch.look_again()
+    assert engine.settled() == 1
+
+
+def test_looking_is_rationed_however_often_weights_change() -> None:
+    engine = Simulated(accept=0.0)
+    seconds = 0.0
+    for _ in range(60):
+        engine.switch.look_again()
+        seconds += 1 / engine.run(100, 32)
+    assert 60 / seconds > 0.98 * engine.rate(0, 32)
+
+
+def test_a_fixed_number_is_not_questioned() -> None:
+    engine = Simulated(accept=0.0)
+    engine.switch.fix(2)
+    engine.run(1000, 32)
+    assert (engine.settled(), engine.switch.looks) == (2, 0)
+    engine.switch.fix(None)
+    engine.run(300, 32)
+    assert engine.settled() == 0
+    with pytest.raises(ValueError, match="from 0 to 3 draft tokens are possible, got 4"):
+        engine.switch.fix(4)
