@@ -36,7 +36,10 @@ class Lifecycle[R]:
 
 @dataclass(slots=True)
 class Seat[R]:
-    """One replica's place; `replica` is None while it is down. busy: pieces of work that its owner gave it and awaits."""
+    """One replica's place; `replica` is None while it is down.
+
+    busy: pieces of work that its owner gave it and awaits. fills: replicas that came after the first.
+    """
 
     index: int
     replica: R | None
@@ -44,6 +47,7 @@ class Seat[R]:
     failures: int = 0
     reason: str = ""
     quarantined: bool = False
+    fills: int = 0
     restarting: asyncio.Task[None] | None = None
 
     @property
@@ -142,6 +146,7 @@ class Replicas[R]:
             async with self.updating:
                 await self._lifecycle.bring_up(fresh)
                 seat.replica = fresh
+                seat.fills += 1
         except BaseException:
             await self._lifecycle.end(fresh)
             raise

@@ -16,6 +16,7 @@ DERIVED = ("W_UV", "W_UK_T")
 
 def refresh(model: nn.Module, dtype: Any) -> None:
     """Derive everything anew from the weights as they are now. `dtype` is the model's."""
+    layer: Any
     for layer in model.modules():
         if hasattr(layer, DERIVED[0]) and hasattr(layer, "kv_b_proj"):
             layer.process_weights_after_loading(dtype)

@@ -28,7 +28,9 @@ def install() -> bool:
 
     if not current_platform.is_cpu():
         return False
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    Experts: Any = cpu_moe.CPUUnquantizedExperts
 
     if getattr(Experts, _KEPT, False):
         return True

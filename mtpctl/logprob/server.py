@@ -18,9 +18,11 @@ from mtpctl.logprob.dispatch import Dispatcher, ServerLimits
 from mtpctl.logprob.protocol import Bounds, Late, QueueFull, ReplicaDead, Scored, ScoreRequest
 from mtpctl.logprob.queue import Waiting
 from mtpctl.logprob.replica import END_S, Replica
-from mtpctl.sync import Manifest, SyncReport, TargetDirty, update_target
+from mtpctl.sync import Manifest, SyncReport, TargetDirty, or_cancel, reached, update_target
 
 Starter = Callable[[int], Awaitable[Replica]]
+GRACE_S = 60.0
+"""Seconds in which the version that the others serve must have reached the store."""
 
 
 class Published(Protocol):
@@ -117,10 +119,13 @@ class LogprobServer:
 
     async def _bring_up(self, replica: Replica) -> None:
         """Take a fresh replica to the versions that the others serve; never beyond, where the newest is still on its way."""
-        published = self._published.versions() if self._published is not None else []
+        kept = self._published
+        if kept is not None and self.counters.updates:
+            await reached(lambda: max(kept.versions(), default=0), self.version, GRACE_S)
+        published = kept.versions() if kept is not None else []
         for version in [v for v in published if replica.version < v <= self.version][-1 - replica.keep_previous :]:
-            assert self._published is not None
-            await update_target(replica, self._published.open(version))
+            assert kept is not None
+            await update_target(replica, kept.open(version))
 
     async def _changed(self) -> None:
         self._dispatcher.settle()
@@ -143,7 +148,7 @@ class LogprobServer:
             try:
                 await self.pause_serving()
                 reports = await self.replicas.each(
-                    lambda replica: update_target(replica, manifest, verify=verify, deadline_s=deadline_s),
+                    lambda replica: or_cancel(manifest, update_target(replica, manifest, verify=verify, deadline_s=deadline_s)),
                     where=lambda replica: replica.version < manifest.version,
                 )
                 self.version = manifest.version
@@ -153,6 +158,11 @@ class LogprobServer:
                 self.counters.stall_s += stall
                 self.resume_serving()
         return [replace(report, stall_seconds=stall) for report in reports]
+
+    def members(self, version: int, ranks: int) -> list[str]:
+        """A name for each rank of each live replica that lacks `version`, of `ranks` each; never given again."""
+        live = [seat for seat, replica in self.replicas.live() if replica.version < version]
+        return [f"log-prob {seat.index}.{seat.fills}.{rank}" for seat in live for rank in range(ranks)]
 
     def held(self) -> list[int]:
         """Weight versions that some replica can answer under."""

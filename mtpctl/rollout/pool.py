@@ -24,7 +24,7 @@ from mtpctl.rollout.protocol import ABORTED, EngineDead, Health, SpecStats
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import PauseMode, TargetDirty
-from mtpctl.sync.session import SyncReport
+from mtpctl.sync.session import SyncReport, or_cancel, reached
 
 AFFINITY_SLACK = 8
 GRACE_S = 60.0
@@ -57,6 +57,7 @@ class ReplicaPool:
         self._running.set()
         self._room = asyncio.Condition()
         self._paused: PauseMode | None = None
+        self._version = 0
 
     @classmethod
     async def start(cls, start: Starter, count: int, *, latest: Latest, max_in_flight: int, max_restarts: int = 3) -> ReplicaPool:
@@ -172,6 +173,7 @@ class ReplicaPool:
 
     async def _bring_up(self, fresh: Replica) -> None:
         """Take a restarted replica to where the others are."""
+        await reached(lambda: manifest.version if (manifest := self._latest()) is not None else 0, self._version, GRACE_S)
         if (manifest := self._latest()) is not None:
             await fresh.update(manifest, mode="keep", verify=False, deadline_s=GRACE_S)
         if self._paused is not None:
@@ -187,7 +189,15 @@ class ReplicaPool:
         Raises SyncError where a replica refuses the update and still has its old weights.
         """
         async with self._replicas.updating:
-            return await self._replicas.each(lambda replica: replica.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s))
+            reports = await self._replicas.each(
+                lambda replica: or_cancel(manifest, replica.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s))
+            )
+            self._version = manifest.version
+            return reports
+
+    def members(self, ranks: int) -> list[str]:
+        """A name for each rank of each live replica, of `ranks` each; never given again."""
+        return [f"rollout {seat.index}.{seat.fills}.{rank}" for seat, _ in self._replicas.live() for rank in range(ranks)]
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """See `Generator.pause`. Requests that come back cut wait here for `resume`."""

@@ -10,8 +10,10 @@ if TYPE_CHECKING:
     from mtpctl.sync.manifest import Manifest, SectionPlan
     from mtpctl.sync.protocol import PauseMode, PlanMismatch, Section, SyncError, TargetDirty, VersionConflict, WeightTarget
     from mtpctl.sync.publisher import Publisher
-    from mtpctl.sync.session import SyncReport, check_checksums, update_target
+    from mtpctl.sync.sender import Sender
+    from mtpctl.sync.session import SyncReport, check_checksums, or_cancel, reached, update_target
     from mtpctl.sync.store import VersionStore, default_root
+    from mtpctl.sync.transports import Sent
 
 _HOMES = {
     "checksum": "checksums",
@@ -25,10 +27,14 @@ _HOMES = {
     "VersionConflict": "protocol",
     "WeightTarget": "protocol",
     "Publisher": "publisher",
+    "Sender": "sender",
     "SyncReport": "session",
+    "or_cancel": "session",
+    "reached": "session",
     "check_checksums": "session",
     "update_target": "session",
     "VersionStore": "store",
+    "Sent": "transports",
     "default_root": "store",
 }
 
@@ -39,6 +45,8 @@ __all__ = [
     "Publisher",
     "Section",
     "SectionPlan",
+    "Sender",
+    "Sent",
     "SyncError",
     "SyncReport",
     "TargetDirty",
@@ -48,6 +56,8 @@ __all__ = [
     "check_checksums",
     "checksum",
     "default_root",
+    "or_cancel",
+    "reached",
     "update_target",
 ]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -81,7 +82,7 @@ def _place(model: nn.Module, parameter: torch.Tensor, slot: Slot, entry: Entry, 
 def _wanted(model: nn.Module, name: str, parameter: torch.Tensor) -> set[Portion]:
     """Everything that has to come for a parameter to be filled, unless it comes whole."""
     path, _, leaf = name.rpartition(".")
-    owner = model.get_submodule(path)
+    owner: Any = model.get_submodule(path)
     if leaf.startswith(("w13_", "w2_")):
         experts = [expert for expert in range(owner.global_num_experts) if local_expert(owner, expert) is not None]
         return {(expert, part) for expert in experts for part in ((0, 1) if leaf.startswith("w13_") else (0,))}

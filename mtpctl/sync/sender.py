@@ -46,24 +46,15 @@ class Sender(Packing):
         self._failure: BaseException | None = None
 
     def announce(
-        self,
-        export: Export,
-        version: int,
-        members: list[str],
-        *,
-        aliases: Mapping[str, str] | None = None,
-        checksums: bool = False,
-        config: dict[str, Any] | None = None,
+        self, version: int, members: list[str], checksums: Mapping[str, dict[str, str]] | None = None, config: dict[str, Any] | None = None
     ) -> Manifest:
-        """What `version` will be, for receivers of these names, one a rank. The export is looked at where something is to be learnt.
+        """What `version` will be, for receivers of these names, one a rank. `learn` comes first; its checksums go along.
 
         Receivers that are others than last time, or a fault last time, get a group of a new name. Raises what keeping the version
         before raised.
         """
         self._join_keeper()
-        sums: dict[str, dict[str, str]] = {}
-        if checksums or not self.plans:
-            sums = self.learn(export, aliases, checksums=checksums)
+        sums = checksums or {}
         if self._writer is None or self._members != tuple(members):
             self._open(members)
         plans = {section: SectionPlan(buckets, sums.get(section, {}), config or {}) for section, buckets in self.plans.items()}

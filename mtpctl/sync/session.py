@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import Section, SyncError, WeightTarget
+from mtpctl.sync.transports import cancel
 
 T = TypeVar("T")
 
@@ -37,6 +38,27 @@ def check_checksums(manifest: Manifest, found: dict[str, str], holds: Collection
     if differing:
         raise SyncError(f"after the sync to version {manifest.version} these tensors differ from what was sent: {', '.join(differing)}")
     return len(wanted)
+
+
+async def reached(newest: Callable[[], int], version: int, deadline_s: float) -> None:
+    """Return once the newest kept version is `version` at least: a pushed one reaches the store a little after it is live.
+
+    Raises SyncError after `deadline_s`.
+    """
+    until = time.monotonic() + deadline_s
+    while newest() < version:
+        if time.monotonic() > until:
+            raise SyncError(f"weight version {version} did not reach the version store within {deadline_s:g} s")
+        await asyncio.sleep(0.02)
+
+
+async def or_cancel[T](manifest: Manifest, update: Awaitable[T]) -> T:
+    """The result of a target's update. Where it fails, those that go through the same transfer are told, and need not wait."""
+    try:
+        return await update
+    except BaseException as error:
+        await asyncio.to_thread(cancel, manifest, f"a receiver of the weights gave up: {error}")
+        raise
 
 
 async def update_target(

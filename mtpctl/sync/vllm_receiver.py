@@ -94,11 +94,11 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
             self._plans[step.plan_name] = SectionPlan(buckets_from(json.loads(step.plan)))
         plan = self._plans[step.plan_name]
         if step.discard:
-            self._receivers[step.section] = SectionReceiver(plan, {})
+            self._current: SectionReceiver | AdapterReceiver = SectionReceiver(plan, {})
         elif step.section == "adapter":
-            self._receivers[step.section] = AdapterReceiver(SectionPlan(plan.buckets, config=step.config))
+            self._current = self._receivers[step.section] = AdapterReceiver(SectionPlan(plan.buckets, config=step.config))
         else:
-            self._receivers[step.section] = SectionReceiver(plan, self._places_of(step, plan))
+            self._current = self._receivers[step.section] = SectionReceiver(plan, self._places_of(step, plan))
         self._section = step.section
         reader.begin(step.version, step.section)
         self._reader = reader
@@ -121,7 +121,7 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
         return match(self.model, plan, rename=rename, elsewhere=elsewhere, ranks=ranks)
 
     def _receive(self, step: Step) -> None:
-        receiver = self._receivers[step.section]
+        receiver = self._current
         if step.section != self._section:
             raise SyncError(f"buckets of section {step.section} came while section {self._section} is under way")
         buckets = receiver.plan.buckets[step.first : step.first + step.count]
@@ -130,9 +130,8 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
 
     def finish_weight_update(self) -> None:
         """Close the session's section. Raises SyncError where buckets are missing."""
-        receiver = self._receivers[self._section]
-        receiver.finish()
-        if isinstance(receiver, SectionReceiver):
+        self._current.finish()
+        if isinstance(self._current, SectionReceiver):
             vllm_experts.repack(self.model)
             vllm_derived.refresh(self.model, self.model_config.dtype)
         self._readers.settle()

@@ -105,6 +105,7 @@ class VllmTarget:
         self._manifest: Manifest | None = None
         self._updating: tuple[Manifest, Section] | None = None
         self._session_open = False
+        self._discarding = False
         self._touched: set[Section] = set()
         self._loaded: dict[Section, int] = {}
         self._told: set[str] = set()
@@ -123,14 +124,17 @@ class VllmTarget:
         """See `WeightTarget`. The engine must be paused."""
         if self._updating is not None:
             raise VersionConflict(f"an update to version {self.updating} is under way")
-        if version < self._version or version <= self._loaded.get(section, -1):
+        # A transfer that is tried again goes to those too that have the version already.
+        repeated = plan.transport in PUSHED and version == self._loaded.get(section)
+        if version < self._version or (version <= self._loaded.get(section, -1) and not repeated):
             raise VersionConflict(f"weight version {version} ({section}) is not newer than the live {self._version}")
         if section not in plan.sections:
             raise PlanMismatch(f"version {version} has no section {section}")
         if not self._paused():
             raise SyncError("weights may change only while generation is paused")
         self._updating = (plan, section)
-        if self._absent(plan, section):
+        self._discarding = repeated or section not in self._holds
+        if self._absent(plan):
             return
         try:
             await self._open(plan, version, section)
@@ -138,17 +142,23 @@ class VllmTarget:
             self._updating = None
             raise
 
-    def _absent(self, plan: Manifest, section: Section) -> bool:
-        """Whether there is nothing to do about a section."""
-        return section not in self._holds and plan.transport not in PUSHED
+    def _absent(self, plan: Manifest) -> bool:
+        """Whether there is nothing to do about the section."""
+        return self._discarding and plan.transport not in PUSHED
 
     async def _open(self, plan: Manifest, version: int, section: Section) -> None:
         buckets, config = plan.sections[section].buckets, plan.sections[section].config
         text, name = layout(buckets)
-        step = {"action": "begin", "section": section, "version": version, "transport": plan.transport, "address": plan.address}
-        step |= {"plan_name": name, "plan": "" if name in self._told else text, "config": config, "discard": section not in self._holds}
+        step: dict[str, Any] = {
+            "action": "begin",
+            "section": section,
+            "version": version,
+            "transport": plan.transport,
+            "address": plan.address,
+        }
+        step |= {"plan_name": name, "plan": "" if name in self._told else text, "config": config, "discard": self._discarding}
         try:
-            await self._within(self._client.start(draft=section == "draft" and section in self._holds), "opening a weight session")
+            await self._within(self._client.start(draft=section == "draft" and not self._discarding), "opening a weight session")
             self._session_open = True
             await self._step(step)
         except SyncError:
@@ -162,9 +172,9 @@ class VllmTarget:
         if self._updating is None:
             raise SyncError("a bucket came outside of an update")
         plan, section = self._updating
-        if self._absent(plan, section):
+        if self._absent(plan):
             return
-        if section in self._holds and section != "adapter":
+        if not self._discarding and section != "adapter":
             self._touched.add(section)
         first = plan.sections[section].buckets.index(buckets[0])
         await self._step({"action": "buckets", "section": section, "first": first, "count": len(buckets)})
@@ -174,10 +184,10 @@ class VllmTarget:
         if self._updating is None:
             raise SyncError("there is no update to finish")
         plan, section = self._updating
-        if not self._absent(plan, section):
+        if not self._absent(plan):
             await self._within(self._client.finish(plan.version), "closing a weight session")
             self._session_open = False
-        if section == "adapter" and section in self._holds:
+        if section == "adapter" and not self._discarding:
             await self._load_adapter(plan.version)
         self._updating = None
         self._version = self._loaded[section] = plan.version

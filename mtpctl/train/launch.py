@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import shutil
 import signal
-import time
 import zlib
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from mtpctl.train.sft import SftStage
 from mtpctl.train.state import RunState
 from mtpctl.train.trainer import TrainerGroup
 from mtpctl.train.unsupported import check_supported
+from mtpctl.train.weights import WeightSync
 
 INTERRUPTED = 130
 
@@ -73,7 +73,9 @@ class Run:
         # Named by the whole path: runs in folders of one name share a machine's memory, not their weights.
         name = f"{directory.path.name}-{zlib.crc32(str(directory.path.resolve()).encode()):08x}"
         size = count(prepared.model.shape)["total"] * (2 if recipe.train.precision == "bf16" else 4)
-        self.store = VersionStore(default_root(name, size, directory.path / "versions"))
+        kept = directory.path / "versions"
+        # On several hosts the run directory is what all of them see.
+        self.store = VersionStore(kept if placement.hosts > 1 else default_root(name, size, kept))
 
     async def drive(self) -> bool:
         """Run all stages. Returns False where a stop was asked for before the end; a checkpoint is there then."""
@@ -168,32 +170,15 @@ class Run:
     async def _rl(self, trainer: TrainerGroup, rollout: ReplicaPool, server: LogprobServer | None, restored: Path | None) -> None:
         scoring = None if server is None else Scoring(server, self.recipe.rollout.temperature)
 
-        async def sync(version: int) -> dict[str, float]:
-            began = time.perf_counter()
-            verify = self.recipe.sync.verify
-            checksums = verify == "always" or (verify == "first" and not synced)
-            manifest = await trainer.call("publish", version, str(self.store.root), checksums)
-            packed = time.perf_counter()
-            options = self.recipe.sync
-            # Without partial rollouts no response spans two versions: those in flight end before the weights change.
-            pause = options.pause if self.recipe.async_.partial_rollout else "wait"
-            updates = [rollout.update(manifest, mode=pause, verify=checksums, deadline_s=options.deadline_s)]
-            if server is not None:
-                updates.append(server.update(manifest, verify=checksums, deadline_s=options.deadline_s))
-            reports, *_ = await within(asyncio.gather(*updates), 2 * options.deadline_s, f"sync of version {version}")
-            synced.append(version)
-            seconds = time.perf_counter() - began
-            return {
-                "sync/seconds": seconds,
-                "sync/publish_seconds": packed - began,
-                "sync/stall_seconds": max((report.stall_seconds for report in reports), default=0.0),
-                "sync/gb_per_s": manifest.nbytes / seconds / 1e9,
-            } | (scoring.metrics() if scoring is not None else {})
+        weights = WeightSync(self.recipe, trainer, rollout, server, self.store.root)
 
-        synced: list[int] = []
+        async def sync(version: int) -> dict[str, float]:
+            return await weights(version) | (scoring.metrics() if scoring is not None else {})
+
         checker = make_checker(self.recipe.data.checker)
         stage = RlStage(self.recipe, self.prepared, trainer, rollout, sync, checker, self.telemetry, self.state, scoring)
         if restored is not None and (restored / "buffer.jsonl").exists():
             await stage.resume_buffer(*SampleBuffer.load(restored / "buffer.jsonl"))
         await stage.publish()
         await stage.run()
+        await weights.kept()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
+import itertools
 import socket
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from mtpctl.cluster import within
 from mtpctl.plan import Placement
 from mtpctl.recipe import Recipe
 from mtpctl.samples import Sample
-from mtpctl.sync import Manifest
+from mtpctl.sync import Manifest, Sent
 from mtpctl.train.profile import UpdateProfile
 
 
@@ -25,6 +28,7 @@ class TrainerRank:
         self.rank, self.world_size = rank, world_size
         self.reference: list[Any] | None = None
         self.publisher: Any = None
+        self.learned = False
         self.profile = UpdateProfile(self.recipe.run_path / "logs", rank) if self.recipe.telemetry.profile else None
 
     def address(self) -> str:
@@ -171,25 +175,58 @@ class TrainerRank:
         return metrics
 
     def publish(self, version: int, store: str, checksums: bool) -> Manifest | None:
-        """Export the weights into the version store of this host. Every rank takes part in the export; rank 0 writes."""
-        import collections
+        """Export the weights into the version store of this host, from which receivers draw. Rank 0 writes."""
+        if not self.learned:
+            self._exported(lambda export: self._sender(store).learn(export, self._aliases()))
+        self.learned = True
+        return self._exported(lambda export: self._sender(store).publish(export, version, checksums=checksums))
 
-        from mtpctl.families import section_of
-        from mtpctl.sync import Publisher, VersionStore
+    def announce(self, version: int, store: str, members: list[str], checksums: bool) -> Manifest | None:
+        """Say what a pushed version will be, to receivers of these names. Rank 0 will send it."""
+        sums: dict[str, dict[str, str]] = {}
+        if checksums or not self.learned:
+            sums = self._exported(lambda export: self._sender(store).learn(export, self._aliases(), checksums=checksums))
+        self.learned = True
+        return self._sender(store).announce(version, members, sums) if self.rank == 0 else None
 
-        export = self.engine.export()
-        if self.rank > 0:
+    def send(self) -> Sent | None:
+        """Send what was announced, while the receivers take it in."""
+        return self._exported(lambda export: self._sender().send(export))
+
+    def keep(self) -> None:
+        """Copy what was sent for the version store; a thread writes it there while training goes on."""
+        self._exported(lambda export: self._sender().keep(export))
+
+    def _exported(self, use: Callable[[Iterator[Any]], Any]) -> Any:
+        """What rank 0 makes of an export that every rank takes part in, to its end, whatever becomes of it on rank 0."""
+        export = itertools.chain.from_iterable(self.engine.export(sections=(section,)) for section in self.recipe.sync.sections)
+        try:
+            return use(export) if self.rank == 0 else None
+        finally:
             collections.deque(export, maxlen=0)
-            return None
+
+    def _aliases(self) -> dict[str, str]:
+        from mtpctl.families import aliases
+
+        return aliases(self.engine.folder.shape)
+
+    def _sender(self, store: str = "") -> Any:
+        """What sends this rank's weights, by the recipe's transport."""
         if self.publisher is None:
-            shape = self.engine.folder.shape
-            self.publisher = Publisher(
-                VersionStore(store),
-                bucket_bytes=self.recipe.sync.bucket_bytes,
-                sections=self.recipe.sync.sections,
-                section_of=lambda name: section_of(name, shape),
-            )
-        return self.publisher.publish(export, version, checksums=checksums)
+            from mtpctl.families import section_of
+            from mtpctl.sync import Publisher, Sender, VersionStore
+
+            shape, sync = self.engine.folder.shape, self.recipe.sync
+            options: dict[str, Any] = {
+                "bucket_bytes": sync.bucket_bytes,
+                "sections": sync.sections,
+                "section_of": lambda name: section_of(name, shape),
+            }
+            if sync.transport == "shm":
+                self.publisher = Publisher(VersionStore(store), **options)
+            else:
+                self.publisher = Sender(VersionStore(store), sync.transport, self.engine.device, deadline_s=sync.deadline_s, **options)
+        return self.publisher
 
     def save(self, path: str) -> None:
         """Checkpoint the engine."""

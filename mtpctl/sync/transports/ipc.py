@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -95,7 +96,8 @@ class Writer(BucketWriter):
         if self._shared is None:
             self._shared = _Shared(self.largest, self.device)
             for rank in range(1, receivers + 1):
-                self.control.store.set(self.control.key("handles", rank), self._shared.handles())
+                handles: Any = self._shared.handles()
+                self.control.store.set(self.control.key("handles", rank), handles)
         self.control.wait(lambda: self.control.count(version, section) >= receivers, "waiting for receivers to be ready")
         self._waited += time.monotonic() - began
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,6 +57,14 @@ class Wire:
 
 def _buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:
     return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+
+
+def _over(work: Any) -> bool:
+    """Whether a transfer has ended; raises where it failed."""
+    if not work.is_completed():
+        return False
+    work.wait()
+    return True
 
 
 class Writer(BucketWriter):
@@ -122,9 +131,10 @@ class Writer(BucketWriter):
         work, mark = left
         self._works[turn] = None
         if self._side is None:
-            self.control.wait(work.is_completed, "sending weights")
+            self.control.wait(lambda: _over(work), "sending weights")
             self._marks[mark].append(self._mark())
-        work.wait()
+        else:
+            work.wait()
 
     def finish(self) -> Sent:
         """Return once every bucket has left."""
@@ -187,9 +197,10 @@ class Reader(BucketReader):
         coming = post(0)
         for place, bucket in enumerate(buckets):
             work, data = coming
-            if not self._wire.cuda:
-                self.control.wait(work.is_completed, "receiving weights")
-            work.wait()
+            if self._wire.cuda:
+                work.wait()
+            else:
+                self.control.wait(partial(_over, work), "receiving weights")
             if place + 1 < len(buckets):
                 coming = post(place + 1)
             yield bucket, data

@@ -1,0 +1,98 @@
+"""The trainer's weights to everyone who needs them: one version, all sections, generators and log-prob replicas together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from mtpctl.cluster import within
+from mtpctl.logprob import LogprobServer
+from mtpctl.recipe import Recipe
+from mtpctl.rollout import ReplicaPool
+from mtpctl.sync import Manifest, Sent, SyncError, SyncReport
+from mtpctl.sync.transports import PUSHED
+from mtpctl.train.trainer import TrainerGroup
+
+ATTEMPTS = 2
+"""A pushed version is tried again once, with the receivers that are left: one that died is being replaced meanwhile."""
+
+
+class WeightSync:
+    """Call it with a version. `last` is the manifest sent last, `sent` what its sender says, `reports` what its receivers say."""
+
+    def __init__(self, recipe: Recipe, trainer: TrainerGroup, rollout: ReplicaPool, server: LogprobServer | None, store: Path) -> None:
+        self.recipe, self.trainer, self.rollout, self.server, self.store = recipe, trainer, rollout, server, store
+        self.last: Manifest | None = None
+        self.sent = Sent()
+        self.reports: list[SyncReport] = []
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def __call__(self, version: int, *, verify: bool | None = None) -> dict[str, float]:
+        """Take every target to `version`. Returns `sync/*`.
+
+        `verify`: compare the checksums of every tensor on both ends; default as `sync.verify` says. Raises SyncError where a
+        target refuses: it, and those that had not yet taken the version, go on with the one before.
+        """
+        began = time.perf_counter()
+        options = self.recipe.sync
+        if verify is None:
+            verify = options.verify == "always" or (options.verify == "first" and self.last is None)
+        if options.transport in PUSHED:
+            ready, manifest = await self._push(version, verify)
+        else:
+            manifest = await self.trainer.call("publish", version, str(self.store), verify)
+            ready = time.perf_counter()
+            await self._receive(manifest, verify)
+            self.sent = Sent(manifest.nbytes, time.perf_counter() - ready)
+        self.last = manifest
+        seconds = time.perf_counter() - began
+        return {
+            "sync/seconds": seconds,
+            "sync/publish_seconds": ready - began,
+            "sync/stall_seconds": max((report.stall_seconds for report in self.reports), default=0.0),
+            "sync/gb_per_s": manifest.nbytes / seconds / 1e9,
+        }
+
+    async def _push(self, version: int, verify: bool) -> tuple[float, Manifest]:
+        """When the plan was announced, and the manifest. The store's copy is made when generation goes on already."""
+        await self.kept()
+        for attempt in range(ATTEMPTS):
+            members = self.rollout.members(self.recipe.rollout.tp)
+            if self.server is not None:
+                members += self.server.members(version, self.recipe.logprob.parallel.world_size)
+            manifest = await self.trainer.call("announce", version, str(self.store), members, verify)
+            ready = time.perf_counter()
+            sending = asyncio.create_task(self.trainer.call("send"))
+            try:
+                await self._receive(manifest, verify)
+                self.sent = await sending
+                break
+            except SyncError:
+                await asyncio.gather(sending, return_exceptions=True)
+                if attempt + 1 == ATTEMPTS:
+                    raise
+        self._keeping = asyncio.create_task(self.trainer.call("keep"))
+        return ready, manifest
+
+    async def _receive(self, manifest: Manifest, verify: bool) -> None:
+        options = self.recipe.sync
+        # Without partial rollouts no response spans two versions: those in flight end before the weights change.
+        pause = options.pause if self.recipe.async_.partial_rollout else "wait"
+        updates = [self.rollout.update(manifest, mode=pause, verify=verify, deadline_s=options.deadline_s)]
+        if self.server is not None:
+            updates.append(self.server.update(manifest, verify=verify, deadline_s=options.deadline_s))
+        # All of them end before any error is told: a transfer that is tried again must find nobody in the one before.
+        found = await within(
+            asyncio.gather(*updates, return_exceptions=True), 2 * options.deadline_s, f"sync of version {manifest.version}"
+        )
+        for result in found:
+            if isinstance(result, BaseException):
+                raise result
+        self.reports = found[0]  # type: ignore[assignment]
+
+    async def kept(self) -> None:
+        """Return once the trainer has copied the version sent last for the store. Raises what keeping it raised."""
+        if self._keeping is not None:
+            keeping, self._keeping = self._keeping, None
+            await keeping

@@ -1,0 +1,161 @@
+"""`ipc` and `nccl` between processes (gloo and a mapped file on a CPU): byte-equal, one group kept, and no fault without an end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+
+from mtpctl.sync import PlanMismatch, SyncError
+from mtpctl.sync.transports import cancel
+from tests.sync.pushing import CONTEXT, Die, Receiver, in_process, model, receivers, sender
+
+TRANSPORTS = ["ipc", "nccl"]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[list[Receiver]]:
+    yield from receivers(2)
+
+
+def equal(taken: Any, version: int) -> bool:
+    return (
+        isinstance(taken, dict)
+        and {name: torch.tensor(value) for name, value in taken.items()}.keys() == model(version).keys()
+        and all(torch.equal(torch.tensor(taken[name]), tensor) for name, tensor in model(version).items())
+    )
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_receiver_gets_every_byte(tmp_path: Path, pair: list[Receiver], transport: str) -> None:
+    sends = sender(tmp_path, transport)
+    addresses = set()
+    for version in (1, 2, 3):
+        manifest = sends.announce(version, ["a", "b"])
+        addresses.add(manifest.address)
+        for receiver in pair:
+            receiver.take(manifest)
+        sent = sends.send(model(version).items())
+        assert all(equal(receiver.taken(), version) for receiver in pair)
+        assert sent.nbytes == manifest.nbytes
+        assert 0 < sent.wire_seconds <= sent.seconds
+    assert len(addresses) == 1, "one group serves all versions"
+    sends.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_was_sent_is_kept_for_those_who_come_later(tmp_path: Path, pair: list[Receiver], transport: str) -> None:
+    sends = sender(tmp_path, transport)
+    manifest = sends.announce(1, ["a"])
+    pair[0].take(manifest)
+    sends.send(model(1).items())
+    pair[0].taken()
+    assert sends.store.versions() == []
+    sends.keep(model(1).items())
+    sends.announce(2, ["a"])
+    kept = sends.store.latest()
+    assert kept is not None and (kept.version, kept.transport) == (1, "shm")
+    pair[1].take(kept)
+    assert equal(pair[1].taken(), 1)
+    sends.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_others_than_last_time_make_a_new_group(tmp_path: Path, pair: list[Receiver], transport: str) -> None:
+    sends = sender(tmp_path, transport)
+    for version, members in ((1, pair[:1]), (2, pair), (3, pair[1:])):
+        manifest = sends.announce(version, [str(id(member)) for member in members])
+        assert f"group-{version}?" in manifest.address
+        for member in members:
+            member.take(manifest)
+        sends.send(model(version).items())
+        assert all(equal(member.taken(), version) for member in members)
+    sends.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_receiver_killed_in_a_bucket_ends_the_transfer_for_all(tmp_path: Path, pair: list[Receiver], transport: str) -> None:
+    sends = sender(tmp_path, transport, deadline_s=30.0)
+    doomed = Receiver(Die(bucket=3))
+    manifest = sends.announce(1, ["a", "doomed"])
+    for receiver in (pair[0], doomed):
+        receiver.take(manifest)
+
+    def told() -> None:
+        doomed.process.join()
+        cancel(manifest, "a receiver of the weights gave up: it was killed")
+
+    Thread(target=told).start()
+    began = time.monotonic()
+    with pytest.raises(SyncError):
+        sends.send(model(1).items())
+    assert pair[0].taken().startswith("SyncError")
+    assert time.monotonic() - began < 10
+    manifest = sends.announce(1, ["a"])
+    assert "group-2?" in manifest.address
+    pair[0].take(manifest)
+    sends.send(model(1).items())
+    assert equal(pair[0].taken(), 1)
+    sends.close()
+    doomed.end()
+
+
+def _send_and_die(root: Path, transport: str, announced: Any) -> None:
+    def export() -> Any:
+        for place, item in enumerate(model(1).items()):
+            if place == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield item
+
+    sends = sender(root, transport)
+    announced.put(sends.announce(1, ["a"]))
+    sends.send(export())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_sender_killed_in_a_bucket_is_noticed(tmp_path: Path, pair: list[Receiver], transport: str) -> None:
+    announced = CONTEXT.Queue()
+    dying = in_process(_send_and_die, tmp_path, transport, announced)
+    began = time.monotonic()
+    pair[0].take(announced.get(timeout=30))
+    assert pair[0].taken().startswith("SyncError")
+    dying.join(10)
+    assert dying.exitcode == -signal.SIGKILL
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_export_that_changed_ends_the_transfer_for_all(tmp_path: Path, pair: list[Receiver], transport: str) -> None:
+    sends = sender(tmp_path, transport)
+    pair[0].take(sends.announce(1, ["a"]))
+    broken = model(1)
+    broken["model.norm.weight"] = broken["model.norm.weight"].half()
+    with pytest.raises(PlanMismatch, match=r"model.norm.weight \(8,\) float16"):
+        sends.send(broken.items())
+    assert "the sender of the weights gave up" in pair[0].taken()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_receiver_that_never_comes_is_not_waited_for_forever(tmp_path: Path, transport: str) -> None:
+    sends = sender(tmp_path, transport, deadline_s=0.3)
+    sends.announce(1, ["a"])
+    with pytest.raises(SyncError, match=r"took longer than sync.deadline_s = 0.3"):
+        sends.send(model(1).items())
+
+
+def test_a_receiver_too_many_is_turned_away(tmp_path: Path, pair: list[Receiver]) -> None:
+    sends = sender(tmp_path, "nccl")
+    manifest = sends.announce(1, ["a"])
+    pair[0].take(manifest)
+    sends.send(model(1).items())
+    assert equal(pair[0].taken(), 1)
+    pair[1].take(manifest)
+    assert "has its 1 receivers already" in pair[1].taken()
+    sends.close()
