@@ -103,7 +103,7 @@ def _train(recipes: Sequence[Recipe]) -> None:
                 process.terminate()
     if failed:
         lines = failed[0].with_suffix(".log").read_text().strip().splitlines() or ["it said nothing"]
-        raise RuntimeFailure(f"{failed[0].name}: {lines[-1]} (all of it in {failed[0].with_suffix('.log')})")
+        raise RuntimeFailure(f"{failed[0].name}: {lines[-1].removeprefix('error: ')} (all of it in {failed[0].with_suffix('.log')})")
 
 
 def _take_warm_start(home: Path, recipe: Recipe) -> None:
