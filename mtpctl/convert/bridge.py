@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,12 +114,25 @@ class WeightBridge:
                     yield found, tensor
 
 
+class Names:
+    """The names of a folder's tensors, as the bridge asks for them."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.names = set(names)
+
+    def get_all_keys(self) -> set[str]:
+        return self.names
+
+    def has_glob(self, pattern: str) -> bool:
+        return any(fnmatchcase(name, pattern) for name in self.names)
+
+
 class _State(Mapping[str, Tensor]):
     """Tensors as the bridge asks a folder for them."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self.weights = weights
-        self.source = SimpleNamespace(get_all_keys=lambda: set(weights))
+        self.source = Names(weights)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.weights[name]

@@ -19,13 +19,13 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter, LoadPlan, SavePlan
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mtpctl.engine.checkpoint import write_record
@@ -135,33 +135,58 @@ class PartReader:
 
     def __init__(self, path: Path, skeleton: Skeleton) -> None:
         self.path, self.skeleton = path, skeleton
-        self._strategy = TorchDistLoadShardedStrategy(cache_metadata=True)
-        self.saved = dist_checkpointing.load_tensors_metadata(str(path))
+        self._reader = FileSystemReader(path)
+        metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._saved = {name: saved for name, saved in metadata.state_dict_metadata.items() if isinstance(saved, TensorStorageMetadata)}
         self.dtypes = {name: self._dtype(name) for name in skeleton.parameters}
         sizes = {name: _numel(p.shape) * self.dtypes[name].itemsize for name, p in skeleton.parameters.items()}
         self.parts = partition(sizes)
         self.nbytes = [sum(sizes[name] for name in part) for part in self.parts]
 
     def _dtype(self, name: str) -> torch.dtype:
-        shape = self.skeleton.parameters[name].shape
-        pieces = list(self.skeleton.pieces(name, torch.empty(shape, device="meta")))
+        """Of the parameter as it was saved. Raises UserError where it was not, or with another shape."""
+        pieces = list(self.skeleton.pieces(name, torch.empty(self.skeleton.parameters[name].shape, device="meta")))
         for piece in pieces:
-            saved = self.saved.get(piece.key)
+            saved = self._saved.get(piece.key)
             if saved is None:
                 raise UserError(f"{self.path}: lacks {piece.key}, which its model's config asks for")
-            held, wanted = list(saved.global_shape), list(piece.global_shape)
+            held, wanted = list(saved.size), list(piece.global_shape)
             # The rows of a vocabulary may have been padded.
             if held != wanted and not (piece.allow_shape_mismatch and held[1:] == wanted[1:] and held[0] > wanted[0]):
                 raise UserError(f"{self.path}: holds {piece.key} as {held}, its model's config makes it {wanted}")
-        dtype: torch.dtype = self.saved[pieces[0].key].dtype
-        return dtype
+        return self._saved[pieces[0].key].properties.dtype
 
     def read(self, number: int) -> dict[str, Tensor]:
         """The values of a part's parameters."""
         values = {name: torch.empty(self.skeleton.parameters[name].shape, dtype=self.dtypes[name]) for name in self.parts[number]}
-        tree = {name: self.skeleton.place(name, value) for name, value in values.items()}
-        loaded = dist_checkpointing.load(tree, str(self.path), self._strategy, validate_access_integrity=False)
-        return {name: loaded[name] for name in values}
+        targets: dict[tuple[str, torch.Size], Tensor] = {}
+        items: list[ReadItem] = []
+        for name, value in values.items():
+            for piece in self.skeleton.pieces(name, value):
+                assert piece.data is not None and piece.data.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+                shape, offset = torch.Size(_stored_shape(piece)), torch.Size(piece.global_offset)
+                targets[piece.key, offset] = piece.data.view(shape)
+                items += create_read_items_for_chunk_list(piece.key, self._saved[piece.key], [ChunkStorageMetadata(offset, shape)])
+        self._reader.read_data(LoadPlan(items), _Fill(targets)).wait()
+        return values
+
+
+class _Fill(DefaultLoadPlanner):
+    """Answers the reader's question where an item's data goes."""
+
+    def __init__(self, targets: Mapping[tuple[str, torch.Size], Tensor]) -> None:
+        super().__init__()
+        self.targets = targets
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        target = self.targets[read_item.dest_index.fqn, torch.Size(read_item.dest_index.offset or ())]
+        for dimension, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dimension, start, length)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
 
 
 class _Resolve(DefaultSavePlanner):

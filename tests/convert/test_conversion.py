@@ -1,0 +1,102 @@
+"""Every family goes to a checkpoint and comes back as it was, and the checkpoint is the model that the folder was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtpctl.convert import HfFolder
+from mtpctl.recipe.schema import MtpConfig
+from tests.convert.models import FAMILIES, assert_same_tensors, converted, model
+from tests.convert.test_families import assert_like
+from tests.engine.tiny import engine, mimo, sequences
+from tests.model.test_mimo import packed_logits
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_there_and_back(tmp_path: Path, case: str) -> None:
+    reference = model(case, tmp_path / "hf")
+    made = converted(tmp_path / "hf", tmp_path / "checkpoint", verify=case in ("mimo", "deepseek-v3"))
+    assert made.to == "megatron"
+    if made.verified is not None:
+        assert made.verified.logits == 0 and made.verified.mtp_logits == 0
+    if reference is not None:
+        _assert_logits(tmp_path, reference)
+    assert converted(tmp_path / "checkpoint", tmp_path / "back").to == "hf"
+    assert_same_tensors(tmp_path / "back", tmp_path / "hf")
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def _assert_logits(root: Path, reference: object) -> None:
+    """Of the engine that restores the checkpoint over other weights, against transformers."""
+    ids = [s.token_ids for s in sequences(3, high=40)]
+    with engine(HfFolder.open(root / "hf"), train=False, mtp=MtpConfig(mode="load"), random_seed=5) as made:
+        made.restore(root / "checkpoint")
+        (logits,) = packed_logits(made, ids, 0)
+    assert_like(logits, lambda: [reference(torch.tensor([sample])).logits[0] for sample in ids], [reference])  # type: ignore[operator]
+
+
+def test_a_trainers_checkpoint_becomes_the_folder_it_would_export(tmp_path: Path) -> None:
+    """With no Hugging Face side of its own, it takes that of the model that is named."""
+    folder = mimo(tmp_path / "hf")
+    with engine(folder, random_seed=3, mtp=MtpConfig(mode="load")) as made:
+        made.save(tmp_path / "step-1")
+        exported = {name: value.clone() for name, value in made.export()}
+    converted(tmp_path / "step-1", tmp_path / "back", model=folder.path, verify=True)
+    from safetensors.torch import load_file
+
+    found = load_file(tmp_path / "back" / "model.safetensors")
+    assert found.keys() == exported.keys()
+    assert all(torch.equal(found[name], exported[name]) for name in exported)
+
+
+def test_without_mtp_layers_the_config_names_none(tmp_path: Path) -> None:
+    folder = mimo(tmp_path / "hf")
+    with engine(folder, mtp=MtpConfig(mode="off")) as made:
+        made.save(tmp_path / "step-1")
+    converted(tmp_path / "step-1", tmp_path / "back", model=folder.path)
+    assert HfFolder.open(tmp_path / "back").shape.mtp_layers == 0
+
+
+def test_what_lies_beside_the_weights_comes_along_and_the_config_is_mended(tmp_path: Path) -> None:
+    folder = mimo(tmp_path / "hf", auto_map={"AutoConfig": "configuration_mimo.MiMoConfig"}).path
+    for name, text in {
+        "generation_config.json": "{}",
+        "tokenizer.json": "{}",
+        "chat_template.jinja": "{{ x }}",
+        "configuration_mimo.py": "# code",
+    }.items():
+        (folder / name).write_text(text)
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "secret").write_text("")
+    converted(folder, tmp_path / "checkpoint", dtype="bf16")
+    converted(tmp_path / "checkpoint", tmp_path / "back")
+    assert {path.name for path in (tmp_path / "back").iterdir()} == {path.name for path in folder.iterdir()} - {".cache"}
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config["torch_dtype"] == "bfloat16" and config["num_nextn_predict_layers"] == 1
+
+
+def test_the_published_length_of_mimo_7b_is_mended() -> None:
+    from mtpctl import families
+    from mtpctl.convert.carried import written_config
+
+    config = families.hub_config("XiaomiMiMo/MiMo-7B-RL") | {"max_position_embeddings": 640000}
+    made = written_config(config, families.shape_of(config), torch.bfloat16, mtp_layers=1)
+    assert made["max_position_embeddings"] == 32768 and config["max_position_embeddings"] == 640000
+
+
+def test_in_another_type_all_but_what_is_kept_in_fp32(tmp_path: Path) -> None:
+    model("deepseek-v3", tmp_path / "hf")
+    from tests.convert.models import tensors, write
+
+    held = tensors(tmp_path / "hf")
+    mixed = {name: value if name.endswith("e_score_correction_bias") else value.bfloat16() for name, value in held.items()}
+    write(tmp_path / "hf", mixed)
+    converted(tmp_path / "hf", tmp_path / "checkpoint", dtype="fp16", verify=True)
+    converted(tmp_path / "checkpoint", tmp_path / "back")
+    found = tensors(tmp_path / "back")
+    assert {str(value.dtype) for name, value in found.items() if not name.endswith("correction_bias")} == {"torch.float16"}
+    assert {str(value.dtype) for name, value in found.items() if name.endswith("correction_bias")} == {"torch.float32"}
