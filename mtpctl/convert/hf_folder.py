@@ -58,6 +58,11 @@ def create_hf_folder(config: dict[str, Any], path: str | Path, seed: int, *, dty
     The same config and seed give the same bytes. The folder appears whole or not at all.
     """
     shape = families.shape_of(config)
+    if "vision_config" in config:
+        raise UserError(
+            f"model.config: {shape.architecture} has a vision tower, which is carried from a folder and never made; "
+            f"name one by model.path, or take {shape.architecture.replace('ForConditionalGeneration', 'ForCausalLM')}"
+        )
     folder = Path(path)
     aside = folder.with_name(folder.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)

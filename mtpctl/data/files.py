@@ -31,6 +31,8 @@ def read_problems(path: str | Path, field: str = "data.path") -> list[Problem]:
 
 def _problem(row: dict[str, Any], prompt_id: str, where: str) -> Problem:
     prompt = row.get("prompt")
+    if _shows_images(prompt) or row.get("images") or row.get("image"):
+        raise UserError(f"{where}: image input is not supported: of a multimodal model the language model trains; remove the line")
     if not isinstance(prompt, str) or not prompt:
         raise UserError(f"{where}: `prompt` must be text that is not empty; mend or remove the line")
     answer = row.get("answer")
@@ -42,6 +44,15 @@ def _problem(row: dict[str, Any], prompt_id: str, where: str) -> Problem:
     if solution is not None and (not isinstance(solution, str) or not solution):
         raise UserError(f"{where}: `solution` must be text that is not empty where it is given; mend or remove it")
     return Problem(prompt_id, prompt, answer, solution)
+
+
+def _shows_images(prompt: Any) -> bool:
+    """Whether a prompt given as messages or as parts of one, as chat templates take them, holds an image or a video."""
+    if isinstance(prompt, list):
+        return any(_shows_images(part) for part in prompt)
+    if not isinstance(prompt, dict):
+        return False
+    return any(kind in str(prompt.get("type")) for kind in ("image", "video")) or _shows_images(prompt.get("content"))
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -69,7 +80,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             missing = {"prompt", "answer"} - set(file.schema_arrow.names)
             if missing:
                 raise UserError(f"{path}: no column {' and '.join(sorted(missing))}; the columns are {', '.join(file.schema_arrow.names)}")
-            columns = [name for name in ("prompt", "answer", "solution") if name in file.schema_arrow.names]
+            columns = [name for name in ("prompt", "answer", "solution", "images", "image") if name in file.schema_arrow.names]
             number = 0
             for batch in file.iter_batches(columns=columns):
                 for row in batch.to_pylist():

@@ -51,6 +51,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     """
     family = family_of(config)
     fields = _Fields({**config, **(config.get("text_config") or {})})
+    _check_computed_so(family, fields)
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     layers, vocab = fields.whole("num_hidden_layers"), fields.whole("vocab_size")
     kv_heads = heads if family.latent else fields.whole("num_key_value_heads", heads)
@@ -99,6 +100,17 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         delta=_delta(family, fields),
         layer_kinds=_layer_kinds(family, fields, layers),
     )
+
+
+def _check_computed_so(family: Family, fields: _Fields) -> None:
+    """Refuse what a config can ask for and no model here computes: other weights would be trained than are served."""
+    activation = fields.raw.get("hidden_act") or "silu"
+    if activation not in ("silu", "swish"):
+        raise UserError(f"model config: hidden_act {activation!r} is not supported; silu is")
+    if fields.raw.get("use_sliding_window"):
+        raise UserError("model config: use_sliding_window is not supported: every token attends to all before it")
+    if family.moe and family.moe.router_bias and fields.raw.get("norm_topk_prob") is False:
+        raise UserError(f"model config: norm_topk_prob false is not supported for {family.name}: the experts' shares sum to 1")
 
 
 class _Fields:

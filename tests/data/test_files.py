@@ -40,6 +40,8 @@ def test_parquet(tmp_path: Path) -> None:
         ('{"prompt": "1+1="}', "`answer`"),
         ('{"prompt": "1+1=", "answer": true}', "`answer`"),
         ('{"prompt": "1+1=", "answer": "2", "solution": ""}', "`solution`"),
+        ('{"prompt": "1+1=", "answer": "2", "images": ["a.png"]}', "image input is not supported"),
+        ('{"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "answer": "2"}', "image input is not supported"),
     ],
 )
 def test_a_broken_line_is_named_by_file_and_number(tmp_path: Path, line: str, complaint: str) -> None:

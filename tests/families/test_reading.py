@@ -50,6 +50,15 @@ def test_what_mtp_reads_belongs_to_the_family(architecture: str, prenorm: bool, 
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     shape = families.shape_of({**MIMO, **latent, **moe, "architectures": [architecture]})
     assert (shape.mtp_reads_prenorm, shape.mtp_concat) == (prenorm, concat)
+    assert shape.mtp is not None and shape.mtp.blanks_first == (not architecture.startswith("Qwen"))
+
+
+def test_an_unknown_family_is_refused_with_the_list_of_all_that_are_known() -> None:
+    with pytest.raises(UserError) as caught:
+        families.shape_of({**MIMO, "architectures": ["Gemma3ForCausalLM"]})
+    said = str(caught.value)
+    assert "Gemma3ForCausalLM" in said and "\n" not in said
+    assert all(f"{family.name} ({family.architectures[0]})" in said for family in families.FAMILIES)
 
 
 @pytest.mark.parametrize("key", families.MTP_COUNTS)
@@ -101,6 +110,9 @@ def test_linear_attention_by_interval() -> None:
         ({"num_nextn_predict_layers": "one"}, "num_nextn_predict_layers must be a positive integer"),
         ({"architectures": ["Qwen3_5ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types must name"),
         ({"architectures": ["Qwen3MoeForCausalLM"], "num_nextn_predict_layers": 0}, "moe_intermediate_size is missing"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; silu is"),
+        ({"use_sliding_window": True}, "use_sliding_window is not supported"),
+        ({"architectures": ["Glm4MoeForCausalLM"], "norm_topk_prob": False}, "norm_topk_prob false is not supported for glm4-moe"),
     ],
 )
 def test_what_does_not_fit_is_named(fields: dict[str, Any], message: str) -> None:
