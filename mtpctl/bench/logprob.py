@@ -224,10 +224,11 @@ class Bench:
         try:
             manifest, published = await self.replica.ranks.call("publish", str(root), 1, self.load.bucket_bytes, SHARPER)
             await self.replica.ranks.call("start_memory")
-            asked = [asyncio.create_task(self.server.score(request)) for request in requests]
-            await asyncio.sleep(0)
-            (report,) = await self.server.update(manifest)
-            answers = await asyncio.gather(*asked)
+            async with asyncio.TaskGroup() as group:
+                asked = [group.create_task(self.server.score(request)) for request in requests]
+                await asyncio.sleep(0)
+                (report,) = await self.server.update(manifest)
+            answers = [task.result() for task in asked]
         finally:
             VersionStore(root).close()
         more = await self.replica.ranks.call("more_memory_gib")

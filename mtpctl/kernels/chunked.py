@@ -16,6 +16,7 @@ from mtpctl.kernels.problem import LocalScores, Problem, RowGrads
 from mtpctl.kernels.reduce import RowStats
 
 TEMPORARIES = 3  # of a chunk's size: logits, their copy that is kept or their exponentials, and a product of the two
+FEWEST = 32  # rows of a matrix product; with very few, its rounding depends on how many they are
 NARROWEST = 64  # columns, and what chunks are multiples of; narrower ones would only wait on launches
 
 
@@ -35,7 +36,9 @@ class Chunked:
     name = "chunked"
 
     def rows_that_keep(self, problem: Problem) -> int:
-        return max(1, problem.workspace_bytes // (TEMPORARIES * problem.wide.itemsize * max(1, problem.valid)))
+        # As many columns as one chunk has that holds them all.
+        columns = max(1, -(-problem.valid // NARROWEST)) * NARROWEST
+        return max(1, problem.workspace_bytes // (TEMPORARIES * problem.wide.itemsize * columns))
 
     def _width(self, problem: Problem) -> int:
         fit = problem.workspace_bytes // (TEMPORARIES * problem.wide.itemsize * max(1, len(problem.hidden)))
@@ -46,6 +49,14 @@ class Chunked:
         return self._width(problem) >= problem.valid
 
     def scores(self, problem: Problem, *, entropy: bool, topk: int, keep: bool) -> LocalScores:
+        fit = self.rows_that_keep(problem)
+        if keep or problem.hidden.is_cuda or fit < FEWEST:
+            return self._scores(problem, entropy=entropy, topk=topk, keep=keep)
+        # A few rows over all columns, so that how a row's sums are cut, and what they round to, does not depend on its company.
+        parts = [self._scores(part, entropy=entropy, topk=topk, keep=False) for part in problem.split(-(-len(problem.hidden) // fit))]
+        return parts[0] if len(parts) == 1 else LocalScores.joined(parts)
+
+    def _scores(self, problem: Problem, *, entropy: bool, topk: int, keep: bool) -> LocalScores:
         n, device, wide = len(problem.hidden), problem.hidden.device, problem.wide
         top = torch.full((n,), float("-inf"), dtype=wide, device=device)
         mass, moment, target = torch.zeros_like(top), torch.zeros_like(top), top.clone()

@@ -5,7 +5,7 @@ Shape legend: n selected rows, H hidden size, V this rank's vocabulary entries, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +33,13 @@ class Problem:
         """The dtype in which logits and statistics are kept."""
         return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
 
+    def split(self, count: int) -> list[Problem]:
+        """The same in at most `count` parts of nearly equally many rows; at least one part."""
+        inverse = self.inverse_temperature
+        hidden, targets = self.hidden.tensor_split(max(1, count)), self.targets.tensor_split(max(1, count))
+        inverses = inverse.tensor_split(max(1, count)) if isinstance(inverse, Tensor) else [inverse] * len(hidden)
+        return [replace(self, hidden=h, targets=t, inverse_temperature=i) for h, t, i in zip(hidden, targets, inverses, strict=True)]
+
 
 @dataclass
 class LocalScores:
@@ -41,6 +48,13 @@ class LocalScores:
     stats: RowStats
     best: tuple[Tensor, Tensor] | None = None
     kept: Any = None
+
+    @classmethod
+    def joined(cls, parts: list[LocalScores]) -> LocalScores:
+        """The scores of rows that were computed apart, none of them kept."""
+        stats = RowStats(*(torch.cat([getattr(part.stats, field.name) for part in parts]) for field in fields(RowStats)))
+        best = [part.best for part in parts if part.best is not None]
+        return cls(stats, (torch.cat([values for values, _ in best]), torch.cat([ids for _, ids in best])) if best else None)
 
 
 @dataclass

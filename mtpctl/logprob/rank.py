@@ -16,8 +16,8 @@ from mtpctl.recipe.schema import KernelsConfig, MtpConfig, ParallelConfig
 from mtpctl.sync import Manifest, PlanMismatch, Section, SyncError
 
 FLOOR = 32
-"""Tokens that a pass has at least: a matmul of very few rows takes another path and rounds otherwise, and then the answer to a
-short request would depend on whether it came alone. A shorter batch is filled up with a sequence that nobody asked for."""
+"""Tokens that a pass scores at least: a matmul of very few rows takes another path and rounds otherwise, and then the answer to a
+short request would depend on whether it came alone. A smaller batch is filled up with a sequence that nobody asked for."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ class ScoreRank:
             response = len(request.token_ids) - request.prompt_length
             sequences.append(Sequence(request.token_ids, request.prompt_length, request.mask or [1] * response))
             wants.append(Want(request.temperature, request.topk, request.mtp))
-        if (rest := FLOOR - sum(len(s.token_ids) for s in sequences)) > 0:
+        if (rest := FLOOR - sum(sum(s.loss_mask) for s in sequences)) > 0:
             sequences.append(Sequence([0] * (rest + 1), 1, [1] * rest))
-            wants.append(Want())
+            wants.append(Want(mtp=any(want.mtp for want in wants)))
         with self.held.using(version):
             scores = score_tokens(self.engine, sequences, wants)
         if self.rank:

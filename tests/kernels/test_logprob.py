@@ -35,6 +35,33 @@ def test_chunked_agrees_with_the_oracle(case: Case) -> None:
     assert_agrees(case, "chunked")
 
 
+@pytest.mark.parametrize("workspace", [1 << 20, 3 << 20, 1 << 30])
+def test_on_a_cpu_a_row_is_the_same_to_the_bit_whatever_its_company(workspace: int) -> None:
+    hidden, weight, labels = torch.randn(700, 64), torch.randn(2000, 64), torch.randint(0, 2000, (700,))
+
+    def scores(first: int, last: int) -> LogProbOut:
+        rows = slice(first, last)
+        temperature = torch.linspace(0.5, 2.0, 700)[rows]
+        return linear_logprob(
+            hidden[rows],
+            weight,
+            labels[rows],
+            temperature=temperature,
+            entropy=True,
+            topk=3,
+            workspace_bytes=workspace,
+            implementation="chunked",
+        )
+
+    whole = scores(0, 700)
+    assert whole.entropy is not None and whole.topk is not None
+    for first, last in [(0, 33), (100, 141), (300, 700), (5, 700), (668, 700)]:
+        part, rows = scores(first, last), slice(first, last)
+        assert part.entropy is not None and part.topk is not None
+        assert part.logprob.equal(whole.logprob[rows]) and part.entropy.equal(whole.entropy[rows])
+        assert part.topk.logprob.equal(whole.topk.logprob[rows]) and part.topk.ids.equal(whole.topk.ids[rows])
+
+
 @pytest.mark.parametrize("workspace", [1, 1 << 22])
 def test_gradients_are_those_of_finite_differences(workspace: int) -> None:
     hidden = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)

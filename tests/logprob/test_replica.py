@@ -73,13 +73,16 @@ async def kill_under_load(
     answers: list[Told] = []
     ending = asyncio.Event()
 
+    async def ask(asked: ScoreRequest) -> None:
+        before = server.version
+        answer = await server.score(asked)
+        answers.append(Told(asked, answer, before, server.version))
+
     async def client(number: int) -> None:
         turn = 0
         while not ending.is_set():
-            for asked in requests(8, seed=1000 * number + turn):
-                before = server.version
-                answer = await server.score(asked)
-                answers.append(Told(asked, answer, before, server.version))
+            await asyncio.gather(*map(ask, requests(16, seed=1000 * number + turn)))
+            await asyncio.sleep(0.1)
             turn += 1
 
     async def trouble() -> None:
