@@ -61,7 +61,7 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
     def _recurrence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packing: Packing) -> Tensor:
         if q.is_cuda and chunk_gated_delta_rule is not None:
             row = (x[None].contiguous() for x in (q, k, v, g, beta))
-            out: Tensor = chunk_gated_delta_rule(*row, cu_seqlens=packing.cu_seqlens_q)[0]
+            out: Tensor = chunk_gated_delta_rule(*row, cu_seqlens=packing.cu_seqlens_q.long())[0]
             return out[0]
         out = torch.empty_like(v)
         for group in packing.groups:
@@ -72,4 +72,5 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
 
 
 def _normed(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)

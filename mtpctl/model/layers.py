@@ -99,8 +99,8 @@ class PackedAttention(torch.nn.Module):
 
     query [t, 1, heads, dim], key and value [t, 1, kv heads, dim], or all without the 1 → [t, 1, heads * value dim], for the
     t tokens of this rank. With context parallelism the keys and values of all chunks are gathered, and their gradients
-    summed back. CUDA runs one variable-length flash kernel; a CPU runs one `scaled_dot_product_attention` for each group of
-    samples of like length.
+    summed back. In half precision a card runs one variable-length flash kernel; else one `scaled_dot_product_attention` is run
+    for each group of samples of like length.
     """
 
     def __init__(
@@ -117,12 +117,17 @@ class PackedAttention(torch.nn.Module):
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value.contiguous()))
         if self.cp_group is not None:
             k, v = (gather_from_sequence_parallel_region(x, group=self.cp_group)[packed_seq_params.seen] for x in (k, v))
-        out = self._cuda(q, k, v, packed_seq_params) if q.is_cuda else self._cpu(q, k, v, packed_seq_params)
+        flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+        out = self._flash(q, k, v, packed_seq_params) if flash else self._grouped(q, k, v, packed_seq_params)
         return out.reshape(query.shape[0], 1, -1)
 
-    def _cuda(self, q: Tensor, k: Tensor, v: Tensor, p: Packing) -> Tensor:
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor, p: Packing) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
+        # The kernel knows one width for all three, and in eights. Zeros add nothing to a score, and to an output only themselves.
+        dim, wanted = q.shape[2], v.shape[2]
+        width = -(-max(dim, wanted) // 8) * 8
+        q, k, v = (F.pad(x, (0, width - x.shape[2])) if x.shape[2] < width else x for x in (q, k, v))
         out = varlen_attn(
             q,
             k,
@@ -132,13 +137,13 @@ class PackedAttention(torch.nn.Module):
             p.max_seqlen_q,
             p.max_seqlen_kv,
             window_size=(-1, 0),
-            scale=self.scale,
+            scale=dim**-0.5 if self.scale is None else self.scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
         assert isinstance(out, Tensor)
-        return out
+        return out[..., :wanted]
 
-    def _cpu(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+    def _grouped(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
         places, parts = [], []
         for group in packing.alike:
             # Behind its last token a short sample repeats the first key of all; causality keeps that from the valid ones.

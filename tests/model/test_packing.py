@@ -62,5 +62,37 @@ def test_groups_attend_like_sample_by_sample(cp):
     attention = PackedAttention(SimpleNamespace(context_parallel_size=1))
     for rank in range(cp):
         packing = Packing.of(lengths, "cpu", cp_rank=rank, cp=cp)
-        found = attention._cpu(q[packing.chunk], k[packing.seen], v[packing.seen], packing)
+        found = attention._grouped(q[packing.chunk], k[packing.seen], v[packing.seen], packing)
         torch.testing.assert_close(found, expected[packing.chunk], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(8, 8), (12, 12), (12, 8), (8, 16), (24, 12)])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_the_flash_kernel_is_given_what_it_takes(monkeypatch, dim, value_dim, cp):
+    """One width for all, in eights, and a scale that does not count what was added: held by a stand-in that knows no other."""
+    from types import SimpleNamespace
+
+    from mtpctl.model.layers import PackedAttention
+
+    def kernel(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, scale, enable_gqa):
+        assert q.shape[2] == k.shape[2] == v.shape[2] and q.shape[2] % 8 == 0 and window_size == (-1, 0) and enable_gqa
+        out = torch.empty_like(q)
+        for i in range(len(cu_q) - 1):
+            rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
+            count, seen = rows.stop - rows.start, keys.stop - keys.start
+            assert count <= max_q and seen <= max_k
+            mask = torch.ones(count, seen, dtype=torch.bool).tril(seen - count)
+            qs, ks, vs = (x.transpose(0, 1) for x in (q[rows], k[keys], v[keys]))
+            out[rows] = F.scaled_dot_product_attention(qs, ks, vs, mask, scale=scale, enable_gqa=True).transpose(0, 1)
+        return out
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    lengths = [5, 17, 1, 9, 2, 6]
+    torch.manual_seed(0)
+    q, k = (torch.randn(sum(lengths), heads, dim) for heads in (4, 2))
+    v = torch.randn(sum(lengths), 2, value_dim)
+    attention = PackedAttention(SimpleNamespace(context_parallel_size=1))
+    for rank in range(cp):
+        packing = Packing.of(lengths, "cpu", cp_rank=rank, cp=cp)
+        inputs = (q[packing.chunk], k[packing.seen], v[packing.seen], packing)
+        torch.testing.assert_close(attention._flash(*inputs), attention._grouped(*inputs), atol=1e-6, rtol=0)
