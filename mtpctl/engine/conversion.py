@@ -24,7 +24,7 @@ from mtpctl.convert.carried import carried_files, carry, write_config, written_c
 from mtpctl.convert.dtypes import NAMES, cast, common, main_dtype
 from mtpctl.convert.folder_weights import FolderWeights
 from mtpctl.convert.hf_writer import HfWriter
-from mtpctl.convert.journal import Journal
+from mtpctl.convert.journal import JOURNAL, Journal
 from mtpctl.convert.layout import Stored, plain_layout, recast, save_layout
 from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.engine.parts import PartReader, PartWriter
@@ -196,7 +196,7 @@ def _begin(journal: Journal, parts: list[int], tail: int, files: Path, say: Say,
     done = sum(parts[number] for number in journal.done)
     beside = sum((files / name).stat().st_size for name in carried_files(files))
     # What was allocated at the first attempt is no longer free.
-    there = sum(path.stat().st_size for path in journal.work.rglob("*") if path.is_file())
+    there = sum(path.stat().st_size for path in journal.work.rglob("*") if path.is_file() and path.name != JOURNAL)
     needed = sum(parts) + tail + beside - there
     free = shutil.disk_usage(journal.work).free
     if needed > free:

@@ -1,0 +1,300 @@
+"""`mtpctl convert-hf`: what it prints, what it refuses in one line, and how it goes on after an interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mtpctl.cli import main
+from tests.convert.models import assert_same_tensors, change_config, tensors, write
+from tests.engine.tiny import MIMO, mimo
+
+
+class Told:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def error(self) -> str:
+        """The one line that a mistake gives."""
+        lines = [line for line in self.err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1 and "Traceback" not in self.err, self.err
+        return lines[0].removeprefix("error: ")
+
+
+@pytest.fixture
+def convert(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Told]]:
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    def call(*arguments: Any) -> Told:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(["convert-hf", *map(str, arguments)])
+        printed = capfd.readouterr()
+        return Told(int(ended.value.code or 0), printed.out, printed.err)
+
+    yield call
+    if devices is None:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return mimo(tmp_path / "hf").path
+
+
+def shards(folder: Path, count: int = 3) -> dict[str, str]:
+    """Split the weights into files with an index; returns tensor → file."""
+    from safetensors.torch import save_file
+
+    held = tensors(folder)
+    (folder / "model.safetensors").unlink()
+    files = {name: f"model-{number % count + 1:05d}-of-{count:05d}.safetensors" for number, name in enumerate(sorted(held))}
+    for file in set(files.values()):
+        save_file({name: held[name] for name in held if files[name] == file}, folder / file)
+    index(folder, files)
+    return files
+
+
+def index(folder: Path, files: dict[str, str]) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+# ------------------------------------------------------------------------------------------------------ what it prints
+
+
+def test_what_is_printed(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
+    shards(folder)
+    told = convert(folder, tmp_path / "checkpoint", "--to", "megatron", "--verify")
+    assert told.code == 0
+    first, second = told.out.splitlines()[-2:]
+    assert f"{tmp_path / 'checkpoint'}: Megatron checkpoint of 43 tensors" in first
+    assert second.startswith("verified: 43 tensors bit-equal; logits differ by 0.0e+00, MTP logits by 0.0e+00")
+    told = convert(tmp_path / "checkpoint", tmp_path / "back", "--json")
+    assert told.code == 0 and json.loads(told.out)["to"] == "hf"
+    assert_same_tensors(tmp_path / "back", folder)
+
+
+def test_inspect(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
+    found = json.loads(convert("--inspect", folder, "--json").out)
+    assert found["family"] == "mimo (MiMoForCausalLM)" and found["MTP layers"].startswith("1, 9,952")
+    assert found["dtype"] == ["float32"] and found["missing"] == "nothing"
+    assert convert(folder, tmp_path / "checkpoint").code == 0
+    told = convert("--inspect", tmp_path / "checkpoint").out
+    assert "Megatron checkpoint" in told and "mimo (MiMoForCausalLM)" in told
+    write(folder, {name: value for name, value in tensors(folder).items() if "mtp" not in name})
+    assert "mtp_layers.0" in json.loads(convert("--inspect", folder, "--json").out)["missing"]
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+
+def cut(folder: Path) -> str:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    size = file.stat().st_size
+    return f"{file}: model.norm.weight: its data ends at byte {size + 100}, the file at {size}; the file is cut, fetch it again"
+
+
+def no_header(folder: Path) -> str:
+    file = folder / "model.safetensors"
+    file.write_bytes(b"\xff" * 4000)
+    return f"{file}: byte 0: announces a header of"
+
+
+def broken_header(folder: Path) -> str:
+    file = folder / "model.safetensors"
+    whole = bytearray(file.read_bytes())
+    whole[40] = 0
+    file.write_bytes(whole)
+    return f"{file}: byte 40: the header is not valid JSON"
+
+
+def wrong_size(folder: Path) -> str:
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(b'"model.norm.weight":{"dtype":"F32","shape":[32]', b'"model.norm.weight":{"dtype":"F32","shape":[31]'))
+    return "model.norm.weight: byte"
+
+
+def missing_shard(folder: Path) -> str:
+    shards(folder)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    return "lists model-00002-of-00003.safetensors, which"
+
+
+def climbing_index(folder: Path) -> str:
+    files = shards(folder)
+    index(folder, files | {"lm_head.weight": "../elsewhere.safetensors"})
+    return "'../elsewhere.safetensors' leads out of the folder"
+
+
+def index_of_other_files(folder: Path) -> str:
+    files = shards(folder)
+    index(folder, files | {"model.extra.weight": "model-00001-of-00003.safetensors"})
+    return "model.extra.weight is listed in model-00001-of-00003.safetensors, which does not hold it"
+
+
+def other_width(folder: Path) -> str:
+    change_config(folder, intermediate_size=40)
+    return "config.json makes model.layers.0.mlp.gate_proj.weight [40, 32], the weights hold [48, 32]"
+
+
+def fewer_layers(folder: Path) -> str:
+    change_config(folder, num_hidden_layers=1)
+    return "config.json says num_hidden_layers 1, the weights hold a layer 1"
+
+
+def more_layers(folder: Path) -> str:
+    change_config(folder, num_hidden_layers=3)
+    return "the config asks for model.layers.2.input_layernorm.weight"
+
+
+def unknown_architecture(folder: Path) -> str:
+    change_config(folder, architectures=["OtherForCausalLM"])
+    return "architectures ['OtherForCausalLM'] is not a known family; known are mimo (MiMoForCausalLM), qwen2"
+
+
+def code_in_a_pickle(folder: Path) -> str:
+    (folder / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": SimpleNamespace()}, folder / "pytorch_model.bin")
+    return "pytorch_model.bin: not readable as pickled tensors alone"
+
+
+def no_weights(folder: Path) -> str:
+    (folder / "model.safetensors").unlink()
+    return "holds no weights"
+
+
+MISTAKES = [
+    cut,
+    no_header,
+    broken_header,
+    wrong_size,
+    missing_shard,
+    climbing_index,
+    index_of_other_files,
+    other_width,
+    fewer_layers,
+    more_layers,
+    unknown_architecture,
+    code_in_a_pickle,
+    no_weights,
+]
+
+
+@pytest.mark.parametrize("spoil", MISTAKES, ids=lambda spoil: spoil.__name__)
+def test_bad_folders(convert: Callable[..., Told], folder: Path, tmp_path: Path, spoil: Callable[[Path], str]) -> None:
+    expected = spoil(folder)
+    told = convert(folder, tmp_path / "checkpoint")
+    assert told.code == 2 and expected in told.error, told.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_bad_targets(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "mine").write_text("mine")
+    for target, expected in (
+        (there, "exists; name another DST, or replace it with --force"),
+        (folder / "inside", "lies inside"),
+        (folder, "lies inside"),
+        (tmp_path, "lies inside"),
+        (there / "mine", "is a file; name a folder"),
+    ):
+        told = convert(folder, target)
+        assert told.code == 2 and expected in told.error
+    assert (there / "mine").read_text() == "mine" and not (folder / "inside").exists()
+    assert convert(folder, there, "--force").code == 0
+    assert not (there / "mine").exists() and (there / "engine.json").exists()
+
+
+def test_bad_command_lines(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
+    for arguments, expected in (
+        ((folder, tmp_path / "dst", "--to", "hf"), f"--to hf: {folder} is a Hugging Face folder already"),
+        ((folder, tmp_path / "dst", "--to", "gguf"), "--to: 'gguf' is not one of megatron, hf"),
+        ((folder, tmp_path / "dst", "--dtype", "int4"), "--dtype: 'int4' is not one of fp32, bf16, fp16"),
+        ((folder,), "DST is missing"),
+        ((tmp_path / "nowhere", tmp_path / "dst"), "there is no such folder"),
+        ((tmp_path, tmp_path.parent / "dst"), "is neither a Hugging Face folder"),
+    ):
+        told = convert(*arguments)
+        assert told.code == 2 and expected in told.error, told.err
+
+
+def test_no_room_on_the_disk(convert: Callable[..., Told], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1000))
+    told = convert(folder, tmp_path / "checkpoint")
+    assert told.code == 2
+    needed = sum(value.nbytes for value in tensors(folder).values())
+    assert f"needs {needed:,} bytes and 1,000 are free on its disk" in told.error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_a_checkpoint_that_does_not_tell_its_model(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
+    assert convert(folder, tmp_path / "checkpoint").code == 0
+    shutil.rmtree(tmp_path / "checkpoint" / "hf")
+    told = convert(tmp_path / "checkpoint", tmp_path / "back")
+    assert told.code == 2 and "does not tell what model it is of; name the model's folder with --model" in told.error
+    wider = mimo(tmp_path / "wider", **{**MIMO, "intermediate_size": 64}).path
+    told = convert(tmp_path / "checkpoint", tmp_path / "back", "--model", wider)
+    assert (
+        told.code == 2
+        and "holds decoder.layers.mlp.linear_fc1.weight as [2, 96, 32], its model's config makes it [2, 128, 32]" in told.error
+    )
+    assert not (tmp_path / "back").exists() and not (tmp_path / "back.partial").exists()
+
+
+# -------------------------------------------------------------------------------------------------------- interruption
+
+
+@pytest.mark.parametrize("to", ["megatron", "hf"])
+def test_an_interrupted_conversion_goes_on(
+    convert: Callable[..., Told], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    from mtpctl.engine import conversion, parts
+
+    monkeypatch.setattr(parts, "PART_BYTES", 20_000)
+    monkeypatch.setattr(parts.partition, "__defaults__", (20_000,))
+    source, target = folder, tmp_path / "checkpoint"
+    if to == "hf":
+        assert convert(folder, tmp_path / "checkpoint").code == 0
+        source, target = tmp_path / "checkpoint", tmp_path / "back"
+    note = conversion.Journal.note
+    written = []
+
+    def interrupted(self: Any, part: int, noted: Any = None) -> None:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(part)
+        note(self, part, noted)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(conversion.Journal, "note", interrupted)
+        told = convert(source, target)
+    assert told.code == 130 and written == [0, 1]
+    assert not target.exists() and (tmp_path / f"{target.name}.partial").exists()
+    told = convert(source, target)
+    assert told.code == 0 and "going on with an interrupted conversion" in told.err
+    assert not (tmp_path / f"{target.name}.partial").exists()
+    if to == "megatron":
+        assert convert(target, tmp_path / "back", "--verify").code == 0
+    assert_same_tensors(tmp_path / "back", folder)
+
+
+def test_the_beginnings_of_another_conversion_are_not_gone_on_with(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
+    work = tmp_path / "checkpoint.partial"
+    work.mkdir()
+    told = convert(folder, tmp_path / "checkpoint")
+    assert told.code == 2 and "is in the way, and no conversion of this command's" in told.error
+    (work / "conversion.jsonl").write_text('{"to": "megatron"}\n{"part": 0, "noted": []}\n{"par')
+    told = convert(folder, tmp_path / "checkpoint")
+    assert told.code == 0 and "held the beginnings of another conversion; starting anew" in told.err

@@ -1,0 +1,147 @@
+"""Folders as they are found: packed experts, wrappers, FP8, tied and missing heads. They come back under their own names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtpctl.convert import HfFolder
+from mtpctl.convert.model_weights import ModelWeights
+from mtpctl.recipe import UserError
+from tests.convert.models import assert_same_tensors, change_config, converted, model, tensors, write
+from tests.engine.tiny import mimo
+
+Held = dict[str, Tensor]
+
+
+def there_and_back(root: Path) -> Path:
+    converted(root / "hf", root / "checkpoint", verify=True)
+    converted(root / "checkpoint", root / "back", verify=True)
+    return root / "back"
+
+
+def packed(held: Held, experts: int, suffix: str = "") -> Held:
+    """Experts of each layer in one tensor."""
+    kept = {name: value for name, value in held.items() if ".mlp.experts." not in name}
+    for at in sorted({name.partition(".mlp.experts.")[0] for name in held if ".mlp.experts." in name}):
+        part = {kind: [held[f"{at}.mlp.experts.{e}.{kind}_proj.weight"] for e in range(experts)] for kind in ("gate", "up", "down")}
+        both = [torch.cat(pair) for pair in zip(part["gate"], part["up"], strict=True)]
+        kept[f"{at}.mlp.experts.gate_up_proj{suffix}"] = torch.stack(both)
+        kept[f"{at}.mlp.experts.down_proj{suffix}"] = torch.stack(part["down"])
+    return kept
+
+
+@pytest.mark.parametrize("suffix", ["", ".weight"])
+@pytest.mark.parametrize("case", ["qwen3-moe", "qwen3.5-moe"])
+def test_packed_experts(tmp_path: Path, case: str, suffix: str) -> None:
+    model(case, tmp_path / "hf")
+    plain = ModelWeights(tmp_path / "hf")
+    before = {name: plain[name].clone() for name in plain}
+    write(tmp_path / "hf", packed(tensors(tmp_path / "hf"), 6, suffix))
+    weights = ModelWeights(tmp_path / "hf")
+    assert all(torch.equal(weights[name], value) for name, value in before.items())
+    assert_same_tensors(there_and_back(tmp_path), tmp_path / "hf")
+
+
+def visual(rename: Callable[[str], str], held: Held) -> Held:
+    tower = {"visual.patch_embed.proj.weight": torch.randn(8, 3, 2, 2).bfloat16(), "visual.steps": torch.arange(5)}
+    return {rename(name): value for name, value in held.items()} | tower
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        lambda name: name.replace("model.", "model.language_model.", 1),
+        lambda name: f"language_model.{name}",
+        lambda name: name.replace("model.", "language_model.", 1),
+    ],
+)
+def test_wrappers(tmp_path: Path, rename: Callable[[str], str]) -> None:
+    """The language model is found behind their prefix, and a vision tower is carried byte by byte."""
+    folder = mimo(tmp_path / "hf").path
+    write(folder, visual(rename, tensors(folder)))
+    assert_same_tensors(there_and_back(tmp_path), folder)
+
+
+def test_a_head_that_is_tied_and_stored_all_the_same(tmp_path: Path) -> None:
+    folder = mimo(tmp_path / "hf", tie_word_embeddings=True).path
+    held = tensors(folder)
+    assert "lm_head.weight" not in held
+    write(folder, held | {"lm_head.weight": held["model.embed_tokens.weight"].clone()})
+    assert_same_tensors(there_and_back(tmp_path), folder)
+
+
+def test_a_head_that_should_be_tied_and_is_another(tmp_path: Path) -> None:
+    folder = mimo(tmp_path / "hf", tie_word_embeddings=True).path
+    held = tensors(folder)
+    write(folder, held | {"lm_head.weight": held["model.embed_tokens.weight"] + 1})
+    with pytest.raises(UserError, match=r"lm_head.weight should repeat model.embed_tokens.weight and differs.*tie_word_embeddings: false"):
+        converted(folder, tmp_path / "checkpoint")
+
+
+def test_a_head_that_is_missing(tmp_path: Path) -> None:
+    """Where the config does not speak of it, the head is the embedding; where it says that they differ, it is missing."""
+    folder = mimo(tmp_path / "hf").path
+    write(folder, {name: value for name, value in tensors(folder).items() if name != "lm_head.weight"})
+    with pytest.raises(UserError, match=r"asks for lm_head\.weight, which the weights lack"):
+        converted(folder, tmp_path / "checkpoint")
+    change_config(folder, tie_word_embeddings=None)
+    assert_same_tensors(there_and_back(tmp_path), folder)
+    assert HfFolder.open(tmp_path / "back").shape.tied
+
+
+@pytest.mark.parametrize("case", ["qwen3-next", "deepseek-v3"])
+def test_mtp_layers_that_the_config_does_not_name(tmp_path: Path, case: str) -> None:
+    model(case, tmp_path / "hf")
+    change_config(tmp_path / "hf", num_nextn_predict_layers=None)
+    assert not HfFolder.open(tmp_path / "hf").shape.mtp_layers
+    back = there_and_back(tmp_path)
+    assert_same_tensors(back, tmp_path / "hf")
+    assert json.loads((back / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+def test_fp8_is_dequantised_block_by_block(tmp_path: Path) -> None:
+    model("deepseek-v3", tmp_path / "hf")
+    held = {name: value.bfloat16() for name, value in tensors(tmp_path / "hf").items()}
+    stored, expected = dict(held), dict(held)
+    for name in [name for name in held if name.endswith("_proj.weight") and "eh_proj" not in name]:
+        rows, columns = held[name].shape
+        scale = torch.rand(-(-rows // 16), -(-columns // 16)) + 0.5
+        whole = scale.repeat_interleave(16, 0)[:rows].repeat_interleave(16, 1)[:, :columns]
+        stored[name] = (held[name].float() / whole).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scale
+        expected[name] = (stored[name].float() * whole).bfloat16()
+    write(tmp_path / "hf", stored)
+    change_config(tmp_path / "hf", quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]}, dtype="bfloat16")
+    back = there_and_back(tmp_path)
+    found = tensors(back)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert "quantization_config" not in json.loads((back / "config.json").read_text())
+
+
+def test_other_quantisations_are_refused(tmp_path: Path) -> None:
+    folder = mimo(tmp_path / "hf", quantization_config={"quant_method": "gptq"}).path
+    with pytest.raises(UserError, match="quant_method 'gptq' cannot be undone; only fp8 can"):
+        converted(folder, tmp_path / "checkpoint")
+
+
+def test_pickled_weights(tmp_path: Path) -> None:
+    folder = mimo(tmp_path / "hf").path
+    held = tensors(folder)
+    (folder / "model.safetensors").rename(tmp_path / "model.safetensors")
+    torch.save(held, folder / "pytorch_model.bin")
+    back = there_and_back(tmp_path)
+    assert_same_tensors(back, tmp_path)
+    assert not (back / "pytorch_model.bin").exists()
+
+
+def test_a_vocabulary_that_tp_did_not_divide(tmp_path: Path) -> None:
+    """What a trainer with tp 2 pads is not in the folder; and its checkpoint of one rank fits two."""
+    folder = mimo(tmp_path / "hf", vocab_size=61).path
+    assert_same_tensors(there_and_back(tmp_path), folder)
