@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtpctl.cli import bench_experiments, bench_logprob, bench_rollout
+from mtpctl.cli import bench_experiments, bench_logprob, bench_rollout, bench_sync
 
 if TYPE_CHECKING:
     from mtpctl.bench.fused_kernels import Shape
@@ -110,4 +110,5 @@ app.command("mtp")(bench_experiments.mtp)
 app.command("async")(bench_experiments.asynchrony)
 app.command("compare")(bench_experiments.compare)
 app.command("rollout")(bench_rollout.rollout)
+app.command("sync-weights")(bench_sync.sync_weights)
 app.command("logprob")(bench_logprob.logprob)

@@ -90,7 +90,7 @@ def _wanted(model: nn.Module, name: str, parameter: torch.Tensor) -> set[Portion
 
 
 class SectionReceiver:
-    """Takes in the buckets of one section, after `match` has found every place. What has none passes by."""
+    """Takes in the buckets of one section, after `match` has found every place."""
 
     def __init__(self, plan: SectionPlan, places: dict[str, Place]) -> None:
         self.plan = plan
@@ -106,8 +106,7 @@ class SectionReceiver:
         if self.complete or bucket.index != self.plan.buckets[self.taken].index:
             raise SyncError(f"bucket {bucket.index} came where bucket {self.taken} of {len(self.plan.buckets)} was due")
         for entry, piece in pieces(bucket, data):
-            if (place := self.places.get(entry.name)) is not None:
-                place.write(piece, entry.part_start, entry.part_stop)
+            self.places[entry.name].write(piece, entry.part_start, entry.part_stop)
         self.taken += 1
 
     @property
@@ -123,6 +122,20 @@ class SectionReceiver:
     def sums(self) -> dict[str, list[Part]]:
         """What this rank adds to the checksum of every tensor of the section, read from the live parameters."""
         return {name: place.sums() for name, place in self.places.items()}
+
+
+class Scratch(SectionReceiver):
+    """Lets a section pass that this receiver has no use for: every bucket into the same memory."""
+
+    def __init__(self, plan: SectionPlan, device: torch.device | str) -> None:
+        super().__init__(plan, {})
+        self._memory = torch.empty(plan.largest, dtype=torch.uint8, device=device)
+
+    @torch.no_grad()
+    def receive(self, bucket: Bucket, data: torch.Tensor) -> None:
+        """See `SectionReceiver`."""
+        self._memory[: bucket.nbytes].copy_(data)
+        self.taken += 1
 
 
 def pieces(bucket: Bucket, data: torch.Tensor) -> Iterator[tuple[Entry, torch.Tensor]]:

@@ -89,6 +89,20 @@ class Sender(Packing):
             raise
         return sent
 
+    def probe(self, number: int) -> Sent:
+        """Send buckets of the announced plan's sizes, whatever is in the buffers: what the link can do, without packing.
+
+        `number` tells probes apart; receivers take part by `VllmTarget.probe`.
+        """
+        assert self._sending is not None, "announce comes first"
+        for section, plan in self._sending.sections.items():
+            self._writer.begin(-number, section)
+            for bucket in plan.buckets:
+                self._writer.buffer(section, bucket)
+                self._writer.send(section, bucket)
+        sent: Sent = self._writer.finish()
+        return sent
+
     def keep(self, export: Export) -> None:
         """Copy the version that was sent into host memory, and have it written to the store. Returns once the weights may change."""
         assert self._sending is not None

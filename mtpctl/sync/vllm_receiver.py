@@ -22,7 +22,7 @@ from mtpctl.sync.adapter import AdapterReceiver
 from mtpctl.sync.manifest import SectionPlan, buckets_from
 from mtpctl.sync.places import Place, Ranks
 from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SyncError
-from mtpctl.sync.receiver import SectionReceiver, match
+from mtpctl.sync.receiver import Scratch, SectionReceiver, match
 from mtpctl.sync.transports import Readers
 
 
@@ -94,7 +94,7 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
             self._plans[step.plan_name] = SectionPlan(buckets_from(json.loads(step.plan)))
         plan = self._plans[step.plan_name]
         if step.discard:
-            self._current: SectionReceiver | AdapterReceiver = SectionReceiver(plan, {})
+            self._current: SectionReceiver | AdapterReceiver | Scratch = Scratch(plan, self.device)
         elif step.section == "adapter":
             self._current = self._receivers[step.section] = AdapterReceiver(SectionPlan(plan.buckets, config=step.config))
         else:
@@ -131,7 +131,7 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
     def finish_weight_update(self) -> None:
         """Close the session's section. Raises SyncError where buckets are missing."""
         self._current.finish()
-        if isinstance(self._current, SectionReceiver):
+        if isinstance(self._current, SectionReceiver) and self._current.places:
             vllm_experts.repack(self.model)
             vllm_derived.refresh(self.model, self.model_config.dtype)
         self._readers.settle()

@@ -194,6 +194,16 @@ class VllmTarget:
         if all(self._loaded.get(name) == plan.version for name in plan.sections):  # type: ignore[call-overload]
             self._manifest, self._touched = plan, set()
 
+    async def probe(self, plan: Manifest, number: int) -> None:
+        """Take part in `Sender.probe`: buckets go to scratch memory, and no weight changes."""
+        for section, part in plan.sections.items():
+            text, name = layout(part.buckets)
+            await self._within(self._client.start(draft=False), "opening a weight session")
+            step: dict[str, Any] = {"action": "begin", "section": section, "version": -number, "discard": True}
+            await self._step(step | {"transport": plan.transport, "address": plan.address, "plan_name": name, "plan": text})
+            await self._step({"action": "buckets", "section": section, "first": 0, "count": len(part.buckets)})
+            await self._within(self._client.finish(self._version), "closing a weight session")
+
     async def _load_adapter(self, version: int) -> None:
         """Hand over the adapter that came, once. vLLM reads it before it drops the old one, so a bad one changes nothing."""
         folder = self._root / f"v{version:08d}"

@@ -1,0 +1,72 @@
+"""`mtpctl bench sync-weights`: the time of a weight sync, and what generation loses by it."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mtpctl.cli.options import Json
+
+_MIB = 1 << 20
+
+
+def sync_weights(
+    transport: Annotated[
+        list[str] | None, typer.Option("--transport", help="May be repeated; default: nccl and ipc; shm on a CPU.")
+    ] = None,
+    shared: Annotated[bool, typer.Option("--shared", help="Trainer and engine on one card (ipc, shm).")] = False,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Syncs that count over each transport.")] = 3,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Requests in flight.")] = 64,
+    prompt: Annotated[int, typer.Option("--prompt", min=0, help="Prompt tokens of each.")] = 0,
+    tokens: Annotated[int, typer.Option("--tokens", min=0, help="Response tokens of each.")] = 0,
+    bucket: Annotated[int, typer.Option("--bucket-mib", min=0, help="MiB of a bucket.")] = 0,
+    eager: Annotated[bool, typer.Option("--eager", help="No compilation and no CUDA graphs: the engine starts sooner.")] = False,
+    json: Json = False,
+) -> None:
+    """Weights from a trainer to an engine under load: wire, whole sync, stall, memory. Exit code 6 when a bound is missed."""
+    import torch
+
+    from mtpctl import families
+    from mtpctl.bench import sync_weights as bench
+    from mtpctl.bench.machine import machine, told
+    from mtpctl.recipe import load_recipe
+    from mtpctl.recipe.errors import EnvironmentMissing, ThresholdMissed, UserError
+
+    cuda = torch.cuda.is_available()
+    chosen = transport or ((["ipc"] if shared else ["nccl", "ipc"]) if cuda else ["shm"])
+    for name in chosen:
+        if name not in ("shm", "ipc", "nccl"):
+            raise UserError(f"--transport: must be shm, ipc or nccl, got {name}")
+    if shared and "nccl" in chosen:
+        raise UserError("--transport: nccl takes no card twice; with --shared measure ipc or shm")
+    if cuda and not shared and torch.cuda.device_count() < 2:
+        raise EnvironmentMissing("two cards are needed, this machine has one; with --shared trainer and engine share it")
+    tiny = load_recipe("tiny_mtp").recipe.model.config
+    assert tiny is not None
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="mtpctl-bench-") as scratch:
+        options = bench.Options(
+            config=families.hub_config("XiaomiMiMo/MiMo-7B-RL") if cuda else tiny,
+            device="cuda" if cuda else "cpu",
+            transports=tuple(chosen),
+            repeats=repeats,
+            batch=batch if cuda else min(batch, 16),
+            prompt=prompt or (256 if cuda else 16),
+            tokens=tokens or (2048 if cuda else 200),
+            bucket_bytes=(bucket or (1024 if cuda else 16)) * _MIB,
+            eager=eager,
+            shared=shared,
+            folder=Path(scratch),
+        )
+        results = bench.run(options, say)
+    print(bench.as_json(results) if json else f"{told(machine())}\nThe timer covers: {bench.TIMER}.\n\n{bench.table(results)}")
+    missed = [f"{result.transport}: {miss}" for result in results for miss in result.misses]
+    if missed:
+        raise ThresholdMissed("; ".join(missed))
