@@ -54,8 +54,7 @@ def logprob(
     config = hf_config(ModelConfig(path=model or "XiaomiMiMo/MiMo-7B-RL"), fetch=False) if model or cuda else bench.TOY
     if config is None:
         raise UserError(f"--model: {model} is neither a folder with config.json nor a hub id whose sizes are known")
-    out = contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
-    with tempfile.TemporaryDirectory() as scratch, out, cluster(ClusterConfig(), cpus=0, gpus=float(cuda)):
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         folder = shape_folder(config, Path(scratch) / "model")
         positions = folder.shape.max_positions
         if not 2 <= least <= most <= positions:
@@ -68,6 +67,10 @@ def logprob(
             single=min(512, positions),
             tokens_per_batch=tokens_per_batch or (16384 if cuda else 2048),
         )
+        if json:
+            # What others print while they start is no JSON.
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        stack.enter_context(cluster(ClusterConfig(), cpus=0, gpus=float(cuda)))
         report = asyncio.run(bench.measure(folder.path, precision, load, Path(scratch), gpus=float(cuda)))
     environment = machine()
     if json:

@@ -1,0 +1,49 @@
+"""What the log-prob bench says of figures; the figures themselves come from `mtpctl bench logprob`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from mtpctl.bench.logprob import LEAST_SHARE, Finding, Load, Report, as_json, table
+from mtpctl.cli.app import app
+
+
+def test_a_bound_is_missed_on_its_own_side_only() -> None:
+    assert Finding("share", LEAST_SHARE - 0.01, "", LEAST_SHARE, at_least=True).missed
+    assert not Finding("share", LEAST_SHARE, "", LEAST_SHARE, at_least=True).missed
+    assert Finding("added", 5.01, "ms", 5.0).missed and not Finding("added", -1.0, "ms", 5.0).missed
+    assert not Finding("memory", None, "GiB", 1.0).missed and not Finding("bare", 9e9, "tokens/s").missed
+
+
+def test_the_table_tells_bound_ratio_and_what_was_not_counted() -> None:
+    report = Report([Finding("added", 10.0, "ms", 5.0, detail="12 in all"), Finding("memory", None, "GiB", 1.0)])
+    lines = table(report).splitlines()
+    assert lines[2] == "| added | 10 ms | ≤ 5 ms | 2.00 | **missed** · 12 in all |"
+    assert lines[3].startswith("| memory | not counted on a CPU | ≤ 1 GiB |")
+    document = json.loads(as_json(report, {"device": "CPU"}, Load((2, 3))))
+    assert [finding["missed"] for finding in document["findings"]] == [True, False] and document["timer"]
+
+
+def test_requests_are_of_the_asked_lengths_and_the_same_for_one_seed() -> None:
+    load = Load((5, 40))
+    drawn = load.drawn(100, 64, seed=1)
+    assert {r.tokens for r in drawn} <= set(range(5, 41)) and drawn == load.drawn(100, 64, seed=1)
+    assert all(1 <= r.prompt_length < r.tokens and max(r.token_ids) < 100 for r in drawn)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--lengths", "many"], "--lengths: many is not LEAST:MOST"),
+        (["--lengths", "40:20"], "--lengths: 40:20 must lie between 2 and"),
+        (["--lengths", "2:99999999"], "positions"),
+        (["--precision", "fp8"], "--precision: fp8 is neither fp32 nor bf16"),
+        (["--model", "nobody/nothing"], "--model: nobody/nothing is neither a folder"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_starts(arguments: list[str], reason: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "logprob", *arguments])
+    assert result.exit_code == 2 and reason in result.output and "Traceback" not in result.output
