@@ -170,6 +170,7 @@ class TrainConfig(Section):
     distributed_optimizer: bool = Field(False, description="Shard optimizer state over dp.")
     offload: OffloadConfig = Field(default_factory=OffloadConfig)
     lora: LoraConfig | None = Field(None, description="Train an adapter instead of the weights.")
+    async_save: bool = Field(False, description="Write checkpoints while training goes on; costs host memory of their size.")
     checkpoint_every: NonNegativeInt = Field(0, description="Updates between checkpoints; 0: at the end of a stage only.")
     keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints kept.")
     max_bad_steps: PositiveInt = Field(3, description="Updates in a row skipped for NaN or inf before the run stops.")
@@ -183,7 +184,9 @@ class TrainConfig(Section):
 
 class SpeculationConfig(Section):
     num_tokens: NonNegativeInt = Field(1, description="Draft tokens a step (k); 0: no speculation.")
-    auto: bool = Field(False, description="From 0 to num_tokens a step, as measured to pay on live load; looked at again as load and weights change.")
+    auto: bool = Field(
+        False, description="From 0 to num_tokens a step, as measured to pay on live load; looked at again as load and weights change."
+    )
 
 
 class RolloutBase(Section):
@@ -217,7 +220,8 @@ class VllmConfig(RolloutBase):
 class SglangConfig(RolloutBase):
     engine: Literal["sglang"] = Field("sglang", description="What generates.")
     python: str | None = Field(None, description="Interpreter of the environment that holds SGLang.")
-    draft_top_k: PositiveInt = Field(1, description="Branches of the draft tree.")
+    draft_top_k: PositiveInt = Field(1, description="Branches that each step of the draft tree grows; 1: a chain.")
+    draft_steps: PositiveInt | None = Field(None, description="Steps of the draft tree; default, and the only choice for a chain: num_tokens.")
 
 
 RolloutConfig = Annotated[VllmConfig | SglangConfig, Field(discriminator="engine")]

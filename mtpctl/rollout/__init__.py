@@ -1,4 +1,4 @@
-"""Responses from engines that speculate with the MTP head being trained: the `Generator` protocol, vLLM, and a pool."""
+"""Responses from engines that speculate with the MTP head being trained: the `Generator` protocol, vLLM, SGLang, and a pool."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from mtpctl.rollout.actor import RayReplica, Replica, RolloutActor, start_replica
     from mtpctl.rollout.pool import ReplicaPool
     from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Generator, Health, SpecStats
+    from mtpctl.rollout.sglang_engine import SglangEngine
+    from mtpctl.rollout.sglang_settings import SglangSettings, sglang_settings
     from mtpctl.rollout.start import start_pool
     from mtpctl.rollout.vllm_engine import VllmEngine
     from mtpctl.rollout.vllm_settings import VllmSettings, engine_settings
@@ -23,12 +25,15 @@ _HOMES = {
     "Replica": "actor",
     "ReplicaPool": "pool",
     "RolloutActor": "actor",
+    "SglangEngine": "sglang_engine",
+    "SglangSettings": "sglang_settings",
     "SpecStats": "protocol",
     "VllmEngine": "vllm_engine",
     "VllmSettings": "vllm_settings",
     "start_pool": "start",
     "start_replica": "actor",
     "engine_settings": "vllm_settings",
+    "sglang_settings": "sglang_settings",
 }
 
 __all__ = [
@@ -41,10 +46,13 @@ __all__ = [
     "Replica",
     "ReplicaPool",
     "RolloutActor",
+    "SglangEngine",
+    "SglangSettings",
     "SpecStats",
     "VllmEngine",
     "VllmSettings",
     "engine_settings",
+    "sglang_settings",
     "start_pool",
     "start_replica",
 ]

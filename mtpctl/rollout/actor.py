@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any, Protocol
 
 from mtpctl.rollout.protocol import EngineDead, Health, SpecStats
+from mtpctl.rollout.sglang_settings import SglangSettings
 from mtpctl.rollout.vllm_settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import PauseMode
 from mtpctl.sync.session import SyncReport
+
+EngineSettings = VllmSettings | SglangSettings
 
 CONCURRENCY = 10_000
 """Calls that one actor may hold at once: one for each response in flight, and control calls that must not queue behind."""
@@ -38,55 +42,60 @@ class Replica(Protocol):
 
 
 class RolloutActor:
-    """Holds a `VllmEngine` in a process of its own; `start` first. Made a Ray actor by `start_replica`."""
+    """Holds an `Engine` in a process of its own; `start` first. Made a Ray actor by `start_replica`."""
 
-    def __init__(self, settings: VllmSettings, version: int = 0) -> None:
+    def __init__(self, settings: EngineSettings, version: int = 0) -> None:
         self._settings = settings
         self._version = version
         self._engine: Any = None
 
     async def start(self) -> Health:
-        """Load the engine."""
-        from mtpctl.rollout.vllm_engine import VllmEngine
+        """Load the engine that the settings are for: neither is imported elsewhere."""
+        if isinstance(self._settings, SglangSettings):
+            from mtpctl.rollout.sglang_engine import SglangEngine
 
-        self._engine = await VllmEngine.start(self._settings, version=self._version)
+            self._engine = await SglangEngine.start(self._settings, version=self._version)
+        else:
+            from mtpctl.rollout.vllm_engine import VllmEngine
+
+            self._engine = await VllmEngine.start(self._settings, version=self._version)
         return await self.health()
 
     async def generate(self, request: GenerationRequest) -> Sample:
-        """See `VllmEngine.generate`."""
+        """See `Engine.generate`."""
         sample: Sample = await self._engine.generate(request)
         return sample
 
     async def update(self, manifest: Manifest, mode: PauseMode, verify: bool, deadline_s: float) -> SyncReport:
-        """See `VllmEngine.update`."""
+        """See `Engine.update`."""
         report: SyncReport = await self._engine.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s)
         return report
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `VllmEngine.pause`."""
+        """See `Engine.pause`."""
         await self._engine.pause(mode)
 
     async def resume(self) -> None:
-        """See `VllmEngine.resume`."""
+        """See `Engine.resume`."""
         await self._engine.resume()
 
     async def spec_stats(self) -> SpecStats:
-        """See `VllmEngine.spec_stats`."""
+        """See `Engine.spec_stats`."""
         stats: SpecStats = await self._engine.spec_stats()
         return stats
 
     async def speculate(self, drafts: int | None = None) -> dict[str, Any]:
-        """See `VllmEngine.speculate`."""
+        """See `Engine.speculate`."""
         state: dict[str, Any] = await self._engine.speculate(drafts)
         return state
 
     async def health(self) -> Health:
-        """See `VllmEngine.health`."""
+        """See `Engine.health`."""
         health: Health = await self._engine.health()
         return health
 
     async def checksums(self) -> dict[str, str]:
-        """See `VllmEngine.checksums`."""
+        """See `Engine.checksums`."""
         found: dict[str, str] = await self._engine.checksums()
         return found
 
@@ -170,14 +179,16 @@ class RayReplica:
         ray.kill(self._handle)
 
 
-async def start_replica(settings: VllmSettings, *, name: str, version: int = 0, options: dict[str, Any] | None = None) -> RayReplica:
+async def start_replica(settings: EngineSettings, *, name: str, version: int = 0, options: dict[str, Any] | None = None) -> RayReplica:
     """Start an engine as a Ray actor, and return once it can serve.
 
     `options` go to Ray (`num_cpus`, `num_gpus`, `scheduling_strategy`, …). Raises what loading the engine raises.
     """
     import ray
 
-    environment = {"env_vars": settings.environment}
+    environment: dict[str, Any] = {"env_vars": settings.environment}
+    if isinstance(settings, SglangSettings) and settings.python is not None:
+        environment["py_executable"] = str(Path(settings.python).expanduser())
     actor = ray.remote(RolloutActor).options(max_concurrency=CONCURRENCY, runtime_env=environment, **(options or {}))
     replica = RayReplica(actor.remote(settings, version), name)
     await replica._call(replica._handle.start.remote())

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from itertools import count
 from math import ceil
-from typing import Literal
 
 from mtpctl.cluster import within
 from mtpctl.plan import Placement
-from mtpctl.recipe import Recipe, UserError
-from mtpctl.recipe.schema import VllmConfig
-from mtpctl.rollout.actor import Replica, start_replica
+from mtpctl.recipe import Recipe
+from mtpctl.recipe.schema import SglangConfig
+from mtpctl.rollout.actor import EngineSettings, Replica, start_replica
 from mtpctl.rollout.pool import Latest, ReplicaPool
+from mtpctl.rollout.sglang_settings import sglang_settings
 from mtpctl.rollout.vllm_settings import engine_settings
 
 WAITING_SHARE = 1 / 16
@@ -24,26 +24,23 @@ async def start_pool(
     """Start the recipe's engines on the model in the folder `model`, each with a random stream of its own.
 
     `seed` stands in for the recipe's. A replica that restarts takes in `latest`, and does not repeat the draws of the one
-    before it. Raises RuntimeFailure where an engine does not start in time, UserError for an engine that is not driven yet.
+    before it. Raises RuntimeFailure where an engine does not start in time, UserError for what an engine cannot do.
     """
     rollout = recipe.rollout
-    if not isinstance(rollout, VllmConfig):
-        raise UserError(f"rollout.engine: {rollout.engine} cannot be started here; set rollout.engine: vllm")
-    device: Literal["cpu", "cuda"] = placement.device
     first = recipe.seed if seed is None else seed
     seat = placement.of("rollout")[0]
     options = {"num_cpus": seat.cpus * rollout.tp, "num_gpus": seat.gpus * rollout.tp}
     starts = count()
 
+    def settings() -> EngineSettings:
+        stream = (first + 1_000_003 * next(starts)) % (1 << 31)
+        sized = rollout.model_copy(update={"context": context})
+        if isinstance(sized, SglangConfig):
+            return sglang_settings(sized, model=model, precision=recipe.train.precision, seed=stream)
+        return engine_settings(sized, model=model, precision=recipe.train.precision, device=placement.device, seed=stream)
+
     async def start(index: int) -> Replica:
-        settings = engine_settings(
-            rollout.model_copy(update={"context": context}),
-            model=model,
-            precision=recipe.train.precision,
-            device=device,
-            seed=(first + 1_000_003 * next(starts)) % (1 << 31),
-        )
-        return await start_replica(settings, name=f"rollout replica {index}", options=options)
+        return await start_replica(settings(), name=f"rollout replica {index}", options=options)
 
     # A few requests wait inside each engine, so that no place of it stands empty while an answer travels back.
     room = rollout.max_in_flight + ceil(WAITING_SHARE * rollout.max_in_flight)

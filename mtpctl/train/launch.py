@@ -57,11 +57,17 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
 
 
 def check_installed(recipe: Recipe) -> None:
-    """Raise EnvironmentMissing where the rollout engine's package is not here."""
-    engine = recipe.rollout.engine
-    if "rl" in recipe.train.stages and importlib.util.find_spec(engine) is None:
-        extra = "sglang" if engine == "sglang" else "cpu] or [gpu"
-        raise EnvironmentMissing(f"rollout.engine: {engine} is not installed; install mtpctl with the extra [{extra}]")
+    """Raise EnvironmentMissing where the rollout engine's package is not here, or has no environment of its own."""
+    rollout = recipe.rollout
+    if "rl" not in recipe.train.stages:
+        return
+    if rollout.engine == "sglang":
+        if rollout.python is None:
+            raise EnvironmentMissing(
+                "rollout.python: SGLang lives in an environment of its own; make one with scripts/sglang_environment.sh, and name its python"
+            )
+    elif importlib.util.find_spec(rollout.engine) is None:
+        raise EnvironmentMissing(f"rollout.engine: {rollout.engine} is not installed; install mtpctl with the extra [cpu] or [gpu]")
 
 
 class Run:
@@ -143,7 +149,7 @@ class Run:
     async def _stages(self, trainer: TrainerGroup, starting: asyncio.Task[tuple[ReplicaPool, LogprobServer | None]] | None) -> None:
         self.telemetry.event("start", f"trainer: {self.recipe.train.parallel.world_size} rank(s)")
         told = await trainer.build(self.prepared.model.path)
-        self.telemetry.event("start", f"trainer ready: {told['parameters']:,} parameters")
+        self.telemetry.event("start", f"trainer ready: {told['parameters']:,} parameters, {told['trained']:,} of them trained")
         checkpoint = await self.state.load(trainer)
         within_stage = checkpoint is not None and self.state.stage not in self.state.ended
         if checkpoint is not None and not within_stage:

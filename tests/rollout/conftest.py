@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 
 import pytest
 
-from mtpctl.recipe.schema import SpeculationConfig, VllmConfig
-from mtpctl.rollout import VllmEngine, VllmSettings, engine_settings
+from mtpctl.recipe.schema import SglangConfig, SpeculationConfig, VllmConfig
+from mtpctl.rollout import SglangSettings, VllmSettings, engine_settings, sglang_settings
+from mtpctl.rollout.actor import EngineSettings
+from mtpctl.rollout.engine import Engine
 
 T = TypeVar("T")
 
@@ -20,6 +22,14 @@ def cpu_settings(folder: Path, *, k: int = 1, **rollout: Any) -> VllmSettings:
     options: dict[str, Any] = {"max_in_flight": 64, "context": 256, "threads": 1, "kv_cache_bytes": 64 << 20}
     config = VllmConfig(**options | {"speculation": SpeculationConfig(num_tokens=k)} | rollout)
     return engine_settings(config, model=str(folder), precision="fp32", device="cpu", seed=0)
+
+
+def gpu_settings(folder: Path, *, k: int = 1, **rollout: Any) -> SglangSettings:
+    """Settings of a tiny SGLang engine. Its attention is Triton's, which takes heads of any size."""
+    engine_args = {"attention_backend": "triton", "mem_fraction_static": 0.2, "cuda_graph_max_bs": 16}
+    options: dict[str, Any] = {"max_in_flight": 16, "context": 256, "engine_args": engine_args}
+    config = SglangConfig(**options | {"speculation": SpeculationConfig(num_tokens=k)} | rollout)
+    return sglang_settings(config, model=str(folder), precision="bf16")
 
 
 class Loop:
@@ -49,12 +59,19 @@ def run() -> Iterator[Loop]:
 
 
 @pytest.fixture(scope="module")
-def start_engine(run: Loop) -> Iterator[Callable[[VllmSettings], VllmEngine]]:
+def start_engine(run: Loop) -> Iterator[Callable[[EngineSettings], Engine]]:
     """Starts engines that end with the module."""
-    engines: list[VllmEngine] = []
+    engines: list[Engine] = []
 
-    def start(settings: VllmSettings) -> VllmEngine:
-        engines.append(run(VllmEngine.start(settings)))
+    def start(settings: EngineSettings) -> Engine:
+        if isinstance(settings, SglangSettings):
+            from mtpctl.rollout import SglangEngine
+
+            engines.append(run(SglangEngine.start(settings), 300.0))
+        else:
+            from mtpctl.rollout import VllmEngine
+
+            engines.append(run(VllmEngine.start(settings)))
         return engines[-1]
 
     yield start

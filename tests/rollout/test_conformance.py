@@ -1,45 +1,69 @@
-"""What every `Generator` does, whichever engine is behind it: the tests' fake and a real vLLM pass the same suite."""
+"""What every `Generator` does, whichever engine is behind it: the tests' fake, a real vLLM and a real SGLang pass the same suite.
+
+SGLang needs a card and an environment of its own: there, `python -m pytest -m gpu tests/rollout/test_conformance.py`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
-from mtpctl.rollout import DEADLINE, Generator, ReplicaPool, VllmEngine, VllmSettings
+from mtpctl.rollout import DEADLINE, Generator, ReplicaPool
+from mtpctl.rollout.actor import EngineSettings
+from mtpctl.rollout.engine import Engine
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync import Manifest, Publisher, VersionStore
-from tests.rollout.checkpoints import random_tensors, tiny_config, write_checkpoint
-from tests.rollout.conftest import Loop, cpu_settings
+from tests.rollout.checkpoints import Tensors, cycle_tensors, random_tensors, tiny_config, write_checkpoint
+from tests.rollout.conftest import Loop, cpu_settings, gpu_settings
 from tests.rollout.fake_replica import FakeReplica
 
-CONFIG = tiny_config()
+
+@dataclass(frozen=True)
+class Kind:
+    """One engine, the model that it serves, and seconds until a response that was just sent has some tokens."""
+
+    name: str
+    config: dict[str, Any] = field(default_factory=tiny_config)
+    settle_s: float = 0.03
+
+    def weights(self, version: int) -> Tensors:
+        """Random weights; with SGLang, which repeats no draw without modes of its own, those of a cycle."""
+        if self.name != "sglang":
+            return random_tensors(self.config, version)
+        return {name: tensor.bfloat16() for name, tensor in cycle_tensors(self.config, 5 + version, 5 + version).items()}
 
 
-@pytest.fixture(scope="module", params=["fake", "vllm"])
-def pool(
-    request: pytest.FixtureRequest,
-    run: Loop,
-    start_engine: Callable[[VllmSettings], VllmEngine],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> ReplicaPool:
-    if request.param == "fake":
-        replica: FakeReplica | VllmEngine = FakeReplica()
-    else:
-        folder = write_checkpoint(tmp_path_factory.mktemp("model"), CONFIG, random_tensors(CONFIG, 0))
-        replica = start_engine(cpu_settings(folder))
+SGLANG = Kind("sglang", tiny_config(vocab_size=128, torch_dtype="bfloat16"), settle_s=0.3)
 
-    async def start(index: int) -> FakeReplica | VllmEngine:
+
+@pytest.fixture(
+    scope="module", params=[Kind("fake"), Kind("vllm"), pytest.param(SGLANG, marks=pytest.mark.gpu)], ids=lambda kind: kind.name
+)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def pool(kind: Kind, run: Loop, start_engine: Callable[[EngineSettings], Engine], tmp_path_factory: pytest.TempPathFactory) -> ReplicaPool:
+    replica: FakeReplica | Engine = FakeReplica()
+    if kind.name != "fake":
+        folder = write_checkpoint(tmp_path_factory.mktemp("model"), kind.config, kind.weights(0))
+        replica = start_engine(cpu_settings(folder) if kind.name == "vllm" else gpu_settings(folder))
+
+    async def start(index: int) -> Any:
         return replica
 
     return run(ReplicaPool.start(start, 1, latest=lambda: None, max_in_flight=16))
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Manifest]:
+def published(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Manifest]:
     store = VersionStore(tmp_path_factory.mktemp("store"))
-    yield Publisher(store, bucket_bytes=1 << 30).publish(random_tensors(CONFIG, 1).items(), 1)
+    yield Publisher(store, bucket_bytes=1 << 30).publish(kind.weights(1).items(), 1)
     store.close()
 
 
@@ -147,10 +171,10 @@ def test_a_pause_stops_tokens_and_resume_goes_on(pool: ReplicaPool, run: Loop, m
         assert_whole(sample)
 
 
-def test_an_update_shows_in_the_spans(pool: ReplicaPool, run: Loop, published: Manifest) -> None:
+def test_an_update_shows_in_the_spans(kind: Kind, pool: ReplicaPool, run: Loop, published: Manifest) -> None:
     async def drive() -> dict[str, Sample]:
         task = asyncio.ensure_future(collect(pool, requests(8, 120)))
-        await asyncio.sleep(0.03)
+        await asyncio.sleep(kind.settle_s)
         (report,) = await pool.update(published)
         assert report.version == 1
         return await task

@@ -111,7 +111,7 @@ def test_an_engine_with_a_fixed_number_says_so(run: Loop) -> None:
 
 def test_more_drafts_than_requests_cannot_be_told_apart(tmp_path: Path) -> None:
     config = VllmConfig(speculation=SpeculationConfig(num_tokens=3, auto=True), max_in_flight=3)
-    with pytest.raises(UserError, match="rollout.max_in_flight: 3 is too small for speculation.auto with num_tokens: 3"):
+    with pytest.raises(UserError, match=r"rollout\.max_in_flight: 3 is too small for speculation.auto with num_tokens: 3"):
         engine_settings(config, model="m", precision="fp32", device="cpu")
 
 

@@ -1,0 +1,79 @@
+"""From the recipe to SGLang's own options, without importing SGLang."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mtpctl.recipe import UserError
+from mtpctl.recipe.schema import SglangConfig
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+LOADER = "mtpctl.sync.sglang_receiver.take"
+"""What SGLang calls with a step of a weight update (`custom_weight_loader`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SglangSettings:
+    """All that one engine needs to start: `args` for SGLang, `environment` and interpreter (None: this one) of its process."""
+
+    args: dict[str, Any]
+    python: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def model(self) -> str:
+        """Folder or hub id."""
+        return str(self.args["model_path"])
+
+
+def sglang_settings(rollout: SglangConfig, *, model: str, precision: Literal["fp32", "bf16"], seed: int = 0) -> SglangSettings:
+    """Options of one engine. What `rollout.engine_args` names wins over everything chosen here.
+
+    A draft tree of `speculation.num_tokens` nodes grows over `draft_steps` steps with `draft_top_k` branches each; with one branch it
+    is a chain, of as many steps as tokens.
+
+    Raises UserError for what SGLang cannot do: log-probs of top-p and top-k samples, a KV cache by bytes, `speculation.auto`, and
+    steps that do not fit the number of draft tokens.
+    """
+    _check(rollout)
+    k = rollout.speculation.num_tokens
+    args: dict[str, Any] = {
+        "model_path": model,
+        "dtype": DTYPES[precision if rollout.dtype == "auto" else rollout.dtype],
+        "random_seed": seed,
+        "tp_size": rollout.tp,
+        "max_running_requests": rollout.max_in_flight,
+        "mem_fraction_static": rollout.gpu_memory,
+        "skip_tokenizer_init": not rollout.stop,
+        "custom_weight_loader": [LOADER],
+        "weight_version": "0",
+        "log_level": "warning",
+    }
+    if rollout.context is not None:
+        args["context_length"] = rollout.context
+    if k:
+        args |= {
+            "speculative_algorithm": "EAGLE",
+            "speculative_draft_model_path": model,
+            "speculative_num_steps": rollout.draft_steps or k,
+            "speculative_eagle_topk": rollout.draft_top_k,
+            # SGLang counts the token that is verified along with them.
+            "speculative_num_draft_tokens": k + 1,
+        }
+    return SglangSettings(args | rollout.engine_args, rollout.python)
+
+
+def _check(rollout: SglangConfig) -> None:
+    k, steps = rollout.speculation.num_tokens, rollout.draft_steps
+    if rollout.top_p < 1 or rollout.top_k:
+        name = "top_p" if rollout.top_p < 1 else "top_k"
+        raise UserError(f"rollout.{name}: SGLang's log-probs are of the whole distribution, not of what is kept; set rollout.engine: vllm")
+    if rollout.kv_cache_bytes is not None:
+        raise UserError("rollout.kv_cache_bytes: SGLang sizes its cache by a share of the card; set rollout.gpu_memory instead")
+    if rollout.speculation.auto:
+        raise UserError("rollout.speculation.auto: works with rollout.engine: vllm; set it to false, or engine_args.speculative_adaptive")
+    if k and rollout.draft_top_k == 1 and steps not in (None, k):
+        raise UserError(f"rollout.draft_steps: a chain of {k} draft tokens takes {k} steps, got {steps}; leave it out or raise draft_top_k")
+    if k and rollout.draft_top_k > 1 and steps is None:
+        raise UserError("rollout.draft_steps: a tree of draft tokens (draft_top_k above 1) needs its depth; set it")

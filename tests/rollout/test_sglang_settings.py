@@ -1,0 +1,50 @@
+"""From the recipe to SGLang's options, and what it cannot do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mtpctl.recipe import UserError
+from mtpctl.recipe.schema import SglangConfig
+from mtpctl.rollout import sglang_settings
+
+
+def args(**rollout: Any) -> dict[str, Any]:
+    return sglang_settings(SglangConfig(**rollout), model="m", precision="bf16", seed=3).args
+
+
+def test_a_chain_of_drafts() -> None:
+    found = args(speculation={"num_tokens": 3})
+    assert (found["speculative_num_steps"], found["speculative_eagle_topk"], found["speculative_num_draft_tokens"]) == (3, 1, 4)
+    assert found["speculative_draft_model_path"] == "m", "the MTP layers lie beside the trunk"
+
+
+def test_a_tree_of_drafts() -> None:
+    found = args(speculation={"num_tokens": 7}, draft_steps=3, draft_top_k=2)
+    assert (found["speculative_num_steps"], found["speculative_eagle_topk"], found["speculative_num_draft_tokens"]) == (3, 2, 8)
+
+
+def test_no_drafts() -> None:
+    assert not [name for name in args(speculation={"num_tokens": 0}) if name.startswith("speculative")]
+
+
+def test_engine_args_win() -> None:
+    assert args(gpu_memory=0.5, engine_args={"mem_fraction_static": 0.3})["mem_fraction_static"] == 0.3
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"top_p": 0.9}, r"rollout\.top_p: SGLang's log-probs are of the whole distribution"),
+        ({"top_k": 5}, r"rollout\.top_k: SGLang's log-probs"),
+        ({"kv_cache_bytes": 1 << 30}, r"rollout\.kv_cache_bytes: SGLang sizes its cache"),
+        ({"speculation": {"num_tokens": 1, "auto": True}}, r"rollout\.speculation\.auto: works with rollout\.engine: vllm"),
+        ({"speculation": {"num_tokens": 3}, "draft_steps": 2}, r"rollout\.draft_steps: a chain of 3 draft tokens takes 3 steps, got 2"),
+        ({"speculation": {"num_tokens": 4}, "draft_top_k": 2}, r"rollout\.draft_steps: a tree of draft tokens .* needs its depth"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(rollout: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        args(**rollout)
