@@ -56,6 +56,28 @@ async def logprobs(replica: Replica, version: int) -> torch.Tensor:
     return torch.tensor([*scored.logprobs, *[x for x in scored.drafts[0].logprobs if x is not None]])
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_batch_gets_the_same_numbers_from_the_server_as_from_the_trainers_recompute(
+    temperature: float, run: Loop, engine: Any, tensors: Tensors, replica: Any
+) -> None:
+    """To the bit: the engine's pass over a batch, and the server's over its samples as they come."""
+    from mtpctl.engine import Sequence
+
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(6, 200, (24,), generator=generator).tolist()
+    batch = [torch.randint(0, 320, (n,), generator=generator).tolist() for n in lengths]
+
+    async def ask() -> None:
+        server = await serve(lambda _: asyncio.sleep(0, replica()), tokens_per_batch=300)
+        answers = await asyncio.gather(*(server.score(ScoreRequest(ids, len(ids) - 4, temperature=temperature)) for ids in batch))
+        recomputed = engine.score([Sequence(ids, len(ids) - 4, [1] * 4) for ids in batch], temperature=temperature)
+        assert [answer.logprobs for answer in answers] == [scores.logprobs for scores in recomputed]
+        assert [answer.entropy for answer in answers] == [scores.entropy for scores in recomputed]
+        await server.close()
+
+    run(ask())
+
+
 def test_an_update_gives_what_a_load_gives(
     run: Loop, engine: Any, tensors: Tensors, others: Tensors, other_folder: Path, publish: Any, replica: Any
 ) -> None:
