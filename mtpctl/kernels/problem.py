@@ -5,6 +5,7 @@ Shape legend: n selected rows, H hidden size, V this rank's vocabulary entries, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -37,7 +38,9 @@ class Problem:
         """The same in at most `count` parts of nearly equally many rows; at least one part."""
         inverse = self.inverse_temperature
         hidden, targets = self.hidden.tensor_split(max(1, count)), self.targets.tensor_split(max(1, count))
-        inverses = inverse.tensor_split(max(1, count)) if isinstance(inverse, Tensor) else [inverse] * len(hidden)
+        inverses: Sequence[float | Tensor] = [inverse] * len(hidden)
+        if isinstance(inverse, Tensor):
+            inverses = inverse.tensor_split(max(1, count))
         return [replace(self, hidden=h, targets=t, inverse_temperature=i) for h, t, i in zip(hidden, targets, inverses, strict=True)]
 
 
