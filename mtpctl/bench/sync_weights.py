@@ -401,6 +401,8 @@ def _extra(before: dict[str, int], ready: dict[str, int], after: dict[str, int])
 async def _link(options: Options, trainer: Trainer, engine: Any, manifest: Manifest) -> float:
     """GB/s of the transport with nothing to pack: the best of three."""
     if manifest.transport not in PUSHED:
+        from mtpctl.train.manual_sync import copy_rate
+
         return copy_rate(min(manifest.nbytes, options.bucket_bytes))
     rates = []
     await engine.pause("keep")
@@ -412,19 +414,6 @@ async def _link(options: Options, trainer: Trainer, engine: Any, manifest: Manif
         rates.append(sent.nbytes / sent.wire_seconds / 1e9)
     await engine.resume()
     return max(rates)
-
-
-def copy_rate(nbytes: int) -> float:
-    """GB/s at which this machine's memory is copied, the best of five."""
-    import torch
-
-    source, goal = torch.ones(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
-    best = float("inf")
-    for _ in range(5):
-        began = time.perf_counter()
-        goal.copy_(source)
-        best = min(best, time.perf_counter() - began)
-    return nbytes / best / 1e9
 
 
 async def _steady(load: Load, options: Options) -> None:

@@ -159,6 +159,7 @@ class WorkerExtension:
     """Methods that vLLM adds to its worker class (`worker_extension_cls`)."""
 
     weight_transfer_engine: ManifestTransferEngine
+    vllm_config: Any
 
     def mtpctl_sums(self) -> dict[str, list[dict[str, int]]]:
         """See `ManifestTransferEngine.sums`."""
@@ -167,6 +168,10 @@ class WorkerExtension:
     def mtpctl_write_adapter(self, folder: str) -> None:
         """See `ManifestTransferEngine.write_adapter`."""
         self.weight_transfer_engine.write_adapter(folder)
+
+    def mtpctl_drafts(self) -> bool:
+        """Whether this engine has a drafter whose weights can be updated."""
+        return self.vllm_config.speculative_config is not None
 
     def mtpctl_memory(self, reset: str = "") -> dict[str, int]:
         """Bytes on this worker's card: allocated by tensors now, at most since the last `reset`, and used in all."""

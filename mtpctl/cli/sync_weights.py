@@ -1,0 +1,83 @@
+"""`mtpctl sync-weights`: one weight sync by hand, or its plan."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, load
+
+
+def sync_weights(
+    recipe: RecipeArgument,
+    sets: Sets = None,
+    overlay: Overlays = None,
+    source: Annotated[str | None, typer.Option("--from", metavar="CKPT|RUN", help="Weights; default: the recipe's model.")] = None,
+    to: Annotated[
+        list[str] | None, typer.Option("--to", metavar="URL", help="A vLLM server that runs already; default: start the recipe's engines.")
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Print the buckets and start nothing.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare checksums at every sync, not at the first alone.")] = False,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Syncs, each under a version of its own.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Send weights to generators and log-prob replicas once, and tell what it took."""
+    from mtpctl.recipe import validate
+
+    loaded = load(recipe, overlay, sets).recipe
+    validate(loaded)
+    if plan:
+        told = _plan(loaded)
+        print(json.dumps(told, indent=1) if as_json else _rendered(told))
+        return
+    from mtpctl.train.manual_sync import Source, render, sync_by_hand
+    from mtpctl.train.manual_sync import as_json as everything
+
+    found = Source.parse(source)
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+    if not as_json:
+        print(_rendered(_plan(loaded)))
+    done = sync_by_hand(loaded, found, to or [], verify=verify, repeat=repeat, say=say)
+    print(everything(done) if as_json else render(done))
+
+
+def _plan(recipe: Any) -> dict[str, Any]:
+    """Buckets by section, from the model's shape alone."""
+    from mtpctl import families
+    from mtpctl.plan import section_buckets
+    from mtpctl.recipe import UserError, hf_config
+
+    config = hf_config(recipe.model)
+    if config is None:
+        raise UserError("model: its sizes are not known")
+    sections = section_buckets(recipe, families.shape_of(config))
+    return {
+        "transport": recipe.sync.transport,
+        "bucket_bytes": recipe.sync.bucket_bytes,
+        "bytes": sum(bucket.nbytes for buckets in sections.values() for bucket in buckets),
+        "sections": {
+            section: [
+                {"index": b.index, "bytes": b.nbytes, "tensors": len(b.entries), "first": b.entries[0].name, "last": b.entries[-1].name}
+                for b in buckets
+            ]
+            for section, buckets in sections.items()
+        },
+    }
+
+
+def _rendered(told: dict[str, Any]) -> str:
+    count = sum(map(len, told["sections"].values()))
+    lines = [
+        f"{told['bytes'] / 1e6:,.1f} MB in {count} bucket(s) of at most {told['bucket_bytes'] / 1e6:,.1f} MB, over {told['transport']}"
+    ]
+    for section, buckets in told["sections"].items():
+        for bucket in buckets:
+            ends = bucket["first"] if bucket["first"] == bucket["last"] else f"{bucket['first']} … {bucket['last']}"
+            lines.append(f"  {section} {bucket['index']:>4}  {bucket['bytes'] / 1e6:>10,.1f} MB  {bucket['tensors']:>5} tensor(s)  {ends}")
+    return "\n".join(lines)
