@@ -79,7 +79,7 @@ class Save:
         """Plan, copy, and start to write. `beside`: while it is written the contents may change."""
         checkpoint_queue.install()
         self.path, self.folder = path, path.with_name(path.name + ".partial")
-        self._record = {"steps": contents.steps, "optimizer": contents.slots is not None, "adapter": contents.adapter, "state": state}
+        self._contents, self._state = (contents.steps, contents.slots is not None, contents.adapter), state
         if dist.get_rank() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
@@ -119,7 +119,8 @@ class Save:
         error: Exception | None = None
         if dist.get_rank() == 0:
             try:
-                write_record(self.folder, **self._record)
+                steps, optimizer, adapter = self._contents
+                write_record(self.folder, steps=steps, optimizer=optimizer, adapter=adapter, state=self._state)
                 _flush(self.folder)
                 shutil.rmtree(self.path, ignore_errors=True)
                 self.folder.rename(self.path)
@@ -209,6 +210,12 @@ def latest_checkpoint(root: Path) -> Path | None:
     path = root / pointer.read_text().strip()
     _record(path)
     return path
+
+
+def adapter_of(path: Path) -> dict[str, Any] | None:
+    """What the adapters of a checkpoint are made for and how, None where it holds weights."""
+    file = path / _ENGINE
+    return json.loads(file.read_text()).get("adapter") if file.is_file() else None
 
 
 def _record(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ One engine serves SFT, RL updates and log-prob recompute, with and without MTP, 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -172,7 +173,7 @@ class MegatronEngine:
     ) -> dict[str, float]:
         """One optimizer step on these sequences. Returns metrics, means over what they count.
 
-        `skipped` is 1 where loss or gradients were not finite, and then nothing was applied.
+        `skipped` is 1 where loss or gradients were not finite: then nothing was applied, and metrics that are not finite are left out.
         """
         assert self.optimizer is not None, "set_optimizer comes first"
         began = time.perf_counter()
@@ -183,16 +184,16 @@ class MegatronEngine:
         if self.config.offload.grads:
             self.optimizer.inner.zero_grad()
             release(self._gradients())
+        metrics |= {"actor/grad_norm": result.grad_norm} | ({"mtp/grad_norm": result.mtp_grad_norm} if self.trains_mtp else {})
+        if not result.applied:
+            metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         tokens = sum(len(s.token_ids) for s in sequences)
         metrics |= {
-            "actor/grad_norm": result.grad_norm,
             "actor/lr": result.lr,
             "skipped": float(not result.applied),
             "timing_s/update": time.perf_counter() - began,
             "perf/tokens": float(tokens),
         }
-        if self.trains_mtp:
-            metrics["mtp/grad_norm"] = result.mtp_grad_norm
         return metrics
 
     def forward_backward(self, sequences: list[Sequence], objective: Objective, *, temperature: float = 1.0) -> dict[str, float]:
@@ -204,8 +205,7 @@ class MegatronEngine:
         hold(self._gradients())
         self.model.zero_grad_buffer()
         loss = partial(self._loss, objective=objective, temperature=temperature, denominator=denominator, drafts=drafts)
-        with self.resident():
-            sums = self._run(micros, loss, forward_only=False)
+        sums = self._run(micros, loss, forward_only=False)
         metrics = objective.metrics({name: float(value) for name, value in sums.items() if not name.startswith("mtp/")})
         return metrics | {name: float(value) / drafts[int(name[-1]) - 1] for name, value in sums.items() if name.startswith("mtp/")}
 
@@ -269,8 +269,7 @@ class MegatronEngine:
                 found[i] = Scores(logprob.tolist(), entropy.tolist())
             return out.logprob.sum(), {}
 
-        with self.resident():
-            self._run(self._micro_batches(sequences, 0), collect, forward_only=True)
+        self._run(self._micro_batches(sequences, 0), collect, forward_only=True)
         if dist.get_world_size() > 1:
             parts: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(parts, found)
@@ -315,7 +314,8 @@ class MegatronEngine:
     def begin_save(self, path: Path, state: dict[str, Any] | None = None, *, beside: bool = False) -> checkpoint.Save:
         """The same in two halves: what this returns has to be finished, by all ranks. `beside`: training goes on until then."""
         with self.resident():
-            return checkpoint.Save(path, self._contents(), state or {}, beside=beside)
+            # Parameters that leave the device at the end of this are written from a copy too.
+            return checkpoint.Save(path, self._contents(), state or {}, beside=beside or self.host is not None)
 
     def restore(self, path: Path) -> dict[str, Any]:
         """Take up a checkpoint, written under any layout. Returns the `state` it was saved with.
@@ -373,15 +373,16 @@ class MegatronEngine:
             micro = next(iterator)
             return model(micro.input_ids, micro.packing, depths=len(micro.drafts)), partial(finish, micro)
 
-        parts = get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=iter(micros),
-            model=self.model,
-            num_microbatches=len(micros),
-            seq_length=self.config.tokens_per_microbatch,
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        with self.resident():
+            parts = get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=iter(micros),
+                model=self.model,
+                num_microbatches=len(micros),
+                seq_length=self.config.tokens_per_microbatch,
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
         sums: Sums = {}
         for part in parts:
             for name, value in part.items():

@@ -59,7 +59,8 @@ class HostMemory:
         here, _ = self._room_of(tensor.untyped_storage())
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return here.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        values = here.view(tensor.dtype)
+        return values.as_strided(tensor.shape, tensor.stride(), values.storage_offset() + tensor.storage_offset())
 
     def _room_of(self, storage: torch.UntypedStorage) -> tuple[Tensor, int]:
         start, nbytes = self._places[storage._cdata]

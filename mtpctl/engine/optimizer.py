@@ -18,10 +18,8 @@ from torch import Tensor
 from mtpctl.compat import cpu_device
 from mtpctl.engine.offload import HostMemory
 from mtpctl.engine.optimizer_state import MOMENTS, Slot, begin, slots
+from mtpctl.plan import OPTIMIZER_SLICE
 from mtpctl.recipe.schema import OptimizerConfig
-
-SLICE_BYTES = 1 << 30
-"""fp32 parameters that Adam is given at once."""
 
 
 @dataclass
@@ -164,10 +162,10 @@ class Optimizer:
 
 
 def _slices(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """In order, of at most `SLICE_BYTES` where one does not exceed it alone."""
+    """In order, of at most `OPTIMIZER_SLICE` where one does not exceed it alone."""
     some: list[Tensor] = []
     for parameter in parameters:
-        if some and sum(p.nbytes for p in some) + parameter.nbytes > SLICE_BYTES:
+        if some and sum(p.nbytes for p in some) + parameter.nbytes > OPTIMIZER_SLICE:
             yield some
             some = []
         some.append(parameter)

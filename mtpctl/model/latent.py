@@ -41,7 +41,8 @@ class ReplicatedLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return F.linear(x, self.weight), None
+        # In two dimensions: with three torch picks the product by whether the weight takes a gradient, and rounds otherwise.
+        return F.linear(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1]), None
 
 
 class LatentAttention(MLASelfAttention):

@@ -66,6 +66,8 @@ class _Adapted(torch.nn.Module):
     """A linear layer with an adapter."""
 
     adapter: Adapter
+    tp_group: dist.ProcessGroup
+    explicit_expert_comm: bool
     split = ""
     """Which of the adapter's matrices is split over tp, if any."""
 

@@ -2,6 +2,7 @@
 
 from mtpctl.plan.buckets import ALIGNMENT, DTYPE_BYTES, Bucket, Entry, TensorSpec, plan_buckets
 from mtpctl.plan.memory import (
+    OPTIMIZER_SLICE,
     EngineMemory,
     LogprobMemory,
     TrainerMemory,
@@ -17,6 +18,7 @@ from mtpctl.plan.wire import section_buckets, wire_tensors
 __all__ = [
     "ALIGNMENT",
     "DTYPE_BYTES",
+    "OPTIMIZER_SLICE",
     "Actor",
     "Bucket",
     "EngineMemory",

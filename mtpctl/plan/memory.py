@@ -17,23 +17,30 @@ GIB = 1 << 30
 BYTES = {"fp32": 4, "bf16": 2}
 MASTER, MOMENTS, GRADIENT = 4, 8, 4
 """Bytes a parameter: fp32 masters beside bf16 weights, Adam's two moments, and the fp32 gradient buffer."""
+OPTIMIZER_SLICE = 1 << 30
+"""Bytes of fp32 parameters that Adam is given at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerMemory:
-    """Bytes of the fullest trainer rank. `host` is what offloading moves to host memory."""
+    """Bytes of the fullest trainer rank. `host` is what offloading moves to host memory.
+
+    step: what an optimizer step needs, when activations and workspace are not there. Parameters and gradients that are offloaded
+    are on the device when it is fullest, so they count as held.
+    """
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
     workspace: int
+    step: int
     host: int
 
     @property
     def total(self) -> int:
         """Bytes on the device."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.workspace
+        return self.weights + self.gradients + self.optimizer + max(self.activations + self.workspace, self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,19 +200,22 @@ def _trainer_stage(recipe: Recipe, shape: ModelShape, index: int, stage: Stage) 
     train, parallel = recipe.train, recipe.train.parallel
     width = BYTES[train.precision]
     weights = stage.parameters * width
-    trained = stage.parameters if recipe.mtp.mode in ("joint", "isolated") else stage.trunk
-    trained = _adapter(recipe, shape, stage) if train.lora else trained
-    state = trained * (MOMENTS + (MASTER if train.precision == "bf16" else 0))
-    state //= parallel.dp * parallel.cp if train.distributed_optimizer else 1
-    weights += trained * width if train.lora else 0
-    host = state if train.offload.optimizer else 0
+    adapter = _adapter(recipe, shape, stage) if train.lora else 0
+    weights += adapter * width
+    trained = (adapter if train.lora else stage.trunk) + (stage.mtp if recipe.mtp.mode in ("joint", "isolated") else 0)
+    stepped = trained // (parallel.dp * parallel.cp if train.distributed_optimizer else 1)
+    masters = stepped * (MASTER if train.precision == "bf16" else 0)
+    state, slice_ = stepped * MOMENTS + masters, min(OPTIMIZER_SLICE, stepped * MASTER)
+    # Adam's temporaries are of the slice's size; offloaded moments are there a slice at a time, masters as long as the step takes.
+    step = slice_ + (slice_ * MOMENTS // MASTER + masters if train.offload.optimizer else 0)
     return TrainerMemory(
         weights=weights,
         gradients=trained * GRADIENT,
         optimizer=0 if train.offload.optimizer else state,
         activations=_activations(recipe, shape, index, stage),
         workspace=_workspace(recipe, shape, train.tokens_per_microbatch, parallel) if stage.has_head else 0,
-        host=host,
+        step=step,
+        host=(state if train.offload.optimizer else 0) + (weights if train.offload.params else 0),
     )
 
 
@@ -226,14 +236,48 @@ def _workspace(recipe: Recipe, shape: ModelShape, tokens: int, parallel: Paralle
 
 
 def _adapter(recipe: Recipe, shape: ModelShape, stage: Stage) -> int:
-    """Parameters of the LoRA adapters on one rank: rank times the inputs and outputs of each target."""
-    lora, tp = recipe.train.lora, recipe.train.parallel.tp
+    """Parameters of the LoRA adapters on one rank: rank times the inputs and outputs of each target, one of which is split over tp."""
+    lora, parallel = recipe.train.lora, recipe.train.parallel
     assert lora is not None
+    wide = sum(_sides(shape, layer, target, parallel) for layer in stage.layers for target in lora.targets)
+    return int(lora.rank * wide)
+
+
+def _sides(shape: ModelShape, layer: int, target: str, parallel: ParallelConfig) -> float:
+    """Inputs and outputs of all layers of this name in one decoder layer, as one rank holds them."""
+    if target in ("linear_fc1", "linear_fc2"):
+        moe = shape.moe
+        if moe is None or layer in moe.dense_layers:
+            return shape.hidden + _inner(target, shape.ffn) / parallel.tp
+        shared = shape.hidden + _inner(target, moe.shared_ffn) / parallel.tp if moe.shared_ffn else 0
+        # With expert parallelism each expert is whole.
+        routed = shape.hidden + _inner(target, moe.ffn) / (parallel.tp if parallel.ep == 1 else 1)
+        return moe.experts / parallel.ep * routed + shared
+    whole, split = _mixer_sides(shape, layer).get(target, (0, 0))
+    return whole + split / parallel.tp
+
+
+def _inner(target: str, ffn: int) -> int:
+    return 2 * ffn if target == "linear_fc1" else ffn
+
+
+def _mixer_sides(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
+    """Of attention's linear layers: the side that is whole on every rank, and the one that is split over tp."""
+    hidden = shape.hidden
+    if shape.layer_kinds[layer] == "linear_attention":
+        delta = shape.delta
+        assert delta is not None
+        keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
+        return {"in_proj": (hidden, 2 * keys + 2 * values + 2 * delta.value_heads), "out_proj": (hidden, values)}
+    if latent := shape.latent:
+        query, kv = shape.heads * (latent.nope_dim + latent.rope_dim), shape.heads * (latent.nope_dim + latent.value_dim)
+        return {
+            "linear_q_proj": (hidden, query),
+            "linear_q_down_proj": (hidden + (latent.q_rank or 0), 0),
+            "linear_q_up_proj": (latent.q_rank or 0, query),
+            "linear_kv_down_proj": (hidden + latent.kv_rank + latent.rope_dim, 0),
+            "linear_kv_up_proj": (latent.kv_rank, kv),
+            "linear_proj": (hidden, shape.heads * latent.value_dim),
+        }
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    sides = {
-        "linear_qkv": shape.hidden + (q + 2 * kv) / tp,
-        "linear_proj": q / tp + shape.hidden,
-        "linear_fc1": shape.hidden + 2 * shape.ffn / tp,
-        "linear_fc2": shape.ffn / tp + shape.hidden,
-    }
-    return int(lora.rank * len(stage.layers) * sum(sides.get(target, 0) for target in lora.targets))
+    return {"linear_qkv": (hidden, q * (2 if shape.gated_attention else 1) + 2 * kv), "linear_proj": (hidden, q)}

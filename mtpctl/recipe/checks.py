@@ -19,6 +19,7 @@ from mtpctl.recipe.schema import ParallelConfig, Recipe
 Complaints = Iterator[str]
 
 SECRET = re.compile(r"(?:(?:^|hf_|hub_|auth_|access_|api_|bearer_)token|secret|password|passwd|api_?key|credentials?)$", re.IGNORECASE)
+KV_HEADS = "key-value heads"
 URL_PASSWORD = re.compile(r"://[^/\s:@]+:[^/\s@]+@")
 
 
@@ -45,8 +46,9 @@ def complaints_of(recipe: Recipe) -> Complaints:
     if shape is not None:
         yield from _lengths(recipe, shape)
         yield from parallel_fits(recipe.train.parallel, shape, "train.parallel")
+        yield from _adapters(recipe, shape)
         if recipe.logprob.standalone:
-            yield from parallel_fits(recipe.logprob.parallel, shape, "logprob.parallel", scores=True)
+            yield from parallel_fits(recipe.logprob.parallel, shape, "logprob.parallel")
         yield from _rollout_tp(recipe, shape)
 
 
@@ -178,14 +180,35 @@ def _lengths(recipe: Recipe, shape: ModelShape) -> Complaints:
         yield f"rollout.max_tokens: must leave room for a prompt in {limit}: {context}, got {rollout.max_tokens}"
 
 
-def parallel_fits(parallel: ParallelConfig, shape: ModelShape, field: str, *, scores: bool = False) -> Complaints:
+def _adapters(recipe: Recipe, shape: ModelShape) -> Complaints:
+    lora = recipe.train.lora
+    if lora is None:
+        return
+    known = adapter_targets(shape)
+    if not lora.targets or len(set(lora.targets)) != len(lora.targets):
+        yield f"train.lora.targets: must name layers, each once, got [{', '.join(lora.targets)}]; {shape.family} has {', '.join(known)}"
+    elif unknown := [target for target in lora.targets if target not in known]:
+        yield f"train.lora.targets: no layer of {shape.family} is a {unknown[0]}; it has {', '.join(known)}"
+
+
+def adapter_targets(shape: ModelShape) -> list[str]:
+    """Megatron's names of the linear layers of this model's decoder."""
+    names = ["linear_proj"] if "full_attention" in shape.layer_kinds else []
+    if shape.latent:
+        query = ["linear_q_proj"] if shape.latent.q_rank is None else ["linear_q_down_proj", "linear_q_up_proj"]
+        names = [*query, "linear_kv_down_proj", "linear_kv_up_proj", *names]
+    elif names:
+        names = ["linear_qkv", *names]
+    delta = ["in_proj", "out_proj"] if "linear_attention" in shape.layer_kinds else []
+    return [*names, *delta, "linear_fc1", "linear_fc2"]
+
+
+def parallel_fits(parallel: ParallelConfig, shape: ModelShape, field: str) -> Complaints:
     """What Megatron refuses about a split of this model. `field` is the section's name in messages.
 
-    scores: the ranks only score, and then several may share one key-value head.
+    A vocabulary that tp does not divide is padded, and where there are fewer key-value heads than ranks, neighbours share one.
     """
-    counts = {"attention heads": shape.heads}
-    if not (scores and parallel.tp % shape.kv_heads == 0):
-        counts["key-value heads"] = shape.kv_heads
+    counts = {"attention heads": shape.heads, KV_HEADS: shape.kv_heads}
     if shape.delta:
         counts |= {"linear key heads": shape.delta.key_heads, "linear value heads": shape.delta.value_heads}
     counts |= {"ffn width": shape.ffn} if shape.ffn else {}
@@ -216,9 +239,12 @@ def _rollout_tp(recipe: Recipe, shape: ModelShape) -> Complaints:
 
 
 def _divides(number: int, counts: dict[str, int], field: str) -> Complaints:
+    def fits(n: int, what: str) -> bool:
+        return counts[what] % n == 0 or (what == KV_HEADS and n % counts[what] == 0)
+
     for what, count in counts.items():
-        if count % number:
-            fitting = [n for n in range(1, min(counts.values()) + 1) if not any(c % n for c in counts.values())]
+        if not fits(number, what):
+            fitting = [n for n in range(1, max(counts.values()) + 1) if all(fits(n, each) for each in counts)]
             yield f"{field}: {number} does not divide {count} {what}; {_listed(fitting)} fit"
             return
 

@@ -55,7 +55,8 @@ class SftStage:
             metrics = await self.trainer.call("sft_step", pairs)
             seconds = time.perf_counter() - began
             bad = check_applied(metrics, bad, self.recipe.train.max_bad_steps)
-            losses.append(metrics["sft/loss"])
+            if not metrics["skipped"]:
+                losses.append(metrics["sft/loss"])
             self.state.step += 1
             self.state.cursor = self.cursor.state_dict()
             metrics |= {"timing_s/step": seconds, "perf/tokens_per_s": metrics.pop("perf/tokens") / seconds}

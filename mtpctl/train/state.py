@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,20 @@ _FILE = "run.json"
 _KEPT = ("stage", "step", "version", "cursor", "ended")
 
 
+def ended_stages(root: Path) -> list[str]:
+    """Stages that a run had ended at its newest checkpoint under `root`, without reading any tensor."""
+    pointer = root / "latest"
+    if not pointer.is_file():
+        return []
+    return list(json.loads((root / pointer.read_text().strip() / _FILE).read_text())["ended"])
+
+
 @dataclass
 class RunState:
     """The controller's part of a checkpoint: stage and step, weight version, place in the data.
 
-    `buffer` is written beside the checkpoint while a stage has one. `stopping` is set when a stop was asked for: stages
-    return at their next step.
+    `buffer` is written beside the checkpoint while a stage has one. `saving` is the checkpoint on its way to disk. `stopping` is
+    set when a stop was asked for: stages return at their next step.
     """
 
     root: Path
@@ -33,6 +40,7 @@ class RunState:
     cursor: dict[str, Any] | None = None
     ended: list[str] = field(default_factory=list)
     buffer: SampleBuffer | None = None
+    saving: Path | None = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     def begin(self, stage: str) -> None:
@@ -55,17 +63,32 @@ class RunState:
         return Path(found)
 
     async def checkpoint_if_due(self, trainer: TrainerGroup) -> None:
-        """A checkpoint, where the recipe wants one at this step."""
+        """A checkpoint, where the recipe wants one at this step; and one that was being written is published where it is whole."""
+        await self.settle(trainer, wait=False)
         if self.train.checkpoint_every and self.step % self.train.checkpoint_every == 0:
-            await self.checkpoint(trainer)
+            await self.checkpoint(trainer, wait=not self.train.async_save)
 
-    async def checkpoint(self, trainer: TrainerGroup) -> Path:
-        """Write model, optimizer, this state and the buffer; it becomes the newest once all of it is there."""
+    async def checkpoint(self, trainer: TrainerGroup, *, wait: bool = True) -> Path:
+        """Write model, optimizer, this state and the buffer; it becomes the newest once all of it is there.
+
+        With `wait=False` that is at a later `settle`. One checkpoint is written at a time.
+        """
+        await self.settle(trainer)
         path = self.root / f"{self.stage}-{self.step:06d}{'-end' if self.stage in self.ended else ''}"
-        shutil.rmtree(path, ignore_errors=True)
-        await trainer.call("save", str(path))
-        (path / _FILE).write_text(json.dumps({name: getattr(self, name) for name in _KEPT}))
+        folder = Path(await trainer.call("begin_save", str(path)))
+        (folder / _FILE).write_text(json.dumps({name: getattr(self, name) for name in _KEPT}))
         if self.buffer is not None:
-            self.buffer.save(path / "buffer.jsonl")
-        await trainer.call("publish_checkpoint", str(path), self.train.keep_checkpoints)
+            self.buffer.save(folder / "buffer.jsonl")
+        self.saving = path
+        if wait:
+            await self.settle(trainer)
         return path
+
+    async def settle(self, trainer: TrainerGroup, *, wait: bool = True) -> None:
+        """Publish the checkpoint that is being written, if any: once it is whole, or with `wait=False` only if it is.
+
+        Raises RuntimeFailure where it could not be written.
+        """
+        if self.saving is not None and await trainer.call("finish_save", wait):
+            path, self.saving = self.saving, None
+            await trainer.call("publish_checkpoint", str(path), self.train.keep_checkpoints)

@@ -28,6 +28,7 @@ class TrainerRank:
         self.rank, self.world_size = rank, world_size
         self.reference: list[Any] | None = None
         self.publisher: Any = None
+        self.saving: Any = None
         self.learned = False
         self.profile = UpdateProfile(self.recipe.run_path / "logs", rank) if self.recipe.telemetry.profile else None
 
@@ -55,9 +56,13 @@ class TrainerRank:
             tokens_per_microbatch=train.tokens_per_microbatch,
             recompute=train.recompute,
             distributed_optimizer=train.distributed_optimizer,
+            offload=train.offload,
+            lora=train.lora,
+            adapter_seed=self.recipe.seed,
         )
         self.engine = MegatronEngine(HfFolder.open(folder), config, Rank(self.rank, self.world_size, master))
-        return {"parameters": sum(p.numel() for p in self.engine.module.parameters())}
+        held, trained = self.engine.parameters
+        return {"parameters": held, "trained": trained}
 
     def begin_stage(self, stage: str, reference: str) -> None:
         """A fresh optimizer for `sft` or `rl`.
@@ -71,7 +76,8 @@ class TrainerRank:
                 self.engine.restore(Path(reference))
             else:
                 self.engine.save(Path(reference))
-            self.reference = [p.detach().clone() for p in self.engine.module.parameters()]
+            with self.engine.resident():
+                self.reference = [p.detach().clone() for p in self._moving()]
         self.engine.set_optimizer(train.sft.optimizer if stage == "sft" else train.rl.optimizer)
 
     def sft_step(self, pairs: list[tuple[list[int], list[int]]]) -> dict[str, float]:
@@ -135,19 +141,22 @@ class TrainerRank:
         metrics["perf/tokens"] = sum(part["perf/tokens"] for part in parts)
         return metrics
 
+    def _moving(self) -> list[Any]:
+        """The parameters in which the policy and its reference differ."""
+        return [p for p in self.engine.module.parameters() if p.requires_grad]
+
     def _reference_logprobs(self, samples: list[Sample]) -> list[list[float] | None]:
         import torch
 
         from mtpctl.train.objective import scoring_sequence
 
         assert self.reference is not None
-        parameters = list(self.engine.module.parameters())
-        current = [p.detach().clone() for p in parameters]
-        with torch.no_grad():
+        with self.engine.resident(), torch.no_grad():
+            parameters = self._moving()
+            current = [p.detach().clone() for p in parameters]
             for parameter, value in zip(parameters, self.reference, strict=True):
                 parameter.copy_(value)
-        scores = self.engine.score([scoring_sequence(s) for s in samples], temperature=self.recipe.rollout.temperature)
-        with torch.no_grad():
+            scores = self.engine.score([scoring_sequence(s) for s in samples], temperature=self.recipe.rollout.temperature)
             for parameter, value in zip(parameters, current, strict=True):
                 parameter.copy_(value)
         return [s.logprobs for s in scores]
@@ -228,9 +237,17 @@ class TrainerRank:
                 self.publisher = Sender(VersionStore(store), sync.transport, self.engine.device, deadline_s=sync.deadline_s, **options)
         return self.publisher
 
-    def save(self, path: str) -> None:
-        """Checkpoint the engine."""
-        self.engine.save(Path(path))
+    def begin_save(self, path: str) -> str:
+        """Start a checkpoint of the engine. Returns the folder where it lies until it is whole; what is put there comes along."""
+        self.saving = self.engine.begin_save(Path(path), beside=self.recipe.train.async_save)
+        return str(self.saving.folder)
+
+    def finish_save(self, wait: bool) -> bool:
+        """Put the checkpoint in its place, unless it is still being written and nobody waits. Returns whether it is there."""
+        if not wait and not self.saving.written():
+            return False
+        self.saving.finish()
+        return True
 
     def restore(self, path: str) -> None:
         """Load a checkpoint: the model, and the optimizer once a stage has begun."""

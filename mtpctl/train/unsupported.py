@@ -7,13 +7,10 @@ from mtpctl.recipe import Recipe, UserError
 
 def check_supported(recipe: Recipe) -> None:
     """Raise UserError naming the first key that would change nothing. `--dry-run` plans with all of them."""
-    train, sync = recipe.train, recipe.sync
-    offload = train.offload
+    sync = recipe.sync
     unread = {
-        "train.lora": train.lora is not None,
-        "train.offload": offload.params or offload.optimizer or offload.grads,
         "sync.on_collapse: error": sync.on_collapse == "error",
-        f"sync.transport: {sync.transport}": sync.transport != "shm" and "rl" in train.stages,
+        f"sync.transport: {sync.transport}": sync.transport != "shm" and "rl" in recipe.train.stages,
     }
     for key, wanted in unread.items():
         if wanted:

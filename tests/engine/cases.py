@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtpctl.recipe.schema import MtpConfig, ParallelConfig
+from mtpctl.recipe.schema import LoraConfig, MtpConfig, OffloadConfig, ParallelConfig
 
 NO_MTP = {"num_nextn_predict_layers": 0}
 
@@ -95,15 +95,23 @@ def _case(
     saved: bool = False,
     restore: str = "",
     poisoned: bool = False,
+    like: str = "",
     **parallel: Any,
 ) -> Case:
     mtp = MtpConfig(mode=mode, loss_scale=0.3, clip_grad=0)  # type: ignore[arg-type]
     settings = {"mtp": mtp, "tokens_per_microbatch": 50, **(fields or {})}
-    return Case(name, ParallelConfig(**parallel), model, settings, f"{model}-{mode}", saved, restore, poisoned)
+    return Case(name, ParallelConfig(**parallel), model, settings, like or f"{model}-{mode}", saved, restore, poisoned)
 
 
 SHARDED = {"distributed_optimizer": True}
-BF16 = {"precision": "bf16"}
+LORA = LoraConfig(rank=4, alpha=8.0)
+
+
+def _lora(name: str, model: str = "mimo", *, saved: bool = False, restore: str = "", fields: Any = None, **parallel: Any) -> Case:
+    targets = [*LORA.targets, "in_proj", "out_proj"] if model == "qwen3.5" else LORA.targets
+    settings = {"lora": LORA.model_copy(update={"targets": targets}), **(fields or {})}
+    return _case(name, model, fields=settings, like=f"{model}-lora", saved=saved, restore=restore, **parallel)
+
 
 CASES = [
     *(_case(f"{model}-{mode}", model, mode, saved=True) for model in ("mimo", "tied") for mode in ("joint", "isolated")),
@@ -142,4 +150,12 @@ CASES = [
     _case("sp2-pp2-to-one", restore="sp2-pp2"),
     _case("sp2-pp2-to-pp2", pp=2, restore="sp2-pp2"),
     _case("tied-to-pp2", "tied", pp=2, restore="tied-joint"),
+    *(_lora(f"{model}-lora", model, saved=model != "qwen3-moe") for model in ("mimo", "qwen3-moe", "qwen3.5")),
+    _lora("lora-tp2", tp=2),
+    _lora("lora-sp2-pp2", tp=2, sequence_parallel=True, pp=2),
+    _lora("lora-dp2-sharded-offloaded", dp=2, fields=SHARDED | {"offload": OffloadConfig(params=True, optimizer=True)}),
+    _lora("lora-moe-tp2", "qwen3-moe", tp=2, sequence_parallel=True),
+    _lora("lora-moe-ep2", "qwen3-moe", dp=2, ep=2),
+    _lora("lora-to-tp2", tp=2, restore="mimo-lora"),
+    _lora("lora-delta-to-sp2", "qwen3.5", tp=2, sequence_parallel=True, restore="qwen3.5-lora"),
 ]

@@ -47,6 +47,8 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
             poisoned_update(made, batch)
         metrics = made.update(batch, NextToken())
         weights = {name: value.clone() for name, value in made.export()}
+        if case.fields.get("lora"):
+            weights |= {name: value.clone() for name, value in made.export_adapter()}
         return {"metrics": metrics, "scores": scores, "weights": weights, "gradients": gradients(made)}
 
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import shutil
+import signal
+import threading
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from mtpctl.engine import NextToken, latest_checkpoint, publish_checkpoint
 from mtpctl.recipe import RuntimeFailure, UserError
@@ -155,3 +161,72 @@ class TestLatest:
         shutil.rmtree(root / "a")
         with pytest.raises(UserError, match="a is not a whole checkpoint"):
             latest_checkpoint(root)
+
+
+class TestWrittenBeside:
+    """A checkpoint that is written while training goes on."""
+
+    def test_holds_the_moment_it_was_begun(self, tmp_path):
+        folder = mimo(tmp_path / "model")
+        with engine(folder) as made:
+            made.set_optimizer(ADAM)
+            steps(made, 2)
+            saving = made.begin_save(tmp_path / "checkpoint", {"step": 2}, beside=True)
+            expected = steps(made, 5)
+            saving.finish()
+            made.set_optimizer(ADAM)
+            assert made.restore(tmp_path / "checkpoint") == {"step": 2}
+            assert steps(made, 5) == expected
+
+    def test_is_not_there_before_it_is_whole(self, tmp_path, monkeypatch):
+        go = threading.Event()
+        write = FileSystemWriterAsync.write_preloaded_data_multithread
+        monkeypatch.setattr(
+            FileSystemWriterAsync, "write_preloaded_data_multithread", staticmethod(lambda *args: go.wait() and write(*args))
+        )
+        with engine(mimo(tmp_path / "model")) as made:
+            saving = made.begin_save(tmp_path / "checkpoint", beside=True)
+            assert not saving.written()
+            assert not (tmp_path / "checkpoint").exists()
+            go.set()
+            saving.finish()
+            assert made.restore(tmp_path / "checkpoint") == {}
+
+    def test_failure_is_told_when_it_is_finished(self, tmp_path, monkeypatch):
+        @staticmethod
+        def fail(*_):
+            raise OSError("disk full")
+
+        with engine(mimo(tmp_path / "model")) as made:
+            with monkeypatch.context() as patch:
+                patch.setattr(FileSystemWriterAsync, "write_preloaded_data_multithread", fail)
+                saving = made.begin_save(tmp_path / "checkpoint", beside=True)
+                with pytest.raises(RuntimeFailure, match="checkpoint was not written: rank 0: OSError: disk full"):
+                    saving.finish()
+            assert not (tmp_path / "checkpoint").exists()
+            made.save(tmp_path / "checkpoint", {"step": 1})
+            assert made.restore(tmp_path / "checkpoint") == {"step": 1}
+
+    def test_killed_writer_leaves_the_last_one(self, tmp_path):
+        """The process dies in the middle of the second checkpoint's shard."""
+        spawn = multiprocessing.get_context("spawn")
+        folder, root = mimo(tmp_path / "model"), tmp_path / "checkpoints"
+        child = spawn.Process(target=die_while_writing, args=(folder, root))
+        child.start()
+        child.join(120)
+        assert child.exitcode == -signal.SIGKILL
+        assert any((root / "second.partial").iterdir())
+        assert latest_checkpoint(root) == root / "first"
+        with engine(folder) as made:
+            assert made.restore(root / "first") == {"step": 1}
+            made.save(root / "second", {"step": 2})
+            assert made.restore(root / "second") == {"step": 2}
+        assert sorted(p.name for p in root.iterdir()) == ["first", "latest", "second"]
+
+
+def die_while_writing(folder, root):
+    with engine(folder) as made:
+        made.save(root / "first", {"step": 1})
+        publish_checkpoint(root / "first", keep=2)
+        filesystem_async.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        made.begin_save(root / "second", {"step": 2}, beside=True).finish()

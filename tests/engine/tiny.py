@@ -83,11 +83,14 @@ def engine(
 
 
 def gradients(made: MegatronEngine) -> dict[str, torch.Tensor]:
-    """The last update's gradients under Hugging Face names. The engine's weights are gone afterwards."""
-    with torch.no_grad():
+    """The last update's gradients under Hugging Face names (PEFT's, of adapters). The engine's weights are gone afterwards."""
+    with made.resident(), torch.no_grad():
         for parameter in made.module.parameters():
-            parameter.copy_(parameter.main_grad)
-    return {name: value.clone() for name, value in made.export()}
+            if parameter.requires_grad:
+                parameter.copy_(parameter.main_grad)
+    if made.config.lora is None:
+        return {name: value.clone() for name, value in made.export()}
+    return {name: value.clone() for stream in (made.export(["draft"]), made.export_adapter()) for name, value in stream}
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float) -> None:

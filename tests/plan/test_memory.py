@@ -94,6 +94,14 @@ def test_what_is_offloaded_moves_to_the_host_and_what_is_sharded_is_divided() ->
     assert (offloaded.optimizer, offloaded.host) == (0, plain.optimizer)
 
 
+def test_a_step_of_an_offloaded_optimizer_holds_the_masters_and_a_slice_of_moments() -> None:
+    """Which may be more than the activations that are gone by then: MiMo-7B with 1,024 tokens."""
+    few = plan.trainer_memory(recipe("train.parallel={tp: 1}", "train.offload.optimizer=true", "train.tokens_per_microbatch=1024"), MIMO)
+    assert few.step == 4 * families.count(MIMO)["total"] + 3 * (1 << 30)
+    assert few.step > few.activations + few.workspace
+    assert few.total == few.weights + few.gradients + few.step
+
+
 def test_mtp_layers_that_are_loaded_only_have_weights_and_nothing_else() -> None:
     trained, loaded, off = (
         plan.trainer_memory(recipe("train.parallel={tp: 1}", f"mtp.mode={mode}"), MIMO) for mode in ("isolated", "load", "off")
@@ -105,9 +113,11 @@ def test_mtp_layers_that_are_loaded_only_have_weights_and_nothing_else() -> None
 
 
 def test_an_adapter_trains_little() -> None:
-    memory = plan.trainer_memory(recipe("train.parallel={tp: 1}", "train.lora={rank: 8}"), MIMO)
+    memory = plan.trainer_memory(recipe("train.parallel={tp: 1}", "train.lora={rank: 8}", "mtp.mode=load"), MIMO)
     sides = 4096 + 48 * 128 + 4096 + 4096 + 4096 + 2 * 11008 + 11008 + 4096
     assert memory.gradients == 8 * 36 * sides * 4
+    with_mtp = plan.trainer_memory(recipe("train.parallel={tp: 1}", "train.lora={rank: 8}"), MIMO)
+    assert with_mtp.gradients - memory.gradients == 4 * families.count(MIMO)["mtp"]
 
 
 @pytest.mark.parametrize(("recompute", "smaller"), [("selective", 1.0), ("full", 0.15)])

@@ -13,8 +13,6 @@ def test_the_tiny_recipe_runs() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "train.lora={rank: 8}",
-        "train.offload={optimizer: true}",
         "sync.on_collapse=error",
         "sync.transport=nccl",
     ],
