@@ -26,7 +26,6 @@ from mtpctl.train.scoring import Scoring
 from mtpctl.train.sft import SftStage
 from mtpctl.train.state import RunState
 from mtpctl.train.trainer import TrainerGroup
-from mtpctl.train.unsupported import check_supported
 from mtpctl.train.weights import WeightSync
 
 INTERRUPTED = 130
@@ -35,7 +34,6 @@ INTERRUPTED = 130
 def run(recipe: Recipe, *, plain: bool = False) -> int:
     """Train as the recipe says. Returns the exit code: 0, or 130 after a stop that was asked for."""
     totals: dict[str, int] = {stage: getattr(recipe.train, stage).steps for stage in recipe.train.stages}
-    check_supported(recipe)
     check_installed(recipe)
     placement = place(recipe)
     fresh = not recipe.run_path.exists()
@@ -141,7 +139,12 @@ class Run:
     async def _start_rollout(self, stack: contextlib.AsyncExitStack) -> ReplicaPool:
         folder = str(self.prepared.model.path)
         pool = await start_pool(
-            self.recipe, model=folder, context=self.prepared.context, placement=self.placement, latest=self.store.latest
+            self.recipe,
+            model=folder,
+            context=self.prepared.context,
+            placement=self.placement,
+            latest=self.store.latest,
+            tokenizer=self.prepared.tokenizer,
         )
         stack.push_async_callback(pool.close)
         return pool

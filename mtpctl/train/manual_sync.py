@@ -113,12 +113,8 @@ async def _sync(
         say(f"trainer ready: {told['parameters']:,} parameters" + (f", of {source.checkpoint.name}" if source.checkpoint else ""))
         weights = WeightSync(recipe, trainer, pool, server, store.root)
         first = pool.version + 1 if urls else 1
-        done = []
-        for version in range(first, first + repeat):
-            done.append(
-                await _one(weights, version, verify or version == first, len(urls) or recipe.rollout.replicas + (server is not None))
-            )
-        return done
+        targets = len(urls) or recipe.rollout.replicas + (recipe.logprob.replicas if server is not None else 0)
+        return [await _one(weights, version, verify or version == first, targets) for version in range(first, first + repeat)]
 
 
 async def _one(weights: WeightSync, version: int, verify: bool, targets: int) -> Synced:
@@ -161,8 +157,9 @@ def render(done: list[Synced]) -> str:
     for sync in done:
         share = "" if sync.share is None else f", {sync.share:.0%} of the {sync.link_gb_per_s:.1f} GB/s that the link gives"
         lines.append(
-            f"version {sync.version} over {sync.transport} to {sync.targets} target(s): {sync.nbytes / 1e6:,.1f} MB in {sync.seconds:.3f} s "
-            f"(export {sync.export_seconds:.3f} s), {sync.gb_per_s:.2f} GB/s{share}; generation stood {sync.stall_seconds:.3f} s; "
+            f"version {sync.version} over {sync.transport} to {sync.targets} target(s): {sync.nbytes / 1e6:,.1f} MB "
+            f"in {sync.seconds:.3f} s (export {sync.export_seconds:.3f} s), {sync.gb_per_s:.2f} GB/s{share}; "
+            f"generation stood {sync.stall_seconds:.3f} s; "
             + (f"{sync.verified} tensors compared, all equal" if sync.verified else "not verified")
         )
     return "\n".join(lines)

@@ -18,6 +18,7 @@ from mtpctl.recipe import Recipe, RuntimeFailure
 from mtpctl.rl import Checker, has_signal
 from mtpctl.rollout import Generator
 from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.sync.acceptance import AcceptanceWatch
 from mtpctl.telemetry import Telemetry
 from mtpctl.train.buffer import Group, SampleBuffer
 from mtpctl.train.clock import BusyClock
@@ -61,6 +62,7 @@ class RlStage:
         self.admission = Admission(rl.prompts_per_step, asynchronous.sync_every, asynchronous.staleness)
         self.cursor = PromptCursor(prepared.problems.train, recipe.seed, shuffle=recipe.data.shuffle)
         self.clock = BusyClock()
+        self.acceptance = AcceptanceWatch()
         self._again: list[Group] = []
         self._gate = asyncio.Event()
         self._dropped = 0
@@ -132,6 +134,10 @@ class RlStage:
                 taken.create_task(self._take(sample))
 
     async def _take(self, sample: Sample) -> None:
+        if (collapse := self.acceptance.take(sample)) is not None:
+            if self.recipe.sync.on_collapse == "error":
+                raise RuntimeFailure(f"sync.on_collapse: {collapse}")
+            self.telemetry.event("alarm", str(collapse))
         if self.score is not None:
             sample = await self.score(sample)
         group = self.buffer.add(sample)
@@ -206,6 +212,7 @@ class RlStage:
         if self.recipe.rollout.speculation.auto:
             metrics |= await self._drafts()
         self.state.version += 1
+        self.acceptance.synced(self.state.version)
         self.admission.synced(self.buffer.pending)
         self._gate.set()
         return metrics

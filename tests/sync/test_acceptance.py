@@ -1,0 +1,58 @@
+"""A drafter that a sync left behind is noticed; noise, and a drafter that never was good, are not."""
+
+from __future__ import annotations
+
+from mtpctl.samples import Sample, Speculation
+from mtpctl.sync.acceptance import WINDOW, AcceptanceWatch, Collapse
+
+
+def sample(rate: float, versions: list[int], drafts: int = 50) -> Sample:
+    found = Sample("p", "g", [1])
+    for version in versions:
+        found.append([0] * 10, [0.0] * 10, version)
+    found.speculation = Speculation(drafts, int(rate * drafts), [int(rate * drafts)], drafts)
+    return found
+
+
+def feed(watch: AcceptanceWatch, rate: float, version: int, samples: int = 8) -> list[Collapse]:
+    return [collapse for _ in range(samples) if (collapse := watch.take(sample(rate, [version])))]
+
+
+def test_a_collapse_is_told_once_after_enough_drafts() -> None:
+    watch = AcceptanceWatch()
+    watch.synced(1)
+    assert not feed(watch, 0.8, 1)
+    watch.synced(2)
+    assert not feed(watch, 0.02, 2, samples=WINDOW // 50 - 1)
+    [collapse] = feed(watch, 0.02, 2)
+    assert (collapse.version, collapse.found, collapse.before) == (2, 0.02, 0.8)
+    assert "fell to 2.0% over the 200 drafts after the sync of version 2, from 80.0%" in str(collapse)
+
+
+def test_half_the_mean_is_no_collapse() -> None:
+    watch = AcceptanceWatch()
+    feed(watch, 0.8, 0)
+    watch.synced(1)
+    assert not feed(watch, 0.4, 1)
+
+
+def test_responses_of_the_version_before_do_not_count() -> None:
+    watch = AcceptanceWatch()
+    feed(watch, 0.8, 0)
+    watch.synced(1)
+    assert not [c for _ in range(20) if (c := watch.take(sample(0.0, [0])))]
+    assert not [c for _ in range(20) if (c := watch.take(sample(0.0, [0, 1])))]
+    assert [c for _ in range(20) if (c := watch.take(sample(0.0, [0, 1, 1])))]
+
+
+def test_a_drafter_that_never_was_good_cannot_collapse() -> None:
+    watch = AcceptanceWatch()
+    feed(watch, 0.06, 0)
+    watch.synced(1)
+    assert not feed(watch, 0.0, 1)
+
+
+def test_a_slow_decline_between_syncs_is_no_collapse() -> None:
+    watch = AcceptanceWatch()
+    for rate in (0.8, 0.5, 0.2):
+        assert not feed(watch, rate, 0)
