@@ -72,6 +72,13 @@ class Sample:
         else:
             self.version_spans.append(VersionSpan(start, end, version))
 
+    def cut(self, length: int) -> None:
+        """Drop response tokens from `length` on, with all that belongs to them; what was speculated stays counted."""
+        del self.response_ids[length:], self.loss_mask[length:], self.behaviour_logprobs[length:]
+        self.version_spans = [span for span in self.version_spans if span.start < length]
+        if self.version_spans:
+            self.version_spans[-1].end = min(self.version_spans[-1].end, length)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
         return asdict(self)

@@ -61,3 +61,14 @@ def test_samples_share_no_lists() -> None:
     first.append([1], [-0.1], version=0)
     first.speculation.drafted = 3
     assert second.response_ids == [] and second.speculation.drafted == 0
+
+
+def test_what_is_cut_takes_all_that_belongs_to_it() -> None:
+    sample = Sample("p", "g", [1])
+    sample.append([5, 6], [-1.0, -2.0], 1)
+    sample.append([7, 8], [-3.0, -4.0], 2)
+    sample.cut(3)
+    assert (sample.response_ids, sample.behaviour_logprobs, sample.loss_mask) == ([5, 6, 7], [-1.0, -2.0, -3.0], [1, 1, 1])
+    assert sample.version_spans == [VersionSpan(0, 2, 1), VersionSpan(2, 3, 2)]
+    sample.cut(2)
+    assert sample.version_spans == [VersionSpan(0, 2, 1)]

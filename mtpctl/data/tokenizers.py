@@ -21,7 +21,9 @@ BYTE_VOCAB_SIZE = 259
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. `vocab_size` is one more than the largest id."""
+    """Text to ids and back. `name` is the folder or hub id; `vocab_size` is one more than the largest id."""
+
+    name: str
 
     @property
     def eos_id(self) -> int: ...

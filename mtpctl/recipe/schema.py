@@ -198,6 +198,10 @@ class RolloutBase(Section):
     max_tokens: PositiveInt = Field(1024, description="Response tokens, at most.")
     context: PositiveInt | None = Field(None, description="Prompt and response tokens, at most; default: the model's.")
     stop: list[str] = Field([], description="Strings that end a response.")
+    environment: Literal["single", "calculator"] = Field(
+        "single", description="What answers the model's turns. single: nothing; calculator: computes what stands in <calc>…</calc>."
+    )
+    max_turns: PositiveInt = Field(8, description="Turns of the model in one response, with an environment.")
     dtype: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: the trainer's precision.")
     max_in_flight: PositiveInt = Field(256, description="Requests an engine works on at once.")
     kv_cache_bytes: PositiveInt | None = Field(None, description="KV cache of each engine; default: by gpu_memory.")
@@ -221,7 +225,7 @@ class SglangConfig(RolloutBase):
     engine: Literal["sglang"] = Field("sglang", description="What generates.")
     python: str | None = Field(None, description="Interpreter of the environment that holds SGLang.")
     draft_top_k: PositiveInt = Field(1, description="Branches that each step of the draft tree grows; 1: a chain.")
-    draft_steps: PositiveInt | None = Field(None, description="Steps of the draft tree; default, and the only choice for a chain: num_tokens.")
+    draft_steps: PositiveInt | None = Field(None, description="Steps of the draft tree; default, and a must for a chain: num_tokens.")
 
 
 RolloutConfig = Annotated[VllmConfig | SglangConfig, Field(discriminator="engine")]

@@ -20,7 +20,8 @@ from typing import Any
 from mtpctl.cluster import Lifecycle, Replicas, Seat, start_all
 from mtpctl.recipe import RuntimeFailure
 from mtpctl.rollout.actor import Replica
-from mtpctl.rollout.protocol import ABORTED, EngineDead, Health, SpecStats
+from mtpctl.rollout.environments import Turns
+from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Health, SpecStats
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import PauseMode, TargetDirty
@@ -37,7 +38,16 @@ Latest = Callable[[], Manifest | None]
 class ReplicaPool:
     """Engines behind one face. Make it with `await ReplicaPool.start(…)`, and end it with `await pool.close()`."""
 
-    def __init__(self, replicas: list[Replica], start: Starter, latest: Latest, *, max_in_flight: int, max_restarts: int) -> None:
+    def __init__(
+        self,
+        replicas: list[Replica],
+        start: Starter,
+        latest: Latest,
+        *,
+        max_in_flight: int,
+        max_restarts: int,
+        turns: Turns | None = None,
+    ) -> None:
         self._replicas = Replicas(
             replicas,
             Lifecycle(
@@ -52,6 +62,7 @@ class ReplicaPool:
         )
         self._latest = latest
         self._max_in_flight = max_in_flight
+        self._turns = turns
         self._groups: Counter[tuple[int, str]] = Counter()
         self._running = asyncio.Event()
         self._running.set()
@@ -60,13 +71,16 @@ class ReplicaPool:
         self._version = 0
 
     @classmethod
-    async def start(cls, start: Starter, count: int, *, latest: Latest, max_in_flight: int, max_restarts: int = 3) -> ReplicaPool:
+    async def start(
+        cls, start: Starter, count: int, *, latest: Latest, max_in_flight: int, max_restarts: int = 3, turns: Turns | None = None
+    ) -> ReplicaPool:
         """Start `count` replicas with `start(index)`, at once.
 
-        `latest` gives the newest published version, which a restarted replica takes in before it serves.
+        `latest` gives the newest published version, which a restarted replica takes in before it serves. `turns` goes on with
+        responses of several turns; none: a response is one turn.
         """
         replicas = await start_all(start, lambda replica: replica.shutdown(), count)
-        return cls(replicas, start, latest, max_in_flight=max_in_flight, max_restarts=max_restarts)
+        return cls(replicas, start, latest, max_in_flight=max_in_flight, max_restarts=max_restarts, turns=turns)
 
     # ------------------------------------------------------------------------------------------------- generation
 
@@ -117,9 +131,11 @@ class ReplicaPool:
                 task.cancel()
 
     async def sample(self, request: GenerationRequest) -> Sample:
-        """One request's finished sample, whatever happens to the replicas on the way."""
+        """One request's finished sample, turn after turn, whatever happens to the replicas on the way."""
         clock = asyncio.get_running_loop().time
         until = clock() + request.deadline_s
+        if self._turns is not None:
+            request = replace(request, stop=[*request.stop, *self._turns.stop])
         while True:
             await self._running.wait()
             seat = await self._take(request.sample.group_id)
@@ -133,9 +149,19 @@ class ReplicaPool:
                 continue
             finally:
                 await self._give(seat, request.sample.group_id)
-            if sample.finish_reason != ABORTED:
+            if sample.finish_reason != ABORTED and not await self._next_turn(sample, until - clock()):
                 return sample
             request = replace(request, sample=sample)
+
+    async def _next_turn(self, sample: Sample, seconds: float) -> bool:
+        """Whether an environment has answered, and the model goes on. An answer that takes too long ends the response."""
+        if self._turns is None or sample.finish_reason != "stop":
+            return False
+        try:
+            return await asyncio.wait_for(self._turns.go_on(sample), max(seconds, 0.0))
+        except TimeoutError:
+            sample.finish_reason = DEADLINE
+            return False
 
     async def _take(self, group: str) -> Seat[Replica]:
         """A replica with room, counted as busier by one."""

@@ -131,6 +131,7 @@ class SampleFile:
             "text": text,
             "tokens": sample.response_ids,
             "behaviour_logprobs": sample.behaviour_logprobs,
+            "loss_mask": sample.loss_mask,
             "finish_reason": sample.finish_reason,
             "version_spans": [asdict(span) for span in sample.version_spans],
             "speculation": asdict(sample.speculation),

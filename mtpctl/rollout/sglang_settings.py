@@ -27,8 +27,12 @@ class SglangSettings:
         return str(self.args["model_path"])
 
 
-def sglang_settings(rollout: SglangConfig, *, model: str, precision: Literal["fp32", "bf16"], seed: int = 0) -> SglangSettings:
+def sglang_settings(
+    rollout: SglangConfig, *, model: str, precision: Literal["fp32", "bf16"], seed: int = 0, tokenizer: str | None = None
+) -> SglangSettings:
     """Options of one engine. What `rollout.engine_args` names wins over everything chosen here.
+
+    `tokenizer` is the folder or hub id of another tokenizer than the model's; stop strings need one.
 
     A draft tree of `speculation.num_tokens` nodes grows over `draft_steps` steps with `draft_top_k` branches each; with one branch it
     is a chain, of as many steps as tokens.
@@ -50,6 +54,8 @@ def sglang_settings(rollout: SglangConfig, *, model: str, precision: Literal["fp
         "weight_version": "0",
         "log_level": "warning",
     }
+    if tokenizer is not None:
+        args["tokenizer_path"] = tokenizer
     if rollout.context is not None:
         args["context_length"] = rollout.context
     if k:

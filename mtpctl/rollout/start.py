@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from itertools import count
 from math import ceil
+from typing import Protocol
 
 from mtpctl.cluster import within
 from mtpctl.plan import Placement
 from mtpctl.recipe import Recipe
 from mtpctl.recipe.schema import SglangConfig
 from mtpctl.rollout.actor import EngineSettings, Replica, start_replica
+from mtpctl.rollout.environments import Text, Turns, environment_of
 from mtpctl.rollout.pool import Latest, ReplicaPool
 from mtpctl.rollout.sglang_settings import sglang_settings
 from mtpctl.rollout.vllm_settings import engine_settings
@@ -18,31 +20,52 @@ WAITING_SHARE = 1 / 16
 """Requests that wait in an engine, over those that it works on."""
 
 
+class NamedText(Text, Protocol):
+    """A tokenizer, and the folder or hub id that it is loaded from."""
+
+    name: str
+
+
 async def start_pool(
-    recipe: Recipe, *, model: str, context: int, placement: Placement, latest: Latest, seed: int | None = None
+    recipe: Recipe,
+    *,
+    model: str,
+    context: int,
+    placement: Placement,
+    latest: Latest,
+    seed: int | None = None,
+    tokenizer: NamedText | None = None,
 ) -> ReplicaPool:
     """Start the recipe's engines on the model in the folder `model`, each with a random stream of its own.
 
-    `seed` stands in for the recipe's. A replica that restarts takes in `latest`, and does not repeat the draws of the one
-    before it. Raises RuntimeFailure where an engine does not start in time, UserError for what an engine cannot do.
+    `tokenizer` is what stop strings and an environment need; `seed` stands in for the recipe's. A replica that restarts takes in
+    `latest`, and does not repeat the draws of the one before it.
+
+    Raises RuntimeFailure where an engine does not start in time, UserError for what an engine cannot do.
     """
     rollout = recipe.rollout
     first = recipe.seed if seed is None else seed
     seat = placement.of("rollout")[0]
     options = {"num_cpus": seat.cpus * rollout.tp, "num_gpus": seat.gpus * rollout.tp}
     starts = count()
+    environment = environment_of(rollout)
+    stop = [*rollout.stop, *(environment.stop if environment else ())]
+    assert not stop or tokenizer is not None, "stop strings and environments read and write text"
+    turns = Turns(environment, tokenizer, rollout.max_turns) if environment and tokenizer else None
+    named = tokenizer.name if stop and tokenizer else None
 
     def settings() -> EngineSettings:
         stream = (first + 1_000_003 * next(starts)) % (1 << 31)
-        sized = rollout.model_copy(update={"context": context})
+        sized = rollout.model_copy(update={"context": context, "stop": stop})
+        precision = recipe.train.precision
         if isinstance(sized, SglangConfig):
-            return sglang_settings(sized, model=model, precision=recipe.train.precision, seed=stream)
-        return engine_settings(sized, model=model, precision=recipe.train.precision, device=placement.device, seed=stream)
+            return sglang_settings(sized, model=model, precision=precision, seed=stream, tokenizer=named)
+        return engine_settings(sized, model=model, precision=precision, device=placement.device, seed=stream, tokenizer=named)
 
     async def start(index: int) -> Replica:
         return await start_replica(settings(), name=f"rollout replica {index}", options=options)
 
     # A few requests wait inside each engine, so that no place of it stands empty while an answer travels back.
     room = rollout.max_in_flight + ceil(WAITING_SHARE * rollout.max_in_flight)
-    starting = ReplicaPool.start(start, rollout.replicas, latest=latest, max_in_flight=room, max_restarts=rollout.max_restarts)
+    starting = ReplicaPool.start(start, rollout.replicas, latest=latest, max_in_flight=room, max_restarts=rollout.max_restarts, turns=turns)
     return await within(starting, recipe.cluster.actor_deadline_s, "rollout, start")

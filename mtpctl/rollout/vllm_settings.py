@@ -37,9 +37,17 @@ class VllmSettings:
 
 
 def engine_settings(
-    rollout: VllmConfig, *, model: str, precision: Literal["fp32", "bf16"], device: Literal["cpu", "cuda"], seed: int = 0
+    rollout: VllmConfig,
+    *,
+    model: str,
+    precision: Literal["fp32", "bf16"],
+    device: Literal["cpu", "cuda"],
+    seed: int = 0,
+    tokenizer: str | None = None,
 ) -> VllmSettings:
     """Options of one engine. What `rollout.engine_args` names wins over everything chosen here.
+
+    `tokenizer` is the folder or hub id of another tokenizer than the model's; stop strings need one.
 
     On a CPU the engine runs with few threads beside a trainer on the same cores: no compilation, no prefix cache (its
     blocks hold 128 tokens), a fixed KV cache, and the core in the actor's own process.
@@ -70,6 +78,8 @@ def engine_settings(
         args |= {"async_scheduling": ahead, "scheduler_cls": SCHEDULERS[ahead]}
         if not args["enforce_eager"]:
             args["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(k, rollout.max_in_flight)}
+    if tokenizer is not None:
+        args["tokenizer"] = tokenizer
     if rollout.context is not None:
         args["max_model_len"] = rollout.context
     if rollout.kv_cache_bytes is not None or cpu:

@@ -141,6 +141,7 @@ def _origin(recipe: Recipe, source: Source) -> Origin:
             "context": source.context,
             "seed": recipe.seed,
             "sampling": [rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens, rollout.stop],
+            "environment": [rollout.environment, rollout.max_turns] if rollout.environment != "single" else [],
             "prompt": [data.chat_template, data.system_prompt],
             "checker": data.checker,
         },
@@ -162,7 +163,13 @@ def _generate(
             # Another stream of random numbers than the one that made what is there already.
             seed = recipe.seed + 7919 * file.tally.samples
             starting = start_pool(
-                recipe, model=str(source.model.path), context=source.context, placement=placement, latest=store.latest, seed=seed
+                recipe,
+                model=str(source.model.path),
+                context=source.context,
+                placement=placement,
+                latest=store.latest,
+                seed=seed,
+                tokenizer=source.tokenizer,
             )
             pool, manifest = await asyncio.gather(starting, _published(recipe, source, store))
             stack.push_async_callback(pool.close)

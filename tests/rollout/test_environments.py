@@ -1,0 +1,197 @@
+"""Responses of several turns: what the environment says is in them, masked, in its place, and nothing else changes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtpctl.data import load_tokenizer, make_byte_tokenizer
+from mtpctl.rollout import ABORTED, DEADLINE, EngineDead, ReplicaPool, VllmEngine, VllmSettings
+from mtpctl.rollout.environments import Calculator, Turns, compute, last_turn, turns
+from mtpctl.samples import GenerationRequest, Sample, VersionSpan
+from tests.rollout.checkpoints import Tensors, cycle_tensors, tiny_config, write_checkpoint
+from tests.rollout.conftest import Loop, cpu_settings
+from tests.rollout.fake_replica import FakeReplica
+
+EOS = 258
+
+
+class Bytes:
+    """Text as its bytes; ids above are left out."""
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode()
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"), [("1+2", 3), ("2*(3-5)", -4), ("7/2", 3.5), ("7//2", 3), ("-3 % 5", 2), (" 12 ", 12), ("1.5*4", 6)]
+)
+def test_the_calculator_computes(expression: str, value: float) -> None:
+    assert compute(expression) == value
+
+
+@pytest.mark.parametrize(
+    "turn", ["1/0", "2**999", "x", "", "__import__('os')", "1+", "(" * 150, "9" * 300, "10.0**400", "1 if 2 else 3", "True", "1j", "\x00"]
+)
+def test_whatever_the_model_writes_is_answered(turn: str) -> None:
+    assert Calculator().reply(f"so <calc>{turn}</calc>") == "<result>error</result>"
+
+
+def test_the_last_call_of_a_turn_is_answered() -> None:
+    calculator = Calculator()
+    assert calculator.reply("<calc>1</calc> no, <calc>2*21</calc>") == "<result>42</result>"
+    assert calculator.reply("<calc>1/8</calc>") == "<result>0.125</result>"
+
+
+def sample_of(text: str, reason: str = "stop") -> Sample:
+    sample = Sample("p", "g", [1])
+    sample.append(list(text.encode()), [-0.5] * len(text), 3)
+    sample.finish_reason = reason
+    return sample
+
+
+def test_an_answer_is_appended_masked_and_under_the_version_of_its_turn() -> None:
+    sample = sample_of("a <calc>6*7</calc>")
+    assert asyncio.run(Turns(Calculator(), Bytes(), 4).go_on(sample))
+    answer = len("<result>42</result>")
+    assert Bytes().decode(sample.response_ids) == "a <calc>6*7</calc><result>42</result>"
+    assert sample.loss_mask == [1] * 18 + [0] * answer
+    assert sample.behaviour_logprobs == [-0.5] * 18 + [0.0] * answer
+    assert sample.version_spans == [VersionSpan(0, 18 + answer, 3)]
+    assert (last_turn(sample), turns(sample)) == (18 + answer, 1)
+
+
+def test_what_was_written_behind_the_call_is_dropped() -> None:
+    sample = sample_of("<calc>1</calc>xyz")
+    assert asyncio.run(Turns(Calculator(), Bytes(), 4).go_on(sample))
+    assert Bytes().decode(sample.response_ids) == "<calc>1</calc><result>1</result>"
+    assert len(sample.loss_mask) == len(sample.behaviour_logprobs) == len(sample.response_ids)
+
+
+def test_a_turn_without_a_call_ends_the_response() -> None:
+    sample = sample_of("the answer is 42")
+    assert not asyncio.run(Turns(Calculator(), Bytes(), 4).go_on(sample))
+    assert sample.finish_reason == "stop"
+
+
+def test_there_are_so_many_turns_and_no_more() -> None:
+    playing, sample = Turns(Calculator(), Bytes(), 2), sample_of("<calc>1</calc>")
+    assert asyncio.run(playing.go_on(sample))
+    sample.append(list(b"<calc>2</calc>"), [-1.0] * 14, 3)
+    assert turns(sample) == 2
+    assert not asyncio.run(playing.go_on(sample))
+
+
+class Scripted(FakeReplica):
+    """Says its lines: one turn a call, chosen by how many turns the response has. Dies, aborts or is slow where it is told to."""
+
+    def __init__(self, lines: list[str], faults: dict[int, str] | None = None) -> None:
+        super().__init__()
+        self.lines, self.faults, self.calls = lines, faults or {}, 0
+
+    async def generate(self, request: GenerationRequest) -> Sample:
+        fault, self.calls = self.faults.get(self.calls), self.calls + 1
+        if fault == "dies":
+            raise EngineDead("killed")
+        sample = request.sample
+        said = Bytes().decode([token for token, mask in zip(sample.response_ids, sample.loss_mask, strict=True) if mask])
+        due = "".join(self.lines)[len(said) :]
+        line = next(line for place, line in enumerate(self.lines) if len("".join(self.lines[: place + 1])) > len(said))
+        line = line if due.startswith(line) else due[: len("".join(self.lines[: self.lines.index(line) + 1])) - len(said)]
+        if fault == ABORTED:
+            line = line[:3]
+        assert request.stop == ["</calc>"]
+        sample.append(list(line.encode()), [-1.0] * len(line), 0)
+        sample.finish_reason = fault or "stop"
+        return sample
+
+
+LINES = ["<calc>2*3</calc>", "then <calc>6+1</calc>", "#7"]
+WHOLE = "<calc>2*3</calc><result>6</result>then <calc>6+1</calc><result>7</result>#7"
+
+
+async def play(replica: Any, environment: Any, seconds: float = 60.0) -> Sample:
+    async def start(index: int) -> Any:
+        return replica
+
+    pool = await ReplicaPool.start(start, 1, latest=lambda: None, max_in_flight=4, turns=Turns(environment, Bytes(), 8))
+
+    async def one() -> AsyncIterator[GenerationRequest]:
+        yield GenerationRequest(Sample("p", "g", [1]), 500, deadline_s=seconds)
+
+    try:
+        return await anext(pool.generate(one()))
+    finally:
+        await pool.close()
+
+
+@pytest.mark.parametrize("faults", [{}, {1: "dies"}, {0: ABORTED, 2: ABORTED}, {0: ABORTED, 1: "dies", 3: ABORTED}])
+def test_turns_go_on_through_aborts_and_deaths(faults: dict[int, str]) -> None:
+    sample = asyncio.run(play(Scripted(LINES, faults), Calculator()))
+    assert Bytes().decode(sample.response_ids) == WHOLE
+    assert sample.finish_reason == "stop"
+    said = bytes(token for token, mask in zip(sample.response_ids, sample.loss_mask, strict=True) if mask).decode()
+    assert said == "".join(LINES)
+    assert [logprob for logprob, mask in zip(sample.behaviour_logprobs, sample.loss_mask, strict=True) if not mask] == [0.0] * (
+        len(WHOLE) - len(said)
+    )
+
+
+def test_an_answer_that_takes_too_long_ends_the_response() -> None:
+    class Slow(Calculator):
+        def reply(self, turn: str) -> str | None:
+            time.sleep(0.3)
+            return super().reply(turn)
+
+    sample = asyncio.run(play(Scripted(LINES), Slow(), seconds=0.1))
+    assert sample.finish_reason == DEADLINE
+    assert Bytes().decode(sample.response_ids) == LINES[0]
+
+
+def chain_tensors(config: dict[str, Any], follows: dict[int, int]) -> Tensors:
+    """A model that says `follows[token]` after `token`, and drafts it."""
+    tensors = cycle_tensors(config, 0, 0)
+    embedding = tensors["model.embed_tokens.weight"]
+    head = torch.zeros_like(embedding)
+    for before, after in follows.items():
+        head[after] += 2 * embedding[before]
+    tensors["lm_head.weight"] = head
+    return tensors
+
+
+def test_a_real_engine_hands_over_at_the_stop_string_and_goes_on_behind_the_answer(
+    start_engine: Callable[[VllmSettings], VllmEngine], run: Loop, tmp_path: Path
+) -> None:
+    config = tiny_config(hidden_size=320, num_attention_heads=10, num_key_value_heads=2, vocab_size=320, num_hidden_layers=1)
+    # Behind `=` the model would go on with `~~~…`: drafts of it are accepted in the step that writes `=`.
+    text = [*b"?1+2=~~"]
+    follows = dict(pairwise(text)) | dict(zip([*b"\n#9"], [*b"#9", EOS], strict=True))
+    folder = write_checkpoint(tmp_path / "model", config, chain_tensors(config, follows))
+    make_byte_tokenizer(folder)
+    environment = Calculator(opening="", closing="=", answer="{}\n")
+    engine = start_engine(cpu_settings(folder, k=2, stop=["="]))
+
+    async def drive() -> Sample:
+        async def start(index: int) -> Any:
+            return engine
+
+        playing = Turns(environment, load_tokenizer(folder), 8)
+        pool = await ReplicaPool.start(start, 1, latest=lambda: None, max_in_flight=4, turns=playing)
+        return await pool.sample(GenerationRequest(Sample("p", "g", [*b"Q?"]), 64, stop_token_ids=[EOS]))
+
+    sample = run(drive())
+    assert sample.response_ids == [*b"1+2=3\n#9", EOS]
+    assert sample.loss_mask == [1, 1, 1, 1, 0, 0, 1, 1, 1]
+    assert sample.finish_reason == "stop"
+    assert max(abs(logprob) for logprob in sample.behaviour_logprobs) < 1e-4
+    assert sample.speculation.accepted > 0
