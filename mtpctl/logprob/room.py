@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mtpctl.logprob.protocol import QueueFull
 from mtpctl.logprob.queue import FairQueue
@@ -14,10 +14,11 @@ SMOOTHING = 0.8
 """Weight of what came before in the running mean of the replicas' rate."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Room:
     tokens: int
-    granted: asyncio.Future[None] = field(repr=False)
+    granted: asyncio.Future[None]
+    given: bool = False
 
 
 class BoundedQueue(FairQueue):
@@ -45,15 +46,16 @@ class BoundedQueue(FairQueue):
         try:
             await room.granted
         finally:
-            if room in self.rooms:
-                self.rooms.remove(room)
-            else:
+            if room.given:
                 self.granted -= room.tokens
+            else:
+                self.rooms.remove(room)
 
     def give_room(self) -> None:
         """Let those who wait for room go on, in turn, as far as there is some. Called whenever something left."""
         while self.rooms and not self._full(self.rooms[0].tokens):
             room = self.rooms.popleft()
+            room.given = True
             self.granted += room.tokens
             if not room.granted.done():
                 room.granted.set_result(None)

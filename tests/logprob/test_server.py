@@ -42,6 +42,8 @@ class FakeRank:
             raise self.refuse
         self.incoming = version
 
+    def receive(self, *indices: int) -> None: ...
+
     def finish_update(self) -> None:
         self.version = self.incoming
 
@@ -146,6 +148,16 @@ async def test_a_full_queue_refuses_over_http_and_makes_callers_wait_inside() ->
     assert full.value.retry_after_s >= 1
     assert len(await asyncio.gather(*tasks)) == 20
     assert server.queue.tokens == 0 and server.queue.granted == 0
+    await server.close()
+
+
+@settled
+async def test_many_may_wait_for_room() -> None:
+    """What one of them costs does not grow with how many there are."""
+    server = await serve(Started(), queue_tokens=1_000)
+    async with asyncio.timeout(10):
+        assert len(await asyncio.gather(*(server.score(request(20)) for _ in range(20_000)))) == 20_000
+    assert server.queue.granted == 0 and not server.queue.rooms
     await server.close()
 
 
