@@ -43,7 +43,7 @@ class _GatedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, both: Tensor, scale: Tensor | None) -> Tensor:
-        ctx.save_for_backward(both, scale)
+        ctx.save_for_backward(both, scale)  # type: ignore[arg-type]
         return _fused(_product, both)(both, scale)
 
     @staticmethod
