@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtpctl.cli import bench_experiments, bench_logprob, bench_rollout, bench_sync
+from mtpctl.cli import bench_experiments, bench_logprob, bench_rollout, bench_sync, bench_update
 
 if TYPE_CHECKING:
     from mtpctl.bench.fused_kernels import Shape
@@ -112,3 +112,4 @@ app.command("compare")(bench_experiments.compare)
 app.command("rollout")(bench_rollout.rollout)
 app.command("sync-weights")(bench_sync.sync_weights)
 app.command("logprob")(bench_logprob.logprob)
+app.command("update")(bench_update.update)

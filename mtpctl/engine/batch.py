@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mtpctl.families import ModelShape
 from mtpctl.model.packing import Packing
 from mtpctl.recipe import UserError
 
@@ -65,6 +66,19 @@ class MicroBatch:
     order: list[int]
     lengths: list[int]
     drafts: list[DraftRows]
+
+
+def check(sequences: list[Sequence], shape: ModelShape) -> None:
+    """Raise UserError for what the model cannot read: on a card a token id outside the vocabulary ends the process without a word."""
+    for i, sequence in enumerate(sequences):
+        if len(sequence.token_ids) > shape.max_positions:
+            raise UserError(
+                f"sequence {i} has {len(sequence.token_ids)} tokens, the model's max_position_embeddings is {shape.max_positions}; "
+                "lower rollout.max_tokens or rollout.context"
+            )
+        if not 0 <= min(sequence.token_ids) <= max(sequence.token_ids) < shape.vocab:
+            strange = next(t for t in sequence.token_ids if not 0 <= t < shape.vocab)
+            raise UserError(f"sequence {i} has token id {strange}, the vocabulary has {shape.vocab}; is model.tokenizer the model's own?")
 
 
 def partition(lengths: list[int], tokens_per_microbatch: int, dp: int) -> list[list[list[int]]]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from mtpctl.convert import HfFolder, WeightBridge, export_adapter, fingerprint
 from mtpctl.engine import checkpoint
 from mtpctl.engine import parallel as groups
-from mtpctl.engine.batch import MicroBatch, Sequence, pack, partition
+from mtpctl.engine.batch import MicroBatch, Sequence, check, pack, partition
 from mtpctl.engine.chunks import over_chunks
 from mtpctl.engine.objective import Objective, Sums
 from mtpctl.engine.offload import HostMemory, hold, release
@@ -33,7 +33,6 @@ from mtpctl.engine.optimizer import Optimizer
 from mtpctl.engine.optimizer_state import set_step
 from mtpctl.kernels import LogProbOut, linear_logprob
 from mtpctl.model import Hidden, MtpModel, attach_adapters, build_model, complete_config, draw_weights
-from mtpctl.recipe import UserError
 from mtpctl.recipe.schema import KernelsConfig, LoraConfig, MtpConfig, OffloadConfig, OptimizerConfig, ParallelConfig
 
 
@@ -339,28 +338,13 @@ class MegatronEngine:
     # -------------------------------------------------------------------------------------------------------- passes
 
     def _micro_batches(self, sequences: list[Sequence], depths: int) -> list[MicroBatch]:
-        self._check(sequences)
+        check(sequences, self.folder.shape)
         lengths = [len(s.token_ids) for s in sequences]
         dp, dp_rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         parts = partition(lengths, self.config.tokens_per_microbatch, dp)[dp_rank]
         cp, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
         split = self.config.parallel.tp if self.transformer.sequence_parallel else 1
         return [pack(sequences, part, depths, self.device, cp_rank=cp_rank, cp=cp, tp=split) for part in parts if part]
-
-    def _check(self, sequences: list[Sequence]) -> None:
-        """On a card a token id outside the vocabulary ends the process without a word."""
-        shape = self.folder.shape
-        for i, sequence in enumerate(sequences):
-            if len(sequence.token_ids) > shape.max_positions:
-                raise UserError(
-                    f"sequence {i} has {len(sequence.token_ids)} tokens, the model's max_position_embeddings is {shape.max_positions}; "
-                    "lower rollout.max_tokens or rollout.context"
-                )
-            if not 0 <= min(sequence.token_ids) <= max(sequence.token_ids) < shape.vocab:
-                strange = next(t for t in sequence.token_ids if not 0 <= t < shape.vocab)
-                raise UserError(
-                    f"sequence {i} has token id {strange}, the vocabulary has {shape.vocab}; is model.tokenizer the model's own?"
-                )
 
     def _run(self, micros: list[MicroBatch], loss: Any, *, forward_only: bool) -> Sums:
         """Run the pipeline schedule over the micro-batches. Returns the metric sums over all of them and all dp ranks."""
@@ -387,23 +371,7 @@ class MegatronEngine:
         for part in parts:
             for name, value in part.items():
                 sums[name] = sums[name] + value if name in sums else value
-        return self._reduced(sums)
-
-    def _reduced(self, sums: Sums) -> Sums:
-        """Summed over dp, and known on every pipeline stage."""
-        if dist.get_world_size() == 1:
-            return sums
-        names = sorted(sums)
-        if names:
-            flat = torch.stack([sums[name].float() for name in names])
-            dist.all_reduce(flat, group=parallel_state.get_data_parallel_group())
-            sums = dict(zip(names, flat, strict=True))
-        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-            told = [{name: value.item() for name, value in sums.items()}]
-            last = parallel_state.get_pipeline_model_parallel_last_rank()
-            dist.broadcast_object_list(told, src=last, group=parallel_state.get_pipeline_model_parallel_group())
-            sums = {name: torch.tensor(value) for name, value in told[0].items()}
-        return sums
+        return groups.reduced(sums)
 
     def _logprob(self, state: Tensor, head: Tensor, rows: Tensor, labels: Tensor, temperature: Any, **options: Any) -> LogProbOut:
         """Of `labels` under the states at `rows` of the whole micro-batch; the same on all tp and cp ranks."""
@@ -421,6 +389,8 @@ class MegatronEngine:
                 valid_vocab=self.folder.shape.vocab,
                 workspace_bytes=kernels.workspace_bytes,
                 implementation=kernels.linear_logprob,
+                # A tied head's gradient has another part, the embedding's, which autograd brings.
+                main_grad=not self.folder.shape.tied,
                 **options,
             )
 

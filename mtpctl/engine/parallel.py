@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from torch import Tensor
 
 from mtpctl.compat import cpu_device
 from mtpctl.recipe import ClusterResources
@@ -71,6 +72,23 @@ def start(rank: Rank, parallel: ParallelConfig) -> None:
 def expert_tp(parallel: ParallelConfig) -> int:
     """Over how many ranks one expert is split: with expert parallelism each is whole."""
     return 1 if parallel.ep > 1 else parallel.tp
+
+
+def reduced(sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Metric sums of the last pipeline stage, summed over dp, and known on every stage."""
+    if dist.get_world_size() == 1:
+        return sums
+    names = sorted(sums)
+    if names:
+        flat = torch.stack([sums[name].float() for name in names])
+        dist.all_reduce(flat, group=parallel_state.get_data_parallel_group())
+        sums = dict(zip(names, flat, strict=True))
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        told = [{name: value.item() for name, value in sums.items()}]
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast_object_list(told, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+        sums = {name: torch.tensor(value) for name, value in told[0].items()}
+    return sums
 
 
 def stop() -> None:

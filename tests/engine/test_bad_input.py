@@ -111,8 +111,9 @@ class Broken(NextToken):
 
 
 def skipped(made, objective):
-    """Whether an update says so, takes no step, and leaves every weight as it was."""
+    """Whether an update says so in finite numbers, takes no step, and leaves every weight as it was."""
     before = {name: value.clone() for name, value in made.module.named_parameters()}
     metrics = made.update(sequences(), objective)
     kept = all(torch.equal(value.nan_to_num(), before[name].nan_to_num()) for name, value in made.module.named_parameters())
-    return metrics["skipped"] == 1.0 and made.optimizer.steps == 0 and kept
+    finite = all(math.isfinite(value) for value in metrics.values())
+    return metrics["skipped"] == 1.0 and made.optimizer.steps == 0 and kept and finite

@@ -1,0 +1,55 @@
+"""`mtpctl bench update`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+_PARTS = ("params", "optimizer", "grads")
+
+
+def update(
+    model: Annotated[str, typer.Option("--model", help="Folder, or hub id whose sizes are known; its weights are not read.")] = "",
+    tokens: Annotated[int, typer.Option("--tokens", min=64, help="Packed tokens of the update.")] = 8192,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Samples of equal length that fill them.")] = 8,
+    precision: Annotated[str, typer.Option("--precision", help="fp32 or bf16.")] = "bf16",
+    lora: Annotated[int, typer.Option("--lora", min=0, help="Rank of the adapter that is trained; 0: all weights.")] = 0,
+    offload: Annotated[str, typer.Option("--offload", help="What lives in host memory: params, optimizer, grads, by commas.")] = "",
+    recompute: Annotated[str, typer.Option("--recompute", help="none, selective or full.")] = "none",
+    workspace_gib: Annotated[float, typer.Option("--workspace-gib", min=0.01, help="kernels.workspace_bytes.")] = 1.0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Whole updates with MTP on one device, weights random: time and memory, with an adapter or with what is offloaded."""
+    import tempfile
+    from pathlib import Path
+
+    from mtpctl.compat import cpu_device
+    from mtpctl.recipe.errors import UserError
+    from mtpctl.recipe.model_source import hf_config
+    from mtpctl.recipe.schema import LoraConfig, ModelConfig, OffloadConfig
+
+    parts = [part for part in offload.split(",") if part]
+    if unknown := [part for part in parts if part not in _PARTS]:
+        raise UserError(f"--offload: {unknown[0]} is none of {', '.join(_PARTS)}")
+    cpu = cpu_device.install()
+    config = hf_config(ModelConfig(path=model or "XiaomiMiMo/MiMo-7B-RL"), fetch=False)
+    if config is None:
+        raise UserError(f"--model: {model} is neither a folder with config.json nor a hub id whose sizes are known")
+    if cpu and not model:
+        raise UserError("--model: the default shape has 7.8 billion parameters and this machine no card; name a small model's folder")
+    from mtpctl.bench import train_step
+    from mtpctl.bench import update as bench
+
+    with tempfile.TemporaryDirectory() as scratch:
+        result = bench.measure(
+            train_step.shape_folder(config, Path(scratch)),
+            tokens=tokens,
+            count=samples,
+            precision=precision,
+            lora=LoraConfig(rank=lora, alpha=2.0 * lora) if lora else None,
+            offload=OffloadConfig(params="params" in parts, optimizer="optimizer" in parts, grads="grads" in parts),
+            workspace_bytes=int(workspace_gib * (1 << 30)),
+            recompute=recompute,
+        )
+    print(bench.as_json(result) if json else bench.table(result))

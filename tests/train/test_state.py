@@ -1,0 +1,116 @@
+"""Checkpoints of a run: what is in them, and when they count, written before the next step or beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mtpctl.recipe import RuntimeFailure
+from mtpctl.recipe.schema import TrainConfig
+from mtpctl.train.sft import check_applied
+from mtpctl.train.state import RunState
+from mtpctl.train.trainer import TrainerGroup
+
+
+class Trainer:
+    """Writes nothing but folders; a save takes until `written` is set, unless somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.path, self.folder = Path(), Path("none")
+        self.written, self.broken = False, False
+        self.published: list[str] = []
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if method == "begin_save":
+            assert not self.folder.exists(), "one at a time"
+            self.path = Path(args[0])
+            self.folder = self.path.with_name(self.path.name + ".partial")
+            self.folder.mkdir(parents=True)
+            return str(self.folder)
+        if method == "finish_save":
+            if self.broken:
+                raise RuntimeFailure(f"checkpoint {self.path} was not written: disk full")
+            if not (args[0] or self.written):
+                return False
+            if self.path.exists():
+                shutil.rmtree(self.path)
+            self.folder.rename(self.path)
+            return True
+        assert method == "publish_checkpoint"
+        self.published.append(Path(args[0]).name)
+        return None
+
+
+def run(tmp_path: Path, **fields: Any) -> tuple[RunState, Trainer, TrainerGroup]:
+    state, trainer = RunState(tmp_path, TrainConfig(checkpoint_every=2, **fields)), Trainer()
+    state.begin("sft")
+    return state, trainer, cast(TrainerGroup, trainer)
+
+
+async def step(state: RunState, trainer: TrainerGroup) -> None:
+    state.step += 1
+    await state.checkpoint_if_due(trainer)
+
+
+def test_a_checkpoint_counts_before_the_next_step(tmp_path: Path) -> None:
+    async def main() -> None:
+        state, trainer, group = run(tmp_path)
+        for _ in range(5):
+            await step(state, group)
+        assert trainer.published == ["sft-000002", "sft-000004"]
+        assert json.loads((tmp_path / "sft-000004" / "run.json").read_text())["step"] == 4
+
+    asyncio.run(main())
+
+
+def test_one_written_beside_counts_once_it_is_whole_with_the_state_it_was_begun_in(tmp_path: Path) -> None:
+    async def main() -> None:
+        state, trainer, group = run(tmp_path, async_save=True)
+        await step(state, group)
+        await step(state, group)
+        await step(state, group)
+        assert trainer.published == []
+        trainer.written = True
+        await step(state, group)
+        assert trainer.published == ["sft-000002"]
+        assert json.loads((tmp_path / "sft-000002" / "run.json").read_text())["step"] == 2
+
+    asyncio.run(main())
+
+
+def test_the_next_one_and_a_stop_wait_for_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        state, trainer, group = run(tmp_path, async_save=True)
+        for _ in range(4):
+            await step(state, group)
+        assert trainer.published == ["sft-000002"]
+        await state.checkpoint(group)
+        assert trainer.published == ["sft-000002", "sft-000004", "sft-000004"]
+
+    asyncio.run(main())
+
+
+def test_what_could_not_be_written_ends_the_run_at_the_next_step(tmp_path: Path) -> None:
+    async def main() -> None:
+        state, trainer, group = run(tmp_path, async_save=True)
+        await step(state, group)
+        await step(state, group)
+        trainer.broken = True
+        with pytest.raises(RuntimeFailure, match="was not written: disk full"):
+            await step(state, group)
+        assert trainer.published == []
+
+    asyncio.run(main())
+
+
+def test_skipped_updates_in_a_row_end_the_run_and_one_that_is_applied_begins_the_count_anew() -> None:
+    bad = 0
+    for skipped in (1.0, 1.0, 0.0, 1.0, 1.0):
+        bad = check_applied({"skipped": skipped}, bad, 3)
+    with pytest.raises(RuntimeFailure, match="3 updates in a row had a loss or gradient that is not finite"):
+        check_applied({"skipped": 1.0}, bad, 3)
