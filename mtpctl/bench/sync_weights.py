@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from mtpctl import families
 from mtpctl.recipe import Recipe, RuntimeFailure
-from mtpctl.sync import Manifest, Sent, SyncReport
+from mtpctl.sync import Manifest, Sender, Sent, SyncReport
 from mtpctl.sync.transports import PUSHED
 
 GIB = 1 << 30
@@ -118,7 +118,7 @@ def _trainer(pipe: Any, recipe_json: str, folder: str, visible: str) -> None:
             self.engine = MegatronEngine(HfFolder(Path(folder), config, families.shape_of(config)), settings)
 
         def take(self, transport: str) -> None:
-            if self.publisher is not None and transport in PUSHED:
+            if isinstance(self.publisher, Sender):
                 self.publisher.close()
             self.publisher, self.learned = None, False
             self.recipe = self.recipe.model_copy(update={"sync": self.recipe.sync.model_copy(update={"transport": transport})})
@@ -298,6 +298,8 @@ async def measure(options: Options, say: Callable[[str], None]) -> list[Result]:
     cuda = options.device == "cuda"
     trainer = Trainer(recipe, model, "0" if cuda else "")
     if cuda:
+        # This process may have looked at the cards before it tells the engine's which one is its own.
+        os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
         os.environ["CUDA_VISIBLE_DEVICES"] = "0" if options.shared else "1"
     try:
         if options.shared:

@@ -36,6 +36,7 @@ class WeightBridge:
         vllm_mimo.install()
         self.folder = folder
         self._bridge = AutoBridge.from_hf_pretrained(folder.path)
+        self._known: tuple[Any, list[Any]] | None = None
 
     def config(self) -> TransformerConfig:
         """A new Megatron config with this model's sizes, for the caller to complete and finalize."""
@@ -78,9 +79,15 @@ class WeightBridge:
             raise UserError(f"model.path: {path} lacks {_listed(lacks)}")
 
     def tasks(self, chunks: list[MegatronModule], *, dtype: torch.dtype | None = None) -> list[Any]:
-        """What the bridge does for each parameter of the whole model, in the same order on every rank."""
-        found = self._bridge._model_bridge.build_conversion_tasks(self._bridge.hf_pretrained, chunks, weight_dtype=dtype)
-        return [task for task in found if task is not None]
+        """What the bridge does for each parameter of the whole model, in the same order on every rank.
+
+        Found once for modules as they are: their names take longer to match than their weights to convert.
+        """
+        parameters = tuple(id(parameter) for chunk in chunks for parameter in chunk.parameters())
+        if self._known is None or self._known[0] != (parameters, dtype):
+            found = self._bridge._model_bridge.build_conversion_tasks(self._bridge.hf_pretrained, chunks, weight_dtype=dtype)
+            self._known = (parameters, dtype), [task for task in found if task is not None]
+        return self._known[1]
 
     def export(
         self, chunks: list[MegatronModule], *, dtype: torch.dtype | None = None, sections: Collection[str] = ("target", "draft")

@@ -28,12 +28,16 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A wire tensor of `shape`, cut along `dim`, in the live tensor `live`. No runs: another rank holds it."""
+    """A wire tensor of `shape` and `dtype` (None: the live one), cut along `dim`, in the live tensor `live`.
+
+    No runs: another rank holds it.
+    """
 
     live: torch.Tensor
     shape: tuple[int, ...]
     dim: int
     runs: tuple[Run, ...]
+    dtype: torch.dtype | None = None
 
     @property
     def outer(self) -> int:
@@ -69,7 +73,7 @@ class Place:
     def sums(self) -> list[Part]:
         """What this rank adds to the tensor's checksum."""
         numel = prod(self.shape)
-        return [summed(block, numel, self.columns, column) for column, block in self.blocks()]
+        return [summed(block.to(self.dtype or block.dtype), numel, self.columns, column) for column, block in self.blocks()]
 
 
 class Misfit(ValueError):

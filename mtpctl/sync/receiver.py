@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,9 +33,12 @@ def match(
     rename: Renamer | None = None,
     elsewhere: nn.Module | None = None,
     ranks: Ranks | None = None,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, Place]:
     """The place of every tensor of `plan` in `model`.
 
+    A tensor has the dtype of its place; of a model of `dtype`, one may also have that where the model keeps a wider one (the
+    decays of a gated delta net are float32 under bfloat16).
     Parameters that `elsewhere` holds too (a drafter's embedding and head are its target's) need not be in the plan.
     Raises PlanMismatch with everything that is wrong: names that resolve to nothing, shapes, dtypes, parameters that
     nothing fills.
@@ -51,7 +55,7 @@ def match(
             continue
         filled[id(live[slot.parameter])] |= {(slot.expert, part) for part in slot.parts or (None,)}
         try:
-            places[name] = _place(model, live[slot.parameter], slot, entry, ranks or Ranks())
+            places[name] = _place(model, live[slot.parameter], slot, entry, ranks or Ranks(), dtype)
         except (Misfit, vllm_experts.PackedExperts) as error:
             wrong.append(f"{name} {error}")
     for name, parameter in live.items():
@@ -65,15 +69,16 @@ def match(
     return places
 
 
-def _place(model: nn.Module, parameter: torch.Tensor, slot: Slot, entry: Entry, ranks: Ranks) -> Place:
+def _place(model: nn.Module, parameter: torch.Tensor, slot: Slot, entry: Entry, ranks: Ranks, own: torch.dtype | None) -> Place:
     live = parameter.data
     if slot.expert is not None:
         owner = model.get_submodule(slot.parameter.rpartition(".")[0])
         live = vllm_experts.plain_weight(owner, slot.parameter.rpartition(".")[2])
     place = find_place(model, live, slot, entry.shape, ranks)
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    if dtype != entry.dtype:
-        raise Misfit(f"is {entry.dtype}, {slot.parameter} is {dtype}")
+    wire = getattr(torch, entry.dtype)
+    if wire != live.dtype and not (wire == own and torch.promote_types(wire, live.dtype) == live.dtype):
+        raise Misfit(f"is {entry.dtype}, {slot.parameter} is {str(live.dtype).removeprefix('torch.')}")
+    place = replace(place, dtype=wire)
     if not place.live.is_contiguous():
         raise Misfit(f"belongs to {slot.parameter}, which does not lie in memory row by row")
     return place

@@ -18,7 +18,7 @@ from typing import Any
 
 from mtpctl.recipe import UserError
 from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import ABORTED_BY_SENDER, PauseMode, SyncError
+from mtpctl.sync.protocol import ABORTED_BY_SENDER, PauseMode, Section, SyncError
 from mtpctl.sync.session import SyncReport, or_cancel, update_target
 from mtpctl.sync.vllm_target import VllmTarget
 
@@ -90,7 +90,7 @@ class ServedEngine:
 
     def __init__(self, client: HttpClient, version: int, ranks: int, drafts: bool) -> None:
         self.client, self.ranks, self._paused = client, ranks, False
-        self._holds: Any = ("target", "draft") if drafts else ("target",)
+        self._holds: tuple[Section, ...] = ("target", "draft") if drafts else ("target",)
         self.target = VllmTarget(client, version, within=self._within, paused=lambda: self._paused, holds=self._holds)
 
     @classmethod

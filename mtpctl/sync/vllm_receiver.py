@@ -117,8 +117,9 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         rename = mapper.get_rename_mapper().map_name if mapper is not None else None
         elsewhere = self._default_model if self.model is not self._default_model else None
+        own = self.model_config.dtype if isinstance(self.model_config.dtype, torch.dtype) else None
         ranks = Ranks(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
-        return match(self.model, plan, rename=rename, elsewhere=elsewhere, ranks=ranks)
+        return match(self.model, plan, rename=rename, elsewhere=elsewhere, ranks=ranks, dtype=own)
 
     def _receive(self, step: Step) -> None:
         receiver = self._current
