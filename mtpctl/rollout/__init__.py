@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mtpctl.rollout.pool import ReplicaPool
     from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Generator, Health, SpecStats
     from mtpctl.rollout.sglang_engine import SglangEngine
-    from mtpctl.rollout.sglang_settings import SglangSettings, sglang_settings
+    from mtpctl.rollout.sglang_settings import SglangSettings, sglang_engine_settings
     from mtpctl.rollout.start import start_pool
     from mtpctl.rollout.vllm_engine import VllmEngine
     from mtpctl.rollout.vllm_settings import VllmSettings, engine_settings
@@ -33,7 +33,7 @@ _HOMES = {
     "start_pool": "start",
     "start_replica": "actor",
     "engine_settings": "vllm_settings",
-    "sglang_settings": "sglang_settings",
+    "sglang_engine_settings": "sglang_settings",
 }
 
 __all__ = [
@@ -52,7 +52,7 @@ __all__ = [
     "VllmEngine",
     "VllmSettings",
     "engine_settings",
-    "sglang_settings",
+    "sglang_engine_settings",
     "start_pool",
     "start_replica",
 ]

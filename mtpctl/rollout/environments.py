@@ -43,7 +43,7 @@ class Calculator:
     """Computes what the model writes between `opening` and `closing`, and answers with the result, or with `error`."""
 
     def __init__(self, opening: str = "<calc>", closing: str = "</calc>", answer: str = "<result>{}</result>") -> None:
-        self.stop = (closing,)
+        self.stop: Sequence[str] = (closing,)
         self._opening, self._closing, self._answer = opening, closing, answer
 
     def reply(self, turn: str) -> str | None:

@@ -27,7 +27,7 @@ class SglangSettings:
         return str(self.args["model_path"])
 
 
-def sglang_settings(
+def sglang_engine_settings(
     rollout: SglangConfig, *, model: str, precision: Literal["fp32", "bf16"], seed: int = 0, tokenizer: str | None = None
 ) -> SglangSettings:
     """Options of one engine. What `rollout.engine_args` names wins over everything chosen here.

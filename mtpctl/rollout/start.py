@@ -13,7 +13,7 @@ from mtpctl.recipe.schema import SglangConfig
 from mtpctl.rollout.actor import EngineSettings, Replica, start_replica
 from mtpctl.rollout.environments import Text, Turns, environment_of
 from mtpctl.rollout.pool import Latest, ReplicaPool
-from mtpctl.rollout.sglang_settings import sglang_settings
+from mtpctl.rollout.sglang_settings import sglang_engine_settings
 from mtpctl.rollout.vllm_settings import engine_settings
 
 WAITING_SHARE = 1 / 16
@@ -59,7 +59,7 @@ async def start_pool(
         sized = rollout.model_copy(update={"context": context, "stop": stop})
         precision = recipe.train.precision
         if isinstance(sized, SglangConfig):
-            return sglang_settings(sized, model=model, precision=precision, seed=stream, tokenizer=named)
+            return sglang_engine_settings(sized, model=model, precision=precision, seed=stream, tokenizer=named)
         return engine_settings(sized, model=model, precision=precision, device=placement.device, seed=stream, tokenizer=named)
 
     async def start(index: int) -> Replica:

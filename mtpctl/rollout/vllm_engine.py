@@ -7,6 +7,7 @@ import os
 from importlib.metadata import entry_points
 from typing import Any
 
+from mtpctl.compat import vllm_counts
 from mtpctl.recipe import EnvironmentMissing, UserError
 from mtpctl.rollout.engine import Engine, Stretch, check_options, speculation_counts
 from mtpctl.rollout.vllm_settings import VllmSettings
@@ -68,6 +69,8 @@ class VllmEngine(Engine):
         return _stretch(output.outputs[0])
 
     async def _abort(self, request_ids: list[str]) -> None:
+        if "speculative_config" in self._settings.args:
+            await vllm_counts.keep(self._llm, request_ids)
         await self._llm.abort(request_ids)
 
     def _adapter(self) -> Any:
@@ -101,7 +104,7 @@ class VllmEngine(Engine):
     async def pause(self, mode: PauseMode = "keep") -> None:
         """See `Engine.pause`."""
         if mode == "abort":
-            await self._within(self._llm.abort(list(self._in_flight)), "aborting responses")
+            await self._within(self._abort(list(self._in_flight)), "aborting responses")
         await self._within(self._llm.pause_generation(mode=mode, clear_cache=True), f"pausing ({mode})")
         self._paused = True
 

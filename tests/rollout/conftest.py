@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import pytest
 
 from mtpctl.recipe.schema import SglangConfig, SpeculationConfig, VllmConfig
-from mtpctl.rollout import SglangSettings, VllmSettings, engine_settings, sglang_settings
+from mtpctl.rollout import SglangSettings, VllmSettings, engine_settings, sglang_engine_settings
 from mtpctl.rollout.actor import EngineSettings
 from mtpctl.rollout.engine import Engine
 
@@ -29,7 +29,7 @@ def gpu_settings(folder: Path, *, k: int = 1, **rollout: Any) -> SglangSettings:
     engine_args = {"attention_backend": "triton", "mem_fraction_static": 0.2, "cuda_graph_max_bs": 16}
     options: dict[str, Any] = {"max_in_flight": 16, "context": 256, "engine_args": engine_args}
     config = SglangConfig(**options | {"speculation": SpeculationConfig(num_tokens=k)} | rollout)
-    return sglang_settings(config, model=str(folder), precision="bf16")
+    return sglang_engine_settings(config, model=str(folder), precision="bf16")
 
 
 class Loop:

@@ -8,11 +8,11 @@ import pytest
 
 from mtpctl.recipe import UserError
 from mtpctl.recipe.schema import SglangConfig
-from mtpctl.rollout import sglang_settings
+from mtpctl.rollout import sglang_engine_settings
 
 
 def args(**rollout: Any) -> dict[str, Any]:
-    return sglang_settings(SglangConfig(**rollout), model="m", precision="bf16", seed=3).args
+    return sglang_engine_settings(SglangConfig(**rollout), model="m", precision="bf16", seed=3).args
 
 
 def test_a_chain_of_drafts() -> None:

@@ -122,6 +122,8 @@ def test_an_aborted_response_goes_on_where_it_was(engine: VllmEngine, run: Loop,
     assert partial.finish_reason == ABORTED
     kept = list(partial.response_ids)
     assert 0 < len(kept) < 200
+    first = partial.speculation
+    assert len(kept) - 2 <= first.steps + first.accepted <= len(kept) + 2, "a stretch that was cut is counted too"
     whole = run(engine.generate(GenerationRequest(partial, 200, seed=5)))
     assert whole.response_ids[: len(kept)] == kept
     assert len(whole.response_ids) == 200
