@@ -14,7 +14,7 @@ from mtpctl import families
 from mtpctl.families import ModelShape
 from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.model_source import has_weights, hf_config, model_folder
-from mtpctl.recipe.schema import ParallelConfig, Recipe
+from mtpctl.recipe.schema import ParallelConfig, Recipe, SglangConfig
 
 Complaints = Iterator[str]
 
@@ -156,10 +156,30 @@ def _devices(recipe: Recipe) -> Complaints:
     device, transport = recipe.cluster.device, recipe.sync.transport
     if device == "cpu" and transport != "shm":
         yield f"sync.transport: {transport} needs CUDA; set shm for cluster.device: cpu"
-    if device == "cpu" and recipe.rollout.engine == "sglang":
+    if isinstance(recipe.rollout, SglangConfig):
+        yield from _sglang(recipe, recipe.rollout)
+
+
+def _sglang(recipe: Recipe, rollout: SglangConfig) -> Complaints:
+    """What SGLang needs, and what it cannot do."""
+    if recipe.cluster.device == "cpu":
         yield "rollout.engine: sglang needs a GPU; set vllm for cluster.device: cpu"
-    if recipe.rollout.engine == "sglang" and recipe.rollout.python and not Path(recipe.rollout.python).expanduser().is_file():
-        yield f"rollout.python: there is no interpreter {recipe.rollout.python}"
+    if rollout.python and not Path(rollout.python).expanduser().is_file():
+        yield f"rollout.python: there is no interpreter {rollout.python}"
+    if rollout.top_p < 1 or rollout.top_k:
+        name = "top_p" if rollout.top_p < 1 else "top_k"
+        yield f"rollout.{name}: SGLang's log-probs are of the whole distribution, not of what is kept; set rollout.engine: vllm"
+    if rollout.kv_cache_bytes is not None:
+        yield "rollout.kv_cache_bytes: SGLang sizes its cache by a share of the card; set rollout.gpu_memory instead"
+    if rollout.speculation.auto:
+        yield "rollout.speculation.auto: works with rollout.engine: vllm; set it to false"
+    k, steps = rollout.speculation.num_tokens, rollout.draft_steps
+    if k and rollout.draft_top_k == 1 and steps not in (None, k):
+        yield f"rollout.draft_steps: a chain of {k} draft tokens takes {k} steps, got {steps}; leave it out or raise draft_top_k"
+    if k and rollout.draft_top_k > 1 and steps is None:
+        yield "rollout.draft_steps: a tree of draft tokens (draft_top_k above 1) needs its depth; set it"
+    if recipe.async_.deterministic and not rollout.engine_args.get("enable_deterministic_inference"):
+        yield "async.deterministic: SGLang repeats its draws with rollout.engine_args: {enable_deterministic_inference: true} alone; set it"
 
 
 def _paths(recipe: Recipe) -> Complaints:

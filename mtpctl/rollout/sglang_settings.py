@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mtpctl.recipe import UserError
 from mtpctl.recipe.schema import SglangConfig
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -35,12 +34,8 @@ def sglang_engine_settings(
     `tokenizer` is the folder or hub id of another tokenizer than the model's; stop strings need one.
 
     A draft tree of `speculation.num_tokens` nodes grows over `draft_steps` steps with `draft_top_k` branches each; with one branch it
-    is a chain, of as many steps as tokens.
-
-    Raises UserError for what SGLang cannot do: log-probs of top-p and top-k samples, a KV cache by bytes, `speculation.auto`, and
-    steps that do not fit the number of draft tokens.
+    is a chain, of as many steps as tokens. What SGLang cannot do the recipe's checks refuse.
     """
-    _check(rollout)
     k = rollout.speculation.num_tokens
     args: dict[str, Any] = {
         "model_path": model,
@@ -68,18 +63,3 @@ def sglang_engine_settings(
             "speculative_num_draft_tokens": k + 1,
         }
     return SglangSettings(args | rollout.engine_args, rollout.python)
-
-
-def _check(rollout: SglangConfig) -> None:
-    k, steps = rollout.speculation.num_tokens, rollout.draft_steps
-    if rollout.top_p < 1 or rollout.top_k:
-        name = "top_p" if rollout.top_p < 1 else "top_k"
-        raise UserError(f"rollout.{name}: SGLang's log-probs are of the whole distribution, not of what is kept; set rollout.engine: vllm")
-    if rollout.kv_cache_bytes is not None:
-        raise UserError("rollout.kv_cache_bytes: SGLang sizes its cache by a share of the card; set rollout.gpu_memory instead")
-    if rollout.speculation.auto:
-        raise UserError("rollout.speculation.auto: works with rollout.engine: vllm; set it to false, or engine_args.speculative_adaptive")
-    if k and rollout.draft_top_k == 1 and steps not in (None, k):
-        raise UserError(f"rollout.draft_steps: a chain of {k} draft tokens takes {k} steps, got {steps}; leave it out or raise draft_top_k")
-    if k and rollout.draft_top_k > 1 and steps is None:
-        raise UserError("rollout.draft_steps: a tree of draft tokens (draft_top_k above 1) needs its depth; set it")

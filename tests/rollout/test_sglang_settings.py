@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from mtpctl.recipe import UserError
+from mtpctl.recipe import Recipe
+from mtpctl.recipe.checks import complaints_of
 from mtpctl.recipe.schema import SglangConfig
 from mtpctl.rollout import sglang_engine_settings
 
@@ -34,17 +35,28 @@ def test_engine_args_win() -> None:
     assert args(gpu_memory=0.5, engine_args={"mem_fraction_static": 0.3})["mem_fraction_static"] == 0.3
 
 
+BASE: dict[str, Any] = {"engine": "sglang"}
+
+
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        ({"top_p": 0.9}, r"rollout\.top_p: SGLang's log-probs are of the whole distribution"),
-        ({"top_k": 5}, r"rollout\.top_k: SGLang's log-probs"),
-        ({"kv_cache_bytes": 1 << 30}, r"rollout\.kv_cache_bytes: SGLang sizes its cache"),
-        ({"speculation": {"num_tokens": 1, "auto": True}}, r"rollout\.speculation\.auto: works with rollout\.engine: vllm"),
-        ({"speculation": {"num_tokens": 3}, "draft_steps": 2}, r"rollout\.draft_steps: a chain of 3 draft tokens takes 3 steps, got 2"),
-        ({"speculation": {"num_tokens": 4}, "draft_top_k": 2}, r"rollout\.draft_steps: a tree of draft tokens .* needs its depth"),
+        ({"top_p": 0.9}, "rollout.top_p: SGLang's log-probs are of the whole distribution"),
+        ({"top_k": 5}, "rollout.top_k: SGLang's log-probs"),
+        ({"kv_cache_bytes": 1 << 30}, "rollout.kv_cache_bytes: SGLang sizes its cache"),
+        ({"speculation": {"num_tokens": 1, "auto": True}}, "rollout.speculation.auto: works with rollout.engine: vllm"),
+        ({"speculation": {"num_tokens": 3}, "draft_steps": 2}, "rollout.draft_steps: a chain of 3 draft tokens takes 3 steps, got 2"),
+        ({"speculation": {"num_tokens": 4}, "draft_top_k": 2}, "rollout.draft_steps: a tree of draft tokens"),
+        ({"python": "/nowhere/python"}, "rollout.python: there is no interpreter /nowhere/python"),
     ],
 )
-def test_what_it_cannot_do_is_refused(rollout: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        args(**rollout)
+def test_what_it_cannot_do_is_refused_by_the_recipes_checks(rollout: dict[str, Any], message: str) -> None:
+    recipe = Recipe.model_validate({"model": {"path": "XiaomiMiMo/MiMo-7B-RL"}, "rollout": BASE | rollout})
+    assert any(complaint.startswith(message) for complaint in complaints_of(recipe))
+
+
+def test_seeds_need_its_deterministic_mode() -> None:
+    recipe = {"model": {"path": "XiaomiMiMo/MiMo-7B-RL"}, "rollout": BASE, "async": {"deterministic": True}}
+    assert any("enable_deterministic_inference" in complaint for complaint in complaints_of(Recipe.model_validate(recipe)))
+    recipe["rollout"] = BASE | {"engine_args": {"enable_deterministic_inference": True}}
+    assert not any("enable_deterministic_inference" in complaint for complaint in complaints_of(Recipe.model_validate(recipe)))
