@@ -25,15 +25,12 @@ def convert_hf(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A Hugging Face folder, a Megatron checkpoint, or a run directory.")],
     target: Annotated[Path | None, typer.Argument(metavar="DST", help="The folder to make.")] = None,
     to: Annotated[str | None, typer.Option("--to", metavar="megatron|hf", help="Checked against SRC, which says the direction.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="fp32|bf16|fp16", help="Of weights; without it, as in SRC.")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", metavar="fp32|bf16|fp16", help="Of weights; without it, as in SRC.")] = None,
     model: Annotated[
         Path | None, typer.Option("--model", metavar="FOLDER", help="The model folder of a checkpoint that does not tell its own.")
     ] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Compare every tensor, and logits and MTP logits on a fixed prompt.")
-    ] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare every tensor, and logits and MTP logits on a fixed prompt.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Of an adapter: the whole model with it merged, not a PEFT folder.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace DST, once what replaces it is whole.")] = False,
     inspect: Annotated[bool, typer.Option("--inspect", help="Tell what SRC holds and what it lacks; DST is not given then.")] = False,
     as_json: Json = False,
@@ -54,7 +51,7 @@ def convert_hf(
         return
     from mtpctl.engine.conversion import Wanted, convert
 
-    wanted = Wanted(to, dtype, model, verify, force)  # type: ignore[arg-type]
+    wanted = Wanted(to, dtype, model, verify, force, merge)  # type: ignore[arg-type]
     with _progress() as progress:
         made = convert(source, target, wanted, say=lambda line: print(line, file=sys.stderr), progress=progress)
     if as_json:

@@ -27,7 +27,9 @@ from mtpctl.convert.hf_writer import HfWriter
 from mtpctl.convert.journal import JOURNAL, Journal
 from mtpctl.convert.layout import Stored, plain_layout, recast, save_layout
 from mtpctl.convert.model_weights import ModelWeights
-from mtpctl.engine.parts import PartReader, PartWriter
+from mtpctl.engine.adapters import MergedReader, adapted, needed_weights, write_adapter
+from mtpctl.engine.checkpoint import adapter_of
+from mtpctl.engine.parts import PartReader, PartWriter, Reader
 from mtpctl.engine.skeleton import Skeleton
 from mtpctl.engine.source import HF, LAYOUT, Reference, checkpoint_at, has_mtp, names_in, reference_of
 from mtpctl.engine.verification import Verified, verify_conversion
@@ -49,6 +51,7 @@ class Wanted:
     model: Path | None = None
     verify: bool = False
     force: bool = False
+    merge: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,12 +76,19 @@ def convert(source: Path, target: Path, wanted: Wanted, *, say: Say, progress: P
     if wanted.to not in (None, to):
         what = "a Hugging Face folder" if checkpoint is None else "a Megatron checkpoint"
         raise UserError(f"--to {wanted.to}: {source} is {what} already")
+    adapter = None if checkpoint is None else adapter_of(checkpoint)
+    if wanted.merge and adapter is None:
+        raise UserError(f"--merge: {source} holds no adapter")
+    if wanted.verify and adapter is not None:
+        raise UserError("--verify: what an adapter is merged into or written as has no other side to be compared with; leave it out")
     _check_target(source, target, force=wanted.force)
     began = time.perf_counter()
     if checkpoint is None:
         made = _to_megatron(ModelWeights(source), target, wanted, say, progress)
+    elif adapter is not None and not wanted.merge:
+        made = _to_peft(checkpoint, reference_of(checkpoint, wanted.model), adapter, target, say)
     else:
-        made = _to_hf(checkpoint, reference_of(checkpoint, wanted.model), target, wanted, say, progress)
+        made = _to_hf(checkpoint, reference_of(checkpoint, wanted.model), adapter, target, wanted, say, progress)
     tensors, nbytes, verified = made
     return Converted(to, tensors, nbytes, time.perf_counter() - began, verified)
 
@@ -120,16 +130,28 @@ def _to_megatron(weights: ModelWeights, target: Path, wanted: Wanted, say: Say, 
     return len(layout), sum(writer.nbytes) + carried.nbytes, verified
 
 
-def _to_hf(checkpoint: Path, reference: Reference, target: Path, wanted: Wanted, say: Say, progress: Progress) -> _Made:
+def _to_hf(
+    checkpoint: Path,
+    reference: Reference,
+    adapter: dict[str, Any] | None,
+    target: Path,
+    wanted: Wanted,
+    say: Say,
+    progress: Progress,
+) -> _Made:
     folder, shape = reference.folder, reference.folder.shape
-    mtp = has_mtp(checkpoint)
+    mtp = bool(shape.mtp_layers) and (adapter is not None or has_mtp(checkpoint))
     if shape.mtp_layers and not mtp:
         say(f"{checkpoint} was saved without MTP layers; the folder will have none")
     sizes = names_in(shape, mtp=mtp)
     files = sorted(path for path in checkpoint.iterdir() if path.is_file())
     with _described(folder.config, folder) as described, contextlib.ExitStack() as stack:
-        with Skeleton(described, mtp=mtp) as skeleton:
-            reader = PartReader(checkpoint, skeleton)
+        with adapted(checkpoint, described, adapter) if adapter else Skeleton(described, mtp=mtp) as skeleton:
+            reader = (
+                MergedReader(checkpoint, skeleton, needed_weights(checkpoint, reference.weights), adapter)
+                if adapter
+                else PartReader(checkpoint, skeleton)
+            )
             types, layout = _written(reference, reader, sizes, NAMES.get(wanted.dtype or ""))
             config = written_config(folder.config, shape, main_dtype(types, sizes), mtp_layers=shape.mtp_layers if mtp else 0)
             extras = [stored for stored in layout if not stored.pieces]
@@ -163,8 +185,24 @@ def _to_hf(checkpoint: Path, reference: Reference, target: Path, wanted: Wanted,
     return len(layout), writer.nbytes, verified
 
 
+def _merged(checkpoint: Path, skeleton: Skeleton, reference: Reference, adapter: dict[str, Any]) -> MergedReader:
+    return MergedReader(checkpoint, skeleton, needed_weights(checkpoint, reference.weights), adapter)
+
+
+def _to_peft(checkpoint: Path, reference: Reference, adapter: dict[str, Any], target: Path, say: Say) -> _Made:
+    files = sorted(path for path in checkpoint.iterdir() if path.is_file())
+    if has_mtp(checkpoint):
+        say("an adapter's folder has no place for the MTP layers that were trained beside it; --merge writes both")
+    with _growing(target, _conversion("hf", files, {})) as journal:
+        folder = needed_weights(checkpoint, reference.weights).folder
+        with adapted(checkpoint, folder, adapter) as skeleton:
+            tensors, nbytes = write_adapter(checkpoint, skeleton, folder, adapter, journal.work)
+        journal.publish()
+    return tensors, nbytes, None
+
+
 def _written(
-    reference: Reference, reader: PartReader, sizes: dict[str, int], wanted: torch.dtype | None
+    reference: Reference, reader: Reader, sizes: dict[str, int], wanted: torch.dtype | None
 ) -> tuple[dict[str, torch.dtype], list[Stored]]:
     """Types of the model's tensors, and how the folder keeps them."""
     held = {name: reader.dtypes[each.name] for each in reader.skeleton.parameters.values() for name in each.needs}

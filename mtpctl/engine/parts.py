@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core import dist_checkpointing
@@ -39,12 +39,12 @@ Make = Callable[[str], Tensor]
 """From a parameter's name to its value."""
 
 
-def partition(sizes: Mapping[str, int], limit: int = PART_BYTES) -> list[list[str]]:
-    """Names in their order, in parts of at most `limit` bytes."""
+def partition(sizes: Mapping[str, int]) -> list[list[str]]:
+    """Names in their order, in parts of at most `PART_BYTES`."""
     parts: list[list[str]] = []
-    held = limit + 1
+    held = PART_BYTES + 1
     for name, nbytes in sizes.items():
-        if held + nbytes > limit:
+        if held + nbytes > PART_BYTES:
             parts.append([])
             held = 0
         parts[-1].append(name)
@@ -128,6 +128,18 @@ class PartWriter:
         self._writer.finish(self._metadata, [results])
         save_config(CheckpointingConfig("torch_dist"), str(self.folder))
         write_record(self.folder, steps=0, optimizer=False, adapter=None, state={})
+
+
+class Reader(Protocol):
+    """The values of a model's parameters, a part at a time: names, bytes and types are known from the start."""
+
+    skeleton: Skeleton
+    parts: list[list[str]]
+    nbytes: list[int]
+    dtypes: dict[str, torch.dtype]
+
+    def read(self, number: int) -> dict[str, Tensor]:
+        """The values of a part's parameters."""
 
 
 class PartReader:

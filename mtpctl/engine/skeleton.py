@@ -19,20 +19,25 @@ from mtpctl import families
 from mtpctl.convert import HfFolder, WeightBridge
 from mtpctl.convert.parameters import ParameterMap
 from mtpctl.engine import parallel as groups
-from mtpctl.model import build_model, complete_config
-from mtpctl.recipe.schema import MtpConfig, ParallelConfig
+from mtpctl.model import attach_adapters, build_model, complete_config
+from mtpctl.recipe.schema import LoraConfig, MtpConfig, ParallelConfig
 
 
 class Skeleton:
-    """The model of a folder's config, with its MTP layers unless `mtp=False`. Close it when done: it holds the process groups."""
+    """The model of a folder's config, with its MTP layers unless `mtp=False`, and with adapters where `lora` is given.
 
-    def __init__(self, folder: HfFolder, *, mtp: bool, precision: str = "bf16") -> None:
+    Close it when done: it holds the process groups.
+    """
+
+    def __init__(self, folder: HfFolder, *, mtp: bool, precision: str = "bf16", lora: LoraConfig | None = None) -> None:
         self.shape = shape = folder.shape
         groups.start(groups.Rank(), ParallelConfig())
         try:
             self.bridge, config = WeightBridge(folder), MtpConfig(mode="load" if mtp else "off")
             transformer = complete_config(self.bridge.config(), shape, parallel=ParallelConfig(), precision=precision, mtp=config)
             self.model = build_model(transformer, shape, config)
+            if lora is not None:
+                attach_adapters(self.model, lora, seed=0)
             state = self.model.sharded_state_dict()
             names = {*families.tensors(shape), *families.aliases(shape)}
             self.map = ParameterMap(self.bridge, self.model, names)
@@ -43,6 +48,7 @@ class Skeleton:
         self.objects = [value for value in state.values() if isinstance(value, ShardedObject)]
         """What checkpoints hold beside tensors."""
         self._state = {name: state[name] for name in self.parameters}
+        self._all = state
 
     def place(self, name: str, value: Tensor) -> ShardedTensor | ShardedTensorFactory:
         """Where a checkpoint keeps the parameter, with `value` as its data."""
@@ -59,6 +65,15 @@ class Skeleton:
             return
         tree = {"": place.build()}
         yield from (piece for piece in nested_values(tree) if isinstance(piece, ShardedTensor))
+
+    def saved_as(self) -> Iterator[tuple[str, str]]:
+        """Every name of the state, adapters included, with a key that a checkpoint keeps it by."""
+        for name, place in self._all.items():
+            if isinstance(place, ShardedTensorFactory):
+                tree = {"": place.build()}
+                yield name, next(piece.key for piece in nested_values(tree) if isinstance(piece, ShardedTensor))
+            elif isinstance(place, ShardedTensor):
+                yield name, place.key
 
     def to_hf(self, name: str, value: Tensor) -> dict[str, Tensor]:
         """The tensors that make the parameter, by the model's names; without rows that padded the vocabulary."""

@@ -31,6 +31,8 @@ class Reference:
     layout: list[Stored] | None
     carried: FolderWeights | None
     files: list[Path] = field(default_factory=list)
+    weights: ModelWeights | None = None
+    """The model's own, where the folder holds them."""
 
 
 def checkpoint_at(path: Path) -> Path | None:
@@ -65,7 +67,7 @@ def reference_of(checkpoint: Path, model: Path | None) -> Reference:
         model, files = _of_run(checkpoint)
     if any(model.glob("*.safetensors")) or any(model.glob("*.bin")):
         weights = ModelWeights(model)
-        return Reference(weights.folder, weights.layout, weights.raw, [model, *files])
+        return Reference(weights.folder, weights.layout, weights.raw, [model, *files], weights)
     return Reference(HfFolder.open(model, weights=False), None, None, [model, *files])
 
 
@@ -84,7 +86,7 @@ def _of_run(checkpoint: Path) -> tuple[Path, list[Path]]:
 
 
 def has_mtp(checkpoint: Path) -> bool:
-    """Whether MTP layers were saved."""
+    """Whether MTP layers were saved, by themselves or with the model."""
     return any(name.startswith("mtp.") for name in dist_checkpointing.load_tensors_metadata(str(checkpoint)))
 
 

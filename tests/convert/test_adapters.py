@@ -1,0 +1,90 @@
+"""A checkpoint of adapters becomes PEFT's folder, or the model with them merged in."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtpctl.convert import HfFolder
+from mtpctl.engine import NextToken
+from mtpctl.recipe import UserError
+from mtpctl.recipe.schema import LoraConfig, MtpConfig, OptimizerConfig
+from tests.convert.models import converted, model, tensors
+from tests.engine.tiny import engine, mimo, sequences
+
+LORA = LoraConfig(rank=4, alpha=8.0)
+
+
+def trained(root: Path, folder: HfFolder, mode: str = "joint") -> dict[str, Tensor]:
+    """A checkpoint at `root / "step-1"` of adapters that do something; returns what the trainer would publish."""
+    with engine(folder, lora=LORA, mtp=MtpConfig(mode=mode)) as made:  # type: ignore[arg-type]
+        made.set_optimizer(OptimizerConfig(lr=3e-2, clip_grad=0.0))
+        for seed in range(2):
+            made.update(sequences(4, seed=seed, vocab=40), NextToken())
+        made.save(root / "step-1")
+        return {name: value.clone() for name, value in made.export()}
+
+
+@pytest.mark.parametrize("case", ["mimo", "qwen3-moe", "qwen3.5"])
+def test_merged(tmp_path: Path, case: str) -> None:
+    model(case, tmp_path / "hf")
+    published = trained(tmp_path, HfFolder.open(tmp_path / "hf"))
+    converted(tmp_path / "step-1", tmp_path / "merged", model=tmp_path / "hf", merge=True)
+    found, before = tensors(tmp_path / "merged"), tensors(tmp_path / "hf")
+    assert found.keys() == published.keys() == before.keys()
+    changed = {name for name in found if not torch.equal(found[name], before[name])}
+    assert any("mlp" in name for name in changed) and (case == "qwen3-moe" or any("mtp" in name for name in changed))
+    assert all(torch.equal(found[name], value) for name, value in published.items())
+
+
+SERVED = """
+import sys
+from pathlib import Path
+import peft, torch
+from transformers import AutoModelForCausalLM
+root, ids = Path(sys.argv[1]), torch.tensor([[int(token) for token in sys.argv[2].split(",")]])
+def load(name):
+    return AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32).eval()
+with torch.no_grad():
+    base, merged = load("hf"), load("merged")(ids).logits
+    moved = float((base(ids).logits - merged).abs().max())
+    adapted = peft.PeftModel.from_pretrained(base, root / "adapter").eval()(ids).logits
+print("found", moved, float((adapted - merged).abs().max()))
+"""
+"""In a process of its own, as people have it: without what stands in for a card beside the engine."""
+
+
+def test_pefts_folder_gives_transformers_the_merged_models_logits(tmp_path: Path) -> None:
+    model("qwen3", tmp_path / "hf")
+    trained(tmp_path, HfFolder.open(tmp_path / "hf"), mode="off")
+    converted(tmp_path / "step-1", tmp_path / "adapter", model=tmp_path / "hf")
+    converted(tmp_path / "step-1", tmp_path / "merged", model=tmp_path / "hf", merge=True)
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["r"] == 4 and config["lora_alpha"] == 8.0 and "q_proj" in config["target_modules"]
+    ids = ",".join(map(str, sequences(1)[0].token_ids))
+    done = subprocess.run([sys.executable, "-c", SERVED, str(tmp_path), ids], capture_output=True, text=True, check=True)
+    moved, apart = map(float, done.stdout.split("found")[1].split())
+    assert moved > 0.01 and apart < 1e-5
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    folder = mimo(tmp_path / "hf")
+    with engine(folder, lora=LORA) as made:
+        made.save(tmp_path / "step-1")
+    other = mimo(tmp_path / "other", initializer_range=0.3)
+    with pytest.raises(UserError, match="was trained on other weights"):
+        converted(tmp_path / "step-1", tmp_path / "merged", model=other.path, merge=True)
+    with pytest.raises(UserError, match="does not tell what model it is of"):
+        converted(tmp_path / "step-1", tmp_path / "merged", merge=True)
+    with pytest.raises(UserError, match="has no other side to be compared with"):
+        converted(tmp_path / "step-1", tmp_path / "merged", model=folder.path, merge=True, verify=True)
+    with pytest.raises(UserError, match="holds no adapter"):
+        converted(folder.path, tmp_path / "checkpoint", merge=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "other", "step-1"]

@@ -1,0 +1,57 @@
+"""A converted checkpoint is loaded under other layouts, saved from there, and comes back as the folder that it was."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mtpctl.convert import HfFolder
+from tests.convert.models import FAMILIES, assert_same_tensors, converted, model
+from tests.convert.ranks import saved_again
+from tests.engine.tiny import mimo
+
+TREE = Path(__file__).parents[2]
+
+
+def through_ranks(root: Path, cases: list[str]) -> None:
+    """Convert each model, load and save it under the layout of each case, and convert back."""
+    for name in sorted({case.split(":")[0] for case in cases}):
+        (root / name).mkdir()
+        if name == "odd":
+            mimo(root / name / "hf", vocab_size=61)
+        else:
+            model(name, root / name / "hf")
+        converted(root / name / "hf", root / name / "checkpoint")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.convert.ranks", str(root), *cases],
+        cwd=TREE,
+        env=os.environ | {"PYTHONPATH": str(TREE)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    for case in cases:
+        home, saved = root / case.split(":")[0], saved_again(root, case)
+        converted(saved, Path(f"{saved}-back"), model=home / "hf")
+        assert_same_tensors(Path(f"{saved}-back"), home / "hf")
+
+
+def test_a_few(tmp_path: Path) -> None:
+    through_ranks(tmp_path, ["mimo:tp=2", "mimo:pp=2", "odd:tp=2", "qwen3-moe:dp=2,ep=2"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family(tmp_path: Path, name: str) -> None:
+    cases = [f"{name}:tp=2", f"{name}:pp=2", f"{name}:tp=2,pp=2"]
+    (tmp_path / "probe").mkdir()
+    model(name, tmp_path / "probe" / "hf")
+    if HfFolder.open(tmp_path / "probe" / "hf").shape.moe is not None:
+        cases.append(f"{name}:dp=2,ep=2")
+    through_ranks(tmp_path, cases)
