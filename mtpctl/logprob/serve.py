@@ -42,7 +42,8 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket bound to where the server is to listen, before anything slow is started. Raises UserError where it is taken."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        bound = socket.socket(family, socket.SOCK_STREAM)
+        # By its protocol asyncio knows that it may turn Nagle's algorithm off, which holds an answer back for up to 40 ms.
+        bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
         bound.listen(1024)

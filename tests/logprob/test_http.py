@@ -177,6 +177,14 @@ def test_masked_tokens_are_null_and_change_nothing_else(client: httpx.Client) ->
         assert masked[field][0] == pytest.approx(whole[field][0], abs=1e-6) and masked[field][2] == pytest.approx(whole[field][2], abs=1e-6)
 
 
+def test_answers_are_not_held_back_until_the_client_acknowledges_their_head() -> None:
+    """asyncio turns Nagle's algorithm off for sockets that say that they speak TCP, and only for those."""
+    from mtpctl.logprob.serve import listen
+
+    with listen("127.0.0.1", 0) as bound:
+        assert bound.proto == socket.IPPROTO_TCP
+
+
 def test_a_stream_is_one_line_a_sequence(client: httpx.Client) -> None:
     with client.stream("POST", "/v1/logprobs", json={"token_ids": sequences([10, 400, 20]), "stream": True}) as response:
         lines = [json.loads(line) for line in response.iter_lines()]
