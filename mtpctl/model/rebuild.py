@@ -70,7 +70,7 @@ def _product_backward(grad: Tensor, both: Tensor, scale: Tensor | None) -> tuple
     share = gate.sigmoid()
     scale_grad = None
     if scale is not None:
-        scale_grad = (grad * (gate * share * up)).sum(-1, dtype=scale.dtype)
+        scale_grad = (grad.to(scale.dtype) * (gate * share * up)).sum(-1)
         grad = grad * scale[..., None]
     gate_grad = grad * up * (share * (1 + gate * (1 - share)))
     return torch.cat([gate_grad, grad * (gate * share)], dim=-1).to(both.dtype), scale_grad
@@ -80,5 +80,5 @@ _COMPILED = {function: torch.compile(function) for function in (_product, _produ
 
 
 def _fused(function: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
-    """One kernel on a card; a CPU runs the operations one by one."""
-    return _COMPILED[function] if like.is_cuda else function
+    """One kernel on a card; a CPU runs the operations one by one, and so does an expert that no token visits."""
+    return _COMPILED[function] if like.is_cuda and like.numel() else function

@@ -12,13 +12,13 @@ from tests.engine.tiny import GENTLE, assert_close, engine, gradients, mimo, seq
 from tests.model import mimo_reference
 
 
-def reference(folder, batch, *, depths, isolated, loss_scale):
+def reference(folder, batch, *, depths, isolated, loss_scale, dtype=torch.float64):
     """Losses by definition, token by token: depth k at position i predicts token i + 1 + k.
 
     Supervised are response tokens that were sampled, and of them, at depth k, those after the first k: the drafter begins
     at the last prompt token. Each loss is a mean over all such tokens of the batch.
     """
-    weights = {name: value.double().requires_grad_() for name, value in load_file(folder.path / "model.safetensors").items()}
+    weights = {name: value.to(dtype).requires_grad_() for name, value in load_file(folder.path / "model.safetensors").items()}
     sums, counts = [0.0] * (depths + 1), [0] * (depths + 1)
     for sequence in batch:
         logits, drafts = mimo_reference.forward(weights, folder.config, sequence.token_ids, depths, isolated=isolated)

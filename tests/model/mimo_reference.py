@@ -23,7 +23,7 @@ def rotated(x: Tensor, theta: float, first_position: int = 0) -> Tensor:
     half = x.shape[-1] // 2
     angles = torch.arange(first_position, first_position + x.shape[1])[:, None] * theta ** (-torch.arange(half) / half)
     first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1)
+    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1).to(x.dtype)
 
 
 Cache = list[Tensor]
