@@ -62,7 +62,7 @@ def reference_of(checkpoint: Path, model: Path | None) -> Reference:
     if model is None and (kept / LAYOUT).is_file():
         carried = FolderWeights(kept) if any(kept.glob("*.safetensors")) else None
         return Reference(HfFolder.open(kept, weights=False), load_layout(kept / LAYOUT), carried, [kept])
-    files = []
+    files: list[Path] = []
     if model is None:
         model, files = _of_run(checkpoint)
     if any(model.glob("*.safetensors")) or any(model.glob("*.bin")):
