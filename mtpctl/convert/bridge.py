@@ -18,7 +18,7 @@ from megatron.core.transformer import MegatronModule, TransformerConfig
 from torch import Tensor
 
 from mtpctl import families
-from mtpctl.compat import vllm_mimo
+from mtpctl.compat import bridge_config, vllm_mimo
 from mtpctl.compat.transformer_engine import import_auto_bridge
 from mtpctl.convert import mappings
 from mtpctl.convert.hf_folder import HfFolder, tensor_names
@@ -27,6 +27,7 @@ from mtpctl.recipe import UserError
 
 AutoBridge = import_auto_bridge()
 mappings.register()
+bridge_config.install()
 
 
 class WeightBridge:

@@ -48,7 +48,7 @@ class Packing:
     """The plan of a stream of tensors, and their way into a transport's buffers.
 
     `bucket_bytes` bounds a bucket, `sections` says what moves, `section_of` sorts names into sections, and `dtype` is what
-    floating-point tensors are cast to on the way (None: sent as they are).
+    floating-point tensors are cast to on the way (None: sent as they are). `config`: what goes along with a section.
     """
 
     def __init__(
@@ -58,7 +58,9 @@ class Packing:
         sections: Sequence[Section] = ("target", "draft"),
         section_of: Callable[[str], Section] = default_section,
         dtype: torch.dtype | None = None,
+        config: Mapping[str, dict[str, Any]] | None = None,
     ) -> None:
+        self.config = dict(config or {})
         self.bucket_bytes = bucket_bytes
         self.sections = tuple(sections)
         self.section_of = section_of
@@ -139,7 +141,7 @@ class Publisher(Packing):
         folder = self.store.prepare(version)
         try:
             sums = self.pack(tensors, Writer(folder), checksums)
-            plans = {section: SectionPlan(buckets, sums[section]) for section, buckets in self.plans.items()}
+            plans = {section: SectionPlan(buckets, sums[section], self.config.get(section, {})) for section, buckets in self.plans.items()}
             address = str(Path(folder).absolute())
             manifest = Manifest(version, SHM, address, plans, str(self.store.root.absolute()))
             self.store.commit(manifest)

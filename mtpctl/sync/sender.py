@@ -45,9 +45,7 @@ class Sender(Packing):
         self._keeping: Thread | None = None
         self._failure: BaseException | None = None
 
-    def announce(
-        self, version: int, members: list[str], checksums: Mapping[str, dict[str, str]] | None = None, config: dict[str, Any] | None = None
-    ) -> Manifest:
+    def announce(self, version: int, members: list[str], checksums: Mapping[str, dict[str, str]] | None = None) -> Manifest:
         """What `version` will be, for receivers of these names, one a rank. `learn` comes first; its checksums go along.
 
         Receivers that are others than last time, or a fault last time, get a group of a new name. Raises what keeping the version
@@ -57,7 +55,9 @@ class Sender(Packing):
         sums = checksums or {}
         if self._writer is None or self._members != tuple(members):
             self._open(members)
-        plans = {section: SectionPlan(buckets, sums.get(section, {}), config or {}) for section, buckets in self.plans.items()}
+        plans = {
+            section: SectionPlan(buckets, sums.get(section, {}), self.config.get(section, {})) for section, buckets in self.plans.items()
+        }
         address = str(self._writer.control.address)
         self._sending = Manifest(version, self.transport, address, plans, str(self.store.root.absolute()))
         return self._sending

@@ -1,0 +1,150 @@
+"""Real vLLM models that pack, fuse and cut: after a sync every live parameter holds what vLLM's own loading puts there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mtpctl.convert import create_hf_folder
+from mtpctl.rollout import VllmEngine
+from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.sync import PlanMismatch, Publisher, VersionStore
+from tests.rollout.conftest import Loop, cpu_settings
+
+BASE: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+    "initializer_range": 0.05,
+}
+MOE: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "partial_rotary_factor": 0.25,
+}
+MODELS: dict[str, tuple[dict[str, Any], int]] = {
+    "qwen3-moe": ({**BASE, **MOE, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}, 0),
+    "tied": ({**BASE, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True}, 0),
+    "qwen3-next": (
+        {
+            **BASE,
+            **MOE,
+            **DELTA,
+            "architectures": ["Qwen3NextForCausalLM"],
+            "model_type": "qwen3_next",
+            "shared_expert_intermediate_size": 32,
+            "mlp_only_layers": [],
+            "num_nextn_predict_layers": 1,
+        },
+        1,
+    ),
+}
+
+
+def parameters(engine: VllmEngine) -> dict[str, torch.Tensor]:
+    """Everything that the live models hold."""
+    from mtpctl.compat.vllm_experts import plain_weight
+
+    runner = engine._llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    models = {"target": runner.get_model()}
+    if getattr(runner, "drafter", None) is not None:
+        models["draft"] = runner.drafter.model
+    found = {}
+    for place, model in models.items():
+        for name, parameter in model.named_parameters():
+            path, _, leaf = name.rpartition(".")
+            packed = leaf in ("w13_weight", "w2_weight")
+            live = plain_weight(model.get_submodule(path), leaf) if packed else parameter.data
+            found[f"{place} {name}"] = live.clone()
+            found[f"{place} {name} as it is used"] = parameter.data.clone()
+    return found
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[Loop]:
+    found = Loop()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def served(request: pytest.FixtureRequest, loop: Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    config, drafts = MODELS[request.param]
+    # vLLM's gated delta net runs in bfloat16 alone on a CPU.
+    dtype = "bf16" if "linear_conv_kernel_dim" in config else "fp32"
+    root = tmp_path_factory.mktemp(request.param)
+    folders = [
+        create_hf_folder(config, root / str(seed), seed, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32).path for seed in (0, 1)
+    ]
+    engine = loop(VllmEngine.start(cpu_settings(folders[0], k=drafts, dtype=dtype)), 200)
+    tensors = [{k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()} for folder in folders]
+    yield engine, tensors, VersionStore(root / "store")
+    loop(engine.shutdown())
+
+
+def ask(engine: VllmEngine, loop: Loop) -> Sample:
+    return loop(engine.generate(GenerationRequest(Sample("p", "g", [5, 6, 7, 8]), 12, temperature=0.0)))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 30, 3000])
+def test_a_sync_leaves_what_loading_leaves(served: Any, loop: Loop, bucket_bytes: int) -> None:
+    engine, tensors, store = served
+    loaded, answer = parameters(engine), ask(engine, loop)
+    sections = ["target", "draft"]
+    for turn, weights in ((1, tensors[1]), (2, tensors[0])):
+        manifest = Publisher(store, bucket_bytes=bucket_bytes, sections=sections).publish(
+            weights.items(), engine.version + 1, checksums=True
+        )
+        report = loop(engine.update(manifest, verify=True))
+        carried = [n for plan in manifest.sections.values() for n in plan.tensors()]
+        assert report.verified == len([n for n in carried if not n.startswith("mtp.") or "draft" in engine._holds])
+        if turn == 1:
+            changed = parameters(engine)
+            same = [
+                name for name, value in changed.items() if value.numel() and torch.equal(value, loaded[name]) and value.unique().numel() > 1
+            ]
+            assert not same, "drawn anew, and not taken in"
+    after = parameters(engine)
+    assert [name for name in loaded if not torch.equal(loaded[name], after[name])] == []
+    again = ask(engine, loop)
+    assert (again.response_ids, again.behaviour_logprobs) == (answer.response_ids, answer.behaviour_logprobs)
+
+
+def test_what_is_missing_is_listed(served: Any, loop: Loop) -> None:
+    engine, tensors, store = served
+    less = dict(tensors[0])
+    gone = [name for name in less if name.endswith(("experts.2.up_proj.weight", "layers.1.self_attn.v_proj.weight", "linear_attn.A_log"))]
+    for name in gone:
+        del less[name]
+    manifest = Publisher(store, bucket_bytes=1 << 30).publish(less.items(), engine.version + 1)
+    with pytest.raises(PlanMismatch, match="is filled") as told:
+        loop(engine.update(manifest))
+    assert str(told.value).count("is filled") >= len({name.rpartition(".")[0] for name in gone if not name.startswith("mtp.")}) > 0
