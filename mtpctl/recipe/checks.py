@@ -140,6 +140,8 @@ def _data(recipe: Recipe) -> Complaints:
     if (data.path is None) == (data.task is None):
         said = "both path and task are given" if data.path else "there is nothing to train on"
         yield f"data: {said}; set data.path to a JSONL or Parquet file, or data.task.name to a generated task"
+    if data.system_prompt is not None and not data.chat_template:
+        yield "data.system_prompt: goes with a chat template; set data.chat_template: true, or leave it out"
     if data.eval_path and not data.path:
         yield "data.eval_path: goes with data.path; a generated task makes its own held-out problems"
     if data.sft_path and data.sft_task:
@@ -192,6 +194,8 @@ def _paths(recipe: Recipe) -> Complaints:
 
 def _lengths(recipe: Recipe, shape: ModelShape) -> Complaints:
     rollout = recipe.rollout
+    if beyond := [token for token in rollout.stop_ids if token >= shape.vocab]:
+        yield f"rollout.stop_ids: the model's vocabulary has {shape.vocab} tokens, got {beyond[0]}"
     if rollout.context is not None and rollout.context > shape.max_positions:
         yield f"rollout.context: the model has {shape.max_positions} positions, got {rollout.context}"
     context = min(rollout.context or shape.max_positions, shape.max_positions)

@@ -198,6 +198,7 @@ class RolloutBase(Section):
     max_tokens: PositiveInt = Field(1024, description="Response tokens, at most.")
     context: PositiveInt | None = Field(None, description="Prompt and response tokens, at most; default: the model's.")
     stop: list[str] = Field([], description="Strings that end a response.")
+    stop_ids: list[NonNegativeInt] = Field([], description="Tokens that end a response, beside the tokenizer's end token.")
     environment: Literal["single", "calculator"] = Field(
         "single", description="What answers the model's turns. single: nothing; calculator: computes what stands in <calc>…</calc>."
     )

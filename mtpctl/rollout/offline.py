@@ -66,7 +66,7 @@ async def answer_all(
                 top_k=rollout.top_k,
                 seed=None if seed is None else (seed * 1_000_003 + prompt.number) * 65_537 + index,
                 stop=rollout.stop,
-                stop_token_ids=[eos_id],
+                stop_token_ids=[eos_id, *rollout.stop_ids],
                 deadline_s=rollout.deadline_s,
             )
 

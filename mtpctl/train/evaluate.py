@@ -48,6 +48,6 @@ def request_of(recipe: Recipe, prepared: Prepared, problem: Problem, *, group_id
         top_k=rollout.top_k,
         seed=seed,
         stop=rollout.stop,
-        stop_token_ids=[prepared.tokenizer.eos_id],
+        stop_token_ids=[prepared.tokenizer.eos_id, *rollout.stop_ids],
         deadline_s=rollout.deadline_s,
     )

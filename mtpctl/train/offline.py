@@ -140,7 +140,7 @@ def _origin(recipe: Recipe, source: Source) -> Origin:
             "precision": [recipe.train.precision, rollout.dtype],
             "context": source.context,
             "seed": recipe.seed,
-            "sampling": [rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens, rollout.stop],
+            "sampling": [rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens, rollout.stop, rollout.stop_ids],
             "environment": [rollout.environment, rollout.max_turns] if rollout.environment != "single" else [],
             "prompt": [data.chat_template, data.system_prompt],
             "checker": data.checker,

@@ -93,6 +93,8 @@ def test_our_overlays_fit(path: Path) -> None:
         (["run_dir=runs/{nmae}"], "run_dir: {nmae} is not known"),
         (["rollout.max_tokens=4096"], "rollout.max_tokens: must leave room for a prompt in the model's positions: "),
         (["rollout.context=100000"], "rollout.context: the model has "),
+        (["rollout.stop_ids=[100000000]"], "rollout.stop_ids: the model's vocabulary has "),
+        (["data.system_prompt=be brief"], "data.system_prompt: goes with a chat template; set data.chat_template: true"),
         (["train.parallel.tp=3"], "train.parallel.tp: 3 does not divide 4 attention heads; 1, 2, 4 fit"),
         (["train.lora.targets=[linear_qkv, q_proj]"], "train.lora.targets: no layer of mimo is a q_proj; it has linear_qkv, linear_proj, "),
         (["train.lora.targets=[]"], "train.lora.targets: must name layers, each once, got []"),

@@ -18,7 +18,7 @@ from mtpctl.samples import GenerationRequest, Sample, Speculation
 from mtpctl.sync import PauseMode
 
 PROMPTS = [Prompt(0, "p:1", "1+1=", [1, 2, 3], "2"), Prompt(1, "p:2", "a fish", [4, 5], None)]
-ROLLOUT = VllmConfig(temperature=0.7, top_p=0.9, top_k=5, max_tokens=8, stop=["#"], deadline_s=30.0)
+ROLLOUT = VllmConfig(temperature=0.7, top_p=0.9, top_k=5, max_tokens=8, stop=["#"], stop_ids=[4], deadline_s=30.0)
 
 
 class Echo:
@@ -80,7 +80,7 @@ def test_requests_carry_the_recipes_sampling_and_fit_the_context(tmp_path: Path)
     ]
     for request in engine.requests:
         assert (request.temperature, request.top_p, request.top_k, request.deadline_s) == (0.7, 0.9, 5, 30.0)
-        assert (request.stop, request.stop_token_ids, request.seed) == (["#"], [9], None)
+        assert (request.stop, request.stop_token_ids, request.seed) == (["#"], [9, 4], None)
         assert request.sample.group_id == request.sample.prompt_id, "a group shares its prompt's cache"
 
 
