@@ -25,6 +25,8 @@ LOSS_SHARE = 0.005
 """Share of all steps that looking may cost."""
 MARGIN = 0.01
 """What is in use stays in use unless something else is faster by more than this."""
+DRIFT = 1.5
+"""Factor by which the number of requests may change during a look."""
 MEMORY = 4096
 """Request-steps over which acceptance is averaged."""
 AFTER_UPDATE = 256
@@ -89,7 +91,10 @@ class SpeculationSwitch:
         self._lost = 0.0
         self._first_loss: float | None = None
         self._look_at: float | None = None
-        self._look_load: int | None = None
+        self._look_requests = 0
+        self._tried = 0
+        self._steady = 0
+        self._last_load = -1
 
     # ------------------------------------------------------------------------------------------------- before a step
 
@@ -129,6 +134,8 @@ class SpeculationSwitch:
             return
         self._steps += 1
         load = _bucket(step.requests)
+        self._steady = self._steady + 1 if load == self._last_load else 0
+        self._last_load = load
         if self._trying:
             self._try(step, load)
             return
@@ -136,8 +143,8 @@ class SpeculationSwitch:
         self._follow(step, known)
         due = self._look_at is None or self._steps >= self._look_at
         allowed = self._first_loss is None or self._lost - self._first_loss <= LOSS_SHARE * self._steps
-        if allowed and (due or known.chosen is None):
-            self._begin(load)
+        if allowed and self._steady >= WINDOW and (due or known.chosen is None):
+            self._begin(step.requests)
             return
         want = self._best(known.times, self._current) if len(known.times) == self.limit + 1 else self._nearest(load)
         self._use(want, step.requests, known)
@@ -155,19 +162,16 @@ class SpeculationSwitch:
         elif step.drafts == self._current and step.drafts in known.times:
             known.times[step.drafts] += (step.seconds - known.times[step.drafts]) / (4 * WINDOW) if _usual(step, known) else 0.0
 
-    def _begin(self, load: int) -> None:
+    def _begin(self, requests: int) -> None:
         """Try every number of drafts, beginning with the most: that tells the acceptance of all."""
-        self._look_load = load
+        self._look_requests, self._tried = requests, 0
         self._trying = deque(range(self.limit, -1, -1))
         self._change(self._trying[0])
 
     def _try(self, step: Step, load: int) -> None:
-        if load != self._look_load:
-            # Another load: what was timed says nothing about it. What is tried next is tried there.
-            self._timed.clear()
-            self._look_load = load
-            self._trying = deque(range(self.limit, -1, -1))
-            self._change(self._trying[0])
+        self._tried += 1
+        if not 1 / DRIFT <= step.requests / self._look_requests <= DRIFT:
+            self._give_up(load)
             return
         if self._settling:
             self._settling -= 1
@@ -177,7 +181,7 @@ class SpeculationSwitch:
         self._timed.append(step)
         if len(self._timed) < WINDOW:
             return
-        known = self._loads.setdefault(load, _Load())
+        known = self._loads.setdefault(_bucket(self._look_requests), _Load())
         known.times[step.drafts] = statistics.median(each.seconds for each in self._timed)
         self._timed.clear()
         self._trying.popleft()
@@ -185,6 +189,15 @@ class SpeculationSwitch:
             self._change(self._trying[0])
             return
         self._end(step.requests, known)
+
+    def _give_up(self, load: int) -> None:
+        """The load became another one: what was tried does not compare, and counts as lost."""
+        self._trying.clear()
+        self._timed.clear()
+        self._lost += self._tried
+        if self._first_loss is None:
+            self._first_loss = 0.0
+        self._change(self._nearest(load))
 
     def _end(self, requests: int, known: _Load) -> None:
         rates = self._rates(known.times)

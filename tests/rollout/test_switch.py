@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass, field
 
 import pytest
@@ -77,7 +78,8 @@ def test_a_decision_is_told_with_its_figures() -> None:
     engine.run(300, 8)
     (choice,) = engine.said
     assert choice.drafts == 0 and choice.tokens_per_s.keys() == {0, 1}
-    assert str(choice).startswith("speculation: from now on 0 draft tokens where about 8 requests run together (397 tokens/s with 0")
+    told = r"speculation: from now on 0 draft tokens where about 8 requests run together \(39\d tokens/s with 0, 35\d tokens/s with 1\)"
+    assert re.fullmatch(told, str(choice))
 
 
 class Crowded(Simulated):
@@ -133,6 +135,33 @@ def test_looking_is_rationed_however_often_weights_change() -> None:
         engine.switch.look_again()
         seconds += 1 / engine.run(100, 32)
     assert 60 / seconds > 0.98 * engine.rate(0, 32)
+
+
+def test_a_load_that_passes_by_is_not_looked_at() -> None:
+    engine = Simulated(accept=0.0, draft_s=0.010)
+    engine.run(300, 64)
+    looks, seconds, tokens = engine.switch.looks, 0.0, 0.0
+    for _ in range(20):
+        # A batch is sent, and ends: few requests run together for some steps, then many, then few.
+        for steps, requests in ((4, 5), (4, 30), (120, 64), (6, 20), (3, 3)):
+            rate = engine.run(steps, requests)
+            seconds, tokens = seconds + steps * requests / rate, tokens + steps * requests
+    assert engine.switch.looks == looks
+    assert tokens / seconds > 0.98 * sum(s * r for s, r in ((4, 5), (4, 30), (120, 64), (6, 20), (3, 3))) / (137 * 0.020)
+
+
+def test_a_look_that_the_load_outruns_is_given_up_and_paid_for() -> None:
+    engine = Simulated(accept=0.0)
+    engine.run(200, 64)
+    engine.switch.look_again()
+    engine.switch._look_at = 0
+    engine.switch._lost = engine.switch._first_loss = 0.0
+    engine.run(20, 64)
+    assert engine.switch.looking
+    engine.run(3, 16)
+    assert not engine.switch.looking
+    assert engine.switch._lost > 0
+    assert engine.settled() == 0
 
 
 def test_a_fixed_number_is_not_questioned() -> None:

@@ -86,6 +86,7 @@ def toy_tensors() -> tuple[Tensors, torch.Tensor]:
 
 CASES = {
     "T=0.7": {"temperature": 0.7},
+    "T=1.0": {"temperature": 1.0},
     "T=1.5": {"temperature": 1.5},
     "top-k": {"temperature": 1.0, "top_k": 3},
     "top-p": {"temperature": 1.0, "top_p": 0.8},

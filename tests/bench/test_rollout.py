@@ -1,0 +1,102 @@
+"""`bench rollout`: the model whose answers are known, the loads, and the bounds. The engines themselves run by hand and on a card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch.nn import functional as F
+
+from mtpctl import families
+from mtpctl.bench.cycle_model import answer, draft_share, write_cycle_model
+from mtpctl.bench.rollout import TINY, Result, line, verdict
+from mtpctl.bench.rollout_load import make_load
+from mtpctl.families import hub_config
+from mtpctl.recipe import UserError
+
+VOCAB, HALF = 1024, 512
+
+
+@pytest.fixture(scope="module")
+def tensors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    folder = write_cycle_model(tmp_path_factory.mktemp("model"), TINY, acceptance=0.75, device="cpu")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == families.tensors(families.shape_of(TINY)).keys()
+    found = {}
+    for name in sorted(set(index.values())):
+        with safe_open(folder / name, "pt") as file:
+            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    return found
+
+
+def norm(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+
+
+def test_the_trunk_answers_one_more(tensors: dict[str, torch.Tensor]) -> None:
+    # Attention and MLP write nothing, so the state before the head is the embedding.
+    logits = norm(tensors["model.embed_tokens.weight"]) @ tensors["lm_head.weight"].T
+    assert logits.argmax(-1).tolist() == [answer(token, 1, VOCAB)[0] for token in range(VOCAB)]
+    assert logits.log_softmax(-1).amax(-1).min() > -1e-4, "sampling at a temperature of 1 finds nothing else"
+    for name, tensor in tensors.items():
+        if "mtp_layers" not in name and name.endswith(("o_proj.weight", "down_proj.weight")):
+            assert not tensor.any()
+
+
+def test_the_drafter_is_right_on_its_share_of_the_lower_half_and_nowhere_above(tensors: dict[str, torch.Tensor]) -> None:
+    layer = "model.mtp_layers.0."
+    embedding = tensors["model.embed_tokens.weight"]
+    state = F.linear(torch.cat([torch.randn_like(embedding), norm(embedding)], -1), tensors[f"{layer}input_proj.weight"])
+    inner = norm(state)
+    gated = F.silu(F.linear(inner, tensors[f"{layer}mlp.gate_proj.weight"])) * F.linear(inner, tensors[f"{layer}mlp.up_proj.weight"])
+    state = state + F.linear(gated, tensors[f"{layer}mlp.down_proj.weight"])
+    drafts = (norm(state) @ tensors["lm_head.weight"].T).argmax(-1)
+    right = drafts == torch.tensor([answer(token, 1, VOCAB)[0] for token in range(VOCAB)])
+    assert right[:HALF].float().mean() == pytest.approx(0.75, abs=0.06)
+    assert right[HALF:].sum() <= 1, "the one that is always answered may be right by itself"
+
+
+def test_a_model_that_is_there_is_taken(tmp_path: Path) -> None:
+    write_cycle_model(tmp_path, TINY, acceptance=0.5, device="cpu")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    write_cycle_model(tmp_path, TINY, acceptance=0.5, device="cpu")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
+def test_other_families_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a cycle can be made of MiMo shapes with one MTP layer, this is qwen2 with 0"):
+        write_cycle_model(
+            tmp_path, {**TINY, "architectures": ["Qwen2ForCausalLM"], "num_nextn_predict_layers": 0}, acceptance=0.5, device="cpu"
+        )
+
+
+def test_loads_stay_in_their_half() -> None:
+    for hopeless in (False, True):
+        load = make_load("l", 8, 40, prompt=16, tokens=100, spread=0.5, vocab=VOCAB, hopeless=hopeless)
+        assert len(load.prompts) == len(load.lengths) == 40
+        assert all(50 <= length <= 150 for length in load.lengths) and len(set(load.lengths)) > 10
+        for prompt, length in zip(load.prompts, load.lengths, strict=True):
+            half = {token // HALF for token in [prompt[-1], *answer(prompt[-1], length, VOCAB)]}
+            assert half == {int(hopeless)}
+    assert make_load("l", 8, 8, prompt=4, tokens=100, spread=0.0, vocab=VOCAB).lengths == [100] * 8
+
+
+def test_a_draft_of_mimo_7b_reads_an_eighth_of_a_step() -> None:
+    assert draft_share(families.shape_of(hub_config("XiaomiMiMo/MiMo-7B-RL"))) == pytest.approx(0.1188, abs=1e-3)
+
+
+def test_rows_and_verdict_name_what_was_missed() -> None:
+    rows = [
+        Result("0 drafts", "batch 8", 100.0, 99.0, 101.0, 1.0, allowed=1.0, drafts=0),
+        Result("2 drafts", "batch 8", 150.0, 149.0, 151.0, 1.5, 0.7, 2.2, 1.8, drafts=2),
+        Result("auto", "batch 8", 90.0, 89.0, 91.0, 0.9, drafts=0, misses=("0.900 of 100 tokens/s, bound 0.98",)),
+    ]
+    assert line(rows[1]) == "| 2 drafts | batch 8 | 150 (149 – 151) | 1.500 | 70.0% | 2.20 | 1.80 | – |"
+    assert line(rows[2]).startswith("| auto → 0 drafts | batch 8 | 90 ")
+    assert verdict(rows) == [
+        "batch 8: best with 2 drafts, 1.50 of no speculation",
+        "MISSED auto, batch 8: 0.900 of 100 tokens/s, bound 0.98",
+    ]
