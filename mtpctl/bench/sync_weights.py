@@ -6,7 +6,8 @@ flight the trainer's weights are synced several times, over one transport after 
 A sync's timer covers everything from the announcement of a version to the last engine resumed: export, packing, transfer, both
 update sessions. The stall is the engine's, from the call that pauses it to the return of the one that resumes it. The wire's
 time is the one in which a bucket was under way, and the link's the same for buckets that nobody packs, over the same
-communicator, in the same run. Throughput is back when tokens come at 90% of the rate before the sync, over a window.
+communicator, in the same run. Throughput is back,
+counted from the pause, when tokens come at 90% of the rate before the sync, over a window after the resume.
 """
 
 from __future__ import annotations
@@ -299,7 +300,7 @@ async def measure(options: Options, say: Callable[[str], None]) -> list[Result]:
     trainer = Trainer(recipe, model, "0" if cuda else "")
     if cuda:
         # This process may have looked at the cards before it tells the engine's which one is its own.
-        os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         os.environ["CUDA_VISIBLE_DEVICES"] = "0" if options.shared else "1"
     try:
         if options.shared:
@@ -357,8 +358,8 @@ async def _one(
             metrics = await sync(version := version + 1, verify=False)
             resumed = time.perf_counter()
             await sync.kept()
-            back = await _back(load, now, rate, options)
             report = sync.reports[0]
+            back = report.stall_seconds + await _back(load, resumed, rate, options)
             result.seconds.append(metrics["sync/seconds"])
             result.export_seconds.append(metrics["sync/publish_seconds"])
             result.wire_seconds.append(sync.sent.wire_seconds or metrics["sync/seconds"])
@@ -372,8 +373,8 @@ async def _one(
         after = await _memory(trainer, engine)
     finally:
         load.end()
-    result.trainer_gib = _extra(before[0], ready[0], after[0])
-    result.engine_gib = _extra(before[1], ready[1], after[1])
+    result.trainer_gib = _extra(before[0], ready[0], after[0], alone=not options.shared)
+    result.engine_gib = _extra(before[1], ready[1], after[1], alone=not options.shared)
     result.misses = misses(result, options)
     if transport == "shm":
         from mtpctl.sync import VersionStore
@@ -393,10 +394,13 @@ async def _memory(trainer: Trainer, engine: Any, *, reset: bool = False) -> tupl
     return theirs, ours
 
 
-def _extra(before: dict[str, int], ready: dict[str, int], after: dict[str, int]) -> float:
-    """GiB that syncs needed: tensors at most beyond those between syncs, and what stays on the card beside tensors."""
+def _extra(before: dict[str, int], ready: dict[str, int], after: dict[str, int], *, alone: bool) -> float:
+    """GiB that syncs needed: tensors at most beyond those between syncs, and what stays on the card beside tensors.
+
+    The latter only where a process has the card `alone`: a card does not tell whose memory it is.
+    """
     tensors = after["peak"] - ready["allocated"]
-    beside = (after["used"] - before["used"]) - (after["peak"] - before["peak"])
+    beside = (after["used"] - before["used"]) - (after["peak"] - before["peak"]) if alone else 0
     return (tensors + max(0, beside)) / GIB
 
 

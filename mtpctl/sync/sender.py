@@ -8,8 +8,10 @@ done, the store's newest version is the one before; a replica that restarts mean
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from threading import Thread
 from typing import Any
@@ -25,6 +27,9 @@ from mtpctl.sync.transports import BucketWriter, Sent
 from mtpctl.sync.transports.control import Address, Control, host_store
 from mtpctl.sync.transports.shm import NAME as SHM
 from mtpctl.sync.transports.shm import Writer as StoreWriter
+
+WRITERS = 8
+"""Threads that fill the store."""
 
 
 class Sender(Packing):
@@ -51,7 +56,7 @@ class Sender(Packing):
         Receivers that are others than last time, or a fault last time, get a group of a new name. Raises what keeping the version
         before raised.
         """
-        self._join_keeper()
+        self._raise_failure()
         sums = checksums or {}
         if self._writer is None or self._members != tuple(members):
             self._open(members)
@@ -104,9 +109,12 @@ class Sender(Packing):
         return sent
 
     def keep(self, export: Export) -> None:
-        """Copy the version that was sent into host memory, and have it written to the store. Returns once the weights may change."""
+        """Copy the version that was sent into host memory, and have it written to the store. Returns once the weights may change.
+
+        There is one such copy: where the version before is still being written from it, this waits.
+        """
         assert self._sending is not None
-        self._join_keeper()
+        self.flush()
         self.pack(self._cast(export), self._staged)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -117,17 +125,26 @@ class Sender(Packing):
         try:
             folder = self.store.prepare(sent.version)
             writer = StoreWriter(folder)
-            for section, plan in sent.sections.items():
-                for bucket in plan.buckets:
-                    writer.buffer(section, bucket).copy_(self._staged.held[section, bucket.index])
+
+            def write(place: tuple[str, Bucket]) -> None:
+                section, bucket = place
+                writer.buffer(section, bucket).copy_(self._staged.held[section, bucket.index])
+
+            # Fresh pages of shared memory come at the pace of one core each; the copies hold no lock of the interpreter.
+            with ThreadPoolExecutor(min(WRITERS, os.cpu_count() or 1)) as pool:
+                list(pool.map(write, [(section, bucket) for section, plan in sent.sections.items() for bucket in plan.buckets]))
             self.store.commit(Manifest(sent.version, SHM, str(folder.absolute()), sent.sections, sent.store))
         except BaseException as error:
             self._failure = error
 
-    def _join_keeper(self) -> None:
+    def flush(self) -> None:
+        """Return once the version kept last is in the store. Raises what writing it raised."""
         if self._keeping is not None:
             self._keeping.join()
             self._keeping = None
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure

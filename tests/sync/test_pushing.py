@@ -59,7 +59,7 @@ def test_what_was_sent_is_kept_for_those_who_come_later(tmp_path: Path, pair: li
     pair[0].taken()
     assert sends.store.versions() == []
     sends.keep(model(1).items())
-    sends.announce(2, ["a"])
+    sends.flush()
     kept = sends.store.latest()
     assert kept is not None and (kept.version, kept.transport) == (1, "shm")
     pair[1].take(kept)

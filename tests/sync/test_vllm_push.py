@@ -47,7 +47,7 @@ def _send(pipe: Any, root: Path, transport: str, bucket_bytes: int) -> None:
                 ordered = ordered[: len(ordered) // 2]
             sent = sender.send(ordered)
             sender.keep(ordered)
-            sender._join_keeper()
+            sender.flush()
             pipe.send(sent)
         except Exception as error:
             pipe.send(f"{type(error).__name__}: {error}")
@@ -110,9 +110,10 @@ def test_weights_are_pushed_during_generation_and_after_a_fault(engine: VllmEngi
         return await or_cancel(manifest, engine.update(manifest, verify=True))
 
     async def during() -> list[Sample]:
-        tasks = [asyncio.ensure_future(engine.generate(request(index))) for index in range(3)]
-        await asyncio.sleep(0.1)
-        report = await push(base + 1)
+        manifest = await asyncio.to_thread(pushing.announce, seeds[base + 1], base + 1)
+        tasks = [asyncio.ensure_future(engine.generate(request(index, 150))) for index in range(3)]
+        await asyncio.sleep(0.05)
+        report = await or_cancel(manifest, engine.update(manifest, verify=True))
         assert report.verified == len(random_tensors(CONFIG, 0))
         return await asyncio.gather(*tasks)
 

@@ -92,6 +92,8 @@ class Writer(BucketWriter):
     def begin(self, version: int, section: str) -> None:
         """Return once every receiver is ready for the section. Raises SyncError where one is not."""
         began = time.monotonic()
+        if not self._sent:
+            self._began = began
         receivers = self.control.address.receivers
         if self._shared is None:
             self._shared = _Shared(self.largest, self.device)

@@ -88,6 +88,8 @@ class Writer(BucketWriter):
     def begin(self, version: int, section: str) -> None:
         """Return once every receiver is ready for the section. Raises SyncError where one is not."""
         began = time.monotonic()
+        if not self._sent:
+            self._began = began
         receivers = self.control.address.receivers
         self.control.wait(lambda: self.control.count("joined") >= receivers, "waiting for the receivers of the weights")
         if self._wire is None:
