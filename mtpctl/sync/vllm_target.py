@@ -72,14 +72,14 @@ class EngineClient:
 
     async def load_adapter(self, name: str, number: int, folder: str) -> None:
         """See `VllmClient`."""
-        await self._llm.add_lora(adapter_request(name, number, folder))
+        await self._llm.add_lora(adapter_request(name, number, folder, replaces=True))
 
 
-def adapter_request(name: str, number: int, folder: str) -> Any:
-    """vLLM's name for an adapter, in requests and when it is loaded."""
+def adapter_request(name: str, number: int, folder: str, *, replaces: bool = False) -> Any:
+    """vLLM's name for an adapter, in requests and, where it `replaces` the one of this number, when it is loaded."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest(name, number, folder, load_inplace=True)
+    return LoRARequest(name, number, folder, load_inplace=replaces)
 
 
 class VllmTarget:
