@@ -7,14 +7,16 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 import torch
 
+from mtpctl.plan import Bucket
 from mtpctl.sync import PlanMismatch, SyncError
 from mtpctl.sync.transports import cancel
+from mtpctl.sync.transports.shm import Writer as StoreWriter
 from tests.sync.pushing import CONTEXT, Die, Receiver, in_process, model, receivers, sender
 
 TRANSPORTS = ["ipc", "nccl"]
@@ -64,6 +66,30 @@ def test_what_was_sent_is_kept_for_those_who_come_later(tmp_path: Path, pair: li
     assert kept is not None and (kept.version, kept.transport) == (1, "shm")
     pair[1].take(kept)
     assert equal(pair[1].taken(), 1)
+    sends.close()
+
+
+def test_a_slow_store_holds_no_later_version_up(tmp_path: Path, pair: list[Receiver], monkeypatch: pytest.MonkeyPatch) -> None:
+    written = Event()
+    upstream = StoreWriter.buffer
+
+    def slow(self: StoreWriter, section: str, bucket: Bucket) -> torch.Tensor:
+        written.wait(30)
+        return upstream(self, section, bucket)
+
+    monkeypatch.setattr(StoreWriter, "buffer", slow)
+    sends = sender(tmp_path, "nccl")
+    for version in (1, 2):
+        manifest = sends.announce(version, ["a"])
+        pair[0].take(manifest)
+        sends.send(model(version).items())
+        assert equal(pair[0].taken(), version)
+        if version == 1:
+            sends.keep(model(version).items())
+    assert sends.store.versions() == []
+    written.set()
+    sends.flush()
+    assert sends.store.versions() == [1]
     sends.close()
 
 
