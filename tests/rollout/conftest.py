@@ -26,7 +26,7 @@ def cpu_settings(folder: Path, *, k: int = 1, **rollout: Any) -> VllmSettings:
 
 def gpu_settings(folder: Path, *, k: int = 1, **rollout: Any) -> SglangSettings:
     """Settings of a tiny SGLang engine. Its attention is Triton's, which takes heads of any size."""
-    engine_args = {"attention_backend": "triton", "mem_fraction_static": 0.2, "cuda_graph_max_bs": 16}
+    engine_args = {"attention_backend": "triton", "mem_fraction_static": 0.2}
     options: dict[str, Any] = {"max_in_flight": 16, "context": 256, "engine_args": engine_args}
     config = SglangConfig(**options | {"speculation": SpeculationConfig(num_tokens=k)} | rollout)
     return sglang_engine_settings(config, model=str(folder), precision="bf16")
