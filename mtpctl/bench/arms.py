@@ -1,22 +1,23 @@
 """Arms of one experiment: the same recipe trained several times from one warm start, each time with a few keys changed.
 
 Every arm is a whole run in a process of its own, through the same command that a user types, and what it did is read
-from its run directory. The supervised stage, where the recipe has one, runs once for each seed; its checkpoint is copied
-into every arm's directory, which then resumes at RL.
+from its run directory. The supervised stage, where the recipe has one, runs once for each seed and is converted to a Hugging
+Face folder, drafter included: trainer and engines of every arm begin with it.
 """
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from mtpctl.plan import Placement, place
 from mtpctl.recipe import Recipe, RuntimeFailure, UserError, dump_resolved, load_recipe, validate
 from mtpctl.telemetry import History, load_history
+from mtpctl.train.state import ended_stages
 
 Say = Callable[[str], None]
 WARM = "warm-start"
@@ -63,38 +64,57 @@ class Experiment:
         `together` runs the arms of a seed at once: for what does not depend on time. Raises UserError before anything is
         started for an arm that the recipe does not allow, RuntimeFailure with the last line of a run that failed.
         """
-        planned = [(arm, seed, self.load(f"{arm.name}-{seed}", seed, arm.sets)) for seed in seeds for arm in arms]
-        if not all("rl" in recipe.train.stages for _, _, recipe in planned):
-            raise UserError("train.stages: the arms differ in RL; give a recipe whose stages hold rl")
+        for arm in arms:
+            if "rl" not in self.load(arm.name, 0, arm.sets).train.stages:
+                raise UserError("train.stages: the arms differ in RL; give a recipe whose stages hold rl")
         self.out.mkdir(parents=True, exist_ok=True)
+        outcomes = []
         for seed in seeds:
-            self._warm_up(seed, say)
-            mine = [(arm, recipe) for arm, of, recipe in planned if of == seed]
-            for batch in [mine] if together else [[one] for one in mine]:
-                say(f"seed {seed}: " + ", ".join(arm.name for arm, _ in batch))
-                _train([recipe for _, recipe in batch])
-        return [Outcome(arm, seed, load_history(recipe.run_path), place(recipe)) for arm, seed, recipe in planned]
+            start = self._warm_start(seed, say)
+            recipes = [self.load(f"{arm.name}-{seed}", seed, [*arm.sets, *start]) for arm in arms]
+            for batch in [range(len(arms))] if together else [[i] for i in range(len(arms))]:
+                say(f"seed {seed}: " + ", ".join(arms[i].name for i in batch))
+                _train([recipes[i] for i in batch])
+            for arm, recipe in zip(arms, recipes, strict=True):
+                outcomes.append(Outcome(arm, seed, load_history(recipe.run_path), place(recipe)))
+        return outcomes
 
-    def _warm_up(self, seed: int, say: Say) -> None:
-        """The supervised stage, once; every arm's directory begins with what it left."""
-        recipe = self.load(f"{WARM}-{seed}", seed)
+    def _warm_start(self, seed: int, say: Say) -> list[str]:
+        """The supervised stage, once. Returns what makes a run begin where it ended."""
+        run = f"{WARM}-{seed}"
+        recipe = self.load(run, seed)
         if "sft" not in recipe.train.stages:
-            return
-        say(f"seed {seed}: supervised warm start")
-        _train([recipe.model_copy(update={"train": recipe.train.model_copy(update={"stages": ["sft"]})})])
+            return []
+        folder = self.out / f"{run}.hf"
+        if not folder.exists():
+            say(f"seed {seed}: supervised warm start")
+            _train([recipe.model_copy(update={"train": recipe.train.model_copy(update={"stages": ["sft"]})})])
+            with recipe.run_path.with_suffix(".log").open("ab") as log:
+                _finish([(recipe.run_path, _start(["convert-hf", str(recipe.run_path), str(folder)], log))])
+        return ["model.config=null", "model.init=weights", f"model.path={folder}", "train.stages=[rl]"]
 
 
 def _train(recipes: Sequence[Recipe]) -> None:
-    """Run each to its end, all at once."""
+    """Run each to its end, all at once; one that is there already is left as it is."""
     running = []
     for recipe in recipes:
         home = recipe.run_path
-        _take_warm_start(home, recipe)
+        if set(recipe.train.stages) <= set(ended_stages(home / "checkpoints")):
+            continue
         file = home.with_suffix(".yaml")
         file.write_text(dump_resolved(recipe))
         with home.with_suffix(".log").open("ab") as log:
-            command = [sys.executable, "-m", "mtpctl", "train", str(file), "--plain"]
-            running.append((home, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)))
+            running.append((home, _start(["train", str(file), "--plain"], log)))
+    _finish(running)
+
+
+def _start(arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "mtpctl", *arguments]
+    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+
+
+def _finish(running: Sequence[tuple[Path, subprocess.Popen[bytes]]]) -> None:
+    """Wait for all of them. Raises RuntimeFailure with the last line that the first failed one said."""
     try:
         failed = [home for home, process in running if process.wait() != 0]
     finally:
@@ -104,16 +124,3 @@ def _train(recipes: Sequence[Recipe]) -> None:
     if failed:
         lines = failed[0].with_suffix(".log").read_text().strip().splitlines() or ["it said nothing"]
         raise RuntimeFailure(f"{failed[0].name}: {lines[-1].removeprefix('error: ')} (all of it in {failed[0].with_suffix('.log')})")
-
-
-def _take_warm_start(home: Path, recipe: Recipe) -> None:
-    warm = home.parent / f"{WARM}-{recipe.seed}"
-    if home == warm or home.exists() or not warm.exists():
-        return
-    aside = home.with_name(f".{home.name}.making")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    for part in ("model", "tokenizer", "checkpoints"):
-        if (warm / part).exists():
-            shutil.copytree(warm / part, aside / part)
-    aside.rename(home)

@@ -109,7 +109,7 @@ def _environment(cpu: bool, in_loop: bool, threads: int) -> dict[str, str]:
     found = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     if not cpu:
         # A process that has touched CUDA cannot be forked, and what the caller did before is not ours to know.
-        found["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
+        found["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if cpu:
         # vLLM compiles single functions even in eager mode, which takes seconds and a C++ compiler.
         found["TORCH_COMPILE_DISABLE"] = "1"

@@ -1,0 +1,67 @@
+"""Every arm is a run of its own that begins where the warm start ended; what is finished is not run again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mtpctl.bench.arms import WARM, Arm, Experiment
+from mtpctl.recipe import UserError, load_recipe
+
+ARM = Arm("frozen", "", ("train.rl.train_mtp=false",))
+
+
+def experiment(out: Path, *sets: str) -> Experiment:
+    return Experiment("tiny_mtp", (), sets, out)
+
+
+def converted(out: Path) -> Path:
+    """A warm start's folder, as far as a recipe's checks look at it."""
+    folder = out / f"{WARM}-0.hf"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(load_recipe("tiny_mtp").recipe.model.config))
+    return folder
+
+
+def checkpoint(run: Path, name: str, ended: list[str]) -> None:
+    folder = run / "checkpoints" / name
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"ended": ended}))
+    (run / "checkpoints" / "latest").write_text(name)
+
+
+def test_a_run_has_its_own_place_and_its_arms_keys(tmp_path: Path) -> None:
+    recipe = experiment(tmp_path, "train.rl.steps=7").load("frozen-3", 3, ARM.sets)
+    assert recipe.run_path == tmp_path / "frozen-3" and recipe.seed == 3
+    assert recipe.train.rl.steps == 7 and not recipe.train.rl.train_mtp
+
+
+def test_an_arm_begins_with_what_the_warm_start_left(tmp_path: Path) -> None:
+    folder = converted(tmp_path)
+    start = experiment(tmp_path)._warm_start(0, say=print)
+    recipe = experiment(tmp_path).load("frozen-0", 0, [*ARM.sets, *start])
+    assert recipe.model.path == str(folder) and recipe.model.config is None
+    assert recipe.model.init == "weights" and recipe.train.stages == ["rl"]
+
+
+def test_without_a_supervised_stage_it_begins_with_the_recipes_model(tmp_path: Path) -> None:
+    assert experiment(tmp_path, "train.stages=[rl]")._warm_start(0, say=print) == []
+
+
+def test_what_is_finished_is_only_read(tmp_path: Path) -> None:
+    converted(tmp_path)
+    checkpoint(tmp_path / "frozen-0", "end", ["rl"])
+    told: list[str] = []
+    (outcome,) = experiment(tmp_path).run([ARM], [0], say=told.append)
+    assert outcome.history.rows == [] and not (tmp_path / "frozen-0.log").exists()
+    assert told == ["seed 0: frozen"]
+
+
+def test_an_arm_that_the_recipe_does_not_allow_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train\.stages"):
+        experiment(tmp_path, "train.stages=[sft]").run([ARM], [0], say=print)
+    with pytest.raises(UserError):
+        experiment(tmp_path, "rollout.max_tokens=0").run([ARM], [0], say=print)
+    assert not list(tmp_path.iterdir())
