@@ -105,7 +105,8 @@ async def kill_under_load(
 
 
 async def check_as_at_rest(server: LogprobServer, answers: list[Told]) -> None:
-    """Answers that came through all that are to the bit those of a server at rest."""
+    """Answers that came through all that (a thousand of them) are to the bit those of a server at rest."""
+    answers = random.Random(0).sample(answers, min(1000, len(answers)))
     calm = await asyncio.gather(*(server.score(told.asked) for told in answers))
     assert [told.answer.logprobs for told in answers] == [answer.logprobs for answer in calm]
 
