@@ -62,7 +62,7 @@ def check_installed(recipe: Recipe) -> None:
     if rollout.engine == "sglang":
         if rollout.python is None:
             raise EnvironmentMissing(
-                "rollout.python: SGLang lives in an environment of its own; make one with scripts/sglang_environment.sh, and name its python"
+                "rollout.python: SGLang lives in an environment of its own; scripts/sglang_environment.sh makes one; name its python"
             )
     elif importlib.util.find_spec(rollout.engine) is None:
         raise EnvironmentMissing(f"rollout.engine: {rollout.engine} is not installed; install mtpctl with the extra [cpu] or [gpu]")
