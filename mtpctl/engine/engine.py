@@ -21,6 +21,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
+from torch.profiler import record_function
 
 from mtpctl.convert import HfFolder, WeightBridge, export_adapter, fingerprint
 from mtpctl.engine import checkpoint
@@ -178,8 +179,10 @@ class MegatronEngine:
         began = time.perf_counter()
         self.optimizer.inner.zero_grad()
         with self.resident():
-            metrics = self.forward_backward(sequences, objective, temperature=temperature)
-            result = self.optimizer.step(total_steps)
+            with record_function("mtpctl/forward and backward"):
+                metrics = self.forward_backward(sequences, objective, temperature=temperature)
+            with record_function("mtpctl/optimizer"):
+                result = self.optimizer.step(total_steps)
         if self.config.offload.grads:
             self.optimizer.inner.zero_grad()
             release(self._gradients())
@@ -350,12 +353,14 @@ class MegatronEngine:
         """Run the pipeline schedule over the micro-batches. Returns the metric sums over all of them and all dp ranks."""
 
         def finish(micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Tensor, Sums]:
-            total, sums = loss(micro, hidden)
+            with record_function("mtpctl/log-probs and losses"):
+                total, sums = loss(micro, hidden)
             return total, torch.zeros((), dtype=torch.int), sums
 
         def forward(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
             micro = next(iterator)
-            return model(micro.input_ids, micro.packing, depths=len(micro.drafts)), partial(finish, micro)
+            with record_function("mtpctl/forward"):
+                return model(micro.input_ids, micro.packing, depths=len(micro.drafts)), partial(finish, micro)
 
         with self.resident():
             parts = get_forward_backward_func()(
