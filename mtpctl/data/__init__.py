@@ -6,10 +6,9 @@ from mtpctl.data.problems import Problem
 from mtpctl.data.prompts import encode_prompt, encode_target, fit_problems
 from mtpctl.data.sets import ProblemSets, load_problem_sets
 from mtpctl.data.tasks import generate
-from mtpctl.data.tokenizers import BYTE_VOCAB_SIZE, Tokenizer, check_fits_model, load_tokenizer, make_byte_tokenizer
+from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_tokenizer, make_byte_tokenizer
 
 __all__ = [
-    "BYTE_VOCAB_SIZE",
     "Problem",
     "ProblemSets",
     "PromptCursor",

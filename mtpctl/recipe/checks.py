@@ -14,7 +14,7 @@ from mtpctl import families
 from mtpctl.families import ModelShape
 from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.model_source import has_weights, hf_config, model_folder
-from mtpctl.recipe.schema import ParallelConfig, Recipe, SglangConfig
+from mtpctl.recipe.schema import BYTE_VOCAB_SIZE, ParallelConfig, Recipe, SglangConfig
 
 Complaints = Iterator[str]
 
@@ -69,8 +69,6 @@ def _model(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     if recipe.model.config is not None and recipe.model.tokenizer is None:
         yield "model.tokenizer: a model made from model.config has none beside it; write `bytes`, or a tokenizer folder"
     if recipe.model.tokenizer == "bytes":
-        from mtpctl.data import BYTE_VOCAB_SIZE
-
         if shape is not None and shape.vocab < BYTE_VOCAB_SIZE:
             yield f"model.config.vocab_size: {shape.vocab} is too small for the byte tokenizer's {BYTE_VOCAB_SIZE} ids"
         if recipe.data.chat_template:

@@ -37,6 +37,10 @@ class Section(BaseModel):
 # ----------------------------------------------------------------------------------------------------- model and MTP
 
 
+BYTE_VOCAB_SIZE = 259
+"""Ids of the tokenizer `bytes`: a byte each, padding, begin and end."""
+
+
 class ModelConfig(Section):
     path: str | None = Field(None, description="Hugging Face folder, or hub id such as XiaomiMiMo/MiMo-7B-RL.")
     init: Literal["weights", "random"] = Field("weights", description="Load the weights, or draw them from the seed.")
