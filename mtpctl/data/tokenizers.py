@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from mtpctl.recipe import EnvironmentMissing, UserError
-from mtpctl.recipe.schema import BYTE_VOCAB_SIZE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
