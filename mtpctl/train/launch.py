@@ -103,15 +103,18 @@ class Run:
         return True
 
     def _listen(self) -> None:
-        """The first Ctrl-C asks for a clean stop; the next one interrupts."""
+        """The first Ctrl-C or SIGTERM (a scheduler's) asks for a clean stop; the next one is the system's."""
         loop = asyncio.get_running_loop()
+        signals = (signal.SIGINT, signal.SIGTERM)
 
         def ask() -> None:
             self.state.stopping.set()
-            self.telemetry.event("stop", "stopping after this step; Ctrl-C again to give up at once")
-            loop.remove_signal_handler(signal.SIGINT)
+            self.telemetry.event("stop", "stopping after this step; once more to give up at once")
+            for each in signals:
+                loop.remove_signal_handler(each)
 
-        loop.add_signal_handler(signal.SIGINT, ask)
+        for each in signals:
+            loop.add_signal_handler(each, ask)
 
     async def _start_actors(self, stack: contextlib.AsyncExitStack) -> tuple[ReplicaPool, LogprobServer | None]:
         """What RL needs beside the trainer."""

@@ -107,7 +107,7 @@ def test_the_same_command_resumes_and_survives_the_death_of_its_rollout_engine(r
     engine.kill()
     killed_at = before.step("rl")
     before.wait_for(lambda: before.step("rl") >= killed_at + 3)
-    os.killpg(before.process.pid, signal.SIGINT)
+    before.process.terminate()  # SIGTERM, as a scheduler sends it, asks for the same clean stop
     assert before.end() == 130, before.log.read_text()
     steps = [row["step"] for row in before.rows() if row.get("phase") == "rl" and "reward/mean" in row]
     assert steps == list(range(1, len(steps) + 1)), "every step once, over stop, resume and the engine's death"
