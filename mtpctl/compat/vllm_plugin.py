@@ -13,12 +13,12 @@ def register() -> None:
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from mtpctl.compat import vllm_counts, vllm_drafter, vllm_experts, vllm_gemm, vllm_mimo, vllm_sampler
+    from mtpctl.compat import vllm_counts, vllm_drafter, vllm_gemm, vllm_mimo, vllm_packed, vllm_sampler
 
     vllm_mimo.install()
     vllm_sampler.install()
     vllm_gemm.install()
-    vllm_experts.install()
+    vllm_packed.install()
     vllm_drafter.install()
     vllm_counts.install()
     if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mtpctl.compat import vllm_derived, vllm_experts
+from mtpctl.compat import vllm_derived, vllm_packed
 from mtpctl.plan import Bucket, Entry
 from mtpctl.sync.checksums import Part
 from mtpctl.sync.manifest import SectionPlan
@@ -55,8 +55,8 @@ def match(
             continue
         filled[id(live[slot.parameter])] |= {(slot.expert, part) for part in slot.parts or (None,)}
         try:
-            places[name] = _place(model, live[slot.parameter], slot, entry, ranks or Ranks(), dtype)
-        except (Misfit, vllm_experts.PackedExperts) as error:
+            places[name] = _place(model, slot, entry, ranks or Ranks(), dtype)
+        except (Misfit, vllm_packed.PackedExperts) as error:
             wrong.append(f"{name} {error}")
     for name, parameter in live.items():
         if id(parameter) in shared or name.rpartition(".")[2] in vllm_derived.DERIVED:
@@ -69,11 +69,9 @@ def match(
     return places
 
 
-def _place(model: nn.Module, parameter: torch.Tensor, slot: Slot, entry: Entry, ranks: Ranks, own: torch.dtype | None) -> Place:
-    live = parameter.data
-    if slot.expert is not None:
-        owner = model.get_submodule(slot.parameter.rpartition(".")[0])
-        live = vllm_experts.plain_weight(owner, slot.parameter.rpartition(".")[2])
+def _place(model: nn.Module, slot: Slot, entry: Entry, ranks: Ranks, own: torch.dtype | None) -> Place:
+    path, _, leaf = slot.parameter.rpartition(".")
+    live = vllm_packed.plain_weight(model.get_submodule(path), leaf)
     place = find_place(model, live, slot, entry.shape, ranks)
     wire = getattr(torch, entry.dtype)
     if wire != live.dtype and not (wire == own and torch.promote_types(wire, live.dtype) == live.dtype):

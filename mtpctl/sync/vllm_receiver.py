@@ -17,7 +17,7 @@ import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from mtpctl.compat import vllm_derived, vllm_experts
+from mtpctl.compat import vllm_derived, vllm_packed
 from mtpctl.sync.adapter import AdapterReceiver
 from mtpctl.sync.manifest import SectionPlan, buckets_from
 from mtpctl.sync.places import Place, Ranks
@@ -133,7 +133,7 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
         """Close the session's section. Raises SyncError where buckets are missing."""
         self._current.finish()
         if isinstance(self._current, SectionReceiver) and self._current.places:
-            vllm_experts.repack(self.model)
+            vllm_packed.repack(self.model)
             vllm_derived.refresh(self.model, self.model_config.dtype)
         self._readers.settle()
 

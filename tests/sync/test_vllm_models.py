@@ -71,7 +71,7 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
 
 def parameters(engine: VllmEngine) -> dict[str, torch.Tensor]:
     """Everything that the live models hold."""
-    from mtpctl.compat.vllm_experts import plain_weight
+    from mtpctl.compat.vllm_packed import plain_weight
 
     runner = engine._llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     models = {"target": runner.get_model()}
@@ -81,9 +81,7 @@ def parameters(engine: VllmEngine) -> dict[str, torch.Tensor]:
     for place, model in models.items():
         for name, parameter in model.named_parameters():
             path, _, leaf = name.rpartition(".")
-            packed = leaf in ("w13_weight", "w2_weight")
-            live = plain_weight(model.get_submodule(path), leaf) if packed else parameter.data
-            found[f"{place} {name}"] = live.clone()
+            found[f"{place} {name}"] = plain_weight(model.get_submodule(path), leaf).clone()
             found[f"{place} {name} as it is used"] = parameter.data.clone()
     return found
 

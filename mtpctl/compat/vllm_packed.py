@@ -1,8 +1,9 @@
-"""Expert weights as they were loaded, where vLLM keeps them in another layout (vLLM 0.32.0).
+"""Weights as they were loaded, where vLLM keeps them in another layout (vLLM 0.32.0).
 
 A mixture's experts lie in `w13_weight` and `w2_weight`. On a CPU vLLM packs both for its grouped kernel, and nothing is left
 that a weight update could write to or that a checksum could read; so the loaded weights are kept beside them there, and packed
-anew after an update. On a card only kernels that take the loaded layout are served: the others are refused by name.
+anew after an update. The short convolution of a gated delta net is packed too, and there vLLM itself keeps the loaded one. On a
+card only kernels that take the loaded layout are served: the others are refused by name.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import nn
 from mtpctl.compat.vllm_version import require_pinned
 
 _KEPT = "_mtpctl_plain"
+_CONVOLUTION = "_cpu_unpacked_conv_weight"
 _PLAIN_BACKENDS = ("TRITON", "BATCHED_TRITON")
 
 
@@ -49,7 +51,10 @@ def install() -> bool:
 
 
 def plain_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
-    """Memory of a layer's `w13_weight` or `w2_weight` in the layout of loading. Raises PackedExperts where there is none."""
+    """Memory of a layer's parameter in the layout of loading. Raises PackedExperts where there is none."""
+    if leaf == "weight" and hasattr(layer, _CONVOLUTION):
+        kernel: torch.Tensor = getattr(layer, _CONVOLUTION)
+        return kernel.view(kernel.shape[0], 1, -1)
     if _KEPT in layer.__dict__:
         plain: torch.Tensor = layer.__dict__[_KEPT][1][leaf]
         return plain
@@ -65,6 +70,10 @@ def plain_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
 def repack(model: nn.Module) -> None:
     """After an update of what `plain_weight` gave: pack it anew where it is packed."""
     for layer in model.modules():
+        if hasattr(layer, _CONVOLUTION):
+            from vllm import _custom_ops as ops
+
+            layer.get_parameter("weight").data.copy_(ops.causal_conv1d_weight_pack(getattr(layer, _CONVOLUTION)))
         if _KEPT in layer.__dict__:
             experts, kept = layer.__dict__[_KEPT]
             for leaf, plain in kept.items():
