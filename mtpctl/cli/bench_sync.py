@@ -33,6 +33,7 @@ def sync_weights(
     from mtpctl import families
     from mtpctl.bench import sync_weights as bench
     from mtpctl.bench.machine import machine, told
+    from mtpctl.bench.sync_results import Options, as_json, table
     from mtpctl.recipe import load_recipe
     from mtpctl.recipe.errors import EnvironmentMissing, ThresholdMissed, UserError
 
@@ -52,7 +53,7 @@ def sync_weights(
         print(text, file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory(prefix="mtpctl-bench-") as scratch:
-        options = bench.Options(
+        options = Options(
             config=families.hub_config("XiaomiMiMo/MiMo-7B-RL") if cuda else tiny,
             device="cuda" if cuda else "cpu",
             transports=tuple(chosen),
@@ -66,7 +67,7 @@ def sync_weights(
             folder=Path(scratch),
         )
         results = bench.run(options, say)
-    print(bench.as_json(results) if json else f"{told(machine())}\nThe timer covers: {bench.TIMER}.\n\n{bench.table(results)}")
+    print(as_json(results) if json else f"{told(machine())}\nThe timer covers: {bench.TIMER}.\n\n{table(results)}")
     missed = [f"{result.transport}: {miss}" for result in results for miss in result.misses]
     if missed:
         raise ThresholdMissed("; ".join(missed))

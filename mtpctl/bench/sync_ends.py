@@ -1,0 +1,182 @@
+"""The two ends between which `bench sync-weights` measures: a trainer in a process of its own, and an engine under load."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mtpctl import families
+from mtpctl.bench.sync_results import Options
+from mtpctl.recipe import Recipe, RuntimeFailure
+from mtpctl.sync import Manifest, Sender, Sent, SyncReport
+
+BACK = 0.9
+"""Share of the rate before a sync at which throughput counts as back."""
+
+# ------------------------------------------------------------------------------------------------------------- trainer
+
+
+def _trainer(pipe: Any, recipe_json: str, folder: str, visible: str) -> None:
+    if visible:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    from mtpctl.compat import cpu_device
+    from mtpctl.engine import EngineConfig, MegatronEngine
+    from mtpctl.train.trainer import TrainerRank
+
+    class Drawn(TrainerRank):
+        """A trainer whose weights are drawn on its device, and that changes its transport."""
+
+        def make(self, folder: str) -> None:
+            from mtpctl.convert import HfFolder
+
+            config = json.loads((Path(folder) / "config.json").read_text())
+            train = self.recipe.train
+            settings = EngineConfig(
+                parallel=train.parallel,
+                precision=train.precision,
+                mtp=self.recipe.mtp,
+                kernels=self.recipe.kernels,
+                train=False,
+                random_seed=1,
+            )
+            self.engine = MegatronEngine(HfFolder(Path(folder), config, families.shape_of(config)), settings)
+
+        def take(self, transport: str) -> None:
+            if isinstance(self.publisher, Sender):
+                self.publisher.close()
+            self.publisher, self.learned = None, False
+            self.recipe = self.recipe.model_copy(update={"sync": self.recipe.sync.model_copy(update={"transport": transport})})
+
+        def probe(self, number: int) -> Sent:
+            sent: Sent = self.publisher.probe(number)
+            return sent
+
+        def memory(self, reset: bool = False) -> dict[str, int]:
+            import torch
+
+            if not torch.cuda.is_available():
+                return {"allocated": 0, "peak": 0, "used": 0}
+            if reset:
+                torch.cuda.reset_peak_memory_stats()
+            free, total = torch.cuda.mem_get_info()
+            return {"allocated": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated(), "used": total - free}
+
+    cpu_device.install()
+    rank = Drawn(recipe_json, 0, 1)
+    rank.make(folder)
+    pipe.send((True, None))
+    while (call := pipe.recv()) is not None:
+        method, arguments = call
+        try:
+            pipe.send((True, getattr(rank, method)(*arguments)))
+        except Exception as error:
+            pipe.send((False, error))
+
+
+class Trainer:
+    """The trainer's process, called as `TrainerGroup` is."""
+
+    def __init__(self, recipe: Recipe, folder: Path, visible: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_trainer, args=(theirs, recipe.model_dump_json(by_alias=True), str(folder), visible), daemon=True
+        )
+        self._process.start()
+        self._lock = asyncio.Lock()
+
+    async def ready(self) -> None:
+        """Return once the model is there."""
+        await self._answer("make")
+
+    async def call(self, method: str, *arguments: Any, deadline_s: float | None = None) -> Any:
+        """What `method` returns. Raises what it raises."""
+        async with self._lock:
+            self._pipe.send((method, arguments))
+            return await self._answer(method)
+
+    async def _answer(self, method: str) -> Any:
+        while not await asyncio.to_thread(self._pipe.poll, 0.5):
+            if not self._process.is_alive():
+                raise RuntimeFailure(f"the trainer's process ended in {method}, exit code {self._process.exitcode}")
+        done, result = self._pipe.recv()
+        if not done:
+            raise result
+        return result
+
+    def end(self) -> None:
+        """End the process."""
+        with suppress(OSError):
+            self._pipe.send(None)
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+
+
+# -------------------------------------------------------------------------------------------------------------- engine
+
+
+class Alone:
+    """The one engine as `WeightSync` sees a pool."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def members(self, ranks: int) -> list[str]:
+        return [f"engine {rank}" for rank in range(ranks)]
+
+    async def update(self, manifest: Manifest, **options: Any) -> list[SyncReport]:
+        from mtpctl.sync import or_cancel
+
+        report: SyncReport = await or_cancel(manifest, self.engine.update(manifest, **options))
+        return [report]
+
+
+class Load:
+    """Requests that are always in flight, and when each of their tokens came."""
+
+    def __init__(self, llm: Any, options: Options) -> None:
+        self._llm, self._options = llm, options
+        self.came: deque[tuple[float, int]] = deque()
+        self._tasks = [asyncio.create_task(self._forever(place)) for place in range(options.batch)]
+
+    async def _forever(self, place: int) -> None:
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        prompt = [3 + (place * 7 + i) % 200 for i in range(self._options.prompt)]
+        turn = 0
+        while True:
+            sampling = SamplingParams(
+                max_tokens=self._options.tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+            )
+            async for step in self._llm.generate(tokens_input(prompt), sampling, f"load-{place}-{turn}"):
+                self.came.append((time.perf_counter(), len(step.outputs[0].token_ids)))
+            turn += 1
+
+    def rate(self, start: float, stop: float) -> float:
+        """Tokens a second that came in `[start, stop)`."""
+        return sum(count for at, count in self.came if start <= at < stop) / (stop - start)
+
+    def back(self, since: float, rate: float) -> float:
+        """Seconds from `since` until a window's rate is `BACK` of `rate`; infinite where it was not yet."""
+        window = self._options.window_s
+        last = self.came[-1][0]
+        at = since
+        while at + window <= last:
+            if self.rate(at, at + window) >= BACK * rate:
+                return at + window - since
+            at += window / 20
+        return float("inf")
+
+    def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()

@@ -1,0 +1,116 @@
+"""What `bench sync-weights` is asked for, what it found, and which bounds that misses."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mtpctl.sync.transports import PUSHED
+
+GIB = 1 << 30
+BOUNDS = {"wire": 2.0, "seconds": 0.5, "stall": 0.6, "memory_gib": 1.0, "tiny_seconds": 0.05}
+"""Wire over link; seconds of a sync and of a stall at the shape of MiMo-7B; GiB beside two buckets; seconds on a CPU."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure. `config` are a model's config.json fields; `shared`: trainer and engine on one card."""
+
+    config: dict[str, Any]
+    device: Literal["cpu", "cuda"]
+    transports: tuple[str, ...]
+    repeats: int
+    batch: int
+    prompt: int
+    tokens: int
+    bucket_bytes: int
+    eager: bool
+    shared: bool
+    folder: Path
+
+    @property
+    def precision(self) -> Literal["fp32", "bf16"]:
+        """Of trainer and engine."""
+        return "bf16" if self.device == "cuda" else "fp32"
+
+    @property
+    def window_s(self) -> float:
+        """Seconds over which throughput is told."""
+        return 0.1 if self.device == "cuda" else 1.0
+
+
+@dataclass
+class Result:
+    """Syncs over one transport: each list has an entry a sync. Rates in GB/s, memory in GiB beyond what was there before."""
+
+    transport: str
+    nbytes: int
+    buckets: int
+    link_gb_per_s: float
+    first_seconds: float
+    verified: int
+    seconds: list[float] = field(default_factory=list)
+    export_seconds: list[float] = field(default_factory=list)
+    wire_seconds: list[float] = field(default_factory=list)
+    stall_seconds: list[float] = field(default_factory=list)
+    back_seconds: list[float] = field(default_factory=list)
+    tokens_per_s: list[float] = field(default_factory=list)
+    trainer_gib: float = 0.0
+    engine_gib: float = 0.0
+    misses: list[str] = field(default_factory=list)
+
+    @property
+    def link_seconds(self) -> float:
+        """Seconds that the link takes for all bytes."""
+        return self.nbytes / self.link_gb_per_s / 1e9
+
+
+def misses(result: Result, options: Options) -> list[str]:
+    """Which bounds are missed, each in words."""
+    found = []
+
+    def held(what: str, value: float, bound: float, unit: str) -> None:
+        if value > bound:
+            found.append(f"{what} {value:.3f} {unit}, bound {bound:g}")
+
+    if options.device == "cpu":
+        held("a sync", statistics.median(result.seconds), BOUNDS["tiny_seconds"], "s")
+        return found
+    if result.transport == "nccl":
+        held("wire over link", statistics.median(result.wire_seconds) / result.link_seconds, BOUNDS["wire"], "x")
+    if result.transport in PUSHED:
+        held("a sync", statistics.median(result.seconds), BOUNDS["seconds"], "s")
+        held("a stall", statistics.median(result.stall_seconds), BOUNDS["stall"], "s")
+        room = 2 * options.bucket_bytes / GIB + BOUNDS["memory_gib"]
+        held("memory beside the trainer's", result.trainer_gib, room, "GiB")
+        held("memory beside the engine's", result.engine_gib, room, "GiB")
+    return found
+
+
+def table(results: list[Result]) -> str:
+    """For a terminal, and for docs/benchmarks.md. Medians, with the least and the most."""
+
+    def spread(values: list[float]) -> str:
+        return f"{statistics.median(values):.3f} ({min(values):.3f}–{max(values):.3f})"
+
+    lines = [
+        "| transport | GB | buckets | link GB/s | wire s | × link | sync s | stall s | throughput back s | of tokens/s | "
+        "extra GiB trainer / engine | verified |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        ratio = statistics.median(r.wire_seconds) / r.link_seconds
+        lines.append(
+            f"| {r.transport} | {r.nbytes / 1e9:.3f} | {r.buckets} | {r.link_gb_per_s:.1f} | {spread(r.wire_seconds)} | {ratio:.2f} "
+            f"| {spread(r.seconds)} | {spread(r.stall_seconds)} | {spread(r.back_seconds)} | {statistics.median(r.tokens_per_s):.0f} "
+            f"| {r.trainer_gib:.2f} / {r.engine_gib:.2f} | {r.verified} |"
+        )
+    return "\n".join(lines)
+
+
+def as_json(results: list[Result]) -> str:
+    """Everything that was measured."""
+    return json.dumps([{**asdict(r), "link_seconds": r.link_seconds} for r in results], indent=1)
