@@ -52,6 +52,24 @@ def export_adapter(bridge: WeightBridge, chunks: list[MegatronModule], lora: Lor
 
 def _matrices(task: Any, leaf: str, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A and B by the names of the weights that they change."""
+    _forget(task.mapping)
+    try:
+        return _converted(task, leaf, rank)
+    finally:
+        _forget(task.mapping)
+
+
+def _forget(mapping: Any) -> None:
+    """Between pipeline stages a mapping remembers shapes and config of what it last took: those of the weight, or its adapter's."""
+    kind = importlib.import_module("megatron.bridge.models.conversion.param_mapping").MegatronParamMapping
+    mapping.clear_broadcast_cache()
+    mapping.clear_tensor_spec_output_cache()
+    for part in vars(mapping).values():
+        if isinstance(part, kind):
+            _forget(part)
+
+
+def _converted(task: Any, leaf: str, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     module, a, b = task.megatron_module, None, None
     if module is not None:
         a, b = module.adapter.lora_a.detach(), module.adapter.lora_b.detach()

@@ -22,6 +22,7 @@ def converted(out: Path) -> Path:
     folder = out / f"{WARM}-0.hf"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(load_recipe("tiny_mtp").recipe.model.config))
+    (folder / "model.safetensors").touch()
     return folder
 
 
