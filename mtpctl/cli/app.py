@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+import warnings
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -67,7 +68,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     Exit codes: those of `mtpctl.recipe.errors`, 2 for a wrong command line, 130 after Ctrl-C, 1 for a bug, with its traceback.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if "--debug" in arguments:
+    if "--debug" not in arguments:
+        # At import megatron-core tells what it could use if it were installed; a user who asked for something else need not hear it.
+        # A compiler's warnings come with the file's path in the module's place.
+        warnings.filterwarnings("ignore", module=r"(.*/)?megatron[./]")
+    else:
         arguments = ["--debug", *(argument for argument in arguments if argument != "--debug")]
     app(arguments, prog_name="mtpctl")
     raise AssertionError("a command line ends by exiting")
