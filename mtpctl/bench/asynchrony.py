@@ -92,12 +92,11 @@ def time_to(points: Points, level: float) -> float | None:
 
 def table(results: list[Result], levels: dict[int, float]) -> str:
     """For a terminal, and for docs/benchmarks.md. Speed-ups are against the synchronous arm of the same seed."""
-    unit = "GPUs" if any(r.units != int(r.units) or r.units for r in results) else "units"
     lines = [
         "Held-out accuracy that counts: " + ", ".join(f"{100 * level:.1f}% (seed {seed})" for seed, level in levels.items()),
         "",
-        f"| arm | seed | {unit} | s an update | s to accuracy | with evaluations | speed-up | per unit | old log-probs, s | both busy "
-        "| trainer idle | rollout idle | staleness | accuracy at the end |",
+        "| arm | seed | GPUs or cores | s an update | s to accuracy | with evaluations | speed-up | per unit | old log-probs, s "
+        "| both busy | trainer idle | rollout idle | staleness | accuracy at the end |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     base = {r.seed: r for r in results if r.name == SYNCHRONOUS}

@@ -17,40 +17,28 @@ from safetensors.torch import save_file
 from mtpctl.plan import Bucket
 from mtpctl.sync.checksums import Part, summed
 from mtpctl.sync.manifest import SectionPlan
-from mtpctl.sync.protocol import PlanMismatch, SyncError
-from mtpctl.sync.receiver import pieces
+from mtpctl.sync.protocol import PlanMismatch
+from mtpctl.sync.receiver import BucketsInOrder, pieces
 from mtpctl.sync.store import SHARED_MEMORY
 
 
-class AdapterReceiver:
+class AdapterReceiver(BucketsInOrder):
     """Takes in the buckets of section `adapter`. Raises PlanMismatch where the plan is no adapter."""
 
     def __init__(self, plan: SectionPlan) -> None:
         strange = [name for name in plan.tensors() if ".lora_A." not in name and ".lora_B." not in name]
         if strange or not plan.config.get("r"):
             raise PlanMismatch(f"this is no LoRA adapter: {', '.join(strange[:4]) or 'its config names no rank r'}")
-        self.plan = plan
-        self.taken = 0
+        super().__init__(plan)
         self._tensors: dict[str, torch.Tensor] = {}
 
     def receive(self, bucket: Bucket, data: torch.Tensor) -> None:
         """Copy a bucket's tensors out of `data`. Raises SyncError for a bucket out of order."""
-        if self.complete or bucket.index != self.plan.buckets[self.taken].index:
-            raise SyncError(f"bucket {bucket.index} came where bucket {self.taken} of {len(self.plan.buckets)} was due")
+        self.check_due(bucket)
         for entry, piece in pieces(bucket, data):
             whole = self._tensors.setdefault(entry.name, torch.empty(entry.shape, dtype=piece.dtype))
             whole.view(-1)[entry.part_start : entry.part_stop].copy_(piece)
         self.taken += 1
-
-    @property
-    def complete(self) -> bool:
-        """Whether every bucket came."""
-        return self.taken == len(self.plan.buckets)
-
-    def finish(self) -> None:
-        """Raise SyncError unless every bucket came."""
-        if not self.complete:
-            raise SyncError(f"only {self.taken} of {len(self.plan.buckets)} buckets came")
 
     def sums(self) -> dict[str, list[Part]]:
         """Of every tensor, as `SectionReceiver.sums`."""

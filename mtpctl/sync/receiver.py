@@ -92,25 +92,17 @@ def _wanted(model: nn.Module, name: str, parameter: torch.Tensor) -> set[Portion
     return {(None, part) for part in range(len(part_sizes(owner, name)))}
 
 
-class SectionReceiver:
-    """Takes in the buckets of one section, after `match` has found every place."""
+class BucketsInOrder:
+    """Which bucket of a section is due, and whether all of them came."""
 
-    def __init__(self, plan: SectionPlan, places: dict[str, Place]) -> None:
+    def __init__(self, plan: SectionPlan) -> None:
         self.plan = plan
-        self.places = places
         self.taken = 0
 
-    @torch.no_grad()
-    def receive(self, bucket: Bucket, data: torch.Tensor) -> None:
-        """Copy a bucket's bytes `data [nbytes]` (uint8) to their places; parts of a split tensor straight to theirs.
-
-        Raises SyncError for a bucket out of order.
-        """
+    def check_due(self, bucket: Bucket) -> None:
+        """Raise SyncError unless this bucket is the next one."""
         if self.complete or bucket.index != self.plan.buckets[self.taken].index:
             raise SyncError(f"bucket {bucket.index} came where bucket {self.taken} of {len(self.plan.buckets)} was due")
-        for entry, piece in pieces(bucket, data):
-            self.places[entry.name].write(piece, entry.part_start, entry.part_stop)
-        self.taken += 1
 
     @property
     def complete(self) -> bool:
@@ -121,6 +113,25 @@ class SectionReceiver:
         """Raise SyncError unless every bucket came."""
         if not self.complete:
             raise SyncError(f"only {self.taken} of {len(self.plan.buckets)} buckets came")
+
+
+class SectionReceiver(BucketsInOrder):
+    """Takes in the buckets of one section, after `match` has found every place."""
+
+    def __init__(self, plan: SectionPlan, places: dict[str, Place]) -> None:
+        super().__init__(plan)
+        self.places = places
+
+    @torch.no_grad()
+    def receive(self, bucket: Bucket, data: torch.Tensor) -> None:
+        """Copy a bucket's bytes `data [nbytes]` (uint8) to their places; parts of a split tensor straight to theirs.
+
+        Raises SyncError for a bucket out of order.
+        """
+        self.check_due(bucket)
+        for entry, piece in pieces(bucket, data):
+            self.places[entry.name].write(piece, entry.part_start, entry.part_stop)
+        self.taken += 1
 
     def sums(self) -> dict[str, list[Part]]:
         """What this rank adds to the checksum of every tensor of the section, read from the live parameters."""

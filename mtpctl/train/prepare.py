@@ -29,10 +29,11 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     context = recipe.rollout.context or model.shape.max_positions
     if context > model.shape.max_positions:
         raise UserError(f"rollout.context: {context} is more than the {model.shape.max_positions} positions of the model; lower it")
-    for found in (problems.train, problems.evaluation):
-        fit_problems(tokenizer, found, recipe.data, context=context)
-    if "sft" in recipe.train.stages:
-        fit_problems(tokenizer, problems.supervised, recipe.data, context=context, targets=True)
+    imitated = problems.supervised if "sft" in recipe.train.stages else []
+    if imitated is not problems.train:
+        fit_problems(tokenizer, problems.train, recipe.data, context=context)
+    fit_problems(tokenizer, imitated, recipe.data, context=context, targets=True)
+    fit_problems(tokenizer, problems.evaluation, recipe.data, context=context)
     return Prepared(model, tokenizer, problems, context)
 
 
