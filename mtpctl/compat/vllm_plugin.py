@@ -13,10 +13,11 @@ def register() -> None:
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from mtpctl.compat import vllm_counts, vllm_drafter, vllm_gemm, vllm_mimo, vllm_packed, vllm_sampler
+    from mtpctl.compat import vllm_counts, vllm_drafter, vllm_gemm, vllm_mimo, vllm_packed, vllm_sampler, vllm_seeds
 
     vllm_mimo.install()
     vllm_sampler.install()
+    vllm_seeds.install()
     vllm_gemm.install()
     vllm_packed.install()
     vllm_drafter.install()
