@@ -7,6 +7,7 @@ is interpolated between the evaluations around it.
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from mtpctl.telemetry.charts import Chart, Phase, Points, Series, render_chart
 
 _ALONE = "logprob.standalone=false"
 SYNCHRONOUS = "synchronous"
+OWN_RECOMPUTE = "partial"
+BY_SERVER = "partial-server"
 ARMS = (
     Arm(
         SYNCHRONOUS,
@@ -30,15 +33,15 @@ ARMS = (
         ("async.staleness_threshold=0", "async.sync_every=4", "async.partial_rollout=false", _ALONE),
     ),
     Arm("stale", "samples ahead by the recipe's threshold; a sync waits for those in flight", ("async.partial_rollout=false", _ALONE)),
-    Arm("partial", "the same; responses in flight go on under new weights", ("async.partial_rollout=true", _ALONE)),
-    Arm("partial-server", "the same; old log-probs by the log-prob server", ("async.partial_rollout=true", "logprob.standalone=true")),
+    Arm(OWN_RECOMPUTE, "the same; responses in flight go on under new weights", ("async.partial_rollout=true", _ALONE)),
+    Arm(BY_SERVER, "the same; old log-probs by the log-prob server", ("async.partial_rollout=true", "logprob.standalone=true")),
 )
 TIMER = "RL from its first update, all waiting and syncs included; evaluations excluded, and beside it with them"
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One arm with one seed. Times in seconds; `units` are GPUs, or CPU cores claimed where there are none."""
+    """One arm with one seed. Times in seconds; `units` are whole GPUs, or CPU cores claimed where there are none."""
 
     name: str
     meaning: str
@@ -108,6 +111,10 @@ def table(results: list[Result], levels: dict[int, float]) -> str:
             f"| {'–' if speedup is None else f'{speedup:.2f}x'} | {per_unit} | {r.old_logprob_s:.2f} | {r.overlap:.0%} "
             f"| {r.trainer_idle:.0%} | {r.rollout_idle:.0%} | {r.staleness:.2f} | {r.accuracy_after:.1%} |"
         )
+    for gain in server_gains(results):
+        to_level = "" if gain.to_level is None else f", {gain.to_level:.2f}x to accuracy"
+        ratios = f"{gain.update:.2f}x an update, {gain.update_per_unit:.2f}x per unit{to_level}"
+        lines += ["", f"Log-prob server against own recompute (seed {gain.seed}): {ratios}"]
     return "\n".join(lines)
 
 
@@ -119,6 +126,27 @@ def best_speedup(results: list[Result]) -> float | None:
         if r.name != SYNCHRONOUS and (found := _speedup(base.get(r.seed), r)) is not None:
             by_arm.setdefault(r.name, []).append(found)
     return max((statistics.mean(values) for values in by_arm.values()), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerGain:
+    """What the log-prob server wins over the trainer's own recompute, for one seed: ratios of seconds an update and to the accuracy."""
+
+    seed: int
+    update: float
+    update_per_unit: float
+    to_level: float | None
+
+
+def server_gains(results: list[Result]) -> list[ServerGain]:
+    """One a seed in which both arms ran."""
+    own = {r.seed: r for r in results if r.name == OWN_RECOMPUTE}
+    gains = []
+    for r in results:
+        if r.name == BY_SERVER and (base := own.get(r.seed)):
+            update = base.step_s / r.step_s
+            gains.append(ServerGain(r.seed, update, update * base.units / r.units, _speedup(base, r)))
+    return gains
 
 
 def figures(outcomes: list[Outcome]) -> str:
@@ -144,6 +172,7 @@ def as_json(results: list[Result], levels: dict[int, float], environment: dict[s
         "timer": TIMER,
         "levels": levels,
         "best_speedup": best_speedup(results),
+        "server_gains": [asdict(gain) for gain in server_gains(results)],
         "results": [asdict(r) for r in results],
     }
 
@@ -161,7 +190,8 @@ def _result(outcome: Outcome, level: float) -> Result:
         name=outcome.arm.name,
         meaning=outcome.arm.meaning,
         seed=outcome.seed,
-        units=placement.gpus or placement.cpus,
+        # A card that two share is one card all the same.
+        units=math.ceil(placement.gpus - 1e-9) or placement.cpus,
         step_s=statistics.median(m["timing_s/step"] for m in rows),
         old_logprob_s=mean("timing_s/old_log_prob"),
         to_level_s=time_to(without, level),

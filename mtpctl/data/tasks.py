@@ -14,13 +14,16 @@ some (sums, carries) by arithmetic: enough of both for speculation to have somet
 The final answer needs every step to be right, so a model that is 95% right per step is far from done: what supervised
 training leaves to reinforcement learning.
 
-Problems of length n have operands (or strings) of exactly n characters. Lengths share the set evenly, except that a
-length that has too few distinct problems gives all of them. Held-out problems are drawn together with the training
-ones, without repetition, and take the same share of each length: disjoint, and of the same distribution.
+Problems of length n have operands (or strings) of exactly n characters. Lengths share the set evenly, or each has
+`length_decay` times as many problems as the one before it: few long problems among many short ones, as responses of
+reasoning models are spread. A length that has too few distinct problems gives all of them. Held-out problems are drawn
+together with the training ones, without repetition, and take the same share of each length: disjoint, and of the same
+distribution.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -141,13 +144,14 @@ def generate(task: GeneratedTask, seed: int) -> tuple[list[Problem], list[Proble
     kind = _TASKS[task.name]
     lengths = range(task.min_digits, task.max_digits + 1)
     wanted = task.train_size + task.eval_size
-    quotas = _share(wanted, [kind.size(n) for n in lengths])
+    weights = [task.length_decay**i for i in range(len(lengths))]
+    quotas = _share(wanted, weights, [kind.size(n) for n in lengths])
     if sum(quotas) < wanted:
         raise UserError(
             f"data.task.train_size: {task.name} of {task.min_digits} to {task.max_digits} digits has {sum(quotas)} distinct problems, "
             f"train_size + eval_size ask for {wanted}; lower them or raise max_digits"
         )
-    held_out = _share(task.eval_size, [round(task.eval_size * quota / wanted) for quota in quotas], capacity=quotas)
+    held_out = _share(task.eval_size, weights, [round(task.eval_size * quota / wanted) for quota in quotas], capacity=quotas)
     rng = random.Random(f"{task.name}/{seed}")
     train: list[Problem] = []
     evaluation: list[Problem] = []
@@ -160,14 +164,16 @@ def generate(task: GeneratedTask, seed: int) -> tuple[list[Problem], list[Proble
     return train, evaluation
 
 
-def _share(total: int, caps: Sequence[int], capacity: Sequence[int] | None = None) -> list[int]:
-    """Split `total` over lengths as evenly as the caps allow, remainders to the longest; `capacity` widens the caps by need."""
+def _share(total: int, weights: Sequence[float], caps: Sequence[int], capacity: Sequence[int] | None = None) -> list[int]:
+    """Split `total` over lengths by weight as far as the caps allow, remainders to the longest; `capacity` widens the caps by need."""
     shares = [0] * len(caps)
     for bounds in [caps] if capacity is None else [caps, capacity]:
         while (left := total - sum(shares)) > 0 and (open_ := [i for i, bound in enumerate(bounds) if shares[i] < bound]):
-            each, extra = divmod(left, len(open_))
+            whole = sum(weights[i] for i in open_)
+            each = [math.floor(left * weights[i] / whole) for i in open_]
+            extra = left - sum(each)
             for rank, i in enumerate(reversed(open_)):
-                shares[i] = min(bounds[i], shares[i] + each + int(rank < extra))
+                shares[i] = min(bounds[i], shares[i] + each[-1 - rank] + int(rank < extra))
     return shares
 
 

@@ -253,12 +253,21 @@ class AsyncConfig(Section):
         return 0.0 if self.deterministic else self.staleness_threshold
 
 
+VLLM_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM reserves room for; an adapter of another rank takes the next one."""
+
+
 class SyncBase(Section):
     bucket_bytes: PositiveInt = Field(1 << 30, description="Bytes of a bucket, at most.")
-    sections: list[Literal["target", "draft"]] = Field(["target", "draft"], description="What moves at each sync.")
+    sections: list[Literal["target", "draft", "adapter"]] = Field(
+        ["target", "draft"],
+        description="What moves at each sync. With train.lora: target is weights with the adapter merged in; adapter, in its place, "
+        "the adapter alone.",
+    )
     verify: Literal["first", "always", "never"] = Field("first", description="When checksums of every tensor are compared on both ends.")
     pause: Literal["keep", "abort", "wait"] = Field("keep", description="What requests in flight do during a sync.")
     deadline_s: PositiveFloat = Field(120.0, description="Seconds after which a sync is given up.")
+    release_kv: bool = Field(False, description="Engines give the memory of their KV cache back for the time of a sync.")
     on_collapse: Literal["warn", "error"] = Field("warn", description="When acceptance falls under half its running mean after a sync.")
 
 
@@ -296,6 +305,9 @@ class GeneratedTask(Section):
     name: Literal["addition", "subtraction", "multiplication", "reverse", "sort"] = Field("addition", description="Which task.")
     min_digits: PositiveInt = Field(1, description="Shortest operand (or string).")
     max_digits: PositiveInt = Field(3, description="Longest operand (or string).")
+    length_decay: PositiveFloat = Field(
+        1.0, le=1, description="Each length has this many times the problems of the one before: below 1, a long tail of lengths."
+    )
     train_size: PositiveInt = Field(20000, description="Training problems.")
     eval_size: PositiveInt = Field(256, description="Held-out problems, disjoint from training.")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mtpctl.bench.arms import Outcome
-from mtpctl.bench.asynchrony import ARMS, accuracy, best_speedup, summarise, table, time_to
+from mtpctl.bench.asynchrony import ARMS, accuracy, best_speedup, server_gains, summarise, table, time_to
 from mtpctl.plan import Placement
 from mtpctl.plan.placement import Actor
 from mtpctl.telemetry import History, Row
@@ -50,10 +50,20 @@ def test_the_level_is_what_every_arm_of_a_seed_reaches() -> None:
 
 def test_speed_ups_are_per_unit_too() -> None:
     outcomes = [outcome("synchronous", run(10, [0, 1.0])), outcome("partial-server", run(4, [0, 1.0]), gpus=2.5)]
+    # Half a card is a card that nobody else has.
     results, levels = summarise(outcomes, None)
     text = table(results, levels)
-    assert "| partial-server | 0 | 2.5 |" in text and "2.50x | 2.00x" in text
+    assert "| partial-server | 0 | 3 |" in text and "2.50x | 1.67x" in text
     assert results[0].old_logprob_s == 0.25
+
+
+def test_the_log_prob_server_is_compared_with_own_recompute_per_update_and_per_unit() -> None:
+    outcomes = [outcome("partial", run(5, [0, 1.0]), gpus=3), outcome("partial-server", run(4, [0, 1.0]), gpus=4)]
+    results, levels = summarise(outcomes, None)
+    (gain,) = server_gains(results)
+    assert (gain.update, gain.update_per_unit, gain.to_level) == pytest.approx((1.25, 0.9375, 1.25))
+    assert "1.25x an update, 0.94x per unit, 1.25x to accuracy" in table(results, levels)
+    assert server_gains(results[:1]) == []
 
 
 def test_an_arm_that_never_gets_there_has_no_speed_up() -> None:

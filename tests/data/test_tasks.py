@@ -76,6 +76,16 @@ def test_both_splits_have_the_same_mix_of_lengths_and_rise() -> None:
     assert held_shares == pytest.approx(shares, abs=0.01)
 
 
+def test_a_decay_gives_few_long_problems_among_many_short_ones_in_both_splits() -> None:
+    task = GeneratedTask(name="reverse", min_digits=4, max_digits=12, length_decay=0.5, train_size=5110, eval_size=511)
+    train, held_out = generate(task, seed=0)
+    for split, whole in ((train, 5110), (held_out, 511)):
+        counts = Counter(len(problem.prompt) - 1 for problem in split)
+        expected = {n: whole * 0.5 ** (n - 4) / (2 - 0.5**8) for n in range(4, 13)}
+        assert counts == pytest.approx(expected, abs=9), "off by no more than what rounding leaves over"
+    assert len(train) == 5110 and len(held_out) == 511
+
+
 def test_the_seed_decides() -> None:
     task = GeneratedTask(name="addition", min_digits=3, train_size=50, eval_size=10)
     assert generate(task, 5) == generate(task, 5)
