@@ -88,7 +88,8 @@ class Experiment:
         folder = self.out / f"{run}.hf"
         if not folder.exists():
             say(f"seed {seed}: supervised warm start")
-            _train([recipe.model_copy(update={"train": recipe.train.model_copy(update={"stages": ["sft"]})})])
+            alone = recipe.train.model_copy(update={"stages": ["sft"], "keep_checkpoints": max(1, recipe.train.keep_checkpoints)})
+            _train([recipe.model_copy(update={"train": alone})])
             with recipe.run_path.with_suffix(".log").open("ab") as log:
                 _finish([(recipe.run_path, _start(["convert-hf", str(recipe.run_path), str(folder)], log))])
         return ["model.config=null", "model.init=weights", f"model.path={folder}", "train.stages=[rl]"]

@@ -14,7 +14,7 @@ from mtpctl import families
 from mtpctl.families import ModelShape
 from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.model_source import has_weights, hf_config, model_folder
-from mtpctl.recipe.schema import BYTE_VOCAB_SIZE, ParallelConfig, Recipe, SglangConfig
+from mtpctl.recipe.schema import BYTE_VOCAB_SIZE, VLLM_ADAPTER_RANKS, ParallelConfig, Recipe, SglangConfig
 
 Complaints = Iterator[str]
 
@@ -40,6 +40,7 @@ def complaints_of(recipe: Recipe) -> Complaints:
     yield from _model(recipe, shape)
     yield from _stages(recipe)
     yield from _objective(recipe)
+    yield from _sync(recipe)
     yield from _data(recipe)
     yield from _devices(recipe)
     yield from _paths(recipe)
@@ -96,6 +97,8 @@ def _stages(recipe: Recipe) -> Complaints:
         )
     if train.rl.group_size < 2 and "rl" in train.stages:
         yield f"train.rl.group_size: the {train.rl.advantage} baseline needs at least 2 responses a prompt, got {train.rl.group_size}"
+    if train.checkpoint_every and not train.keep_checkpoints:
+        yield f"train.checkpoint_every: {train.checkpoint_every}, but train.keep_checkpoints is 0; set one of them otherwise"
     for name, optimizer in (("sft", train.sft.optimizer), ("rl", train.rl.optimizer)):
         if not all(0 <= beta < 1 for beta in optimizer.betas):
             yield f"train.{name}.optimizer.betas: must lie in [0, 1), got {list(optimizer.betas)}"
@@ -127,10 +130,35 @@ def _objective(recipe: Recipe) -> Complaints:
         yield f"train.rl.clip_dual: must be above 1, or 0 for none, got {rl.clip_dual}"
     if rl.overlong.enabled and rl.overlong.buffer >= rollout.max_tokens:
         yield f"train.rl.overlong.buffer: must be below rollout.max_tokens: {rollout.max_tokens}, got {rl.overlong.buffer}"
-    if len(set(recipe.sync.sections)) != len(recipe.sync.sections) or "target" not in recipe.sync.sections:
-        yield f"sync.sections: must hold target, and draft or not, each once, got [{', '.join(recipe.sync.sections)}]"
-    if recipe.sync.bucket_bytes < 1024:
-        yield f"sync.bucket_bytes: must be at least 1024, got {recipe.sync.bucket_bytes}"
+
+
+def _sync(recipe: Recipe) -> Complaints:
+    """What moves at a sync, and what engines do meanwhile."""
+    sync, rollout, lora = recipe.sync, recipe.rollout, recipe.train.lora
+    if len(set(sync.sections)) != len(sync.sections) or ("target" in sync.sections) == ("adapter" in sync.sections):
+        yield f"sync.sections: must hold target or adapter, and draft or not, each once, got [{', '.join(sync.sections)}]"
+    if sync.bucket_bytes < 1024:
+        yield f"sync.bucket_bytes: must be at least 1024, got {sync.bucket_bytes}"
+    if sync.release_kv:
+        if isinstance(rollout, SglangConfig):
+            yield "sync.release_kv: works with rollout.engine: vllm; set it to false"
+        elif recipe.cluster.device == "cpu":
+            yield "sync.release_kv: a CPU engine cannot give its KV cache back; set it to false"
+        elif rollout.engine_args.get("enable_sleep_mode", True) is False:
+            yield "sync.release_kv: needs vLLM's sleep mode; take rollout.engine_args.enable_sleep_mode: false out"
+    if "adapter" not in sync.sections:
+        return
+    if lora is None:
+        yield "sync.sections: there is no adapter without train.lora; write target in its place, or set train.lora"
+        return
+    if isinstance(rollout, SglangConfig):
+        yield "sync.sections: adapter works with rollout.engine: vllm; write target in its place, which sends merged weights"
+    room = rollout.engine_args.get("max_lora_rank", VLLM_ADAPTER_RANKS[-1])
+    if isinstance(room, int) and lora.rank > room:
+        field = "vLLM takes" if "max_lora_rank" not in rollout.engine_args else "rollout.engine_args.max_lora_rank lets in"
+        yield f"train.lora.rank: {lora.rank} is more than the {room} that {field}; lower it, or sync target in place of adapter"
+    if rollout.engine_args.get("enable_lora", True) is False:
+        yield "sync.sections: adapter needs an engine that takes adapters; take rollout.engine_args.enable_lora: false out"
 
 
 def _data(recipe: Recipe) -> Complaints:

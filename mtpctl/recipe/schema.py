@@ -176,7 +176,9 @@ class TrainConfig(Section):
     lora: LoraConfig | None = Field(None, description="Train an adapter instead of the weights.")
     async_save: bool = Field(False, description="Write checkpoints while training goes on; costs host memory of their size.")
     checkpoint_every: NonNegativeInt = Field(0, description="Updates between checkpoints; 0: at the end of a stage only.")
-    keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints kept.")
+    keep_checkpoints: NonNegativeInt = Field(
+        2, description="Newest checkpoints kept; 0: none is written, so that the run can be neither resumed nor converted."
+    )
     max_bad_steps: PositiveInt = Field(3, description="Updates in a row skipped for NaN or inf before the run stops.")
     eval_every: NonNegativeInt = Field(0, description="Updates between held-out evaluations; 0: before and after RL only.")
     gpus: Annotated[Float, Field(gt=0, le=1)] = Field(1.0, description="Share of a card that each trainer rank takes, beside others on it.")

@@ -82,7 +82,7 @@ class Run:
         self.store = VersionStore(kept if placement.hosts > 1 else default_root(name, size, kept))
 
     async def drive(self) -> bool:
-        """Run all stages. Returns False where a stop was asked for before the end; a checkpoint is there then."""
+        """Run all stages. Returns False where a stop was asked for before the end; a checkpoint is there then, unless the recipe keeps none."""
         self._listen()
         self.store.close()
         trainer = TrainerGroup(self.recipe, self.placement)
@@ -98,7 +98,8 @@ class Run:
                     await asyncio.gather(starting, return_exceptions=True)
             if self.state.stopping.is_set():
                 path = await self.state.checkpoint(trainer)
-                self.telemetry.event("stop", f"stopped in {self.state.stage} at step {self.state.step}; checkpoint {path}")
+                kept = f"checkpoint {path}" if path else "train.keep_checkpoints is 0: it cannot be resumed"
+                self.telemetry.event("stop", f"stopped in {self.state.stage} at step {self.state.step}; {kept}")
                 return False
         return True
 

@@ -68,11 +68,14 @@ class RunState:
         if self.train.checkpoint_every and self.step % self.train.checkpoint_every == 0:
             await self.checkpoint(trainer, wait=not self.train.async_save)
 
-    async def checkpoint(self, trainer: TrainerGroup, *, wait: bool = True) -> Path:
+    async def checkpoint(self, trainer: TrainerGroup, *, wait: bool = True) -> Path | None:
         """Write model, optimizer, this state and the buffer; it becomes the newest once all of it is there.
 
-        With `wait=False` that is at a later `settle`. One checkpoint is written at a time.
+        With `wait=False` that is at a later `settle`. One checkpoint is written at a time. Returns its folder, None where the
+        recipe keeps none.
         """
+        if not self.train.keep_checkpoints:
+            return None
         await self.settle(trainer)
         path = self.root / f"{self.stage}-{self.step:06d}{'-end' if self.stage in self.ended else ''}"
         folder = Path(await trainer.call("begin_save", str(path)))

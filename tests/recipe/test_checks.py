@@ -51,6 +51,7 @@ def test_our_overlays_fit(path: Path) -> None:
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
+        (["train.checkpoint_every=5", "train.keep_checkpoints=0"], "train.checkpoint_every: 5, but train.keep_checkpoints is 0"),
         (["model.tokenizer="], "model.tokenizer: a model made from model.config has none"),
         (["model.config.vocab_size=256"], "model.config.vocab_size: 256 is too small for the byte tokenizer's 259 ids"),
         (["data.chat_template=true"], "data.chat_template: the byte tokenizer has no chat template"),

@@ -68,6 +68,17 @@ def test_a_checkpoint_counts_before_the_next_step(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_where_none_is_kept_none_is_written(tmp_path: Path) -> None:
+    async def main() -> None:
+        state, trainer, group = run(tmp_path, keep_checkpoints=0)
+        await step(state, group)
+        await step(state, group)
+        assert await state.checkpoint(group) is None
+        assert trainer.published == [] and list(tmp_path.iterdir()) == []
+
+    asyncio.run(main())
+
+
 def test_one_written_beside_counts_once_it_is_whole_with_the_state_it_was_begun_in(tmp_path: Path) -> None:
     async def main() -> None:
         state, trainer, group = run(tmp_path, async_save=True)
