@@ -82,7 +82,7 @@ class Run:
         self.store = VersionStore(kept if placement.hosts > 1 else default_root(name, size, kept))
 
     async def drive(self) -> bool:
-        """Run all stages. Returns False where a stop was asked for before the end; a checkpoint is there then, unless the recipe keeps none."""
+        """Run all stages. Returns False where a stop was asked for before the end; a checkpoint, if the recipe keeps any, is there then."""
         self._listen()
         self.store.close()
         trainer = TrainerGroup(self.recipe, self.placement)
