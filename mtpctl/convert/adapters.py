@@ -23,7 +23,8 @@ from mtpctl.model.lora import ROW, WHOLE
 from mtpctl.recipe import UserError
 from mtpctl.recipe.schema import LoraConfig
 
-PREFIX = "base_model.model."
+ADAPTER_PREFIX = "base_model.model."
+"""What PEFT puts before the names of the layers that it adapts."""
 SAMPLED_ROWS = 8
 
 
@@ -45,7 +46,7 @@ def export_adapter(bridge: WeightBridge, chunks: list[MegatronModule], lora: Lor
             )
         a, b = _matrices(task, leaf, lora.rank)
         for name in b:
-            layer = PREFIX + name.removesuffix(".weight")
+            layer = ADAPTER_PREFIX + name.removesuffix(".weight")
             yield f"{layer}.lora_A.weight", a[name].reshape(lora.rank, -1)
             yield f"{layer}.lora_B.weight", b[name].reshape(-1, lora.rank)
 

@@ -91,12 +91,18 @@ class WeightBridge:
         return self._known[1]
 
     def export(
-        self, chunks: list[MegatronModule], *, dtype: torch.dtype | None = None, sections: Collection[str] = ("target", "draft")
+        self,
+        chunks: list[MegatronModule],
+        *,
+        dtype: torch.dtype | None = None,
+        sections: Collection[str] = ("target", "draft"),
+        merged: bool = True,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) one by one; every rank must iterate, and every rank gets all of them.
 
-        `sections` says whether the trunk's tensors, the MTP layers' or both are wanted. Adapters are merged on the way. Copies
-        that a folder keeps beside their original (DeepSeek's MTP layers bring embedding and head) follow it.
+        `sections` says whether the trunk's tensors, the MTP layers' or both are wanted. Adapters are merged on the way
+        unless `merged` is false. Copies that a folder keeps beside their original (DeepSeek's MTP layers bring embedding and head)
+        follow it.
         """
         shape = self.folder.shape
         stored = families.tensors(shape) if chunks[0].config.mtp_num_layers else {}
@@ -113,7 +119,8 @@ class WeightBridge:
             for task in self.tasks(chunks, dtype=dtype)
             if any(wanted(name) or any(map(wanted, copies.get(name, []))) for name in names_of(task))
         ]
-        stream = self._bridge.export_hf_weights(chunks, cpu=False, show_progress=False, conversion_tasks=map(_merged, tasks))
+        conversions = map(_merged, tasks) if merged else tasks
+        stream = self._bridge.export_hf_weights(chunks, cpu=False, show_progress=False, conversion_tasks=conversions)
         for name, tensor in stream:
             if name in (f"{shape.prefix}embed_tokens.weight", "lm_head.weight"):
                 tensor = tensor[: shape.vocab]  # without the rows that made the vocabulary divide over tp

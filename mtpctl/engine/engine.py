@@ -280,13 +280,14 @@ class MegatronEngine:
 
     # ------------------------------------------------------------------------------------------------------- weights
 
-    def export(self, sections: Collection[str] = ("target", "draft")) -> Iterator[tuple[str, Tensor]]:
+    def export(self, sections: Collection[str] = ("target", "draft"), *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and full tensors, in the engine's precision; every rank iterates.
 
-        `sections`: the trunk (`target`), the MTP layers (`draft`) or both. Adapters come merged into the trunk.
+        `sections`: the trunk (`target`), the MTP layers (`draft`) or both. Adapters come merged into the trunk, or with
+        `merged` false are left out.
         """
         with self.resident():
-            yield from self.bridge.export([self.module], sections=sections)
+            yield from self.bridge.export([self.module], sections=sections, merged=merged)
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
         """PEFT's names and full tensors of the adapters (`peft_config` says the rest); every rank iterates.

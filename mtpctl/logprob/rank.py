@@ -47,6 +47,9 @@ class ScoreRank:
         self.config, self.rank = config, rank
         self._stream: Any = None
         self._reader: Any = None
+        self._begun = False
+        self._folder: Any = None
+        self._adapter: Any = None
         self._finished: set[str] = set()
 
     def address(self) -> str:
@@ -127,22 +130,27 @@ class ScoreRank:
     def begin_update(self, manifest: dict[str, Any], version: int, section: Section) -> None:
         """See `WeightTarget.begin_update`."""
         from mtpctl.convert import WeightStream
+        from mtpctl.logprob.adapter import DTYPES, AdapterOverBase
 
         self._manifest = Manifest.from_dict(manifest)
         plan = self._manifest.sections[section]
         entries = plan.tensors()
         reader = self._readers.open(self._manifest.transport, self._manifest.address)
         try:
-            self._check(entries, section)
+            if section == "adapter":
+                self._adapter = AdapterOverBase(plan, self._base(), DTYPES[self.config.precision])
+            else:
+                self._check(entries, section)
             self.held.begin(version)
         except SyncError as error:
             self._readers.fail(str(error))
             raise
         self._section, self._plan = section, plan
         names = {name for entry in entries.values() for name in (entry.name, *entry.aliases)}
-        self._stream = WeightStream(self.map, names, self.held.destination)
+        self._stream = None if section == "adapter" else WeightStream(self.map, names, self.held.destination)
         self._partial: dict[str, Any] = {}
         self._taken = 0
+        self._begun = True
         reader.begin(version, section)
         self._reader = reader
 
@@ -163,12 +171,16 @@ class ScoreRank:
     def receive(self, *indices: int) -> None:
         """Take in buckets of the section begun last. Raises SyncError for one out of order, or that does not come."""
         due = list(range(self._taken, self._taken + len(indices)))
-        if self._stream is None or list(indices) != due:
-            raise SyncError(f"bucket {indices[0]} came where bucket {self._taken if self._stream else 'none'} was due")
+        if not self._begun or list(indices) != due:
+            raise SyncError(f"bucket {indices[0]} came where bucket {self._taken if self._begun else 'none'} was due")
         try:
             for bucket, data in self._reader.stream(self._section, [self._plan.buckets[index] for index in indices]):
-                # Conversion runs where the model is; of the update no more than a bucket is there beside it.
-                self._take(bucket, data.to(self.engine.device))
+                if self._section == "adapter":
+                    self._adapter.receive(bucket, data)
+                    self._taken += 1
+                else:
+                    # Conversion runs where the model is; of the update no more than a bucket is there beside it.
+                    self._take(bucket, data.to(self.engine.device))
         except BaseException as error:
             self._readers.fail(str(error))
             raise
@@ -191,28 +203,57 @@ class ScoreRank:
 
     def finish_update(self) -> None:
         """Close the section; the last one of the manifest makes the version current. Raises SyncError where buckets are missing."""
-        if self._stream is None or self._taken < len(self._plan.buckets):
+        if not self._begun or self._taken < len(self._plan.buckets):
             raise SyncError("the section ended before all of its buckets came")
-        try:
-            self._stream.finish()
-        except ValueError as error:
-            raise SyncError(str(error)) from error
-        self._stream = None
+        if self._stream is not None:
+            self._close(self._stream)
+        self._stream, self._begun = None, False
         self._readers.settle()
         self._finished.add(self._section)
         if self._finished == set(self._manifest.sections):
+            if "adapter" in self._finished:
+                self._merge()
             self._finished = set()
             self.held.commit()
 
+    def _close(self, stream: Any) -> None:
+        try:
+            stream.finish()
+        except ValueError as error:
+            raise SyncError(str(error)) from error
+
+    def _merge(self) -> None:
+        """Write the weights as the adapter makes them, when all else of the version is in."""
+        from mtpctl.convert import WeightStream
+
+        stream = WeightStream(self.map, self._adapter.layers, self.held.destination)
+        for name, weight in self._adapter.merged(self.engine.device):
+            stream.add(name, weight)
+        self._close(stream)
+
+    def _base(self) -> Any:
+        """The weights beneath an adapter: those of the folder that the replica was started on."""
+        if self.config.random_seed is not None or self.config.checkpoint is not None:
+            raise PlanMismatch("an adapter goes over the weights of the model's folder, which this log-prob replica does not serve")
+        if self._folder is None:
+            from mtpctl.convert import ModelWeights
+
+            self._folder = ModelWeights(Path(self.config.model))
+        return self._folder
+
     def abort_update(self) -> None:
         """Give up the update, all its sections. Raises TargetDirty where the weights are mixed."""
-        self._stream = None
+        self._stream, self._adapter, self._begun = None, None, False
         self._readers.fail("a log-prob replica broke off")
         self._finished = set()
         self.held.abort()
 
     def checksums(self) -> dict[str, str]:
-        """Checksum of every tensor as it would be exported now, by its Hugging Face name."""
+        """Checksum of every tensor as it would be exported now, by its Hugging Face name.
+
+        Of a layer that an adapter is merged into: of what lies beneath it, and of the adapter's own tensors.
+        """
         from mtpctl.sync import checksum
 
-        return {name: checksum(tensor) for name, tensor in self.engine.export()}
+        found = {name: checksum(tensor) for name, tensor in self.engine.export()}
+        return found if self._adapter is None else found | self._adapter.checksums()

@@ -60,7 +60,16 @@ async def start_pool(
         precision = recipe.train.precision
         if isinstance(sized, SglangConfig):
             return sglang_engine_settings(sized, model=model, precision=precision, seed=stream, tokenizer=named)
-        return engine_settings(sized, model=model, precision=precision, device=placement.device, seed=stream, tokenizer=named)
+        return engine_settings(
+            sized,
+            model=model,
+            precision=precision,
+            device=placement.device,
+            seed=stream,
+            tokenizer=named,
+            adapter_rank=recipe.train.lora.rank if recipe.train.lora and "adapter" in recipe.sync.sections else None,
+            release_kv=recipe.sync.release_kv,
+        )
 
     async def start(index: int) -> Replica:
         return await start_replica(settings(), name=f"rollout replica {index}", options=options)

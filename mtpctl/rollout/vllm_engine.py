@@ -29,6 +29,7 @@ class VllmEngine(Engine):
         )
         self._llm = llm
         self._settings = settings
+        self._released = False
 
     @classmethod
     async def start(cls, settings: VllmSettings, *, version: int = 0) -> VllmEngine:
@@ -107,10 +108,16 @@ class VllmEngine(Engine):
             await self._within(self._abort(list(self._in_flight)), "aborting responses")
         await self._within(self._llm.pause_generation(mode=mode, clear_cache=True), f"pausing ({mode})")
         self._paused = True
+        if self._settings.release_kv:
+            await self._within(self._llm.release_kv_cache_memory(), "giving the KV cache back")
+            self._released = True
 
     async def resume(self) -> None:
         """See `Engine.resume`."""
         self._check_alive()
+        if self._released:
+            await self._within(self._llm.wake_up(["kv_cache"]), "taking memory for the KV cache")
+            self._released = False
         await self._within(self._llm.resume_generation(), "resuming")
         self._paused = False
 

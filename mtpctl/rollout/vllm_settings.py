@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from mtpctl.compat.vllm_plugin import TRANSFER_BACKEND
 from mtpctl.recipe import UserError
-from mtpctl.recipe.schema import VllmConfig
+from mtpctl.recipe.schema import VLLM_ADAPTER_RANKS, VllmConfig
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 CPU_KV_CACHE_BYTES = 256 << 20
@@ -22,13 +22,15 @@ SCHEDULERS = {
 class VllmSettings:
     """All that one engine needs to start: `args` for vLLM, `environment` for its process, `threads` for torch (0: its choice).
 
-    `in_loop` runs the engine core in the caller's process instead of one of its own.
+    `in_loop` runs the engine core in the caller's process instead of one of its own. `release_kv`: a paused engine gives the memory
+    of its KV cache back.
     """
 
     args: dict[str, Any]
     in_loop: bool
     threads: int = 0
     environment: dict[str, str] = field(default_factory=dict)
+    release_kv: bool = False
 
     @property
     def model(self) -> str:
@@ -44,10 +46,13 @@ def engine_settings(
     device: Literal["cpu", "cuda"],
     seed: int = 0,
     tokenizer: str | None = None,
+    adapter_rank: int | None = None,
+    release_kv: bool = False,
 ) -> VllmSettings:
     """Options of one engine. What `rollout.engine_args` names wins over everything chosen here.
 
-    `tokenizer` is the folder or hub id of another tokenizer than the model's; stop strings need one.
+    `tokenizer` is the folder or hub id of another tokenizer than the model's; stop strings need one. `adapter_rank`: of the adapter
+    that weight syncs bring, if they do. `release_kv`: see `VllmSettings`.
 
     On a CPU the engine runs with few threads beside a trainer on the same cores: no compilation, no prefix cache (its
     blocks hold 128 tokens), a fixed KV cache, and the core in the actor's own process.
@@ -86,9 +91,15 @@ def engine_settings(
         args["kv_cache_memory_bytes"] = rollout.kv_cache_bytes or CPU_KV_CACHE_BYTES
     if not cpu:
         args["gpu_memory_utilization"] = rollout.gpu_memory
+    if adapter_rank is not None:
+        room = next(rank for rank in VLLM_ADAPTER_RANKS if rank >= adapter_rank)
+        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+    if release_kv:
+        args["enable_sleep_mode"] = True
     args |= rollout.engine_args
     in_loop = cpu and args["tensor_parallel_size"] == 1
-    return VllmSettings(args, in_loop, threads=rollout.threads, environment=_environment(cpu, in_loop, rollout.threads))
+    environment = _environment(cpu, in_loop, rollout.threads)
+    return VllmSettings(args, in_loop, threads=rollout.threads, environment=environment, release_kv=release_kv)
 
 
 def _every_number(k: int, requests: int) -> list[tuple[int, int, int]]:

@@ -7,49 +7,117 @@ there, and written as PEFT writes them to a folder in memory, which the engine l
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from mtpctl.plan import Bucket
 from mtpctl.sync.checksums import Part, summed
 from mtpctl.sync.manifest import SectionPlan
+from mtpctl.sync.names import Renamer, resolve
+from mtpctl.sync.places import Misfit, Ranks, find_place
 from mtpctl.sync.protocol import PlanMismatch
 from mtpctl.sync.receiver import BucketsInOrder, pieces
 from mtpctl.sync.store import SHARED_MEMORY
+
+_MATRIX = re.compile(r"^base_model\.model\.(?P<layer>.+)\.lora_(?P<which>[AB])\.weight$")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Wire names of A `[rank, columns]` and B `[rows, rank]` of one layer, and the shape of the weight that they change."""
+
+    a: str
+    b: str
+    shape: tuple[int, int]
+
+
+def layers_of(plan: SectionPlan) -> dict[str, Layer]:
+    """The layers of an adapter by the Hugging Face names of their weights.
+
+    Raises PlanMismatch with everything because of which the plan is no LoRA adapter of the rank that its config names.
+    """
+    rank = plan.config.get("r")
+    pairs: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+    wrong = [] if rank else ["its config names no rank r"]
+    for name, entry in plan.tensors().items():
+        if found := _MATRIX.match(name):
+            pairs.setdefault(found["layer"], {})[found["which"]] = (name, entry.shape)
+        else:
+            wrong.append(name)
+    layers = {}
+    for layer, pair in pairs.items():
+        if len(pair) < 2:
+            wrong.append(f"{layer} has lora_{'A' if 'A' in pair else 'B'} alone")
+            continue
+        (a, down), (b, up) = pair["A"], pair["B"]
+        if len(down) != 2 or len(up) != 2 or down[0] != rank or up[1] != rank:
+            wrong.append(f"{layer} has A {down} and B {up}, which are not of rank {rank}")
+            continue
+        layers[f"{layer}.weight"] = Layer(a, b, (up[0], down[1]))
+    if wrong:
+        raise PlanMismatch(f"this is no LoRA adapter: {'; '.join(wrong[:8])}")
+    return layers
+
+
+def check_fits(layers: dict[str, Layer], rank: int, model: nn.Module, *, rename: Renamer | None, ranks: Ranks, room: int | None) -> None:
+    """Hold an adapter of `rank` against a live model that keeps `room` for adapters (None: takes none).
+
+    Raises PlanMismatch with every layer that the model does not have, keeps no adapter for, or has in another shape.
+    """
+    if room is None:
+        raise PlanMismatch("this engine was started without room for adapters (enable_lora, max_lora_rank)")
+    if rank > room:
+        raise PlanMismatch(f"the adapter has rank {rank}, this engine was started with max_lora_rank {room}")
+    live = dict(model.named_parameters(remove_duplicate=False))
+    wrong = []
+    for name, layer in layers.items():
+        slot = resolve(name, live, rename)
+        if slot is None:
+            wrong.append(f"{name} resolves to nothing")
+        elif ".base_layer." not in slot.parameter:
+            wrong.append(f"{name} lies in {slot.parameter}, which takes no adapter")
+        else:
+            try:
+                find_place(model, live[slot.parameter], slot, layer.shape, ranks)
+            except Misfit as error:
+                wrong.append(f"the adapter of {name} {error}")
+    if wrong:
+        raise PlanMismatch("the adapter does not fit the live model: " + "; ".join(wrong[:8]))
 
 
 class AdapterReceiver(BucketsInOrder):
     """Takes in the buckets of section `adapter`. Raises PlanMismatch where the plan is no adapter."""
 
     def __init__(self, plan: SectionPlan) -> None:
-        strange = [name for name in plan.tensors() if ".lora_A." not in name and ".lora_B." not in name]
-        if strange or not plan.config.get("r"):
-            raise PlanMismatch(f"this is no LoRA adapter: {', '.join(strange[:4]) or 'its config names no rank r'}")
+        self.layers = layers_of(plan)
         super().__init__(plan)
-        self._tensors: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
 
     def receive(self, bucket: Bucket, data: torch.Tensor) -> None:
         """Copy a bucket's tensors out of `data`. Raises SyncError for a bucket out of order."""
         self.check_due(bucket)
         for entry, piece in pieces(bucket, data):
-            whole = self._tensors.setdefault(entry.name, torch.empty(entry.shape, dtype=piece.dtype))
+            whole = self.tensors.setdefault(entry.name, torch.empty(entry.shape, dtype=piece.dtype))
             whole.view(-1)[entry.part_start : entry.part_stop].copy_(piece)
         self.taken += 1
 
     def sums(self) -> dict[str, list[Part]]:
         """Of every tensor, as `SectionReceiver.sums`."""
-        return {name: [summed(t.reshape(1, -1), t.numel(), t.numel(), 0)] for name, t in self._tensors.items()}
+        return {name: [summed(t.reshape(1, -1), t.numel(), t.numel(), 0)] for name, t in self.tensors.items()}
 
     def write(self, folder: Path) -> None:
         """Write the adapter as PEFT does, whole or not at all."""
         root = folder.parent
         root.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=root))
-        save_file(self._tensors, draft / "adapter_model.safetensors")
+        save_file(self.tensors, draft / "adapter_model.safetensors")
         (draft / "adapter_config.json").write_text(json.dumps(self.plan.config))
         if folder.exists():
             shutil.rmtree(folder)

@@ -47,8 +47,9 @@ def _tied(tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[str, str]:
 class Packing:
     """The plan of a stream of tensors, and their way into a transport's buffers.
 
-    `bucket_bytes` bounds a bucket, `sections` says what moves, `section_of` sorts names into sections, and `dtype` is what
-    floating-point tensors are cast to on the way (None: sent as they are). `config`: what goes along with a section.
+    `bucket_bytes` bounds a bucket, `sections` says what there is to move, `section_of` sorts names into sections, and `dtype` is
+    what floating-point tensors are cast to on the way (None: sent as they are). `config`: what goes along with a section.
+    `moving`: the sections of the next version, all of them until it is set.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Packing:
     ) -> None:
         self.config = dict(config or {})
         self.bucket_bytes = bucket_bytes
-        self.sections = tuple(sections)
+        self.sections = self.moving = tuple(sections)
         self.section_of = section_of
         self.dtype = dtype
         self.plans: dict[str, tuple[Bucket, ...]] = {}
@@ -85,7 +86,7 @@ class Packing:
     def learn(self, export: Export, aliases: Mapping[str, str] | None = None, *, checksums: bool = False) -> dict[str, dict[str, str]]:
         """Run through an export without keeping any of it, to plan; with `checksums`, take and return them by section."""
         specs: list[TensorSpec] = []
-        sums: dict[str, dict[str, str]] = {section: {} for section in self.sections}
+        sums: dict[str, dict[str, str]] = {section: {} for section in self.moving}
         for name, tensor in self._cast(export):
             specs.append(spec_of(name, tensor))
             if checksums:
@@ -96,15 +97,20 @@ class Packing:
 
     def _cast(self, export: Export) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in export:
-            if self.section_of(name) in self.sections:
+            if self.section_of(name) in self.moving:
                 cast = self.dtype is not None and tensor.is_floating_point()
                 yield name, tensor.to(self.dtype) if cast else tensor
+
+    def section_plans(self, sums: Mapping[str, dict[str, str]]) -> dict[str, SectionPlan]:
+        """What moves next, with these checksums."""
+        plans = {section: buckets for section, buckets in self.plans.items() if section in self.moving}
+        return {section: SectionPlan(buckets, sums.get(section, {}), self.config.get(section, {})) for section, buckets in plans.items()}
 
     @torch.no_grad()
     def pack(self, tensors: Iterable[tuple[str, torch.Tensor]], writer: BucketWriter, checksums: bool = False) -> dict[str, dict[str, str]]:
         """Fill buckets in the plan's order while the export streams, each section at its own pace. Raises PlanMismatch."""
-        packers = {section: _Packer(section, buckets, writer) for section, buckets in self.plans.items()}
-        sums: dict[str, dict[str, str]] = {section: {} for section in self.plans}
+        packers = {section: _Packer(section, buckets, writer) for section, buckets in self.plans.items() if section in self.moving}
+        sums: dict[str, dict[str, str]] = {section: {} for section in packers}
         for name, tensor in tensors:
             section = self.section_of(name)
             if section not in packers:
@@ -141,9 +147,8 @@ class Publisher(Packing):
         folder = self.store.prepare(version)
         try:
             sums = self.pack(tensors, Writer(folder), checksums)
-            plans = {section: SectionPlan(buckets, sums[section], self.config.get(section, {})) for section, buckets in self.plans.items()}
             address = str(Path(folder).absolute())
-            manifest = Manifest(version, SHM, address, plans, str(self.store.root.absolute()))
+            manifest = Manifest(version, SHM, address, self.section_plans(sums), str(self.store.root.absolute()))
             self.store.commit(manifest)
         except BaseException:
             self.store.discard(version)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mtpctl.plan import Bucket
-from mtpctl.sync.manifest import Manifest, SectionPlan
+from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import SyncError
 from mtpctl.sync.publisher import Export, Packing
 from mtpctl.sync.store import VersionStore
@@ -57,12 +57,9 @@ class Sender(Packing):
         before raised.
         """
         self._raise_failure()
-        sums = checksums or {}
         if self._writer is None or self._members != tuple(members):
             self._open(members)
-        plans = {
-            section: SectionPlan(buckets, sums.get(section, {}), self.config.get(section, {})) for section, buckets in self.plans.items()
-        }
+        plans = self.section_plans(checksums or {})
         address = str(self._writer.control.address)
         self._sending = Manifest(version, self.transport, address, plans, str(self.store.root.absolute()))
         return self._sending
@@ -115,6 +112,8 @@ class Sender(Packing):
         """
         assert self._sending is not None
         self.flush()
+        # What moved once (the weights beneath an adapter) needs no memory for a copy any more.
+        self._staged.held = {place: copy for place, copy in self._staged.held.items() if place[0] in self.moving}
         self.pack(self._cast(export), self._staged)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()

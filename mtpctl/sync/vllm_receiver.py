@@ -18,8 +18,9 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from mtpctl.compat import vllm_derived, vllm_packed
-from mtpctl.sync.adapter import AdapterReceiver
+from mtpctl.sync.adapter import AdapterReceiver, check_fits
 from mtpctl.sync.manifest import SectionPlan, buckets_from
+from mtpctl.sync.names import Renamer
 from mtpctl.sync.places import Place, Ranks
 from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SyncError
 from mtpctl.sync.receiver import Scratch, SectionReceiver, match
@@ -96,7 +97,7 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
         if step.discard:
             self._current: SectionReceiver | AdapterReceiver | Scratch = Scratch(plan, self.device)
         elif step.section == "adapter":
-            self._current = self._receivers[step.section] = AdapterReceiver(SectionPlan(plan.buckets, config=step.config))
+            self._current = self._receivers[step.section] = self._adapter(SectionPlan(plan.buckets, config=step.config))
         else:
             self._current = self._receivers[step.section] = SectionReceiver(plan, self._places_of(step, plan))
         self._section = step.section
@@ -109,17 +110,24 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
             self._places[key] = self._match(plan)
         return self._places[key]
 
+    def _adapter(self, plan: SectionPlan) -> AdapterReceiver:
+        receiver, lora = AdapterReceiver(plan), self.vllm_config.lora_config
+        room = None if lora is None else int(lora.max_lora_rank)
+        check_fits(receiver.layers, plan.config["r"], self.model, rename=self._rename(), ranks=_ranks(), room=room)
+        return receiver
+
+    def _rename(self) -> Renamer | None:
+        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
+        return mapper.get_rename_mapper().map_name if mapper is not None else None
+
     def _match(self, plan: SectionPlan) -> dict[str, Place]:
         if self.vllm_config.quant_config is not None:
             raise PlanMismatch("weights of a quantised engine cannot be updated in place")
         if self.parallel_config.pipeline_parallel_size > 1:
             raise PlanMismatch("weights of an engine with pipeline stages cannot be updated in place")
-        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
-        rename = mapper.get_rename_mapper().map_name if mapper is not None else None
         elsewhere = self._default_model if self.model is not self._default_model else None
         own = self.model_config.dtype if isinstance(self.model_config.dtype, torch.dtype) else None
-        ranks = Ranks(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
-        return match(self.model, plan, rename=rename, elsewhere=elsewhere, ranks=ranks, dtype=own)
+        return match(self.model, plan, rename=self._rename(), elsewhere=elsewhere, ranks=_ranks(), dtype=own)
 
     def _receive(self, step: Step) -> None:
         receiver = self._current
@@ -154,6 +162,10 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
     def shutdown(self) -> None:
         """Release the transport's buffers and connections."""
         self._readers.close()
+
+
+def _ranks() -> Ranks:
+    return Ranks(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
 
 
 class WorkerExtension:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mtpctl.plan import Bucket
+from mtpctl.recipe import MtpctlError
 from mtpctl.sync.adapter import adapter_root
 from mtpctl.sync.checksums import Part, combined
 from mtpctl.sync.manifest import Manifest, layout
@@ -208,9 +209,15 @@ class VllmTarget:
         """Hand over the adapter that came, once. vLLM reads it before it drops the old one, so a bad one changes nothing."""
         folder = self._root / f"v{version:08d}"
         await self._within(self._client.rpc("mtpctl_write_adapter", str(folder)), "writing an adapter")
-        await self._within(self._client.load_adapter(ADAPTER, ADAPTER_ID, str(folder)), "loading an adapter")
+        try:
+            await self._within(self._client.load_adapter(ADAPTER, ADAPTER_ID, str(folder)), "loading an adapter")
+        except MtpctlError:
+            raise
+        except Exception as error:
+            raise SyncError(f"the engine refuses the adapter of version {version}: {error}") from error
+        self._touched.add("adapter")
         before, self.adapter = self.adapter, folder
-        if before is not None:
+        if before not in (None, folder):
             shutil.rmtree(before)
 
     async def abort_update(self) -> None:

@@ -16,7 +16,7 @@ from mtpctl.cluster import within
 from mtpctl.plan import Placement
 from mtpctl.recipe import Recipe
 from mtpctl.samples import Sample
-from mtpctl.sync import Manifest, Sent
+from mtpctl.sync import Manifest, Section, Sent
 from mtpctl.train.profile import UpdateProfile
 
 
@@ -30,6 +30,7 @@ class TrainerRank:
         self.publisher: Any = None
         self.saving: Any = None
         self.learned = False
+        self.moving: tuple[Section, ...] = ()
         self.profile = UpdateProfile(self.recipe.run_path / "logs", rank) if self.recipe.telemetry.profile else None
 
     def address(self) -> str:
@@ -183,59 +184,80 @@ class TrainerRank:
             metrics["rollout_corr/abs_diff_same_version"] = float(((old - behaviour).abs() * same).sum() / same.sum())
         return metrics
 
-    def publish(self, version: int, store: str, checksums: bool) -> Manifest | None:
-        """Export the weights into the version store of this host, from which receivers draw. Rank 0 writes."""
+    def publish(self, version: int, store: str, checksums: bool, sections: tuple[Section, ...]) -> Manifest | None:
+        """Export these sections into the version store of this host, from which receivers draw. Rank 0 writes."""
+        self._begin_version(sections, store)
         if not self.learned:
-            self._exported(lambda export: self._sender(store).learn(export, self._aliases()))
+            self._exported(self._learn)
         self.learned = True
-        return self._exported(lambda export: self._sender(store).publish(export, version, checksums=checksums))
+        return self._exported(lambda export: self.publisher.publish(export, version, checksums=checksums))
 
-    def announce(self, version: int, store: str, members: list[str], checksums: bool) -> Manifest | None:
-        """Say what a pushed version will be, to receivers of these names. Rank 0 will send it."""
+    def announce(self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]) -> Manifest | None:
+        """Say what a pushed version of these sections will be, to receivers of these names. Rank 0 will send it."""
+        self._begin_version(sections, store)
         sums: dict[str, dict[str, str]] = {}
         if checksums or not self.learned:
-            sums = self._exported(lambda export: self._sender(store).learn(export, self._aliases(), checksums=checksums))
+            sums = self._exported(lambda export: self._learn(export, checksums=checksums))
         self.learned = True
-        return self._sender(store).announce(version, members, sums) if self.rank == 0 else None
+        return self.publisher.announce(version, members, sums) if self.rank == 0 else None
 
     def send(self) -> Sent | None:
         """Send what was announced, while the receivers take it in."""
-        return self._exported(lambda export: self._sender().send(export))
+        return self._exported(lambda export: self.publisher.send(export))
 
     def keep(self) -> None:
         """Copy what was sent for the version store; a thread writes it there while training goes on."""
-        self._exported(lambda export: self._sender().keep(export))
+        self._exported(lambda export: self.publisher.keep(export))
+
+    def _begin_version(self, sections: tuple[Section, ...], store: str) -> None:
+        self.moving = sections
+        if self.rank == 0:
+            if self.publisher is None:
+                self.publisher = self._sender(store)
+            self.publisher.moving = sections
 
     def _exported(self, use: Callable[[Iterator[Any]], Any]) -> Any:
         """What rank 0 makes of an export that every rank takes part in, to its end, whatever becomes of it on rank 0."""
-        export = itertools.chain.from_iterable(self.engine.export(sections=(section,)) for section in self.recipe.sync.sections)
+        export = itertools.chain.from_iterable(map(self._section, self.moving))
         try:
             return use(export) if self.rank == 0 else None
         finally:
             collections.deque(export, maxlen=0)
 
-    def _aliases(self) -> dict[str, str]:
+    def _section(self, section: Section) -> Iterator[Any]:
+        """One section's tensors. Where the adapter travels by itself, the target is what lies beneath it."""
+        if section == "adapter":
+            tensors: Iterator[Any] = self.engine.export_adapter()
+            return tensors
+        return self.engine.export(sections=(section,), merged="adapter" not in self.recipe.sync.sections)
+
+    def _learn(self, export: Iterator[Any], *, checksums: bool = False) -> dict[str, dict[str, str]]:
+        """Have the sender plan; the first version has every section. What PEFT has to be told of an adapter is known then."""
+        from mtpctl.convert import peft_config
         from mtpctl.families import aliases
 
-        return aliases(self.engine.folder.shape)
+        folder, lora = self.engine.folder, self.recipe.train.lora
+        sums: dict[str, dict[str, str]] = self.publisher.learn(export, aliases(folder.shape), checksums=checksums)
+        if lora is not None and "adapter" in self.moving:
+            names = [entry.name for bucket in self.publisher.plans["adapter"] for entry in bucket.entries]
+            self.publisher.config["adapter"] = peft_config(names, lora, str(folder.path))
+        return sums
 
-    def _sender(self, store: str = "") -> Any:
-        """What sends this rank's weights, by the recipe's transport."""
-        if self.publisher is None:
-            from mtpctl.families import section_of
-            from mtpctl.sync import Publisher, Sender, VersionStore
+    def _sender(self, store: str) -> Any:
+        """What sends the weights, by the recipe's transport."""
+        from mtpctl.convert import ADAPTER_PREFIX
+        from mtpctl.families import section_of
+        from mtpctl.sync import Publisher, Sender, VersionStore
 
-            shape, sync = self.engine.folder.shape, self.recipe.sync
-            options: dict[str, Any] = {
-                "bucket_bytes": sync.bucket_bytes,
-                "sections": sync.sections,
-                "section_of": lambda name: section_of(name, shape),
-            }
-            if sync.transport == "shm":
-                self.publisher = Publisher(VersionStore(store), **options)
-            else:
-                self.publisher = Sender(VersionStore(store), sync.transport, self.engine.device, deadline_s=sync.deadline_s, **options)
-        return self.publisher
+        shape, sync = self.engine.folder.shape, self.recipe.sync
+        options: dict[str, Any] = {
+            "bucket_bytes": sync.bucket_bytes,
+            "sections": self.moving,
+            "section_of": lambda name: "adapter" if name.startswith(ADAPTER_PREFIX) else section_of(name, shape),
+        }
+        if sync.transport == "shm":
+            return Publisher(VersionStore(store), **options)
+        return Sender(VersionStore(store), sync.transport, self.engine.device, deadline_s=sync.deadline_s, **options)
 
     def begin_save(self, path: str) -> str:
         """Start a checkpoint of the engine. Returns the folder where it lies until it is whole; what is put there comes along."""

@@ -10,7 +10,7 @@ from mtpctl.cluster import within
 from mtpctl.logprob import LogprobServer
 from mtpctl.recipe import Recipe
 from mtpctl.rollout import ReplicaPool
-from mtpctl.sync import Manifest, Sent, SyncError, SyncReport
+from mtpctl.sync import Manifest, Section, Sent, SyncError, SyncReport
 from mtpctl.sync.transports import PUSHED
 from mtpctl.train.trainer import TrainerGroup
 
@@ -41,7 +41,7 @@ class WeightSync:
         if options.transport in PUSHED:
             ready, manifest = await self._push(version, verify)
         else:
-            manifest = await self.trainer.call("publish", version, str(self.store), verify)
+            manifest = await self.trainer.call("publish", version, str(self.store), verify, self._sections())
             ready = time.perf_counter()
             await self._receive(manifest, verify)
             self.sent = Sent(manifest.nbytes, time.perf_counter() - ready)
@@ -54,6 +54,17 @@ class WeightSync:
             "sync/gb_per_s": manifest.nbytes / seconds / 1e9,
         }
 
+    def _sections(self) -> tuple[Section, ...]:
+        """What the next version moves. An adapter's base goes along once; receivers that come later have it from the model's folder.
+
+        The adapter is first: one that an engine refuses has changed nothing.
+        """
+        moving = self.recipe.sync.sections
+        if "adapter" not in moving:
+            return tuple(moving)
+        found: list[Section] = ["adapter", "target", "draft"]
+        return tuple(name for name in found if name in moving or (name == "target" and self.last is None))
+
     async def _push(self, version: int, verify: bool) -> tuple[float, Manifest]:
         """When the plan was announced, and the manifest. The store's copy is made when generation goes on already."""
         await self.kept()
@@ -61,7 +72,7 @@ class WeightSync:
             members = self.rollout.members(self.recipe.rollout.tp)
             if self.server is not None:
                 members += self.server.members(version, self.recipe.logprob.parallel.world_size)
-            manifest = await self.trainer.call("announce", version, str(self.store), members, verify)
+            manifest = await self.trainer.call("announce", version, str(self.store), members, verify, self._sections())
             ready = time.perf_counter()
             sending = asyncio.create_task(self.trainer.call("send"))
             try:
