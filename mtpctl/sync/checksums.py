@@ -48,23 +48,23 @@ def summed(block: torch.Tensor, numel: int, columns: int, start: int) -> Part:
         raise ValueError(f"no checksum for dtype {block.dtype}")
     words, (rows, width) = block.view(_WIDTHS[block.element_size()]), block.shape
     chunk = _CHUNK.get(block.device.type, _CHUNK["cpu"])
-    totals = torch.zeros(2, dtype=torch.int64, device=block.device)
     wide, high = min(width, chunk), max(1, chunk // max(width, 1))
     places = _ramp(wide, block.device)
+    plains, weights, shifts = [], [], []
     for left in range(0, width, max(wide, 1)):
         for top in range(0, rows, high):
             part = words[top : top + high, left : left + wide].to(torch.int64)
-            # A place is its distance from the part's first column, plus where its row of the part starts.
-            sums = part.sum(1)
-            totals[0] += sums.sum()
-            totals[1] += part.mul_(places[: part.shape[1]]).sum()
-            if part.shape[0] == 1:
-                totals[1] += sums[0] * (start + left + top * columns)
-            else:
-                starts = torch.arange(top, top + part.shape[0], device=block.device) * columns + (start + left)
-                totals[1] += (sums * starts).sum()
-    plain, weighted = totals.tolist()
-    return Part(numel, columns, start, start + width, plain & _MASK, weighted & _MASK)
+            # An element's place: how far from the part's first column, plus where that lies, which is one number for a row.
+            placed = (part * places[: part.shape[1]]).sum()
+            if part.shape[0] > 1:
+                placed = placed + (part.sum(1) * torch.arange(part.shape[0], device=block.device)).sum() * columns
+            plains.append(part.sum())
+            weights.append(placed)
+            shifts.append(start + left + top * columns)
+    found = torch.stack([*plains, *weights]).tolist() if shifts else []
+    plain, weighted = found[: len(shifts)], found[len(shifts) :]
+    total = sum(weighted) + sum(value * shift for value, shift in zip(plain, shifts, strict=True))
+    return Part(numel, columns, start, start + width, sum(plain) & _MASK, total & _MASK)
 
 
 def _ramp(width: int, device: torch.device) -> torch.Tensor:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from mtpctl.sync.checksums import checksum
+from mtpctl.sync.checksums import checksum, summed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
@@ -34,3 +35,16 @@ def test_spans_chunks() -> None:
     before = checksum(tensor)
     tensor[-1] = 1
     assert checksum(tensor) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float32, torch.float64])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 40), (7, 30), (3, (1 << 20) + 9)])
+def test_is_what_its_formula_says(dtype: torch.dtype, rows: int, columns: int) -> None:
+    """Also of a part `[rows, columns - 5]` that starts in column 2, and without a change to it."""
+    matrix = (100 * torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))).to(dtype)
+    part, before = matrix[:, 2 : columns - 3], matrix.clone()
+    words = part.contiguous().view({1: torch.int8, 4: torch.int32, 8: torch.int64}[part.element_size()]).numpy().astype("uint64")
+    places = np.arange(matrix.numel(), dtype="uint64").reshape(rows, columns)[:, 2 : columns - 3] + np.uint64(1)
+    found = summed(part, matrix.numel(), columns, 2)
+    assert (found.plain, found.weighted) == (int(words.sum()), int((words * places).sum()))
+    assert torch.equal(matrix, before)
