@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mtpctl import families
 from mtpctl.families import ModelShape
 from mtpctl.plan.buckets import Bucket, TensorSpec, plan_buckets
 from mtpctl.recipe.schema import Recipe
+
+ADAPTED = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_q_proj": ("q_proj",),
+    "linear_q_down_proj": ("q_a_proj",),
+    "linear_q_up_proj": ("q_b_proj",),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
+    "linear_kv_up_proj": ("kv_b_proj",),
+    "linear_proj": ("o_proj",),
+    "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"),
+    "out_proj": ("out_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""The layers of a Hugging Face folder that each of `train.lora.targets` is made of, in any family."""
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -20,8 +37,26 @@ def wire_tensors(shape: ModelShape, section: str, dtype: str) -> list[TensorSpec
     ]
 
 
+def adapter_tensors(shape: ModelShape, rank: int, targets: Sequence[str], dtype: str) -> list[TensorSpec]:
+    """A `[rank, columns]` and B `[rows, rank]`, by PEFT's names, of every layer of the trunk that `targets` name."""
+    leaves = {leaf for target in targets for leaf in ADAPTED[target]}
+    found = []
+    for name, size in families.tensors(shape).items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight" and layer.rpartition(".")[2] in leaves and families.section_of(name, shape) == "target":
+            found.append(TensorSpec(f"base_model.model.{layer}.lora_A.weight", (rank, size[1]), dtype))
+            found.append(TensorSpec(f"base_model.model.{layer}.lora_B.weight", (size[0], rank), dtype))
+    return found
+
+
 def section_buckets(recipe: Recipe, shape: ModelShape) -> dict[str, list[Bucket]]:
     """Buckets of each section that the recipe syncs. There is no draft where the MTP layers are off."""
+    lora = recipe.train.lora
     dtype = DTYPES[recipe.train.precision if recipe.rollout.dtype == "auto" else recipe.rollout.dtype]
-    sections = [section for section in recipe.sync.sections if section == "target" or (shape.mtp_layers and recipe.mtp.mode != "off")]
-    return {section: plan_buckets(wire_tensors(shape, section, dtype), recipe.sync.bucket_bytes) for section in sections}
+    found: dict[str, list[TensorSpec]] = {}
+    for section in recipe.sync.sections:
+        if section == "adapter" and lora is not None:
+            found[section] = adapter_tensors(shape, lora.rank, lora.targets, dtype)
+        elif section == "target" or (shape.mtp_layers and recipe.mtp.mode != "off"):
+            found[section] = wire_tensors(shape, section, dtype)
+    return {section: plan_buckets(specs, recipe.sync.bucket_bytes) for section, specs in found.items()}

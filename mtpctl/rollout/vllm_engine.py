@@ -7,7 +7,7 @@ import os
 from importlib.metadata import entry_points
 from typing import Any
 
-from mtpctl.compat import vllm_counts
+from mtpctl.compat import vllm_counts, vllm_pause
 from mtpctl.recipe import EnvironmentMissing, UserError
 from mtpctl.rollout.engine import Engine, Stretch, check_options, speculation_counts
 from mtpctl.rollout.vllm_settings import VllmSettings
@@ -106,9 +106,9 @@ class VllmEngine(Engine):
         """See `Engine.pause`."""
         if mode == "abort":
             await self._within(self._abort(list(self._in_flight)), "aborting responses")
-        await self._within(self._llm.pause_generation(mode=mode, clear_cache=True), f"pausing ({mode})")
+        await self._within(vllm_pause.pause(self._llm, mode), f"pausing ({mode})")
         self._paused = True
-        if self._settings.release_kv:
+        if self._settings.release_kv and not self._released:
             await self._within(self._llm.release_kv_cache_memory(), "giving the KV cache back")
             self._released = True
 

@@ -1,13 +1,16 @@
 """A vLLM server that someone started, as a target for weights: vLLM's own routes for reinforcement learning.
 
 The server must have been started with `VLLM_SERVER_DEV_MODE=1` and
-`--weight-transfer-config '{"backend": "mtpctl"}' --worker-extension-cls mtpctl.sync.vllm_receiver.WorkerExtension`.
+`--weight-transfer-config '{"backend": "mtpctl"}' --worker-extension-cls mtpctl.sync.vllm_receiver.WorkerExtension`; for adapters with
+`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` and `--enable-lora --max-lora-rank N` as well, and to give its KV cache back at a sync with
+`--enable-sleep-mode`. Requests for the model `mtpctl` are answered with the adapter.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 import urllib.error
 import urllib.parse
@@ -17,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from mtpctl.recipe import UserError
+from mtpctl.sync.adapter import adapter_root
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import ABORTED_BY_SENDER, PauseMode, Section, SyncError
 from mtpctl.sync.session import SyncReport, or_cancel, update_target
@@ -29,6 +33,10 @@ STARTED_WITH = (
 )
 
 
+ADAPTERS_WITH = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve … --enable-lora --max-lora-rank N as well"
+SLEEPS_WITH = "start it with --enable-sleep-mode as well, or set sync.release_kv: false"
+
+
 class HttpClient:
     """See `VllmClient`. Raises SyncError for what the server refuses, UserError for one that is not there or lacks the routes."""
 
@@ -38,24 +46,24 @@ class HttpClient:
             raise UserError(f"--to: {url} is no URL; give http://HOST:PORT of a vLLM server")
         self.url = f"{parts.scheme}://{parts.netloc}"
 
-    async def ask(self, path: str, body: dict[str, Any] | None = None, *, method: str = "POST") -> Any:
-        """The JSON that the server answers."""
-        return await asyncio.to_thread(self._ask, path, body, method)
+    async def ask(self, path: str, body: dict[str, Any] | None = None, *, method: str = "POST", needs: str = "") -> Any:
+        """What the server answers. `needs`: how it has to be started to have this route, where more than always."""
+        return await asyncio.to_thread(self._ask, path, body, method, needs or STARTED_WITH)
 
-    def _ask(self, path: str, body: dict[str, Any] | None, method: str) -> Any:
+    def _ask(self, path: str, body: dict[str, Any] | None, method: str, needs: str) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"}, method=method)
         try:
             with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
-                text = answer.read()
+                text, kind = answer.read(), answer.headers.get_content_type()
         except urllib.error.HTTPError as error:
             told = error.read().decode(errors="replace")
             if error.code in (404, 405):
-                raise UserError(f"--to: {self.url} has no {path}; {STARTED_WITH}") from error
+                raise UserError(f"--to: {self.url} has no {path}; {needs}") from error
             raise SyncError(f"{self.url}{path}: {told.strip()[:400] or error}") from error
         except (urllib.error.URLError, OSError) as error:
             raise UserError(f"--to: {self.url} does not answer: {getattr(error, 'reason', error)}") from error
-        return json.loads(text) if text else None
+        return json.loads(text) if kind == "application/json" else text.decode()
 
     async def start(self, *, draft: bool) -> None:
         """See `VllmClient`."""
@@ -82,26 +90,38 @@ class HttpClient:
 
     async def load_adapter(self, name: str, number: int, folder: str) -> None:
         """See `VllmClient`. The server gives adapters numbers of its own."""
-        await self.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder, "load_inplace": True})
+        await self.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder, "load_inplace": True}, needs=ADAPTERS_WITH)
 
 
 class ServedEngine:
     """One server. Make it with `await ServedEngine.find(url)`."""
 
-    def __init__(self, client: HttpClient, version: int, ranks: int, drafts: bool) -> None:
-        self.client, self.ranks, self._paused = client, ranks, False
-        self._holds: tuple[Section, ...] = ("target", "draft") if drafts else ("target",)
-        self.target = VllmTarget(client, version, within=self._within, paused=lambda: self._paused, holds=self._holds)
+    def __init__(self, client: HttpClient, version: int, ranks: int, drafts: bool, *, release_kv: bool = False) -> None:
+        self.client, self.ranks, self._paused, self._release_kv = client, ranks, False, release_kv
+        self._holds: tuple[Section, ...] = ("target", "draft", "adapter") if drafts else ("target", "adapter")
+        # One folder a server, whoever syncs: it outlives this process, and the next one's adapter takes its place.
+        self.target = VllmTarget(
+            client,
+            version,
+            within=self._within,
+            paused=lambda: self._paused,
+            holds=self._holds,
+            adapters=adapter_root(re.sub(r"[^A-Za-z0-9.]+", "-", client.url)),
+        )
 
     @classmethod
-    async def find(cls, url: str) -> ServedEngine:
-        """Ask a server what it is. Raises UserError where it is none, or cannot take weights."""
+    async def find(cls, url: str, *, release_kv: bool = False) -> ServedEngine:
+        """Ask a server what it is. Raises UserError where it is none, or cannot take weights.
+
+        `release_kv`: have it give the memory of its KV cache back for the time of a sync.
+        """
         client = HttpClient(url)
         told = await client.ask("/weight_info", method="GET")
         ranks = await client.ask("/get_world_size", method="GET")
         found = await client.rpc("mtpctl_drafts")
         version = str(told["weight_version"])
-        return cls(client, int(version) if version.isdigit() else 0, int(ranks["world_size"]), str(found[0]) == "True")
+        known = int(version) if version.isdigit() else 0
+        return cls(client, known, int(ranks["world_size"]), str(found[0]) == "True", release_kv=release_kv)
 
     async def _within(self, step: Awaitable[Any], what: str) -> Any:
         try:
@@ -114,11 +134,16 @@ class ServedEngine:
         began = time.monotonic()
         query = urllib.parse.urlencode({"mode": mode, "clear_cache": "true"})
         await self.client.ask(f"/pause?{query}")
-        self._paused = True
+        self._paused, released = True, False
         try:
+            if self._release_kv:
+                await self.client.ask("/release_kv_cache_memory", needs=SLEEPS_WITH)
+                released = True
             report = await update_target(self.target, manifest, verify=verify, deadline_s=deadline_s, holds=self._holds)
         finally:
             if not self.target.dirty:
+                if released:
+                    await self.client.ask("/wake_up?tags=kv_cache", needs=SLEEPS_WITH)
                 await self.client.ask("/resume")
             self._paused = False
         return replace(report, stall_seconds=time.monotonic() - began)

@@ -9,6 +9,7 @@ only once: later versions name it.
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,13 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
         if get_tensor_model_parallel_rank() == 0:
             receiver.write(Path(folder))
 
+    def drop_adapters(self, kept: str) -> None:
+        """Remove the folders beside this one, on the first rank."""
+        if get_tensor_model_parallel_rank() == 0:
+            for folder in Path(kept).parent.iterdir():
+                if folder != Path(kept):
+                    shutil.rmtree(folder)
+
     def sums(self) -> dict[str, list[dict[str, int]]]:
         """This rank's part of the checksum of every tensor taken in so far, read from the live parameters."""
         found: dict[str, list[dict[str, int]]] = {}
@@ -181,6 +189,10 @@ class WorkerExtension:
     def mtpctl_write_adapter(self, folder: str) -> None:
         """See `ManifestTransferEngine.write_adapter`."""
         self.weight_transfer_engine.write_adapter(folder)
+
+    def mtpctl_drop_adapters(self, kept: str) -> None:
+        """See `ManifestTransferEngine.drop_adapters`."""
+        self.weight_transfer_engine.drop_adapters(kept)
 
     def mtpctl_drafts(self) -> bool:
         """Whether this engine has a drafter whose weights can be updated."""

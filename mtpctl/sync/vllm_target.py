@@ -87,7 +87,8 @@ class VllmTarget:
     """The state of one engine's updates.
 
     `within(step, what)` puts a deadline on a call, `paused()` says whether generation stands. Of sections that the engine does not
-    hold (`draft` without speculation) it takes nothing in; where they are pushed to it, it lets them pass.
+    hold (`draft` without speculation) it takes nothing in; where they are pushed to it, it lets them pass. `adapters`: folder of the
+    engine's host that it keeps adapters in, one that goes with this object by default.
     """
 
     def __init__(
@@ -98,11 +99,12 @@ class VllmTarget:
         within: Callable[[Awaitable[Any], str], Awaitable[Any]],
         paused: Callable[[], bool],
         holds: Collection[Section] = ("target", "draft", "adapter"),
+        adapters: Path | None = None,
     ) -> None:
         self._client, self._version, self._within, self._paused, self._holds = client, version, within, paused, holds
         self.dirty = False
         self.adapter: Path | None = None
-        self._root = adapter_root(f"{os.getpid()}-{id(self):x}")
+        self._root = adapters or adapter_root(f"{os.getpid()}-{id(self):x}")
         self._manifest: Manifest | None = None
         self._updating: tuple[Manifest, Section] | None = None
         self._session_open = False
@@ -216,9 +218,8 @@ class VllmTarget:
         except Exception as error:
             raise SyncError(f"the engine refuses the adapter of version {version}: {error}") from error
         self._touched.add("adapter")
-        before, self.adapter = self.adapter, folder
-        if before not in (None, folder):
-            shutil.rmtree(before)
+        self.adapter = folder
+        await self._within(self._client.rpc("mtpctl_drop_adapters", str(folder)), "removing the adapter before")
 
     async def abort_update(self) -> None:
         """See `WeightTarget`. Weights already overwritten are taken again from the version before, where it is kept."""
