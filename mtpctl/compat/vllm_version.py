@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 PINNED = "0.32.0"
@@ -12,6 +13,7 @@ class UpstreamMoved(RuntimeError):
     """vLLM is not the release, or does not behave like the release, that a stand-in was written for."""
 
 
+@cache
 def installed() -> str:
     """Release number of the installed vLLM, whichever package brought it, without a local part.
 
