@@ -9,6 +9,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,7 @@ class WeightBridge:
         self.folder = folder
         self._bridge = AutoBridge.from_hf_pretrained(folder.path)
         self._known: tuple[Any, list[Any]] | None = None
+        self._section_of = cache(partial(families.section_of, shape=folder.shape))
 
     def config(self) -> TransformerConfig:
         """A new Megatron config with this model's sizes, for the caller to complete and finalize."""
@@ -105,14 +107,15 @@ class WeightBridge:
         follow it.
         """
         shape = self.folder.shape
-        stored = families.tensors(shape) if chunks[0].config.mtp_num_layers else {}
         copies: dict[str, list[str]] = {}
-        for name, original in families.aliases(shape).items():
+        same = families.aliases(shape)
+        stored = families.tensors(shape) if same and chunks[0].config.mtp_num_layers else {}
+        for name, original in same.items():
             if name in stored:
                 copies.setdefault(original, []).append(name)
 
         def wanted(name: str) -> bool:
-            return families.section_of(name, shape) in sections
+            return self._section_of(name) in sections
 
         tasks = [
             task
@@ -120,7 +123,10 @@ class WeightBridge:
             if any(wanted(name) or any(map(wanted, copies.get(name, []))) for name in names_of(task))
         ]
         conversions = map(_merged, tasks) if merged else tasks
-        stream = self._bridge.export_hf_weights(chunks, cpu=False, show_progress=False, conversion_tasks=conversions)
+        # The bridge knows no adapters of ours, and would look for its own in the whole model each time.
+        stream = self._bridge.export_hf_weights(
+            chunks, cpu=False, show_progress=False, conversion_tasks=conversions, merge_adapter_weights=False
+        )
         for name, tensor in stream:
             if name in (f"{shape.prefix}embed_tokens.weight", "lm_head.weight"):
                 tensor = tensor[: shape.vocab]  # without the rows that made the vocabulary divide over tp

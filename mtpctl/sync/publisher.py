@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class Packing:
         self.config = dict(config or {})
         self.bucket_bytes = bucket_bytes
         self.sections = self.moving = tuple(sections)
-        self.section_of = section_of
+        self.section_of = cache(section_of)
         self.dtype = dtype
         self.plans: dict[str, tuple[Bucket, ...]] = {}
 
