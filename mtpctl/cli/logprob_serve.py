@@ -122,12 +122,11 @@ def _laid_out(recipe: Recipe, tp: int | None, pp: int | None, replicas: int | No
 
 def _served(recipe: Recipe, run: Path | None, scratch: Path) -> Served:
     """The model to serve: of a run, its newest checkpoint; without one, as the recipe makes it, in `scratch`."""
-    import json
-
     from mtpctl.data import load_tokenizer
     from mtpctl.logprob.serve import Served
     from mtpctl.recipe import MtpctlError
     from mtpctl.train.prepare import model_of, tokenizer_of
+    from mtpctl.train.state import newest_version
 
     folder = model_of(recipe, run or scratch)
     if recipe.model.path is not None and recipe.model.tokenizer is None:
@@ -137,11 +136,8 @@ def _served(recipe: Recipe, run: Path | None, scratch: Path) -> Served:
             tokenizer = None
     else:
         tokenizer = tokenizer_of(recipe, folder, run or scratch)
-    pointer = None if run is None else run / "checkpoints" / "latest"
-    if pointer is not None and pointer.is_file():
-        # What `engine.latest_checkpoint` reads; the engine itself is for the ranks to import.
-        checkpoint = pointer.parent / pointer.read_text().strip()
-        version = json.loads((checkpoint / "run.json").read_text())["version"]
+    checkpoint, version = (None, 0) if run is None else newest_version(run / "checkpoints")
+    if checkpoint is not None:
         return Served(f"run {run}, checkpoint {checkpoint.name}", folder.path, tokenizer, checkpoint, version)
     if run is not None:
         return Served(f"run {run}, the model it starts from", folder.path, tokenizer)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from mtpctl.data.problems import Problem
 from mtpctl.recipe import UserError
 
+NO_ANSWER = ""
+"""`Problem.answer` of a prompt without one; an answer that is given cannot be empty."""
 
-def read_problems(path: str | Path, field: str = "data.path") -> list[Problem]:
+
+def read_problems(path: str | Path, field: str = "data.path", *, answers: bool = True) -> list[Problem]:
     """Every problem of the file, in its order; `prompt_id` is `file:line` (in Parquet the row, counted from 1).
 
-    `field` is the recipe key that named the file. Raises UserError, naming file and line, for a file that is missing,
+    `field` is the recipe key or option that named the file. Without `answers` a prompt may stand alone, and its answer is `NO_ANSWER`.
+    Raises UserError, naming file and line, for a file that is missing,
     empty or of another kind, a line that is not an object, and a prompt or answer that is missing, empty or not text.
     """
     path = Path(path)
@@ -23,13 +27,14 @@ def read_problems(path: str | Path, field: str = "data.path") -> list[Problem]:
     readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
     if path.suffix not in readers:
         raise UserError(f"{field}: {path} is neither .jsonl nor .parquet; convert it")
-    problems = [_problem(row, f"{path.name}:{line}", f"{path}:{line}") for line, row in readers[path.suffix](path)]
+    rows = readers[path.suffix](path, ("prompt", "answer") if answers else ("prompt",))
+    problems = [_problem(row, f"{path.name}:{line}", f"{path}:{line}", answers) for line, row in rows]
     if not problems:
-        raise UserError(f"{field}: {path} holds no problem; add lines with `prompt` and `answer`")
+        raise UserError(f"{field}: {path} holds no problem; add lines with `prompt`{' and `answer`' if answers else ''}")
     return problems
 
 
-def _problem(row: dict[str, Any], prompt_id: str, where: str) -> Problem:
+def _problem(row: dict[str, Any], prompt_id: str, where: str, answers: bool) -> Problem:
     prompt = row.get("prompt")
     if _shows_images(prompt) or row.get("images") or row.get("image"):
         raise UserError(f"{where}: image input is not supported: of a multimodal model the language model trains; remove the line")
@@ -38,7 +43,9 @@ def _problem(row: dict[str, Any], prompt_id: str, where: str) -> Problem:
     answer = row.get("answer")
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
-    if not isinstance(answer, str) or not answer:
+    if answer is None and not answers:
+        answer = NO_ANSWER
+    elif not isinstance(answer, str) or not answer:
         raise UserError(f"{where}: `answer` must be text or a number; mend or remove the line")
     solution = row.get("solution")
     if solution is not None and (not isinstance(solution, str) or not solution):
@@ -55,7 +62,7 @@ def _shows_images(prompt: Any) -> bool:
     return any(kind in str(prompt.get("type")) for kind in ("image", "video")) or _shows_images(prompt.get("content"))
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _jsonl_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             if not raw.strip():
@@ -67,17 +74,19 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             except json.JSONDecodeError as error:
                 raise UserError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno}); mend or remove the line") from error
             if not isinstance(row, dict):
-                raise UserError(f"{path}:{number}: a line must be an object with `prompt` and `answer`; mend or remove it")
+                raise UserError(
+                    f"{path}:{number}: a line must be an object with {' and '.join(f'`{name}`' for name in needed)}; mend or remove it"
+                )
             yield number, row
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parquet_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            missing = {"prompt", "answer"} - set(file.schema_arrow.names)
+            missing = set(needed) - set(file.schema_arrow.names)
             if missing:
                 raise UserError(f"{path}: no column {' and '.join(sorted(missing))}; the columns are {', '.join(file.schema_arrow.names)}")
             columns = [name for name in ("prompt", "answer", "solution", "images", "image") if name in file.schema_arrow.names]

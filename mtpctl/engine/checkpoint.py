@@ -30,10 +30,10 @@ from torch.distributed.checkpoint import CheckpointException
 
 from mtpctl.compat import checkpoint_queue
 from mtpctl.engine.optimizer_state import Slot
+from mtpctl.engine.pointer import newest, point_to, pointer_of
 from mtpctl.recipe import RuntimeFailure, UserError
 
 _ENGINE = "engine.json"
-_LATEST = "latest"
 _FORMAT = 1
 _MOST_RANKS = 64
 """Over which a vocabulary may be divided."""
@@ -188,10 +188,7 @@ def _check_adapter(path: Path, saved: dict[str, Any] | None, wanted: dict[str, A
 
 def publish_checkpoint(path: Path, *, keep: int) -> None:
     """Make `path` the one that `latest_checkpoint` finds, and drop all but the `keep` newest beside it."""
-    pointer = path.parent / _LATEST
-    aside = pointer.with_name(_LATEST + ".partial")
-    aside.write_text(path.name)
-    os.replace(aside, pointer)
+    point_to(path)
     _flush(path.parent)
     others = [p for p in path.parent.iterdir() if (p / _ENGINE).is_file() and p.name != path.name and not p.name.endswith(".partial")]
     others.sort(key=lambda p: (p / _ENGINE).stat().st_mtime_ns, reverse=True)
@@ -204,11 +201,9 @@ def latest_checkpoint(root: Path) -> Path | None:
 
     Raises UserError where it is gone or not whole.
     """
-    pointer = root / _LATEST
-    if not pointer.is_file():
-        return None
-    path = root / pointer.read_text().strip()
-    _record(path)
+    path = newest(root)
+    if path is not None:
+        _record(path)
     return path
 
 
@@ -221,7 +216,7 @@ def adapter_of(path: Path) -> dict[str, Any] | None:
 def _record(path: Path) -> dict[str, Any]:
     file = path / _ENGINE
     if not file.is_file() or not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
-        raise UserError(f"{path} is not a whole checkpoint; name another, or remove {path.parent / _LATEST} to start anew")
+        raise UserError(f"{path} is not a whole checkpoint; name another, or remove {pointer_of(path.parent)} to start anew")
     record: dict[str, Any] = json.loads(file.read_text())
     if record["format"] != _FORMAT:
         raise UserError(f"{file}: checkpoint format {record['format']}, this version reads {_FORMAT}")

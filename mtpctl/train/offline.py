@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +13,7 @@ from typing import Any
 
 from mtpctl.cluster import cluster, within
 from mtpctl.convert import HfFolder
-from mtpctl.data import Tokenizer, check_fits_model, encode_prompt
-from mtpctl.data.prompt_files import NO_ANSWER, read_prompts
+from mtpctl.data import NO_ANSWER, Tokenizer, check_fits_model, encode_prompt, read_problems
 from mtpctl.plan import Host, Placement, place
 from mtpctl.recipe import EnvironmentMissing, Recipe, UserError, validate
 from mtpctl.rl import MathChecker, make_checker
@@ -24,6 +22,7 @@ from mtpctl.rollout.sample_file import Origin, SampleFile
 from mtpctl.rollout.start import start_pool
 from mtpctl.sync import Manifest, VersionStore, default_root
 from mtpctl.train.prepare import model_of, tokenizer_of
+from mtpctl.train.state import newest_version
 
 Say = Callable[[str], None]
 
@@ -55,7 +54,7 @@ def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progr
     validate(_without_training(recipe))
     if n < 1:
         raise UserError(f"--n: must be at least 1, got {n}")
-    problems = read_prompts(prompts, "--prompts")
+    problems = read_problems(prompts, "--prompts", answers=False)
     if out.exists() and out.samefile(prompts):
         raise UserError(f"--out: {out} holds the prompts; name another file")
     with tempfile.TemporaryDirectory(prefix="mtpctl-rollout-") as made, contextlib.ExitStack() as stack:
@@ -108,24 +107,11 @@ def _source(recipe: Recipe, folder: Path) -> Source:
                 f"model.config: this recipe makes its model when it trains, and {home} holds no run of it yet; "
                 "run mtpctl train first, set run_dir to that of a run, or set model.path and model.config: null"
             )
-        checkpoint, version = _newest(home / "checkpoints")
+        checkpoint, version = newest_version(home / "checkpoints")
     model = model_of(recipe, home)
     tokenizer = tokenizer_of(recipe, model, home)
     check_fits_model(tokenizer, model.shape.vocab)
     return Source(model, tokenizer, recipe.rollout.context or model.shape.max_positions, checkpoint, version)
-
-
-def _newest(checkpoints: Path) -> tuple[Path | None, int]:
-    """The checkpoint that a run would resume from, and the weight version that it counts as; whoever loads it checks it."""
-    pointer = checkpoints / "latest"
-    if not pointer.is_file():
-        return None, 0
-    path = checkpoints / pointer.read_text().strip()
-    try:
-        state = json.loads((path / "run.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a whole checkpoint; remove {pointer} to sample from the model as it was made") from error
-    return path, int(state["version"])
 
 
 def _origin(recipe: Recipe, source: Source) -> Origin:

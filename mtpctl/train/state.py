@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mtpctl.engine.pointer import newest, pointer_of
+from mtpctl.recipe import UserError
 from mtpctl.recipe.schema import TrainConfig
 from mtpctl.train.buffer import SampleBuffer
 from mtpctl.train.trainer import TrainerGroup
@@ -18,10 +20,22 @@ _KEPT = ("stage", "step", "version", "cursor", "ended")
 
 def ended_stages(root: Path) -> list[str]:
     """Stages that a run had ended at its newest checkpoint under `root`, without reading any tensor."""
-    pointer = root / "latest"
-    if not pointer.is_file():
-        return []
-    return list(json.loads((root / pointer.read_text().strip() / _FILE).read_text())["ended"])
+    path = newest(root)
+    return [] if path is None else list(json.loads((path / _FILE).read_text())["ended"])
+
+
+def newest_version(root: Path) -> tuple[Path | None, int]:
+    """The checkpoint that a run would resume from, and the weight version that it counts as: (None, 0) where there is none yet.
+
+    Raises UserError where the newest is not whole.
+    """
+    path = newest(root)
+    if path is None:
+        return None, 0
+    try:
+        return path, int(json.loads((path / _FILE).read_text())["version"])
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not a whole checkpoint; remove {pointer_of(root)} to take the model as it was made") from error
 
 
 @dataclass

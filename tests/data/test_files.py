@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from mtpctl.data import Problem, load_problem_sets, read_problems
+from mtpctl.data import NO_ANSWER, Problem, load_problem_sets, read_problems
 from mtpctl.recipe import UserError
 from mtpctl.recipe.schema import DataConfig, GeneratedTask
 
@@ -76,6 +77,36 @@ def test_files_that_are_missing_empty_or_of_another_kind(tmp_path: Path) -> None
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "label": ["1"]}), tmp_path / "columns.parquet")
     with pytest.raises(UserError, match="no column answer"):
         read_problems(tmp_path / "columns.parquet")
+
+
+def test_prompts_alone_where_answers_are_not_asked_for(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "name a fish"}, {"prompt": "x", "answer": None}, {"prompt": "2+2=", "answer": 4}]
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    answers = [problem.answer for problem in read_problems(path, "--prompts", answers=False)]
+    assert answers == ["2", NO_ANSWER, NO_ANSWER, "4"]
+    path = tmp_path / "p.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "topic": ["x", "y"]}), path)
+    assert read_problems(path, "--prompts", answers=False) == [
+        Problem("p.parquet:1", "a", NO_ANSWER),
+        Problem("p.parquet:2", "b", NO_ANSWER),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("p.jsonl", '{"prompt": "a", "answer": ""}\n', r"p\.jsonl:1: `answer` must be text"),
+        ("p.jsonl", "[]\n", r"p\.jsonl:1: a line must be an object with `prompt`; "),
+        ("p.jsonl", "\n", r"--prompts: .*p\.jsonl holds no problem; add lines with `prompt`$"),
+        ("p.txt", "hello", r"--prompts: .*p\.txt is neither"),
+    ],
+)
+def test_what_is_wrong_with_prompts_alone(name: str, text: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(UserError, match=told):
+        read_problems(path, "--prompts", answers=False)
 
 
 def test_the_data_section(tmp_path: Path) -> None:
