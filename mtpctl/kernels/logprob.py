@@ -28,9 +28,8 @@ class TopK(NamedTuple):
 class LogProbOut(NamedTuple):
     """All [N], fp32; None where not asked for; 0 (False) in rows that were not selected.
 
-    logprob: log p(label), never above 0, differentiable. entropy: in nats, differentiable. hit: no entry is likelier than the label,
-    which for
-    an MTP head is greedy acceptance. topk: see `TopK`.
+    logprob: log p(label), never above 0, differentiable. entropy: in nats, differentiable. hit: no entry is likelier than the
+    label, which for an MTP head is greedy acceptance. topk: see `TopK`.
     """
 
     logprob: Tensor
@@ -64,11 +63,9 @@ def linear_logprob(
     hidden [N, H] and weight [V, H] share a dtype (bf16, fp16, fp32, fp64) and a device; products accumulate in fp32, results are fp32.
 
     temperature: a number, or [N] fp32, one a token.
-    group: weight holds this rank's V of the V x world vocabulary entries, in rank order; labels count in the whole vocabulary and are
-    the same
-        on all ranks, and so are the results. The caller's loss is taken to be the same on every rank of the group; the gradient of
-        hidden is
-        then summed over ranks inside (no further reduction is due).
+    group: weight holds this rank's V of the V x world vocabulary entries, in rank order; labels count in the whole vocabulary and
+        are the same on all ranks, and so are the results. The caller's loss is taken to be the same on every rank of the group; the
+        gradient of hidden is then summed over ranks inside (no further reduction is due).
     sequence_parallel: hidden is this rank's N / world rows, in rank order, while labels, rows, temperature and results have all N. Rows are
         gathered inside, and the gradient of hidden is reduce-scattered.
     ignore_index, rows: a label that is ignored, or a row outside `rows` (bool mask [N] or indices), is not projected at all: it costs no
@@ -81,8 +78,7 @@ def linear_logprob(
     main_grad: where the weight has Megatron's `main_grad`, its gradient is added there, and `grad_added_to_main_grad` set.
 
     Raises ValueError, naming the argument and both values, for labels out of range, shapes, dtypes or devices that do not fit, and
-    values in
-    hidden or weight that are not finite.
+    values in hidden or weight that are not finite.
     """
     call = prepare(
         hidden,

@@ -1,14 +1,12 @@
 """`linear_policy_loss`: a policy loss and its gradients from hidden states, in one pass and three matrix products.
 
 The gradient that a logit takes depends on its row's softmax and on two numbers: what the loss asks of that token's log-prob and
-entropy. When
-the loss is separable (each token's term looks at that token alone), both numbers are known as soon as the token's row of logits is. So rows
-are taken a slice at a time: logits, statistics, the loss and its two numbers, the gradient of the logits in their own place, and the two
-products that need it. Nothing is computed twice, and nothing but the gradients outlives a slice.
+entropy. When the loss is separable (each token's term looks at that token alone), both numbers are known as soon as the token's row
+of logits is. So rows are taken a slice at a time: logits, statistics, the loss and its two numbers, the gradient of the logits in
+their own place, and the two products that need it. Nothing is computed twice, and nothing but the gradients outlives a slice.
 
 A loss that couples tokens is made separable by a first pass: GSPO's sequence ratio comes from `linear_logprob` without gradient, and
-is then a
-constant of each token.
+is then a constant of each token.
 
 Departs from plain autograd in one thing: the gradients are made in the forward pass, for an upstream gradient that the caller foretells.
 """
@@ -63,12 +61,11 @@ def linear_policy_loss(
 ) -> PolicyLossOut:
     """The sum of `token_loss` over the selected rows, with its gradients of hidden and weight.
 
-    token_loss: called once a slice of rows with their log-probs, entropies (None unless `entropy`) and row indices; gives the slice's
-    summed
-        loss and any sums to report. It must be separable: no term may look at another token's log-prob. It is differentiated inside.
-    grad_scale: the gradient that `loss_sum` will receive (1 / global denominator, times a loss scale). Gradients are made for it. If
-    another
-        comes, they are multiplied once more; with `main_grad`, where they are already added, that is a ValueError.
+    token_loss: called once a slice of rows with their log-probs, entropies (None unless `entropy`) and row indices; gives the
+        slice's summed loss and any sums to report. It must be separable: no term may look at another token's log-prob. It is
+        differentiated inside.
+    grad_scale: the gradient that `loss_sum` will receive (1 / global denominator, times a loss scale). Gradients are made for it.
+        If another comes, they are multiplied once more; with `main_grad`, where they are already added, that is a ValueError.
 
     All else is as in `linear_logprob`. The default workspace of 1 GiB makes slices of about 3,000 rows at 150,000 vocabulary entries; of a
     half-precision weight gradient every further slice costs one more rounding, unless it is added to an fp32 `main_grad`.
