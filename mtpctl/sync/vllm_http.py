@@ -9,6 +9,7 @@ The server must have been started with `VLLM_SERVER_DEV_MODE=1` and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import time
@@ -27,6 +28,7 @@ from mtpctl.sync.session import SyncReport, or_cancel, update_target
 from mtpctl.sync.vllm_target import VllmTarget
 
 _ANSWER_S = 300.0
+_WORKER = re.compile(r"Worker failed with error '(?P<error>.*)', please check the stack trace", re.DOTALL)
 STARTED_WITH = (
     'start it with VLLM_SERVER_DEV_MODE=1 vllm serve … --weight-transfer-config \'{"backend": "mtpctl"}\' '
     "--worker-extension-cls mtpctl.sync.vllm_receiver.WorkerExtension"
@@ -35,6 +37,15 @@ STARTED_WITH = (
 
 ADAPTERS_WITH = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve … --enable-lora --max-lora-rank N as well"
 SLEEPS_WITH = "start it with --enable-sleep-mode as well, or set sync.release_kv: false"
+
+
+def _reason(told: str) -> str:
+    """What went wrong, out of vLLM's answer: its error as JSON, around that of a worker."""
+    # Another server's, or another kind of page, is told as it is.
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        told = json.loads(told)["error"]["message"]
+    inner = _WORKER.search(told)
+    return (inner["error"] if inner else told).strip()[:400]
 
 
 class HttpClient:
@@ -60,7 +71,7 @@ class HttpClient:
             told = error.read().decode(errors="replace")
             if error.code in (404, 405):
                 raise UserError(f"--to: {self.url} has no {path}; {needs}") from error
-            raise SyncError(f"{self.url}{path}: {told.strip()[:400] or error}") from error
+            raise SyncError(f"{self.url}{path}: {_reason(told) or error}") from error
         except (urllib.error.URLError, OSError) as error:
             raise UserError(f"--to: {self.url} does not answer: {getattr(error, 'reason', error)}") from error
         return json.loads(text) if kind == "application/json" else text.decode()

@@ -1,0 +1,23 @@
+"""The tensors of an adapter, as they are planned from a model's shape alone, are those that the trainer exports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mtpctl.plan import adapter_tensors
+from mtpctl.recipe.checks import adapter_targets
+from mtpctl.recipe.schema import LoraConfig
+from tests.engine.cases import MODELS
+from tests.engine.tiny import engine, mimo
+
+
+@pytest.mark.parametrize("model", ["mimo", "tied", "qwen3-moe", "deepseek", "qwen3.5"])
+def test_an_adapters_plan_is_what_the_trainer_exports(tmp_path: Path, model: str) -> None:
+    folder = mimo(tmp_path / "model", **MODELS[model])
+    lora = LoraConfig(rank=3, targets=adapter_targets(folder.shape))
+    with engine(folder, lora=lora) as made:
+        exported = {name: tuple(tensor.shape) for name, tensor in made.export_adapter()}
+    planned = adapter_tensors(folder.shape, lora.rank, lora.targets, "float32")
+    assert {spec.name: spec.shape for spec in planned} == exported

@@ -1,0 +1,195 @@
+"""What counts as an adapter, what a live model takes, and that adapter and drafter are of one version or the update is undone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mtpctl.recipe.schema import VLLM_ADAPTER_RANKS
+from mtpctl.sync import Manifest, PlanMismatch, SectionPlan, SyncError, TargetDirty, update_target
+from mtpctl.sync.adapter import check_fits, layers_of
+from mtpctl.sync.places import Ranks
+from mtpctl.sync.vllm_target import VllmTarget
+from tests.rollout.checkpoints import random_tensors, tiny_config
+from tests.sync import adapters
+
+BASE = random_tensors(tiny_config(vocab_size=32), 0)
+
+
+def plan_of(delta: adapters.Tensors, tmp_path: Path, **config: Any) -> SectionPlan:
+    plan = adapters.publisher(tmp_path).publish(delta.items(), 1).sections["adapter"]
+    return SectionPlan(plan.buckets, plan.checksums, plan.config | config)
+
+
+class TestLayers:
+    def test_are_pairs_and_the_weights_that_they_change(self, tmp_path: Path) -> None:
+        layers = layers_of(plan_of(adapters.adapter(BASE, 0), tmp_path))
+        assert {name: layer.shape for name, layer in layers.items()} == {name: tuple(BASE[name].shape) for name in layers}
+        assert len(layers) == 2 * 7
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            (lambda delta: delta | {f"{adapters.PREFIX}model.norm.weight": torch.zeros(4)}, "model.norm.weight"),
+            (lambda delta: dict(list(delta.items())[1:]), "q_proj has lora_B alone"),
+            (lambda delta: {name: t[:3].contiguous() if "lora_A" in name else t for name, t in delta.items()}, r"not of rank 4"),
+        ],
+    )
+    def test_of_what_is_no_adapter_are_refused(self, tmp_path: Path, change: Any, said: str) -> None:
+        with pytest.raises(PlanMismatch, match=f"this is no LoRA adapter: .*{said}"):
+            layers_of(plan_of(change(adapters.adapter(BASE, 0)), tmp_path))
+
+    def test_without_a_rank_are_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(PlanMismatch, match="names no rank r"):
+            layers_of(plan_of(adapters.adapter(BASE, 0), tmp_path, r=0))
+
+
+def live(*wrapped: str) -> nn.Module:
+    """A module with the base's weights under their own names; layers of these names hold them one below, as vLLM's LoRA layers do."""
+    model = nn.Module()
+    for name, tensor in BASE.items():
+        *path, leaf = name.split(".")
+        if path[-1] in wrapped:
+            path.append("base_layer")
+        owner = model
+        for part in path:
+            if not hasattr(owner, part):
+                owner.add_module(part, nn.Module())
+            owner = getattr(owner, part)
+        owner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
+    return model
+
+
+ALL = tuple(f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down"))
+
+
+class TestFit:
+    def check(self, delta: adapters.Tensors, tmp_path: Path, model: nn.Module, room: int | None = 8) -> None:
+        check_fits(layers_of(plan_of(delta, tmp_path)), adapters.RANK, model, rename=None, ranks=Ranks(), room=room)
+
+    def test_of_what_fits(self, tmp_path: Path) -> None:
+        self.check(adapters.adapter(BASE, 0), tmp_path, live(*ALL))
+
+    def test_of_a_model_that_adapts_fewer_layers(self, tmp_path: Path) -> None:
+        with pytest.raises(PlanMismatch, match=r"model\.layers\.0\.mlp\.down_proj\.weight lies in .*, which takes no adapter"):
+            self.check(adapters.adapter(BASE, 0), tmp_path, live(*ALL[:-1]))
+
+    def test_of_another_shape(self, tmp_path: Path) -> None:
+        other = BASE | {"model.layers.1.mlp.up_proj.weight": torch.zeros(200, 128)}
+        with pytest.raises(PlanMismatch, match=r"the adapter of model\.layers\.1\.mlp\.up_proj\.weight has shape \(200, 128\)"):
+            self.check(adapters.adapter(other, 0), tmp_path, live(*ALL))
+
+    @pytest.mark.parametrize(("room", "said"), [(None, "without room for adapters"), (1, "has rank 4, .* max_lora_rank 1")])
+    def test_of_an_engine_without_room(self, tmp_path: Path, room: int | None, said: str) -> None:
+        with pytest.raises(PlanMismatch, match=said):
+            self.check(adapters.adapter(BASE, 0), tmp_path, live(*ALL), room)
+
+
+class Engine:
+    """A `VllmClient` that takes everything in but what it is told to refuse, and remembers what came."""
+
+    def __init__(self) -> None:
+        self.refuses = ""
+        self.live: dict[str, int] = {}
+        self._section, self._version = "", 0
+
+    async def start(self, *, draft: bool) -> None:
+        pass
+
+    async def step(self, info: dict[str, Any]) -> None:
+        if info["action"] == "begin":
+            self._section, self._version = info["section"], info["version"]
+        if info["action"] == self.refuses and self._section == "draft":
+            raise SyncError("refused")
+        if info["action"] == "buckets" and self._section != "adapter":
+            self.live[self._section] = info.get("version", self._version)
+
+    async def finish(self, version: int) -> None:
+        pass
+
+    async def rpc(self, method: str, *args: str) -> list[Any]:
+        return []
+
+    async def load_adapter(self, name: str, number: int, folder: str) -> None:
+        if self.refuses == "adapter":
+            raise ValueError("it is bent")
+        self.live["adapter"] = int(Path(folder).name[1:])
+
+
+class TestOneVersion:
+    def publish(self, tmp_path: Path, version: int) -> Manifest:
+        sends = adapters.publisher(tmp_path / "store", sections=("adapter", "draft"))
+        drafts = {name: tensor for name, tensor in BASE.items() if ".mtp_layers." in name}
+        return sends.publish((adapters.adapter(BASE, version) | drafts).items(), version)
+
+    def target(self, engine: Engine) -> VllmTarget:
+        async def within(step: Awaitable[Any], what: str) -> Any:
+            return await step
+
+        return VllmTarget(engine, 0, within=within, paused=lambda: True)
+
+    def test_a_drafter_that_fails_takes_the_adapter_back(self, tmp_path: Path) -> None:
+        engine = Engine()
+        target = self.target(engine)
+        asyncio.run(update_target(target, self.publish(tmp_path, 1)))
+        assert (engine.live, target.version) == ({"adapter": 1, "draft": 1}, 1)
+        manifest = self.publish(tmp_path, 2)
+        for where in ("begin", "buckets"):
+            engine.refuses = where
+            with pytest.raises((SyncError, TargetDirty)):
+                asyncio.run(self.failing(target, manifest, engine))
+            assert (engine.live, target.version, target.dirty) == ({"adapter": 1, "draft": 1}, 1, False)
+
+    async def failing(self, target: VllmTarget, manifest: Manifest, engine: Engine) -> None:
+        """The engine refuses this once: the way back is free."""
+        abort = target.abort_update
+
+        async def then_free() -> None:
+            engine.refuses = ""
+            await abort()
+
+        target.abort_update = then_free  # type: ignore[method-assign]
+        try:
+            await update_target(target, manifest)
+        finally:
+            target.abort_update = abort  # type: ignore[method-assign]
+
+    def test_an_adapter_that_the_engine_cannot_load_leaves_it_where_it_was(self, tmp_path: Path) -> None:
+        engine = Engine()
+        target = self.target(engine)
+        asyncio.run(update_target(target, self.publish(tmp_path, 1)))
+        engine.refuses = "adapter"
+        with pytest.raises(SyncError, match="the engine refuses the adapter of version 2: it is bent"):
+            asyncio.run(update_target(target, self.publish(tmp_path, 2)))
+        assert (engine.live, target.version, target.dirty) == ({"adapter": 1, "draft": 1}, 1, False)
+
+    def test_a_first_version_that_breaks_off_has_no_way_back(self, tmp_path: Path) -> None:
+        engine = Engine()
+        target, engine.refuses = self.target(engine), "begin"
+        with pytest.raises(TargetDirty, match="restart this engine"):
+            asyncio.run(update_target(target, self.publish(tmp_path, 1)))
+
+
+def test_a_section_that_moved_once_is_left_out_of_later_versions(tmp_path: Path) -> None:
+    sends = adapters.publisher(tmp_path)
+    whole = adapters.adapter(BASE, 0) | BASE
+    first = sends.publish(whole.items(), 1, checksums=True)
+    sends.moving = ("adapter", "draft")
+    second = sends.publish(whole.items(), 2, checksums=True)
+    assert (list(first.sections), list(second.sections)) == (["adapter", "target", "draft"], ["adapter", "draft"])
+    assert second.sections["adapter"].buckets == first.sections["adapter"].buckets
+    assert second.sections["draft"].checksums == first.sections["draft"].checksums
+
+
+def test_the_ranks_that_a_recipe_may_ask_for_are_those_that_vllm_has() -> None:
+    from typing import get_args
+
+    from vllm.config.lora import MaxLoRARanks
+
+    assert get_args(MaxLoRARanks) == VLLM_ADAPTER_RANKS
