@@ -8,13 +8,23 @@ use, is put to use for MiMo too.
 from __future__ import annotations
 
 import inspect
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
 from typing import Any
 
 from mtpctl.compat import vllm_mimo
 from mtpctl.compat.vllm_version import UpstreamMoved
+from mtpctl.recipe import EnvironmentMissing
 
 PINNED = "0.5.21"
+GROUP = "sglang.srt.plugins"
+
+
+def check_installed() -> None:
+    """Raise EnvironmentMissing where SGLang's processes, which look for installed plugins, would not find this one."""
+    if not any(entry.value == f"{__name__}:register" for entry in entry_points(group=GROUP)):
+        raise EnvironmentMissing(
+            "rollout.python: mtpctl is not installed beside SGLang; build its environment with scripts/sglang_environment.sh"
+        )
 
 
 def register() -> None:
@@ -46,6 +56,10 @@ def register() -> None:
             hidden = self.model(input_ids, positions, forward_batch, input_embeds)
         finally:
             hook.remove()
+        if not before and forward_batch.capture_hidden_mode.need_capture():
+            raise UpstreamMoved(
+                f"{__name__}: the final norm was passed by, so drafts would start from its output; disable_prefill_cuda_graph"
+            )
         return self.logits_processor(
             input_ids, hidden, self.lm_head, forward_batch, hidden_states_before_norm=before[0] if before else None
         )

@@ -50,12 +50,18 @@ class SglangEngine(Engine):
     async def start(cls, settings: SglangSettings, *, version: int = 0) -> SglangEngine:
         """Load the model and warm up. `version` is what its weights count as until the first update.
 
-        Raises UserError for an unknown name in `rollout.engine_args`, and what SGLang raises for a model it cannot load.
+        Raises UserError for an unknown name in `rollout.engine_args`, EnvironmentMissing where SGLang's processes would not find the
+        plugin, UpstreamMoved for another SGLang, and what SGLang raises for a model it cannot load.
         """
         os.environ.update(settings.environment)
         from sglang.srt.entrypoints.engine import Engine as Upstream
         from sglang.srt.server_args import ServerArgs
 
+        from mtpctl.compat import sglang_plugin
+
+        # SGLang logs what a plugin raises, and goes on without it.
+        sglang_plugin.register()
+        sglang_plugin.check_installed()
         check_options("SGLang", option_names(ServerArgs), settings.args)
         # In the loop's own thread: SGLang binds its sockets and its event loop where it is built.
         upstream = Upstream(**settings.args | {"weight_version": str(version)})
@@ -104,7 +110,8 @@ class SglangEngine(Engine):
             "max_new_tokens": room,
             "stop_token_ids": request.stop_token_ids or None,
             "stop": request.stop or None,
-            "ignore_eos": self._settings.args["skip_tokenizer_init"],
+            # It would have SGLang ignore stop ids as well. With one, the end token of the model's config stops too.
+            "ignore_eos": self._settings.args["skip_tokenizer_init"] and not request.stop_token_ids,
         }
         if request.seed is not None and self._settings.args.get("enable_deterministic_inference"):
             found["sampling_seed"] = (request.seed + 1_000_003 * len(request.sample.response_ids)) % (1 << 31)

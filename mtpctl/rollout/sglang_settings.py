@@ -61,5 +61,7 @@ def sglang_engine_settings(
             "speculative_eagle_topk": rollout.draft_top_k,
             # SGLang counts the token that is verified along with them.
             "speculative_num_draft_tokens": k + 1,
+            # A replayed prefill graph hands on the normed state alone, and MiMo's MTP layer reads the one before.
+            "disable_prefill_cuda_graph": True,
         }
     return SglangSettings(args | rollout.engine_args, rollout.python)

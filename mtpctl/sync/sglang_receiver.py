@@ -83,10 +83,10 @@ class ModelReceiver:
         self._reader = reader
 
     def _match(self, plan: SectionPlan) -> dict[str, Place]:
-        from sglang.srt.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+        from sglang.srt.runtime_context import get_parallel
 
         rename = getattr(self._model, "map_model_name_to_mtp_param_name", None)
-        ranks = Ranks(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
+        ranks = Ranks(get_parallel().tp_rank, get_parallel().tp_size)
         return match(self._model, plan, rename=rename, elsewhere=_shared(self._model) if rename is not None else None, ranks=ranks)
 
     def _receive(self, step: dict[str, Any]) -> None:

@@ -26,8 +26,8 @@ def cpu_settings(folder: Path, *, k: int = 1, **rollout: Any) -> VllmSettings:
 
 def gpu_settings(folder: Path, *, k: int = 1, **rollout: Any) -> SglangSettings:
     """Settings of a tiny SGLang engine. Its attention is Triton's, which takes heads of any size."""
-    engine_args = {"attention_backend": "triton", "mem_fraction_static": 0.2}
-    options: dict[str, Any] = {"max_in_flight": 16, "context": 256, "engine_args": engine_args}
+    engine_args = {"attention_backend": "triton", "mem_fraction_static": 0.2, "max_total_tokens": 1 << 16}
+    options: dict[str, Any] = {"max_in_flight": 16, "context": 4096, "engine_args": engine_args}
     config = SglangConfig(**options | {"speculation": SpeculationConfig(num_tokens=k)} | rollout)
     return sglang_engine_settings(config, model=str(folder), precision="bf16")
 

@@ -24,11 +24,12 @@ from tests.rollout.fake_replica import FakeReplica
 
 @dataclass(frozen=True)
 class Kind:
-    """One engine, the model that it serves, and seconds until a response that was just sent has some tokens."""
+    """One engine, the model that it serves, seconds until a response that was just sent has some tokens, and how many last longer."""
 
     name: str
     config: dict[str, Any] = field(default_factory=tiny_config)
     settle_s: float = 0.03
+    long: int = 120
 
     def weights(self, version: int) -> Tensors:
         """Random weights; with SGLang, which repeats no draw without modes of its own, those of a cycle."""
@@ -37,7 +38,8 @@ class Kind:
         return {name: tensor.bfloat16() for name, tensor in cycle_tensors(self.config, 5 + version, 5 + version).items()}
 
 
-SGLANG = Kind("sglang", tiny_config(vocab_size=128, torch_dtype="bfloat16"), settle_s=0.3)
+SGLANG_CONFIG = tiny_config(vocab_size=128, torch_dtype="bfloat16", max_position_embeddings=4096)
+SGLANG = Kind("sglang", SGLANG_CONFIG, settle_s=0.3, long=3000)
 
 
 @pytest.fixture(
@@ -135,14 +137,14 @@ def test_a_stop_token_stops(pool: ReplicaPool, run: Loop) -> None:
     assert stopped.response_ids == whole.response_ids[: whole.response_ids.index(stop) + 1]
 
 
-def test_a_deadline_ends_one_response_and_no_other(pool: ReplicaPool, run: Loop) -> None:
+def test_a_deadline_ends_one_response_and_no_other(kind: Kind, pool: ReplicaPool, run: Loop) -> None:
     async def drive() -> dict[str, Sample]:
-        task = asyncio.ensure_future(collect(pool, [*requests(1, 200, deadline_s=0.03), *requests(4)[1:]]))
+        task = asyncio.ensure_future(collect(pool, [*requests(1, 2 * kind.long, deadline_s=0.03), *requests(4)[1:]]))
         return await task
 
     found = run(drive())
     assert found["p0"].finish_reason == DEADLINE
-    assert len(found["p0"].response_ids) < 200
+    assert len(found["p0"].response_ids) < 2 * kind.long
     assert_whole(found["p0"])
     assert {found[f"p{index}"].finish_reason for index in (1, 2, 3)} == {"length"}
 
@@ -173,7 +175,7 @@ def test_a_pause_stops_tokens_and_resume_goes_on(pool: ReplicaPool, run: Loop, m
 
 def test_an_update_shows_in_the_spans(kind: Kind, pool: ReplicaPool, run: Loop, published: Manifest) -> None:
     async def drive() -> dict[str, Sample]:
-        task = asyncio.ensure_future(collect(pool, requests(8, 120)))
+        task = asyncio.ensure_future(collect(pool, requests(8, kind.long)))
         await asyncio.sleep(kind.settle_s)
         (report,) = await pool.update(published)
         assert report.version == 1
@@ -181,7 +183,7 @@ def test_an_update_shows_in_the_spans(kind: Kind, pool: ReplicaPool, run: Loop, 
 
     for sample in run(drive()).values():
         assert [span.version for span in sample.version_spans] == [0, 1]
-        assert len(sample.response_ids) == 120
+        assert len(sample.response_ids) == kind.long
         assert_whole(sample)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from tests.rollout.checkpoints import Tensors, cycle_tensors, random_tensors, re
 from tests.rollout.conftest import Loop, gpu_settings
 
 pytestmark = pytest.mark.gpu
-CONFIG = tiny_config(vocab_size=128, torch_dtype="bfloat16")
+CONFIG = tiny_config(vocab_size=128, torch_dtype="bfloat16", max_position_embeddings=4096)
 STEP = 5
+LONG = 3000
+"""Tokens of a response that is not done when something happens to it."""
 
 
 def half(tensors: Tensors) -> Tensors:
@@ -76,7 +79,7 @@ def test_an_update_reaches_target_and_drafter(
 
 def test_a_response_goes_on_under_new_weights(engine: SglangEngine, run: Loop, publish: Callable[[Tensors], Manifest]) -> None:
     async def drive() -> list[Sample]:
-        task = asyncio.ensure_future(answers(engine, 4, 200))
+        task = asyncio.ensure_future(answers(engine, 4, LONG))
         await asyncio.sleep(0.3)
         await engine.update(publish(cycle_tensors(CONFIG, STEP + 2, STEP + 2)))
         return await task
@@ -85,12 +88,12 @@ def test_a_response_goes_on_under_new_weights(engine: SglangEngine, run: Loop, p
         assert [span.version for span in sample.version_spans] == [engine.version - 1, engine.version]
         tokens, cut = sample.prompt_ids[-1:] + sample.response_ids, sample.version_spans[0].end
         steps = [(after - before) % 128 for before, after in pairwise(tokens)]
-        assert steps == [STEP] * cut + [STEP + 2] * (200 - cut)
+        assert steps == [STEP] * cut + [STEP + 2] * (LONG - cut)
 
 
 def test_an_aborted_response_goes_on_where_it_was(engine: SglangEngine, run: Loop) -> None:
     async def cut() -> Sample:
-        task = asyncio.ensure_future(engine.generate(request(0, 200)))
+        task = asyncio.ensure_future(engine.generate(request(0, LONG)))
         await asyncio.sleep(0.2)
         await engine.pause("abort")
         partial = await task
@@ -100,18 +103,28 @@ def test_an_aborted_response_goes_on_where_it_was(engine: SglangEngine, run: Loo
     partial = run(cut())
     assert partial.finish_reason == ABORTED
     kept = list(partial.response_ids)
-    assert 0 < len(kept) < 200
-    whole = run(engine.generate(GenerationRequest(partial, 200)))
-    assert (len(whole.response_ids), whole.finish_reason) == (200, "length")
+    assert 0 < len(kept) < LONG
+    whole = run(engine.generate(GenerationRequest(partial, LONG)))
+    assert (len(whole.response_ids), whole.finish_reason) == (LONG, "length")
     assert whole.response_ids[: len(kept)] == kept
 
 
-def test_weights_that_do_not_fit_change_nothing(engine: SglangEngine, run: Loop, publish: Callable[[Tensors], Manifest]) -> None:
+def test_a_stop_id_stops(engine: SglangEngine, run: Loop) -> None:
+    whole = run(engine.generate(request(1)))
+    # The token counts where it is there for the first time.
+    place = next(place for place, token in enumerate(whole.response_ids) if place > 3 and token not in whole.response_ids[:place])
+    stop = whole.response_ids[place]
+    stopped = run(engine.generate(request(1, stop_token_ids=[stop])))
+    assert (stopped.finish_reason, stopped.response_ids) == ("stop", whole.response_ids[: place + 1])
+
+
+def test_weights_that_do_not_fit_change_nothing(engine: SglangEngine, run: Loop, tmp_path: Path) -> None:
     tensors = cycle_tensors(CONFIG, STEP, STEP)
     tensors["model.norm.weight"] = torch.ones(64)
     before = run(engine.checksums())
+    manifest = Publisher(VersionStore(tmp_path), bucket_bytes=1 << 30).publish(half(tensors).items(), engine.version + 1)
     with pytest.raises(PlanMismatch, match=r"model.norm.weight has shape \(64,\)"):
-        run(engine.update(publish(tensors)))
+        run(engine.update(manifest))
     assert run(engine.checksums()) == before
     assert run(engine.health()).alive
 

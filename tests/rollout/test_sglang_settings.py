@@ -20,6 +20,7 @@ def test_a_chain_of_drafts() -> None:
     found = args(speculation={"num_tokens": 3})
     assert (found["speculative_num_steps"], found["speculative_eagle_topk"], found["speculative_num_draft_tokens"]) == (3, 1, 4)
     assert found["speculative_draft_model_path"] == "m", "the MTP layers lie beside the trunk"
+    assert found["disable_prefill_cuda_graph"], "a replayed graph passes the final norm by"
 
 
 def test_a_tree_of_drafts() -> None:
