@@ -1,0 +1,277 @@
+"""Weights and adapters onto cards: a sender in a process of its own, engines over one card and two, a log-prob replica, and the KV cache.
+
+Where there is no card the same steps run between CPU processes (`pytest -m gpu` there), but for what only a card has.
+On hosts without NVLink multicast set NCCL_NVLS_ENABLE=0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtpctl.logprob import Replica, ReplicaConfig, ScoreRank, ScoreRequest
+from mtpctl.recipe.schema import KernelsConfig, MtpConfig, ParallelConfig, SpeculationConfig, VllmConfig
+from mtpctl.rollout import VllmEngine, VllmSettings, engine_settings
+from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.sync import Manifest, Sender, Sent, SyncReport, VersionStore, or_cancel, update_target
+from mtpctl.sync.publisher import spec_of
+from tests.logprob.conftest import LocalRanks
+from tests.rollout.checkpoints import Tensors, random_tensors, reference_logprobs, tiny_config, write_checkpoint
+from tests.rollout.conftest import Loop
+from tests.rollout.conftest import run as run
+from tests.rollout.conftest import start_engine as start_engine
+from tests.sync import adapters
+from tests.sync.pushing import CONTEXT
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+CARDS = torch.cuda.device_count()
+DEVICE = "cuda" if CARDS else "cpu"
+DTYPE = torch.bfloat16 if CARDS else torch.float32
+BOUND = 0.02 if CARDS else 1e-5
+"""Of the mean difference to the exact log-probs of the same weights: rounding of bf16 activations, or of fp32's."""
+CONFIG = tiny_config(vocab_size=256, torch_dtype=str(DTYPE).removeprefix("torch."))
+PROMPT = [3, 4, 5, 6, 7]
+KV_BYTES = 1 << 30 if CARDS else 64 << 20
+
+
+def weights(seed: int) -> Tensors:
+    return {name: tensor.to(DTYPE) for name, tensor in random_tensors(CONFIG, seed).items()}
+
+
+BASE = weights(0)
+
+
+def version_of(number: int) -> Tensors:
+    """What the engines should hold at a version: the base, an adapter of its own over it, and MTP layers of their own."""
+    drafts = {name: tensor for name, tensor in weights(number).items() if ".mtp_layers." in name}
+    return adapters.adapter(BASE, number) | BASE | drafts
+
+
+def _send(pipe: Any, root: Path, transport: str, card: int) -> None:
+    options: dict[str, Any] = {"bucket_bytes": 64 << 10, "sections": ("adapter", "target", "draft"), "section_of": adapters.section_of}
+    device = f"cuda:{card}" if CARDS else "cpu"
+    if CARDS:
+        torch.cuda.set_device(card)
+    config = {"adapter": adapters.config()}
+    sender = Sender(VersionStore(root), transport, device, host="127.0.0.1", deadline_s=60.0, config=config, **options)
+    sender.plan(spec_of(name, tensor) for name, tensor in version_of(1).items())
+    while (order := pipe.recv()) is not None:
+        version, sections, members = order
+        sender.moving = sections
+        tensors = {name: tensor.to(device) for name, tensor in version_of(version).items()}
+        ordered = [item for section in sections for item in tensors.items() if adapters.section_of(item[0]) == section]
+        try:
+            pipe.send(sender.announce(version, members, sender.learn(ordered, checksums=True)))
+            sent = sender.send(ordered)
+            sender.keep(ordered)
+            sender.flush()
+            pipe.send(sent)
+        except Exception as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+    sender.close()
+
+
+class Trainer:
+    """The sending process, on one card."""
+
+    def __init__(self, root: Path, transport: str, card: int = 0) -> None:
+        self._pipe, theirs = CONTEXT.Pipe()
+        self._process = CONTEXT.Process(target=_send, args=(theirs, root, transport, card), daemon=True)
+        self._process.start()
+
+    def announce(self, version: int, sections: tuple[str, ...], members: list[str]) -> Manifest:
+        self._pipe.send((version, sections, members))
+        found = self.told()
+        assert isinstance(found, Manifest), found
+        return found
+
+    def told(self) -> Any:
+        assert self._pipe.poll(120)
+        return self._pipe.recv()
+
+    def end(self) -> None:
+        self._pipe.send(None)
+        self._process.join(20)
+        if self._process.is_alive():
+            self._process.kill()
+
+
+FIRST, LATER = ("adapter", "target", "draft"), ("adapter", "draft")
+
+
+def settings(folder: Path, *, tp: int = 1, **options: Any) -> VllmSettings:
+    config = VllmConfig(
+        max_in_flight=16,
+        context=256,
+        threads=0 if CARDS else 1,
+        kv_cache_bytes=KV_BYTES,
+        eager=True,
+        gpu_memory=0.2,
+        tp=tp,
+        speculation=SpeculationConfig(num_tokens=1),
+    )
+    found = engine_settings(config, model=str(folder), precision="bf16" if CARDS else "fp32", device=DEVICE, **options)  # type: ignore[arg-type]
+    # vLLM wants a NUMA node a rank unless it is told which cores to take.
+    return found if CARDS else replace(found, environment=found.environment | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model"), CONFIG, BASE)
+
+
+@pytest.fixture(scope="module")
+def engine(start_engine: Callable[[VllmSettings], Any], folder: Path) -> VllmEngine:
+    found: VllmEngine = start_engine(settings(folder, adapter_rank=adapters.RANK, release_kv=bool(CARDS)))
+    return found
+
+
+@pytest.fixture
+def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainer]:
+    transport, card = getattr(request, "param", ("ipc", 0))
+    found = Trainer(tmp_path / "store", transport, card)
+    yield found
+    found.end()
+
+
+def request(index: int, tokens: int = 40, prompt: list[int] = PROMPT) -> GenerationRequest:
+    return GenerationRequest(Sample(f"p{index}", "g", list(prompt)), tokens, temperature=1.0)
+
+
+def assert_matches(samples: list[Sample], policies: dict[int, Tensors]) -> None:
+    """Every token has the log-prob of the policy that its span names."""
+    off = []
+    for sample in samples:
+        for span in sample.version_spans:
+            full = reference_logprobs(CONFIG, policies[span.version], sample.prompt_ids + sample.response_ids)
+            wanted = full[len(sample.prompt_ids) - 1 :][span.start : span.end]
+            off += (torch.tensor(sample.behaviour_logprobs[span.start : span.end], dtype=torch.float64) - wanted).abs().tolist()
+    assert sum(off) / len(off) < BOUND
+
+
+def policy(number: int) -> Tensors:
+    return adapters.merged(BASE, adapters.adapter(BASE, number))
+
+
+def push(run: Loop, engine: VllmEngine, trainer: Trainer, sections: tuple[str, ...], ranks: int) -> SyncReport:
+    """The engine's next version, every checksum compared."""
+    version = engine.version + 1
+    manifest = trainer.announce(version, sections, [f"engine {rank}" for rank in range(ranks)])
+    report: SyncReport = run(or_cancel(manifest, engine.update(manifest, verify=True, deadline_s=60)))
+    sent = trainer.told()
+    assert isinstance(sent, Sent), sent
+    held = [name for name in version_of(version) if adapters.section_of(name) in sections]
+    assert (report.version, report.verified) == (version, len(held))
+    return report
+
+
+def test_an_adapter_is_pushed_onto_a_card_while_requests_are_in_flight(engine: VllmEngine, run: Loop, trainer: Trainer) -> None:
+    push(run, engine, trainer, FIRST, 1)
+    first = engine.version
+
+    async def during() -> list[Sample]:
+        tasks = [asyncio.ensure_future(engine.generate(request(index, 200))) for index in range(8)]
+        await asyncio.sleep(0.3 if CARDS else 0.05)
+        manifest = await asyncio.to_thread(trainer.announce, first + 1, LATER, ["engine 0"])
+        await or_cancel(manifest, engine.update(manifest, verify=True, deadline_s=60))
+        return await asyncio.gather(*tasks)
+
+    samples = run(during())
+    assert isinstance(trainer.told(), Sent)
+    assert {span.version for sample in samples for span in sample.version_spans} == {first, first + 1}
+    assert_matches(samples, {first: policy(first), first + 1: policy(first + 1)})
+    found = run(engine.generate(request(99)))
+    assert found.speculation.drafted > 0
+    assert_matches([found], {first + 1: policy(first + 1)})
+
+
+@pytest.mark.skipif(CARDS == 0, reason="the KV cache lies on a card")
+def test_the_kv_cache_is_given_back_for_the_time_of_a_sync(engine: VllmEngine, run: Loop, tmp_path: Path) -> None:
+    def used() -> int:
+        return int(run(engine._llm.collective_rpc("mtpctl_memory"))[0]["used"])
+
+    # Long enough for whole blocks, so that the prefix cache holds them.
+    prompt = [3 + i % 200 for i in range(100)]
+    before = run(engine.generate(request(0, prompt=prompt)))
+    full = used()
+    for mode in ("keep", "abort", "wait"):
+        run(engine.pause(mode))  # type: ignore[arg-type]
+        assert full - used() > 0.9 * KV_BYTES
+        run(engine.resume())
+        assert abs(full - used()) < 0.1 * KV_BYTES
+    assert_matches([before], {engine.version: policy(engine.version) if engine.version else BASE})
+
+    sends = adapters.publisher(tmp_path)
+
+    async def during() -> list[Sample]:
+        tasks = [asyncio.ensure_future(engine.generate(request(index, 100, prompt))) for index in range(8)]
+        await asyncio.sleep(0.3)
+        manifest = sends.publish(version_of(engine.version + 1).items(), engine.version + 1, checksums=True)
+        await engine.update(manifest, verify=True)
+        return await asyncio.gather(*tasks)
+
+    old = engine.version
+    samples = run(during())
+    after = run(engine.generate(request(9, prompt=prompt)))
+    assert_matches([*samples, after], {old: policy(old) if old else BASE, old + 1: policy(old + 1)})
+
+
+TP_CARDS = [
+    pytest.param(("ipc", 0), id="ipc", marks=pytest.mark.skipif(CARDS == 1, reason="needs two cards")),
+    pytest.param(
+        ("nccl", 2), id="nccl", marks=pytest.mark.skipif(CARDS in (1, 2), reason="needs a card for the sender and two for the engine")
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def wide_engine(start_engine: Callable[[VllmSettings], Any], folder: Path) -> VllmEngine:
+    found: VllmEngine = start_engine(settings(folder, tp=2, adapter_rank=adapters.RANK))
+    return found
+
+
+@pytest.mark.parametrize("trainer", TP_CARDS, indirect=True)
+def test_both_ranks_of_an_engine_take_their_parts(wide_engine: VllmEngine, run: Loop, trainer: Trainer) -> None:
+    for sections in (FIRST, LATER):
+        push(run, wide_engine, trainer, sections, 2)
+        assert_matches([run(wide_engine.generate(request(0)))], {wide_engine.version: policy(wide_engine.version)})
+
+
+REPLICA_CARDS = [
+    pytest.param(("ipc", 0), id="ipc"),
+    pytest.param(("nccl", 1), id="nccl", marks=pytest.mark.skipif(CARDS == 1, reason="needs two cards")),
+]
+
+
+@pytest.mark.parametrize("trainer", REPLICA_CARDS, indirect=True)
+def test_a_logprob_replica_is_pushed_to(folder: Path, run: Loop, trainer: Trainer) -> None:
+    config = ReplicaConfig(
+        str(folder), ParallelConfig(), "bf16" if CARDS else "fp32", MtpConfig(), KernelsConfig(), tokens_per_batch=1024, threads=1
+    )
+    rank = ScoreRank(config, 0)
+    replica = Replica(LocalRanks(rank), rank.build(""), 0, keep_previous=False)
+    ids = PROMPT + [(11 * i) % 250 for i in range(80)]
+
+    async def scored(version: int) -> list[float]:
+        (found,) = await replica.score([ScoreRequest(ids)], version)
+        return list(found.logprobs)
+
+    try:
+        for version, sections in ((1, FIRST), (2, LATER)):
+            manifest = trainer.announce(version, sections, ["log-prob 0"])
+            report = run(or_cancel(manifest, update_target(replica, manifest, verify=True, deadline_s=60)))
+            assert isinstance(trainer.told(), Sent)
+            assert report.verified == len([name for name in version_of(version) if adapters.section_of(name) in sections])
+            wanted = reference_logprobs(CONFIG, policy(version), ids)
+            off = (torch.tensor(run(scored(version)), dtype=torch.float64) - wanted[-len(ids) + 1 :]).abs()
+            assert float(off.mean()) < BOUND
+    finally:
+        run(replica.end())
+        rank.engine.close()
