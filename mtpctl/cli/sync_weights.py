@@ -50,16 +50,18 @@ def sync_weights(
 def _plan(recipe: Any) -> dict[str, Any]:
     """Buckets by section, from the model's shape alone."""
     from mtpctl import families
-    from mtpctl.plan import section_buckets
+    from mtpctl.plan import bytes_beneath, section_buckets
     from mtpctl.recipe import UserError, hf_config
 
     config = hf_config(recipe.model)
     if config is None:
         raise UserError("model: its sizes are not known")
-    sections = section_buckets(recipe, families.shape_of(config))
+    shape = families.shape_of(config)
+    sections = section_buckets(recipe, shape)
     return {
         "transport": recipe.sync.transport,
         "bucket_bytes": recipe.sync.bucket_bytes,
+        "bytes_once": bytes_beneath(recipe, shape),
         "bytes": sum(bucket.nbytes for buckets in sections.values() for bucket in buckets),
         "sections": {
             section: [
@@ -76,6 +78,8 @@ def _rendered(told: dict[str, Any]) -> str:
     lines = [
         f"{told['bytes'] / 1e6:,.1f} MB in {count} bucket(s) of at most {told['bucket_bytes'] / 1e6:,.1f} MB, over {told['transport']}"
     ]
+    if told["bytes_once"]:
+        lines.append(f"  at the first sync also {told['bytes_once'] / 1e6:,.1f} MB of weights beneath the adapter")
     for section, buckets in told["sections"].items():
         for bucket in buckets:
             ends = bucket["first"] if bucket["first"] == bucket["last"] else f"{bucket['first']} … {bucket['last']}"

@@ -13,7 +13,7 @@ from mtpctl.plan.memory import (
 )
 from mtpctl.plan.placement import Actor, Host, Placement, place, planned_device
 from mtpctl.plan.sharding import Stage, stages
-from mtpctl.plan.wire import adapter_tensors, section_buckets, wire_tensors
+from mtpctl.plan.wire import adapter_tensors, bytes_beneath, section_buckets, wire_tensors
 
 __all__ = [
     "ALIGNMENT",
@@ -30,6 +30,7 @@ __all__ = [
     "TensorSpec",
     "TrainerMemory",
     "adapter_tensors",
+    "bytes_beneath",
     "check_fits",
     "engine_memory",
     "logprob_memory",

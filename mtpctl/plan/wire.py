@@ -49,10 +49,18 @@ def adapter_tensors(shape: ModelShape, rank: int, targets: Sequence[str], dtype:
     return found
 
 
+def _dtype(recipe: Recipe) -> str:
+    return DTYPES[recipe.train.precision if recipe.rollout.dtype == "auto" else recipe.rollout.dtype]
+
+
+def bytes_beneath(recipe: Recipe, shape: ModelShape) -> int:
+    """Of the weights that an adapter lies over, which the first sync brings along."""
+    return sum(spec.nbytes for spec in wire_tensors(shape, "target", _dtype(recipe))) if "adapter" in recipe.sync.sections else 0
+
+
 def section_buckets(recipe: Recipe, shape: ModelShape) -> dict[str, list[Bucket]]:
     """Buckets of each section that the recipe syncs. There is no draft where the MTP layers are off."""
-    lora = recipe.train.lora
-    dtype = DTYPES[recipe.train.precision if recipe.rollout.dtype == "auto" else recipe.rollout.dtype]
+    lora, dtype = recipe.train.lora, _dtype(recipe)
     found: dict[str, list[TensorSpec]] = {}
     for section in recipe.sync.sections:
         if section == "adapter" and lora is not None:
