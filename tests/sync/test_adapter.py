@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from mtpctl.recipe.schema import VLLM_ADAPTER_RANKS
+from mtpctl.recipe.schema import VLLM_ADAPTER_RANKS, VllmConfig
+from mtpctl.rollout import VllmEngine, engine_settings
 from mtpctl.sync import Manifest, PlanMismatch, SectionPlan, SyncError, TargetDirty, update_target
 from mtpctl.sync.adapter import check_fits, layers_of
 from mtpctl.sync.places import Ranks
@@ -185,6 +187,40 @@ def test_a_section_that_moved_once_is_left_out_of_later_versions(tmp_path: Path)
     assert (list(first.sections), list(second.sections)) == (["adapter", "target", "draft"], ["adapter", "draft"])
     assert second.sections["adapter"].buckets == first.sections["adapter"].buckets
     assert second.sections["draft"].checksums == first.sections["draft"].checksums
+
+
+def test_an_engine_is_started_with_room_for_the_adapter() -> None:
+    rollout = VllmConfig(max_in_flight=4)
+    for rank, room in ((1, 1), (4, 8), (16, 16), (300, 320)):
+        args = engine_settings(rollout, model="m", precision="fp32", device="cpu", adapter_rank=rank).args
+        assert (args["enable_lora"], args["max_loras"], args["max_lora_rank"]) == (True, 1, room)
+    assert "enable_lora" not in engine_settings(rollout, model="m", precision="fp32", device="cpu").args
+
+
+def test_a_paused_engine_gives_its_cache_back_once_and_has_it_again_before_it_serves() -> None:
+    calls: list[str] = []
+
+    class Llm:
+        model_config = SimpleNamespace(max_model_len=64)
+        errored = False
+
+        def __getattr__(self, name: str) -> Any:
+            async def called(*args: Any, **options: Any) -> None:
+                calls.append(name)
+
+            return called
+
+    settings = engine_settings(VllmConfig(), model="m", precision="bf16", device="cuda", release_kv=True)
+    assert settings.args["enable_sleep_mode"]
+    engine = VllmEngine(Llm(), settings, 0)
+
+    async def twice() -> None:
+        await engine.pause("keep")
+        await engine.pause("keep")
+        await engine.resume()
+
+    asyncio.run(twice())
+    assert calls == ["pause_generation", "release_kv_cache_memory", "pause_generation", "wake_up", "resume_generation"]
 
 
 def test_the_ranks_that_a_recipe_may_ask_for_are_those_that_vllm_has() -> None:
