@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from mtpctl.sync.protocol import SyncError
+from mtpctl.sync.protocol import PlanMismatch, SyncError
 
 LOADER = "mtpctl.sync.sglang_receiver.take"
 
@@ -71,7 +71,7 @@ class SglangClient:
     async def _send(
         self, info: dict[str, Any], *, selector: str | None = None, flush: bool = False, version: str | None = None
     ) -> list[Any]:
-        """Have every rank take a step, and return what each says. Raises SyncError with the first complaint."""
+        """Have every rank take a step, and return what each says. Raises SyncError or PlanMismatch with the first complaint."""
         import torch
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
@@ -89,9 +89,11 @@ class SglangClient:
             )
             _check(await self._manager.update_weights_from_tensor(request, None))
             found = [json.loads(path.read_text()) for path in sorted(Path(answers).iterdir())]
-        wrong = [answer["error"] for answer in found if "error" in answer]
-        if wrong or len(found) < ranks:
-            raise SyncError(wrong[0] if wrong else f"{len(found)} of {ranks} ranks answered a step of a weight update")
+        for answer in found:
+            if "error" in answer:
+                raise (PlanMismatch if answer["misfit"] else SyncError)(answer["error"])
+        if len(found) < ranks:
+            raise SyncError(f"{len(found)} of {ranks} ranks answered a step of a weight update")
         return [answer["result"] for answer in found]
 
 

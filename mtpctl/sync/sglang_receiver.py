@@ -16,7 +16,7 @@ from torch import nn
 
 from mtpctl.sync.manifest import SectionPlan, buckets_from
 from mtpctl.sync.places import Place, Ranks
-from mtpctl.sync.protocol import ABORTED_BY_SENDER, SyncError
+from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SyncError
 from mtpctl.sync.receiver import SectionReceiver, match
 from mtpctl.sync.transports import BucketReader, Readers
 
@@ -33,7 +33,7 @@ def take(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> Non
         answer = {"result": receiver.take(step)}
     except Exception as error:
         receiver.fail(str(error))
-        answer = {"error": str(error)}
+        answer = {"error": str(error), "misfit": isinstance(error, PlanMismatch)}
     part = Path(step["answers"]) / f"{os.getpid()}-{id(model)}"
     part.write_text(json.dumps(answer))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +30,16 @@ def gpu_settings(folder: Path, *, k: int = 1, **rollout: Any) -> SglangSettings:
     options: dict[str, Any] = {"max_in_flight": 16, "context": 4096, "engine_args": engine_args}
     config = SglangConfig(**options | {"speculation": SpeculationConfig(num_tokens=k)} | rollout)
     return sglang_engine_settings(config, model=str(folder), precision="bf16")
+
+
+def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Runs an asynchronous test, with a deadline."""
+
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(test(), 30))
+
+    run.__doc__, run.__name__ = test.__doc__, test.__name__
+    return run
 
 
 class Loop:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.rollout import Health, RayReplica, ReplicaPool, RolloutActor
+from mtpctl.rollout import Health, RayReplica, ReplicaPool, RolloutActor, SglangSettings
 from mtpctl.samples import GenerationRequest, Sample
 from tests.rollout.fake_replica import VOCABULARY, FakeReplica
 
@@ -26,6 +26,7 @@ class FakeActor(RolloutActor):
     """An actor around a fake engine."""
 
     def __init__(self) -> None:
+        super().__init__(SglangSettings({}))
         self._engine = FakeReplica(tick_s=0.001)
 
     async def start(self) -> Health:

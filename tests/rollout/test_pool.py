@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from mtpctl.recipe import RuntimeFailure, UserError
 from mtpctl.rollout import EngineDead, ReplicaPool
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync import Manifest, SyncError, SyncReport
+from tests.rollout.conftest import in_loop
 from tests.rollout.fake_replica import VOCABULARY, FakeReplica
 
 MANIFESTS = {version: Manifest(version, "shm", "/nowhere", {}) for version in range(100)}
@@ -58,16 +59,6 @@ def assert_all_once(samples: list[Sample], count: int, tokens: int = 20) -> None
         first = sample.prompt_ids[0] + 1
         assert sample.response_ids == [(first + step) % VOCABULARY for step in range(tokens)]
         assert len(sample.behaviour_logprobs) == tokens
-
-
-def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """Runs an asynchronous test, with a deadline."""
-
-    def run() -> None:
-        asyncio.run(asyncio.wait_for(test(), 30))
-
-    run.__doc__, run.__name__ = test.__doc__, test.__name__
-    return run
 
 
 @in_loop

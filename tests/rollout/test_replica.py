@@ -1,0 +1,155 @@
+"""The handle of an actor: what is asked together goes together, answers reach who asked, and a dead actor leaves nobody waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from mtpctl.recipe import UserError
+from mtpctl.rollout import EngineDead, RayReplica, ReplicaPool, RolloutActor, SglangSettings
+from mtpctl.samples import GenerationRequest, Sample
+from tests.rollout.conftest import in_loop
+
+
+class NullEngine:
+    """Answers at once; refuses a prompt named `bad`, and never answers one named `late` before `release`."""
+
+    def __init__(self) -> None:
+        self.release = asyncio.Event()
+
+    async def generate(self, request: GenerationRequest) -> Sample:
+        sample = request.sample
+        if sample.prompt_id == "bad":
+            raise UserError("no room for it")
+        if sample.prompt_id == "late":
+            await self.release.wait()
+        sample.append([7] * request.max_tokens, [-0.5] * request.max_tokens, 0)
+        sample.finish_reason = "length"
+        return sample
+
+    async def shutdown(self) -> None:
+        self.release.set()
+
+
+class NullActor(RolloutActor):
+    """An actor around it."""
+
+    def __init__(self) -> None:
+        super().__init__(SglangSettings({}))
+        self._engine = NullEngine()
+
+    async def start(self) -> Any:
+        return None
+
+
+class Handle:
+    """An actor's handle without Ray: counts calls, and dies when told to."""
+
+    def __init__(self) -> None:
+        self.actor = NullActor()
+        self.calls: list[str] = []
+        self._death = asyncio.Event()
+        self.submit = self._remote(self.actor.submit, "submit")
+        self.collect = self._remote(self.actor.collect, "collect")
+
+    def die(self) -> None:
+        self._death.set()
+
+    def _remote(self, method: Callable[..., Any], name: str) -> Any:
+        from ray.exceptions import RayActorError
+
+        async def call(*args: Any) -> Any:
+            self.calls.append(name)
+            asked, death = asyncio.ensure_future(method(*args)), asyncio.ensure_future(self._death.wait())
+            await asyncio.wait([asked, death], return_when=asyncio.FIRST_COMPLETED)
+            if death.done():
+                asked.cancel()
+                raise RayActorError
+            death.cancel()
+            return asked.result()
+
+        return type("Method", (), {"remote": staticmethod(call)})()
+
+
+def request(name: str = "p", tokens: int = 3) -> GenerationRequest:
+    return GenerationRequest(Sample(name, "g", [1, 2]), tokens)
+
+
+@in_loop
+async def test_requests_of_one_turn_go_in_one_call_and_their_answers_come_in_one() -> None:
+    handle = Handle()
+    replica = RayReplica(handle, "null")
+    samples = await asyncio.gather(*(replica.generate(request(f"p{index}")) for index in range(200)))
+    assert [sample.prompt_id for sample in samples] == [f"p{index}" for index in range(200)]
+    assert handle.calls.count("submit") == 1
+    assert handle.calls.count("collect") <= 2
+
+
+@in_loop
+async def test_an_error_reaches_the_one_who_asked() -> None:
+    replica = RayReplica(Handle(), "null")
+    bad, good = await asyncio.gather(replica.generate(request("bad")), replica.generate(request()), return_exceptions=True)
+    assert isinstance(bad, UserError)
+    assert isinstance(good, Sample)
+
+
+@in_loop
+async def test_a_dead_actor_leaves_nobody_waiting() -> None:
+    handle = Handle()
+    replica = RayReplica(handle, "null")
+    waiting = [asyncio.ensure_future(replica.generate(request("late"))) for _ in range(5)]
+    await asyncio.sleep(0.01)
+    handle.die()
+    found = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
+    assert all(isinstance(error, EngineDead) for error in found)
+    with pytest.raises(EngineDead):
+        await asyncio.wait_for(replica.generate(request()), 5)
+
+
+@in_loop
+async def test_an_answer_that_nobody_awaits_any_more_is_dropped() -> None:
+    handle = Handle()
+    replica = RayReplica(handle, "null")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(replica.generate(request("late")), 0.01)
+    handle.actor._engine.release.set()
+    assert (await asyncio.wait_for(replica.generate(request("next")), 5)).prompt_id == "next"
+
+
+@pytest.mark.slow
+def test_what_a_request_costs_beside_its_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    """Through the pool and a Ray actor whose engine answers at once: 256 requests together, 128 prompt and 256 response tokens."""
+    import ray
+
+    async def stream() -> AsyncIterator[GenerationRequest]:
+        for index in range(256):
+            yield GenerationRequest(Sample(str(index), str(index), list(range(128))), 256)
+
+    async def start(index: int) -> RayReplica:
+        replica = RayReplica(ray.remote(NullActor).options(max_concurrency=1000, num_cpus=1).remote(), "null")
+        await replica._call(replica._handle.start.remote())
+        return replica
+
+    async def drive() -> list[float]:
+        pool = await ReplicaPool.start(start, 1, latest=lambda: None, max_in_flight=272)
+        taken = []
+        for _ in range(6):
+            began = time.perf_counter()
+            samples = [sample async for sample in pool.generate(stream())]
+            taken.append(time.perf_counter() - began)
+            assert {sample.prompt_id for sample in samples} == {str(index) for index in range(256)}
+        await pool.close()
+        return sorted(taken[1:])
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        taken = asyncio.run(drive())
+    finally:
+        ray.shutdown()
+    with capsys.disabled():
+        print(f"\n256 requests at once: {taken[2] * 1000:.0f} ms ({taken[0] * 1000:.0f} – {taken[-1] * 1000:.0f})")
+    assert taken[0] < 0.256
