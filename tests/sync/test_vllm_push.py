@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -12,12 +15,13 @@ import torch
 
 from mtpctl.rollout import VllmEngine, VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync import PlanMismatch, Publisher, Sender, SyncError, VersionStore, or_cancel
+from mtpctl.sync import Manifest, PlanMismatch, Publisher, Sender, SyncError, VersionStore, or_cancel
+from mtpctl.sync.transports import cancel
 from tests.rollout.checkpoints import random_tensors, reference_logprobs, tiny_config, write_checkpoint
 from tests.rollout.conftest import Loop, cpu_settings
 from tests.rollout.conftest import run as run
 from tests.rollout.conftest import start_engine as start_engine
-from tests.sync.pushing import CONTEXT
+from tests.sync.pushing import CONTEXT, Die, Receiver
 
 CONFIG = tiny_config(vocab_size=256)
 PROMPT = [3, 4, 5, 6, 7]
@@ -36,22 +40,30 @@ ADAPTED = {"self_attn.o_proj": (128, 128), "mlp.down_proj": (256, 128)}
 def _send(pipe: Any, root: Path, transport: str, bucket_bytes: int) -> None:
     sender = Sender(VersionStore(root), transport, "cpu", host="127.0.0.1", deadline_s=30.0, bucket_bytes=bucket_bytes)
     while (order := pipe.recv()) is not None:
-        seed, version, breaks = order
+        seed, version, fault, members = order
         tensors = random_tensors(CONFIG, seed)
         sections: tuple[str, ...] = ("target", "draft")
         ordered = [item for section in sections for item in tensors.items() if sender.section_of(item[0]) == section]
         try:
             sums = sender.learn(ordered, checksums=True)
-            pipe.send(sender.announce(version, ["engine"], sums))
-            if breaks:
-                ordered = ordered[: len(ordered) // 2]
-            sent = sender.send(ordered)
+            pipe.send(sender.announce(version, members, sums))
+            sent = sender.send(_until(fault, ordered))
             sender.keep(ordered)
             sender.flush()
             pipe.send(sent)
         except Exception as error:
             pipe.send(f"{type(error).__name__}: {error}")
     sender.close()
+
+
+def _until(fault: str, ordered: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """An export that, with a fault, ends halfway: in an error, or with its process."""
+    half = len(ordered) // 2
+    yield from ordered[:half]
+    if fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if not fault:
+        yield from ordered[half:]
 
 
 class Pushing:
@@ -62,8 +74,8 @@ class Pushing:
         self._process = CONTEXT.Process(target=_send, args=(theirs, root, transport, bucket_bytes), daemon=True)
         self._process.start()
 
-    def announce(self, seed: int, version: int, *, breaks: bool = False) -> Any:
-        self._pipe.send((seed, version, breaks))
+    def announce(self, seed: int, version: int, *, fault: str = "", members: tuple[str, ...] = ("engine",)) -> Any:
+        self._pipe.send((seed, version, fault, members))
         return self._pipe.recv()
 
     def sent(self) -> Any:
@@ -71,7 +83,8 @@ class Pushing:
         return self._pipe.recv()
 
     def end(self) -> None:
-        self._pipe.send(None)
+        if self._process.is_alive():
+            self._pipe.send(None)
         self._process.join(10)
 
 
@@ -124,12 +137,43 @@ def test_weights_are_pushed_during_generation_and_after_a_fault(engine: VllmEngi
         assert_matches(sample, seeds)
     live = run(engine.checksums())
     with pytest.raises(SyncError, match="gave up"):
-        run(push(base + 2, breaks=True))
+        run(push(base + 2, fault="ends early"))
     assert "ended without" in pushing.sent()
     assert (run(engine.checksums()), engine.version) == (live, base + 1), "what had come was taken back, from the store"
     assert run(push(base + 2)).version == base + 2
     assert pushing.sent().nbytes > 0
     assert_matches(run(engine.generate(request(9))), seeds)
+
+
+def test_whoever_is_killed_in_a_bucket_leaves_the_engine_on_one_version(engine: VllmEngine, run: Loop, pushing: Pushing) -> None:
+    base = engine.version
+
+    async def push(version: int, doomed: Receiver | None = None, **options: Any) -> Any:
+        members = ("engine",) if doomed is None else ("engine", "doomed")
+        manifest = await asyncio.to_thread(pushing.announce, 1, version, members=members, **options)
+        if doomed is not None:
+            doomed.take(manifest)
+            # In a thread: the engine holds up the loop that it shares with this test until the transfer ends.
+            Thread(target=tell, args=(manifest, doomed)).start()
+        return await or_cancel(manifest, engine.update(manifest, verify=True))
+
+    def tell(manifest: Manifest, doomed: Receiver) -> None:
+        doomed.process.join()
+        cancel(manifest, "a receiver of the weights gave up: it was killed")
+
+    assert run(push(base + 1)).version == base + 1
+    assert pushing.sent().nbytes > 0
+    live = run(engine.checksums())
+    with pytest.raises(SyncError):
+        run(push(base + 2, Receiver(Die(bucket=3))))
+    assert "SyncError" in pushing.sent()
+    assert (run(engine.checksums()), engine.version) == (live, base + 1)
+    assert run(push(base + 2)).version == base + 2, "the next attempt is without it"
+    assert pushing.sent().nbytes > 0
+    with pytest.raises(SyncError):
+        run(push(base + 3, fault="killed"))
+    assert (run(engine.checksums()), engine.version) == (live, base + 2)
+    assert_matches(run(engine.generate(request(9))), {base + 2: 1})
 
 
 def adapter(seed: int) -> dict[str, torch.Tensor]:
@@ -176,7 +220,8 @@ def test_an_adapter_comes_over_many_buckets_and_replaces_the_one_before(engine: 
 
 
 def test_what_is_no_adapter_is_refused(engine: VllmEngine, run: Loop, tmp_path: Path) -> None:
-    publisher = Publisher(VersionStore(tmp_path), bucket_bytes=1024, sections=["adapter"], section_of=lambda _: "adapter")
+    options: dict[str, Any] = {"sections": ["adapter"], "section_of": lambda _: "adapter", "config": {"adapter": PEFT}}
+    publisher = Publisher(VersionStore(tmp_path), bucket_bytes=1024, **options)
     manifest = publisher.publish([("model.norm.weight", torch.zeros(4))], engine.version + 1)
     with pytest.raises(PlanMismatch, match=r"this is no LoRA adapter: model\.norm\.weight"):
         run(engine.update(manifest))

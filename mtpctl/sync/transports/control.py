@@ -8,6 +8,7 @@ name. A sender that dies takes the store along, which its receivers notice as fa
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,8 +57,11 @@ class Control:
         return "/".join([self.address.group, *map(str, parts)])
 
     def raise_(self, *parts: object) -> int:
-        """Count one more at a key; returns the count."""
-        return int(self.store.add(self.key(*parts), 1))
+        """Count one more at a key; returns the count. Raises SyncError where the sender's store is gone."""
+        try:
+            return int(self.store.add(self.key(*parts), 1))
+        except RuntimeError as error:
+            raise SyncError("the sender of the weights is gone") from error
 
     def count(self, *parts: object) -> int:
         """The count at a key."""
@@ -124,6 +128,8 @@ def join(address: Address) -> tuple[Control, int]:
 def report(text: str, why: str) -> None:
     """Tell the group at this address that it is over, from outside of it."""
     address = Address.parse(text)
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(OSError, RuntimeError):
+        # A store's client goes on trying where nobody listens any more.
+        socket.create_connection((address.host, address.port), _CONNECT_S).close()
         store = TCPStore(address.host, address.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
         Control(store, address).fail(why)
