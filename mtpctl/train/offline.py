@@ -223,7 +223,7 @@ class CheckpointReader:
         from mtpctl.sync import Publisher
 
         recipe = Recipe.model_validate_json(recipe_json)
-        config = EngineConfig(ParallelConfig(), precision=recipe.train.precision, mtp=recipe.mtp, train=False)
+        config = EngineConfig(ParallelConfig(), precision=recipe.train.precision, mtp=recipe.mtp, train=False, lora=recipe.train.lora)
         engine = MegatronEngine(HfFolder.open(folder), config)
         engine.restore(Path(checkpoint))
         shape = engine.folder.shape
