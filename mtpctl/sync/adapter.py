@@ -45,7 +45,7 @@ def layers_of(plan: SectionPlan) -> dict[str, Layer]:
     """
     rank = plan.config.get("r")
     pairs: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
-    wrong = [] if rank else ["its config names no rank r"]
+    wrong: list[str] = []
     for name, entry in plan.tensors().items():
         if found := _MATRIX.match(name):
             pairs.setdefault(found["layer"], {})[found["which"]] = (name, entry.shape)
@@ -57,10 +57,12 @@ def layers_of(plan: SectionPlan) -> dict[str, Layer]:
             wrong.append(f"{layer} has lora_{'A' if 'A' in pair else 'B'} alone")
             continue
         (a, down), (b, up) = pair["A"], pair["B"]
-        if len(down) != 2 or len(up) != 2 or down[0] != rank or up[1] != rank:
+        if len(down) != 2 or len(up) != 2 or down[0] != up[1] or (rank and down[0] != rank):
             wrong.append(f"{layer} has A {down} and B {up}, which are not of rank {rank}")
             continue
         layers[f"{layer}.weight"] = Layer(a, b, (up[0], down[1]))
+    if not rank:
+        wrong.append("its config names no rank r")
     if wrong:
         raise PlanMismatch(f"this is no LoRA adapter: {'; '.join(wrong[:8])}")
     return layers
