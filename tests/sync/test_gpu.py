@@ -34,8 +34,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 CARDS = torch.cuda.device_count()
 DEVICE = "cuda" if CARDS else "cpu"
 DTYPE = torch.bfloat16 if CARDS else torch.float32
-BOUND = 0.02 if CARDS else 1e-5
-"""Of the mean difference to the exact log-probs of the same weights: rounding of bf16 activations, or of fp32's."""
+BOUND = 0.05 if CARDS else 1e-5
+"""Of the mean difference to the exact log-probs of the same weights: rounding of bf16 activations, or of fp32's. Two versions of the
+policy here differ by 1 in the mean."""
 CONFIG = tiny_config(vocab_size=256, torch_dtype=str(DTYPE).removeprefix("torch."))
 PROMPT = [3, 4, 5, 6, 7]
 KV_BYTES = 1 << 30 if CARDS else 64 << 20
