@@ -126,6 +126,8 @@ class AdapterReceiver(BucketsInOrder):
         draft.rename(folder)
 
 
-def adapter_root(name: str) -> Path:
-    """Where an engine of this name keeps its adapters: in memory where there is some."""
+def adapter_root(store: str, name: str) -> Path:
+    """Where an engine of this name keeps its adapters: with the versions in `store`, or without one in memory where there is some."""
+    if store:
+        return Path(store) / "adapters" / name
     return (SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())) / f"mtpctl-adapter-{name}"

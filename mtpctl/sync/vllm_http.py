@@ -117,7 +117,7 @@ class ServedEngine:
             within=self._within,
             paused=lambda: self._paused,
             holds=self._holds,
-            adapters=adapter_root(re.sub(r"[^A-Za-z0-9.]+", "-", client.url)),
+            adapters=adapter_root("", re.sub(r"[^A-Za-z0-9.]+", "-", client.url)),
         )
 
     @classmethod

@@ -88,7 +88,7 @@ class VllmTarget:
 
     `within(step, what)` puts a deadline on a call, `paused()` says whether generation stands. Of sections that the engine does not
     hold (`draft` without speculation) it takes nothing in; where they are pushed to it, it lets them pass. `adapters`: folder of the
-    engine's host that it keeps adapters in, one that goes with this object by default.
+    engine's host that it keeps adapters in; by default one beside the versions, which goes when they go, whatever became of the engine.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class VllmTarget:
         self._client, self._version, self._within, self._paused, self._holds = client, version, within, paused, holds
         self.dirty = False
         self.adapter: Path | None = None
-        self._root = adapters or adapter_root(f"{os.getpid()}-{id(self):x}")
+        self._root = adapters
         self._manifest: Manifest | None = None
         self._updating: tuple[Manifest, Section] | None = None
         self._session_open = False
@@ -191,7 +191,7 @@ class VllmTarget:
             await self._within(self._client.finish(plan.version), "closing a weight session")
             self._session_open = False
         if section == "adapter" and not self._discarding:
-            await self._load_adapter(plan.version)
+            await self._load_adapter(plan.version, plan.store)
         self._updating = None
         self._version = self._loaded[section] = plan.version
         if all(self._loaded.get(name) == plan.version for name in plan.sections):  # type: ignore[call-overload]
@@ -207,8 +207,10 @@ class VllmTarget:
             await self._step({"action": "buckets", "section": section, "first": 0, "count": len(part.buckets)})
             await self._within(self._client.finish(self._version), "closing a weight session")
 
-    async def _load_adapter(self, version: int) -> None:
+    async def _load_adapter(self, version: int, store: str) -> None:
         """Hand over the adapter that came, once. vLLM reads it before it drops the old one, so a bad one changes nothing."""
+        if self._root is None:
+            self._root = adapter_root(store, f"{os.getpid()}-{id(self):x}")
         folder = self._root / f"v{version:08d}"
         await self._within(self._client.rpc("mtpctl_write_adapter", str(folder)), "writing an adapter")
         try:
@@ -249,7 +251,7 @@ class VllmTarget:
 
     def close(self) -> None:
         """Remove what the adapters left. May be called again."""
-        if self._root.exists():
+        if self._root is not None and self._root.exists():
             shutil.rmtree(self._root)
 
     async def _step(self, step: dict[str, Any]) -> None:
