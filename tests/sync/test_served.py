@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import torch
 
 from mtpctl.recipe import UserError
 from mtpctl.sync import SyncError, SyncReport
+from mtpctl.sync.store import SHARED_MEMORY
 from mtpctl.sync.vllm_http import ServedEngine
 from tests.rollout.checkpoints import random_tensors, reference_logprobs, tiny_config, write_checkpoint
 from tests.sync import adapters
@@ -105,6 +107,9 @@ def server(folder: Path) -> Iterator[Server]:
     finally:
         found.process.terminate()
         found.process.wait(60)
+        # A server's adapter outlives who sent it.
+        for left in SHARED_MEMORY.glob(f"mtpctl-adapter-http-*-{found.url.rpartition(':')[2]}"):
+            shutil.rmtree(left)
 
 
 def sync(server: Server, manifest: Any) -> SyncReport:
