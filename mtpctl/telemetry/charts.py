@@ -89,7 +89,7 @@ def render_chart(chart: Chart) -> str:
             finals.append(layers[k][-1][1] - below[-1][1])
             continue
         for piece in _by_phase(pts, phases):
-            smooth = moving_average(piece, max(1, len(piece) // 25)) if len(piece) >= _SMOOTH_FROM and not series.dots else piece
+            smooth = piece if series.dots else _smoothed(piece)
             if smooth is not piece:
                 shapes.append(f'<path class="raw k{colour}" d="{_path(thin(piece, _MOST_POINTS), x_axis, y_axis)}"/>')
             shapes.append(f'<path class="line k{colour}" d="{_path(thin(smooth, _MOST_POINTS), x_axis, y_axis)}"/>')
@@ -115,7 +115,7 @@ def sparkline_svg(points: Points, colour: int) -> str:
     """A curve without axes, for a headline."""
     if len(points) < 2:
         return ""
-    pts = thin(moving_average(points, max(1, len(points) // 25)), 120)
+    pts = thin(_smoothed(points), 120)
     values = [y for _, y in pts]
     low, high = min(values), max(values)
     x_axis = Axis(pts[0][0], pts[-1][0], [])
@@ -124,6 +124,11 @@ def sparkline_svg(points: Points, colour: int) -> str:
         f'<svg class="spark" viewBox="0 0 {_WIDTH} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">'
         f'<path class="line k{colour}" d="{_path(pts, x_axis, y_axis)}"/></svg>'
     )
+
+
+def _smoothed(points: Points) -> Points:
+    """The curve without its noise; few points are all of them signal."""
+    return moving_average(points, max(1, len(points) // 25)) if len(points) >= _SMOOTH_FROM else points
 
 
 def moving_average(points: Points, half: int) -> Points:

@@ -75,6 +75,10 @@ def test_one_point_and_a_flat_line() -> None:
     parse(render_chart(Chart("T", "n", [Series("a", [(1, 0.3), (2, 0.3)])], RL)))
     assert sparkline_svg([(1, 1.0)], 0) == ""
     parse(sparkline_svg([(1, 1.0), (2, 1.0)], 0))
+    rising = parse(sparkline_svg([(0, 0.2), (100, 0.6)], 0)).find("{*}path")
+    assert rising is not None
+    left, right = (float(y) for y in re.findall(r",([\d.]+)", rising.attrib["d"]))
+    assert left > right, "two points are no noise to average out; the page's y grows downwards"
 
 
 def test_a_long_run_stays_a_small_page() -> None:
