@@ -27,35 +27,21 @@ def _trainer(pipe: Any, recipe_json: str, folder: str, visible: str) -> None:
     if visible:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     from mtpctl.compat import cpu_device
+    from mtpctl.convert import HfFolder
     from mtpctl.engine import EngineConfig, MegatronEngine
-    from mtpctl.train.trainer import TrainerRank
+    from mtpctl.train.sending import WeightSource
 
-    class Drawn(TrainerRank):
-        """A trainer whose weights are drawn on its device, and that changes its transport."""
-
-        def make(self, folder: str) -> None:
-            from mtpctl.convert import HfFolder
-
-            config = json.loads((Path(folder) / "config.json").read_text())
-            train = self.recipe.train
-            settings = EngineConfig(
-                parallel=train.parallel,
-                precision=train.precision,
-                mtp=self.recipe.mtp,
-                kernels=self.recipe.kernels,
-                train=False,
-                random_seed=1,
-            )
-            self.engine = MegatronEngine(HfFolder(Path(folder), config, families.shape_of(config)), settings)
+    class Drawn(WeightSource):
+        """Weights that are drawn on their device, and that go out by one transport after another."""
 
         def take(self, transport: str) -> None:
-            if isinstance(self.publisher, Sender):
-                self.publisher.close()
-            self.publisher, self.learned = None, False
-            self.recipe = self.recipe.model_copy(update={"sync": self.recipe.sync.model_copy(update={"transport": transport})})
+            if isinstance(self.packing, Sender):
+                self.packing.close()
+            sync = self.recipe.sync.model_copy(update={"transport": transport})
+            super().__init__(self.recipe.model_copy(update={"sync": sync}), self.engine, self.rank)
 
         def probe(self, number: int) -> Sent:
-            sent: Sent = self.publisher.probe(number)
+            sent: Sent = self.packing.probe(number)
             return sent
 
         def memory(self, reset: bool = False) -> dict[str, int]:
@@ -69,13 +55,23 @@ def _trainer(pipe: Any, recipe_json: str, folder: str, visible: str) -> None:
             return {"allocated": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated(), "used": total - free}
 
     cpu_device.install()
-    rank = Drawn(recipe_json, 0, 1)
-    rank.make(folder)
+    recipe = Recipe.model_validate_json(recipe_json)
+    config = json.loads((Path(folder) / "config.json").read_text())
+    settings = EngineConfig(
+        parallel=recipe.train.parallel,
+        precision=recipe.train.precision,
+        mtp=recipe.mtp,
+        kernels=recipe.kernels,
+        train=False,
+        random_seed=1,
+    )
+    engine = MegatronEngine(HfFolder(Path(folder), config, families.shape_of(config)), settings)
+    source = Drawn(recipe, engine, 0)
     pipe.send((True, None))
     while (call := pipe.recv()) is not None:
         method, arguments = call
         try:
-            pipe.send((True, getattr(rank, method)(*arguments)))
+            pipe.send((True, getattr(source, method)(*arguments)))
         except Exception as error:
             pipe.send((False, error))
 
@@ -94,7 +90,7 @@ class Trainer:
 
     async def ready(self) -> None:
         """Return once the model is there."""
-        await self._answer("make")
+        await self._answer("making the model")
 
     async def call(self, method: str, *arguments: Any, deadline_s: float | None = None) -> Any:
         """What `method` returns. Raises what it raises."""

@@ -6,14 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mtpctl.convert.adapters import ADAPTER_PREFIX, export_adapter, fingerprint, peft_config
+    from mtpctl.convert.adapters import export_adapter, fingerprint, peft_config
     from mtpctl.convert.bridge import WeightBridge
     from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
     from mtpctl.convert.model_weights import ModelWeights
     from mtpctl.convert.stream import StreamMap, WeightStream
 
 __all__ = [
-    "ADAPTER_PREFIX",
     "HfFolder",
     "ModelWeights",
     "StreamMap",
@@ -26,7 +25,6 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ADAPTER_PREFIX": "adapters",
     "ModelWeights": "model_weights",
     "export_adapter": "adapters",
     "fingerprint": "adapters",

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from mtpctl.convert.bridge import WeightBridge
 from mtpctl.model.lora import ROW, WHOLE
+from mtpctl.plan import ADAPTER_PREFIX
 from mtpctl.recipe import UserError
 from mtpctl.recipe.schema import LoraConfig
 
-ADAPTER_PREFIX = "base_model.model."
-"""What PEFT puts before the names of the layers that it adapts."""
 SAMPLED_ROWS = 8
 
 

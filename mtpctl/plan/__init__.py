@@ -11,11 +11,12 @@ from mtpctl.plan.memory import (
     logprob_memory,
     trainer_memory,
 )
-from mtpctl.plan.placement import Actor, Host, Placement, place, planned_device
+from mtpctl.plan.placement import Actor, Host, Placement, place
 from mtpctl.plan.sharding import Stage, stages
-from mtpctl.plan.wire import adapter_tensors, bytes_beneath, section_buckets, wire_tensors
+from mtpctl.plan.wire import ADAPTER_PREFIX, adapter_tensors, bytes_beneath, section_buckets, wire_tensors
 
 __all__ = [
+    "ADAPTER_PREFIX",
     "ALIGNMENT",
     "DTYPE_BYTES",
     "OPTIMIZER_SLICE",
@@ -36,7 +37,6 @@ __all__ = [
     "logprob_memory",
     "place",
     "plan_buckets",
-    "planned_device",
     "section_buckets",
     "stages",
     "trainer_memory",

@@ -72,13 +72,6 @@ class Placement:
         return sum(actor.gpus for actor in self.actors)
 
 
-def planned_device(recipe: Recipe) -> Device:
-    """The device that a recipe is meant for: as it says, else as its transport says."""
-    if recipe.cluster.device != "auto":
-        return recipe.cluster.device
-    return "cpu" if recipe.sync.transport == "shm" else "cuda"
-
-
 def place(recipe: Recipe, hosts: Sequence[Host] | None = None) -> Placement:
     """Place a recipe's actors.
 
@@ -86,7 +79,7 @@ def place(recipe: Recipe, hosts: Sequence[Host] | None = None) -> Placement:
     `cluster.gpus_per_node` cards as it takes, or one of `cluster.num_gpus` where that is set. Raises ClusterResources naming
     what is asked for and what there is, UserError for an engine that no host can hold.
     """
-    device = planned_device(recipe)
+    device = recipe.device
     groups = _groups(recipe, device)
     if hosts is None:
         hosts = _planned_hosts(recipe, device, sum(cpus * n for _, _, n, cpus, _ in groups), sum(n for _, _, n, _, _ in groups))

@@ -9,6 +9,9 @@ from mtpctl.families import ModelShape
 from mtpctl.plan.buckets import Bucket, TensorSpec, plan_buckets
 from mtpctl.recipe.schema import Recipe
 
+ADAPTER_PREFIX = "base_model.model."
+"""What PEFT puts before the names of the layers that it adapts."""
+
 ADAPTED = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_q_proj": ("q_proj",),
@@ -44,8 +47,8 @@ def adapter_tensors(shape: ModelShape, rank: int, targets: Sequence[str], dtype:
     for name, size in families.tensors(shape).items():
         layer, _, kind = name.rpartition(".")
         if kind == "weight" and layer.rpartition(".")[2] in leaves and families.section_of(name, shape) == "target":
-            found.append(TensorSpec(f"base_model.model.{layer}.lora_A.weight", (rank, size[1]), dtype))
-            found.append(TensorSpec(f"base_model.model.{layer}.lora_B.weight", (size[0], rank), dtype))
+            found.append(TensorSpec(f"{ADAPTER_PREFIX}{layer}.lora_A.weight", (rank, size[1]), dtype))
+            found.append(TensorSpec(f"{ADAPTER_PREFIX}{layer}.lora_B.weight", (size[0], rank), dtype))
     return found
 
 

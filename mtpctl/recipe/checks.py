@@ -142,7 +142,7 @@ def _sync(recipe: Recipe) -> Complaints:
     if sync.release_kv:
         if isinstance(rollout, SglangConfig):
             yield "sync.release_kv: works with rollout.engine: vllm; set it to false"
-        elif recipe.cluster.device == "cpu":
+        elif recipe.device == "cpu":
             yield "sync.release_kv: a CPU engine cannot give its KV cache back; set it to false"
         elif rollout.engine_args.get("enable_sleep_mode", True) is False:
             yield "sync.release_kv: needs vLLM's sleep mode; take rollout.engine_args.enable_sleep_mode: false out"
@@ -190,8 +190,8 @@ def _devices(recipe: Recipe) -> Complaints:
 
 def _sglang(recipe: Recipe, rollout: SglangConfig) -> Complaints:
     """What SGLang needs, and what it cannot do."""
-    if recipe.cluster.device == "cpu":
-        yield "rollout.engine: sglang needs a GPU; set vllm for cluster.device: cpu"
+    if recipe.device == "cpu":
+        yield "rollout.engine: sglang needs a GPU; set vllm, or cluster.device: cuda"
     if rollout.python and not Path(rollout.python).expanduser().is_file():
         yield f"rollout.python: there is no interpreter {rollout.python}"
     if rollout.top_p < 1 or rollout.top_k:

@@ -381,6 +381,13 @@ class Recipe(Section):
         return filled
 
     @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """What it is meant for: as `cluster.device` says, else as its transport says."""
+        if self.cluster.device != "auto":
+            return self.cluster.device
+        return "cpu" if self.sync.transport == "shm" else "cuda"
+
+    @property
     def run_path(self) -> Path:
         """The run directory, `{name}` and `{seed}` filled in."""
         return Path(self.run_dir.replace("{name}", self.name).replace("{seed}", str(self.seed))).expanduser()

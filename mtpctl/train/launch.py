@@ -164,8 +164,8 @@ class Run:
         for stage in self.recipe.train.stages:
             if stage in self.state.ended:
                 continue
-            await trainer.call("begin_stage", stage, str(self.directory.path / "reference"))
             resumed = checkpoint if within_stage and stage == self.state.stage else None
+            await trainer.call("begin_stage", stage, str(self.directory.path / "reference"), resumed is not None)
             if resumed is not None:
                 await trainer.call("restore", str(resumed))
                 self.telemetry.event("resume", f"{stage} goes on after step {self.state.step}, from {resumed.name}")

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
-import itertools
 import socket
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from mtpctl.cluster import within
 from mtpctl.plan import Placement
-from mtpctl.recipe import Recipe
+from mtpctl.recipe import Recipe, UserError
 from mtpctl.samples import Sample
 from mtpctl.sync import Manifest, Section, Sent
 from mtpctl.train.profile import UpdateProfile
+from mtpctl.train.sending import WeightSource
 
 
 class TrainerRank:
@@ -27,10 +25,7 @@ class TrainerRank:
         self.recipe = Recipe.model_validate_json(recipe_json)
         self.rank, self.world_size = rank, world_size
         self.reference: list[Any] | None = None
-        self.publisher: Any = None
         self.saving: Any = None
-        self.learned = False
-        self.moving: tuple[Section, ...] = ()
         self.profile = UpdateProfile(self.recipe.run_path / "logs", rank) if self.recipe.telemetry.profile else None
 
     def address(self) -> str:
@@ -62,24 +57,33 @@ class TrainerRank:
             adapter_seed=self.recipe.seed,
         )
         self.engine = MegatronEngine(HfFolder.open(folder), config, Rank(self.rank, self.world_size, master))
+        self.weights = WeightSource(self.recipe, self.engine, self.rank)
         held, trained = self.engine.parameters
         return {"parameters": held, "trained": trained}
 
-    def begin_stage(self, stage: str, reference: str) -> None:
+    def begin_stage(self, stage: str, reference: str, resumed: bool) -> None:
         """A fresh optimizer for `sft` or `rl`.
 
-        RL with a KL penalty also keeps the policy it began with, in memory and at `reference`, where a resumed run finds it.
+        RL with a KL penalty also keeps the policy it began with, in memory, and at `reference`, where a run that is resumed within RL
+        finds it. Raises UserError where it should be there and is not.
         """
         train = self.recipe.train
         self.engine.trains_mtp = self.engine.trains_mtp and (stage == "sft" or train.rl.train_mtp)
         if stage == "rl" and train.rl.kl_coef:
-            if Path(reference).exists():
-                self.engine.restore(Path(reference))
-            else:
+            if resumed:
+                self._restore_reference(Path(reference))
+            elif train.keep_checkpoints:
                 self.engine.save(Path(reference))
             with self.engine.resident():
                 self.reference = [p.detach().clone() for p in self._moving()]
         self.engine.set_optimizer(train.sft.optimizer if stage == "sft" else train.rl.optimizer)
+
+    def _restore_reference(self, path: Path) -> None:
+        if not path.exists():
+            raise UserError(
+                f"train.rl.kl_coef: {path} is not there, the policy that RL began with; set it to 0, or start in another run_dir"
+            )
+        self.engine.restore(path)
 
     def sft_step(self, pairs: list[tuple[list[int], list[int]]]) -> dict[str, float]:
         """One supervised update on token ids of prompts and of their targets."""
@@ -185,79 +189,20 @@ class TrainerRank:
         return metrics
 
     def publish(self, version: int, store: str, checksums: bool, sections: tuple[Section, ...]) -> Manifest | None:
-        """Export these sections into the version store of this host, from which receivers draw. Rank 0 writes."""
-        self._begin_version(sections, store)
-        if not self.learned:
-            self._exported(self._learn)
-        self.learned = True
-        return self._exported(lambda export: self.publisher.publish(export, version, checksums=checksums))
+        """See `WeightSource.publish`."""
+        return self.weights.publish(version, store, checksums, sections)
 
     def announce(self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]) -> Manifest | None:
-        """Say what a pushed version of these sections will be, to receivers of these names. Rank 0 will send it."""
-        self._begin_version(sections, store)
-        sums: dict[str, dict[str, str]] = {}
-        if checksums or not self.learned:
-            sums = self._exported(lambda export: self._learn(export, checksums=checksums))
-        self.learned = True
-        return self.publisher.announce(version, members, sums) if self.rank == 0 else None
+        """See `WeightSource.announce`."""
+        return self.weights.announce(version, store, members, checksums, sections)
 
     def send(self) -> Sent | None:
-        """Send what was announced, while the receivers take it in."""
-        return self._exported(lambda export: self.publisher.send(export))
+        """See `WeightSource.send`."""
+        return self.weights.send()
 
     def keep(self) -> None:
-        """Copy what was sent for the version store; a thread writes it there while training goes on."""
-        self._exported(lambda export: self.publisher.keep(export))
-
-    def _begin_version(self, sections: tuple[Section, ...], store: str) -> None:
-        self.moving = sections
-        if self.rank == 0:
-            if self.publisher is None:
-                self.publisher = self._sender(store)
-            self.publisher.moving = sections
-
-    def _exported(self, use: Callable[[Iterator[Any]], Any]) -> Any:
-        """What rank 0 makes of an export that every rank takes part in, to its end, whatever becomes of it on rank 0."""
-        export = itertools.chain.from_iterable(map(self._section, self.moving))
-        try:
-            return use(export) if self.rank == 0 else None
-        finally:
-            collections.deque(export, maxlen=0)
-
-    def _section(self, section: Section) -> Iterator[Any]:
-        """One section's tensors. Where the adapter travels by itself, the target is what lies beneath it."""
-        if section == "adapter":
-            tensors: Iterator[Any] = self.engine.export_adapter()
-            return tensors
-        return self.engine.export(sections=(section,), merged="adapter" not in self.recipe.sync.sections)
-
-    def _learn(self, export: Iterator[Any], *, checksums: bool = False) -> dict[str, dict[str, str]]:
-        """Have the sender plan; the first version has every section. What PEFT has to be told of an adapter is known then."""
-        from mtpctl.convert import peft_config
-        from mtpctl.families import aliases
-
-        folder, lora = self.engine.folder, self.recipe.train.lora
-        sums: dict[str, dict[str, str]] = self.publisher.learn(export, aliases(folder.shape), checksums=checksums)
-        if lora is not None and "adapter" in self.moving:
-            names = [entry.name for bucket in self.publisher.plans["adapter"] for entry in bucket.entries]
-            self.publisher.config["adapter"] = peft_config(names, lora, str(folder.path))
-        return sums
-
-    def _sender(self, store: str) -> Any:
-        """What sends the weights, by the recipe's transport."""
-        from mtpctl.convert import ADAPTER_PREFIX
-        from mtpctl.families import section_of
-        from mtpctl.sync import Publisher, Sender, VersionStore
-
-        shape, sync = self.engine.folder.shape, self.recipe.sync
-        options: dict[str, Any] = {
-            "bucket_bytes": sync.bucket_bytes,
-            "sections": self.moving,
-            "section_of": lambda name: "adapter" if name.startswith(ADAPTER_PREFIX) else section_of(name, shape),
-        }
-        if sync.transport == "shm":
-            return Publisher(VersionStore(store), **options)
-        return Sender(VersionStore(store), sync.transport, self.engine.device, deadline_s=sync.deadline_s, **options)
+        """See `WeightSource.keep`."""
+        self.weights.keep()
 
     def begin_save(self, path: str) -> str:
         """Start a checkpoint of the engine. Returns the folder where it lies until it is whole; what is put there comes along."""

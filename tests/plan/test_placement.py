@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from mtpctl.plan import Host, Placement, place, planned_device
+from mtpctl.plan import Host, Placement, place
 from mtpctl.recipe import ClusterResources, UserError, load_recipe
 
 
@@ -93,9 +93,3 @@ def test_too_few(sets: list[str], name: str, hosts: list[Host] | None, message: 
 def test_an_engine_larger_than_a_host_is_the_recipes_mistake() -> None:
     with pytest.raises(UserError, match=r"rollout\.tp: 16 ranks do not fit a host of cluster\.gpus_per_node: 8"):
         placed("rollout.tp=16")
-
-
-@pytest.mark.parametrize(("device", "transport", "planned"), [("auto", "shm", "cpu"), ("auto", "nccl", "cuda"), ("cuda", "nccl", "cuda")])
-def test_the_transport_says_the_device_where_the_recipe_does_not(device: str, transport: str, planned: str) -> None:
-    recipe = load_recipe("tiny_mtp", sets=[f"cluster.device={device}", f"sync.transport={transport}"]).recipe
-    assert planned_device(recipe) == planned

@@ -97,6 +97,7 @@ def test_our_overlays_fit(path: Path) -> None:
             "sync.sections: adapter needs an engine that takes adapters",
         ),
         (["sync.release_kv=true"], "sync.release_kv: a CPU engine cannot give its KV cache back"),
+        (["sync.release_kv=true", "cluster.device=auto"], "sync.release_kv: a CPU engine cannot give its KV cache back"),
         (
             ["sync.release_kv=true", "cluster.device=cuda", "rollout.engine_args.enable_sleep_mode=false"],
             "sync.release_kv: needs vLLM's sleep mode",

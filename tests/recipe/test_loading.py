@@ -211,6 +211,11 @@ def test_the_run_directory_fills_in_name_and_seed() -> None:
     assert Recipe(name="a", seed=7, run_dir="out/{name}-{seed}").run_path == Path("out/a-7")
 
 
+@pytest.mark.parametrize(("device", "transport", "meant"), [("auto", "shm", "cpu"), ("auto", "nccl", "cuda"), ("cuda", "shm", "cuda")])
+def test_the_transport_says_the_device_where_the_recipe_does_not(device: str, transport: str, meant: str) -> None:
+    assert Recipe.model_validate({"cluster": {"device": device}, "sync": {"transport": transport}}).device == meant
+
+
 def test_a_deterministic_run_has_no_staleness_whatever_the_threshold() -> None:
     assert Recipe.model_validate({"async": {"staleness_threshold": 0.5, "deterministic": True}}).async_.staleness == 0
     assert Recipe.model_validate({"async": {"staleness_threshold": 0.5}}).async_.staleness == 0.5

@@ -1,0 +1,65 @@
+"""The policy that RL began with, which a KL penalty holds the new one against: when it is written, and when it is taken up again."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtpctl.recipe import Recipe, UserError
+from mtpctl.train.trainer import TrainerRank
+
+
+class Engine:
+    """One weight, saved to a file."""
+
+    def __init__(self, value: float) -> None:
+        self.module = torch.nn.Linear(1, 1, bias=False)
+        self.module.weight.data.fill_(value)
+        self.trains_mtp = True
+
+    def resident(self) -> Any:
+        return contextlib.nullcontext()
+
+    def save(self, path: Path) -> None:
+        path.write_text(str(self.module.weight.item()))
+
+    def restore(self, path: Path) -> None:
+        self.module.weight.data.fill_(float(path.read_text()))
+
+    def set_optimizer(self, config: Any) -> None:
+        pass
+
+
+def began(value: float, reference: Path, *, resumed: bool = False, keep: int = 2) -> tuple[float, float]:
+    """The weight of the reference, and of the policy, at the beginning of RL by a rank whose weight is `value`."""
+    recipe = Recipe.model_validate({"train": {"keep_checkpoints": keep, "rl": {"kl_coef": 0.1}}})
+    rank = TrainerRank(recipe.model_dump_json(by_alias=True), 0, 1)
+    rank.engine = Engine(value)  # type: ignore[assignment]
+    rank.begin_stage("rl", str(reference), resumed)
+    assert rank.reference is not None
+    return rank.reference[0].item(), rank.engine.module.weight.item()
+
+
+def test_a_resumed_run_has_the_reference_that_it_began_with(tmp_path: Path) -> None:
+    assert began(1.0, tmp_path / "reference") == (1.0, 1.0)
+    assert began(7.0, tmp_path / "reference", resumed=True)[0] == 1.0
+
+
+def test_a_run_that_begins_anew_takes_nothing_of_the_one_before(tmp_path: Path) -> None:
+    began(1.0, tmp_path / "reference")
+    assert began(2.0, tmp_path / "reference") == (2.0, 2.0)
+    assert began(3.0, tmp_path / "reference", resumed=True)[0] == 2.0
+
+
+def test_where_no_checkpoint_is_kept_the_reference_is_not_written_either(tmp_path: Path) -> None:
+    assert began(1.0, tmp_path / "reference", keep=0) == (1.0, 1.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_began_without_a_penalty_cannot_go_on_with_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train\.rl\.kl_coef: .*reference is not there"):
+        began(1.0, tmp_path / "reference", resumed=True)
