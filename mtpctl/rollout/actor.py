@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
+import traceback
 from collections.abc import Awaitable, Coroutine
 from itertools import count
 from pathlib import Path
@@ -138,12 +138,14 @@ class RolloutActor:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error itself, or where another process could not read it, its words."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+    """The error as the caller's process can read it, which has not all of the engine's packages: of another's type, its words.
+
+    Where it came from goes along as a note.
+    """
+    ours = type(error).__module__.partition(".")[0] in ("builtins", "mtpctl")
+    found = error if ours else RuntimeError(f"{type(error).__name__}: {error}")
+    found.add_note("".join(traceback.format_exception(error)))
+    return found
 
 
 class RayReplica:

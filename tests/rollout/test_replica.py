@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from mtpctl.recipe import UserError
 from mtpctl.rollout import EngineDead, RayReplica, ReplicaPool, RolloutActor, SglangSettings
+from mtpctl.rollout.actor import _portable
 from mtpctl.samples import GenerationRequest, Sample
 from tests.rollout.conftest import in_loop
 
@@ -95,6 +97,17 @@ async def test_an_error_reaches_the_one_who_asked() -> None:
     bad, good = await asyncio.gather(replica.generate(request("bad")), replica.generate(request()), return_exceptions=True)
     assert isinstance(bad, UserError)
     assert isinstance(good, Sample)
+
+
+def test_an_error_of_a_package_that_the_caller_may_not_have_comes_as_its_words() -> None:
+    foreign = type("OutOfBlocks", (ValueError,), {"__module__": "sglang.srt"})
+    for error, kind, told in ((foreign("none left"), RuntimeError, "OutOfBlocks: none left"), (UserError("no room"), UserError, "no room")):
+        try:
+            raise error
+        except Exception as raised:
+            found = pickle.loads(pickle.dumps(_portable(raised)))
+        assert (type(found), str(found)) == (kind, told)
+        assert "test_replica.py" in found.__notes__[0], "where it was raised"
 
 
 @in_loop
