@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mtpctl.engine.engine import EngineConfig, MegatronEngine, Scores
     from mtpctl.engine.objective import NextToken, Objective
     from mtpctl.engine.parallel import Rank
+    from mtpctl.engine.pointer import newest, pointer_of
     from mtpctl.engine.scoring import DraftScores, TokenScores, Want, score_tokens
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "TokenScores",
     "Want",
     "latest_checkpoint",
+    "newest",
+    "pointer_of",
     "publish_checkpoint",
     "score_tokens",
 ]
@@ -41,6 +44,8 @@ _HOMES = {
     "NextToken": "objective",
     "Objective": "objective",
     "Rank": "parallel",
+    "newest": "pointer",
+    "pointer_of": "pointer",
     "DraftScores": "scoring",
     "TokenScores": "scoring",
     "Want": "scoring",

@@ -23,6 +23,7 @@ from mtpctl.sync import VersionStore, default_root
 from mtpctl.sync.transports import PUSHED
 from mtpctl.sync.vllm_http import ServedEngine, ServedEngines
 from mtpctl.train.prepare import model_of
+from mtpctl.train.state import newest_version
 from mtpctl.train.trainer import TrainerGroup
 from mtpctl.train.weights import WeightSync
 
@@ -44,10 +45,10 @@ class Source:
             return cls(path.parent.parent, path)
         if not (path / "recipe.resolved.yaml").is_file():
             raise UserError(f"--from: {text} is neither a run directory (recipe.resolved.yaml) nor a checkpoint (run.json)")
-        pointer = path / "checkpoints" / "latest"
-        if not pointer.is_file():
+        checkpoint, _ = newest_version(path / "checkpoints")
+        if checkpoint is None:
             raise UserError(f"--from: {text} has no checkpoint yet")
-        return cls(path, pointer.parent / pointer.read_text().strip())
+        return cls(path, checkpoint)
 
 
 @dataclass(frozen=True)

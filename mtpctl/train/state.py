@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mtpctl.engine.pointer import newest, pointer_of
+from mtpctl.engine import newest, pointer_of
 from mtpctl.recipe import UserError
 from mtpctl.recipe.schema import TrainConfig
 from mtpctl.train.buffer import SampleBuffer
@@ -19,9 +19,11 @@ _KEPT = ("stage", "step", "version", "cursor", "ended")
 
 
 def ended_stages(root: Path) -> list[str]:
-    """Stages that a run had ended at its newest checkpoint under `root`, without reading any tensor."""
-    path = newest(root)
-    return [] if path is None else list(json.loads((path / _FILE).read_text())["ended"])
+    """Stages that a run had ended at its newest checkpoint under `root`, without reading any tensor.
+
+    Raises UserError where the newest is not whole.
+    """
+    return list(_newest(root)[1]["ended"])
 
 
 def newest_version(root: Path) -> tuple[Path | None, int]:
@@ -29,13 +31,20 @@ def newest_version(root: Path) -> tuple[Path | None, int]:
 
     Raises UserError where the newest is not whole.
     """
+    path, state = _newest(root)
+    return path, int(state["version"])
+
+
+def _newest(root: Path) -> tuple[Path | None, dict[str, Any]]:
+    """The newest checkpoint and the state in it; without one, None and the state of a run that has not begun."""
     path = newest(root)
     if path is None:
-        return None, 0
+        return None, {"ended": [], "version": 0}
     try:
-        return path, int(json.loads((path / _FILE).read_text())["version"])
+        state: dict[str, Any] = json.loads((path / _FILE).read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a whole checkpoint; remove {pointer_of(root)} to take the model as it was made") from error
+    return path, state
 
 
 @dataclass

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from mtpctl.recipe import RuntimeFailure
+from mtpctl.recipe import RuntimeFailure, UserError
 from mtpctl.recipe.schema import TrainConfig
 from mtpctl.train.sft import check_applied
-from mtpctl.train.state import RunState
+from mtpctl.train.state import RunState, ended_stages, newest_version
 from mtpctl.train.trainer import TrainerGroup
 
 
@@ -117,6 +117,17 @@ def test_what_could_not_be_written_ends_the_run_at_the_next_step(tmp_path: Path)
         assert trainer.published == []
 
     asyncio.run(main())
+
+
+def test_the_newest_checkpoint_is_read_without_a_trainer(tmp_path: Path) -> None:
+    assert (ended_stages(tmp_path), newest_version(tmp_path)) == ([], (None, 0))
+    (tmp_path / "latest").write_text("rl-000004")
+    for read in (ended_stages, newest_version):
+        with pytest.raises(UserError, match=r"rl-000004 is not a whole checkpoint; remove .*latest"):
+            read(tmp_path)
+    (tmp_path / "rl-000004").mkdir()
+    (tmp_path / "rl-000004" / "run.json").write_text('{"stage": "rl", "step": 4, "version": 3, "cursor": null, "ended": ["sft"]}')
+    assert (ended_stages(tmp_path), newest_version(tmp_path)) == (["sft"], (tmp_path / "rl-000004", 3))
 
 
 def test_skipped_updates_in_a_row_end_the_run_and_one_that_is_applied_begins_the_count_anew() -> None:
