@@ -144,14 +144,13 @@ def generate(task: GeneratedTask, seed: int) -> tuple[list[Problem], list[Proble
     kind = _TASKS[task.name]
     lengths = range(task.min_digits, task.max_digits + 1)
     wanted = task.train_size + task.eval_size
-    weights = [task.length_decay**i for i in range(len(lengths))]
-    quotas = _share(wanted, weights, [kind.size(n) for n in lengths])
+    quotas = _share(wanted, task.length_decay, [kind.size(n) for n in lengths])
     if sum(quotas) < wanted:
         raise UserError(
             f"data.task.train_size: {task.name} of {task.min_digits} to {task.max_digits} digits has {sum(quotas)} distinct problems, "
             f"train_size + eval_size ask for {wanted}; lower them or raise max_digits"
         )
-    held_out = _share(task.eval_size, weights, [round(task.eval_size * quota / wanted) for quota in quotas], capacity=quotas)
+    held_out = _share(task.eval_size, task.length_decay, [round(task.eval_size * quota / wanted) for quota in quotas], capacity=quotas)
     rng = random.Random(f"{task.name}/{seed}")
     train: list[Problem] = []
     evaluation: list[Problem] = []
@@ -164,13 +163,14 @@ def generate(task: GeneratedTask, seed: int) -> tuple[list[Problem], list[Proble
     return train, evaluation
 
 
-def _share(total: int, weights: Sequence[float], caps: Sequence[int], capacity: Sequence[int] | None = None) -> list[int]:
-    """Split `total` over lengths by weight as far as the caps allow, remainders to the longest; `capacity` widens the caps by need."""
+def _share(total: int, decay: float, caps: Sequence[int], capacity: Sequence[int] | None = None) -> list[int]:
+    """Split `total` over lengths as far as the caps allow, remainders to the longest; `capacity` widens the caps by need."""
     shares = [0] * len(caps)
     for bounds in [caps] if capacity is None else [caps, capacity]:
         while (left := total - sum(shares)) > 0 and (open_ := [i for i, bound in enumerate(bounds) if shares[i] < bound]):
-            whole = sum(weights[i] for i in open_)
-            each = [math.floor(left * weights[i] / whole) for i in open_]
+            # Counted from the shortest that is open, so that the weights are never all 0.
+            weights = [decay ** (i - open_[0]) for i in open_]
+            each = [math.floor(left * weight / sum(weights)) for weight in weights]
             extra = left - sum(each)
             for rank, i in enumerate(reversed(open_)):
                 shares[i] = min(bounds[i], shares[i] + each[-1 - rank] + int(rank < extra))

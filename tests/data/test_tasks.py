@@ -86,6 +86,13 @@ def test_a_decay_gives_few_long_problems_among_many_short_ones_in_both_splits() 
     assert len(train) == 5110 and len(held_out) == 511
 
 
+def test_a_decay_that_leaves_nothing_for_long_ones_gives_them_what_short_ones_cannot_hold() -> None:
+    task = GeneratedTask(name="reverse", min_digits=1, max_digits=3, length_decay=1e-200, train_size=790, eval_size=10)
+    train, held_out = generate(task, seed=0)
+    counts = Counter(len(problem.prompt) - 1 for problem in [*train, *held_out])
+    assert counts == {1: 26, 2: 26**2, 3: 800 - 26 - 26**2}
+
+
 def test_the_seed_decides() -> None:
     task = GeneratedTask(name="addition", min_digits=3, train_size=50, eval_size=10)
     assert generate(task, 5) == generate(task, 5)
