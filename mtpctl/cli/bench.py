@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtpctl.cli import bench_experiments, bench_logprob, bench_rollout, bench_sync, bench_update
+from mtpctl.cli import bench_all, bench_experiments, bench_logprob, bench_rollout, bench_sync, bench_update
 
 if TYPE_CHECKING:
     from mtpctl.bench.fused_kernels import Shape
@@ -106,6 +106,8 @@ def train_step(
     print(bench.as_json(results, rate) if json else f"The timer covers: {bench.TIMER}.\n{bench.table(results, rate)}")
 
 
+app.command("all")(bench_all.everything)
+app.command("cycle-model")(bench_all.cycle_model)
 app.command("mtp")(bench_experiments.mtp)
 app.command("async")(bench_experiments.asynchrony)
 app.command("compare")(bench_experiments.compare)

@@ -1,0 +1,65 @@
+"""`mtpctl bench all` and what it needs: the model of known answers."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def everything(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Logs, JSON and runs; runs that are there already are taken.")] = Path(
+        "runs/bench"
+    ),
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="NAME", help="This measurement and what it needs; may be repeated.")
+    ] = None,
+    minutes: Annotated[float | None, typer.Option("--minutes", min=0, help="Start nothing that would not end by then.")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Print the commands and stop.")] = False,
+) -> None:
+    """Every figure of docs/benchmarks.md on the cards there are (on a CPU: toys). Exit code 6 when a bound is missed, 5 on failures."""
+    import torch
+
+    from mtpctl.bench import everything as bench
+    from mtpctl.bench import plans
+    from mtpctl.recipe.errors import RuntimeFailure, ThresholdMissed
+
+    cards = torch.cuda.device_count()
+    tasks = bench.chosen(plans.ON_CARDS if cards else plans.ON_A_LAPTOP, only or [])
+    if plan:
+        for task in tasks:
+            print(f"{task.name} ({task.cards} cards, {task.minutes:g} min): mtpctl {shlex.join(task.words(out))}")
+        return
+    outcomes = asyncio.run(bench.run_all(tasks, cards=cards, out=out, minutes=minutes, say=_say))
+    print(bench.table(outcomes))
+    told = ", ".join(f"{o.task.name}: {o.verdict}" for o in outcomes if o.code != 0)
+    if (code := bench.exit_code(outcomes)) == 6:
+        raise ThresholdMissed(f"{told}; see {out}")
+    if code:
+        raise RuntimeFailure(f"{told}; logs in {out}")
+
+
+def cycle_model(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where it goes; one that is there already is left.")],
+    shape: Annotated[str, typer.Option("--shape", help="mimo7b, or tiny for a CPU.")] = "mimo7b",
+    acceptance: Annotated[float, typer.Option("--acceptance", min=0, max=1, help="Share of tokens that the drafter knows.")] = 0.75,
+) -> None:
+    """Make the model whose answers and acceptance are known: token t is followed by t + 1."""
+    import torch
+
+    from mtpctl.bench.cycle_model import write_cycle_model
+    from mtpctl.bench.rollout import config_of
+    from mtpctl.recipe.errors import UserError
+
+    if shape not in ("mimo7b", "tiny"):
+        raise UserError(f"--shape: must be mimo7b or tiny, got {shape}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    write_cycle_model(folder, config_of("tiny" if shape == "tiny" else "mimo7b"), acceptance=acceptance, device=device)
+    print(f"{folder}: drafts after tokens of the lower half of the vocabulary are right with {acceptance:.0%}")
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
