@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -31,9 +32,11 @@ SMOOTH = GENTLE.model_copy(update={"lr": 1e-3, "eps": 1e-2})
 
 def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
     """After a first update, or from another layout's checkpoint of that moment: scores, and a second update's metrics,
-    gradients and weights."""
+    gradients and weights. `seconds`: until the engine stood, and from then on."""
+    began = time.perf_counter()
     folder = mimo(root / case.model / f"{rank.rank}-{case.name}", **MODELS[case.model])
     with engine(folder, rank=rank, parallel=case.parallel, **case.fields) as made:
+        stood = time.perf_counter()
         batch = sequences(9, seed=3, vocab=61)
         made.set_optimizer(SMOOTH)
         if case.restore:
@@ -49,7 +52,8 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
         weights = {name: value.clone() for name, value in made.export()}
         if case.fields.get("lora"):
             weights |= {name: value.clone() for name, value in made.export_adapter()}
-        return {"metrics": metrics, "scores": scores, "weights": weights, "gradients": gradients(made)}
+        found = {"metrics": metrics, "scores": scores, "weights": weights, "gradients": gradients(made)}
+        return found | {"seconds": {"start": stood - began, "work": time.perf_counter() - stood}}
 
 
 def poisoned_update(made: MegatronEngine, batch: list[Sequence]) -> None:
