@@ -56,6 +56,8 @@ class VllmEngine(Engine):
             llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
         engine = cls(llm, settings, version)
         await engine._within(llm.update_weight_version(str(version)), "setting the weight version")
+        if settings.args.get("enable_lora"):
+            await engine._target.hold_adapter()
         return engine
 
     async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> Stretch:
@@ -75,7 +77,7 @@ class VllmEngine(Engine):
         await self._llm.abort(request_ids)
 
     def _adapter(self) -> Any:
-        """The adapter that requests are answered with, once one came."""
+        """The adapter that requests are answered with, where the engine takes any."""
         folder = self._target.adapter
         return None if folder is None else adapter_request(ADAPTER, ADAPTER_ID, str(folder))
 

@@ -26,6 +26,7 @@ from mtpctl.sync.places import Place, Ranks
 from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SyncError
 from mtpctl.sync.receiver import Scratch, SectionReceiver, match
 from mtpctl.sync.transports import Readers
+from mtpctl.sync.vllm_target import ADAPTER, ADAPTER_ID, HELD, adapter_request
 
 
 @dataclass
@@ -181,6 +182,7 @@ class WorkerExtension:
 
     weight_transfer_engine: ManifestTransferEngine
     vllm_config: Any
+    model_runner: Any
 
     def mtpctl_sums(self) -> dict[str, list[dict[str, int]]]:
         """See `ManifestTransferEngine.sums`."""
@@ -193,6 +195,11 @@ class WorkerExtension:
     def mtpctl_drop_adapters(self, kept: str) -> None:
         """See `ManifestTransferEngine.drop_adapters`."""
         self.weight_transfer_engine.drop_adapters(kept)
+
+    def mtpctl_hold_adapter(self) -> None:
+        """Load an adapter of zeros, see `VllmTarget.hold_adapter`."""
+        adapters = self.model_runner.lora_manager
+        adapters.add_dummy_lora(adapter_request(ADAPTER, ADAPTER_ID, str(HELD)), adapters.get_dummy_lora_warmup_rank(1))
 
     def mtpctl_drafts(self) -> bool:
         """Whether this engine has a drafter whose weights can be updated."""

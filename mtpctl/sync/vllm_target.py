@@ -21,6 +21,8 @@ from mtpctl.sync.transports import PUSHED
 ADAPTER = "mtpctl"
 ADAPTER_ID = 1
 """One adapter is live at a time. Its number stays, so that requests in flight go on with the new one."""
+HELD = Path("held")
+"""In the place of an adapter's folder before the first one comes: what is loaded then are zeros."""
 
 
 class VllmClient(Protocol):
@@ -123,6 +125,24 @@ class VllmTarget:
         """The version that is on its way in."""
         return None if self._updating is None else self._updating[0].version
 
+    async def hold_adapter(self) -> None:
+        """Load an adapter of zeros, before the first request of an engine that takes adapters.
+
+        vLLM ties a request to an adapter, or to none, for good: one that began without would go on without the first that comes.
+        """
+        self.adapter = HELD
+        await self._load_again()
+
+    async def _load_again(self) -> None:
+        """vLLM drops all adapters when a session on the target ends.
+
+        It would read one again when a request asks for it, from the folder that the request began with, which may be gone.
+        """
+        if self.adapter == HELD:
+            await self._within(self._client.rpc("mtpctl_hold_adapter"), "making room for an adapter")
+        elif self.adapter is not None:
+            await self._within(self._client.load_adapter(ADAPTER, ADAPTER_ID, str(self.adapter)), "loading an adapter again")
+
     async def begin_update(self, plan: Manifest, version: int, section: Section) -> None:
         """See `WeightTarget`. The engine must be paused."""
         if self._updating is not None:
@@ -133,6 +153,8 @@ class VllmTarget:
             raise VersionConflict(f"weight version {version} ({section}) is not newer than the live {self._version}")
         if section not in plan.sections:
             raise PlanMismatch(f"version {version} has no section {section}")
+        if section == "target" and "adapter" not in plan.sections and self.adapter not in (None, HELD):
+            raise PlanMismatch("the engine has an adapter loaded, which would come on top of weights that hold one already: send it along")
         if not self._paused():
             raise SyncError("weights may change only while generation is paused")
         self._updating = (plan, section)
@@ -190,8 +212,10 @@ class VllmTarget:
         if not self._absent(plan):
             await self._within(self._client.finish(plan.version), "closing a weight session")
             self._session_open = False
-        if section == "adapter" and not self._discarding:
-            await self._load_adapter(plan.version, plan.store)
+            if section == "adapter" and not self._discarding:
+                await self._load_adapter(plan.version, plan.store)
+            elif section != "draft" or self._discarding:
+                await self._load_again()
         self._updating = None
         self._version = self._loaded[section] = plan.version
         if all(self._loaded.get(name) == plan.version for name in plan.sections):  # type: ignore[call-overload]
@@ -206,9 +230,10 @@ class VllmTarget:
             await self._step(step | {"transport": plan.transport, "address": plan.address, "plan_name": name, "plan": text})
             await self._step({"action": "buckets", "section": section, "first": 0, "count": len(part.buckets)})
             await self._within(self._client.finish(self._version), "closing a weight session")
+            await self._load_again()
 
     async def _load_adapter(self, version: int, store: str) -> None:
-        """Hand over the adapter that came, once. vLLM reads it before it drops the old one, so a bad one changes nothing."""
+        """Hand over the adapter that came, once. Where vLLM refuses it, the one before is live again."""
         if self._root is None:
             self._root = adapter_root(store, f"{os.getpid()}-{id(self):x}")
         folder = self._root / f"v{version:08d}"
@@ -218,6 +243,7 @@ class VllmTarget:
         except MtpctlError:
             raise
         except Exception as error:
+            await self._load_again()
             raise SyncError(f"the engine refuses the adapter of version {version}: {error}") from error
         self._touched.add("adapter")
         self.adapter = folder

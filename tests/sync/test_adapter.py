@@ -94,15 +94,18 @@ class TestFit:
 
 
 class Engine:
-    """A `VllmClient` that takes everything in but what it is told to refuse, and remembers what came."""
+    """A `VllmClient` that takes everything in but what it is told to refuse, and remembers what came.
+
+    As vLLM does, it forgets its adapter when a session on the target ends.
+    """
 
     def __init__(self) -> None:
         self.refuses = ""
         self.live: dict[str, int] = {}
-        self._section, self._version = "", 0
+        self._section, self._version, self._draft = "", 0, False
 
     async def start(self, *, draft: bool) -> None:
-        pass
+        self._draft = draft
 
     async def step(self, info: dict[str, Any]) -> None:
         if info["action"] == "begin":
@@ -113,22 +116,25 @@ class Engine:
             self.live[self._section] = info.get("version", self._version)
 
     async def finish(self, version: int) -> None:
-        pass
+        if not self._draft:
+            self.live.pop("adapter", None)
 
     async def rpc(self, method: str, *args: str) -> list[Any]:
+        if method == "mtpctl_hold_adapter":
+            self.live["adapter"] = 0
         return []
 
     async def load_adapter(self, name: str, number: int, folder: str) -> None:
-        if self.refuses == "adapter":
+        if self.refuses == Path(folder).name:
             raise ValueError("it is bent")
         self.live["adapter"] = int(Path(folder).name[1:])
 
 
 class TestOneVersion:
-    def publish(self, tmp_path: Path, version: int) -> Manifest:
-        sends = adapters.publisher(tmp_path / "store", sections=("adapter", "draft"))
-        drafts = {name: tensor for name, tensor in BASE.items() if ".mtp_layers." in name}
-        return sends.publish((adapters.adapter(BASE, version) | drafts).items(), version)
+    def publish(self, tmp_path: Path, version: int, sections: tuple[str, ...] = ("adapter", "draft")) -> Manifest:
+        sends = adapters.publisher(tmp_path / "store", sections=sections)
+        tensors = adapters.adapter(BASE, version) | BASE
+        return sends.publish([item for item in tensors.items() if adapters.section_of(item[0]) in sections], version)
 
     def target(self, engine: Engine) -> VllmTarget:
         async def within(step: Awaitable[Any], what: str) -> Any:
@@ -166,10 +172,28 @@ class TestOneVersion:
         engine = Engine()
         target = self.target(engine)
         asyncio.run(update_target(target, self.publish(tmp_path, 1)))
-        engine.refuses = "adapter"
+        engine.refuses = "v00000002"
         with pytest.raises(SyncError, match="the engine refuses the adapter of version 2: it is bent"):
             asyncio.run(update_target(target, self.publish(tmp_path, 2)))
         assert (engine.live, target.version, target.dirty) == ({"adapter": 1, "draft": 1}, 1, False)
+
+    def test_an_adapter_is_loaded_whenever_requests_may_ask_for_it(self, tmp_path: Path) -> None:
+        engine = Engine()
+        target = self.target(engine)
+        asyncio.run(target.hold_adapter())
+        assert engine.live == {"adapter": 0}, "before the first request"
+        asyncio.run(update_target(target, self.publish(tmp_path, 1, ("target", "draft"))))
+        assert engine.live == {"adapter": 0, "target": 1, "draft": 1}
+        asyncio.run(update_target(target, self.publish(tmp_path, 2, ("adapter", "target", "draft"))))
+        assert engine.live == {"adapter": 2, "target": 2, "draft": 2}
+
+    def test_merged_weights_over_an_adapter_are_refused(self, tmp_path: Path) -> None:
+        engine = Engine()
+        target = self.target(engine)
+        asyncio.run(update_target(target, self.publish(tmp_path, 1)))
+        with pytest.raises(PlanMismatch, match="has an adapter loaded"):
+            asyncio.run(update_target(target, self.publish(tmp_path, 2, ("target", "draft"))))
+        assert (engine.live, target.version) == ({"adapter": 1, "draft": 1}, 1)
 
     def test_a_first_version_that_breaks_off_has_no_way_back(self, tmp_path: Path) -> None:
         engine = Engine()

@@ -148,13 +148,19 @@ def request(index: int, tokens: int = 40, prompt: list[int] = PROMPT) -> Generat
 
 def assert_matches(samples: list[Sample], policies: dict[int, Tensors]) -> None:
     """Every token has the log-prob of the policy that its span names."""
-    off = []
+    means, told = [], []
     for sample in samples:
         for span in sample.version_spans:
             full = reference_logprobs(CONFIG, policies[span.version], sample.prompt_ids + sample.response_ids)
             wanted = full[len(sample.prompt_ids) - 1 :][span.start : span.end]
-            off += (torch.tensor(sample.behaviour_logprobs[span.start : span.end], dtype=torch.float64) - wanted).abs().tolist()
-    assert sum(off) / len(off) < BOUND
+            off = (torch.tensor(sample.behaviour_logprobs[span.start : span.end], dtype=torch.float64) - wanted).abs()
+            means.append(float(off.mean()))
+            first = next((at for at, value in enumerate(off.tolist(), span.start) if value > 4 * BOUND), None)
+            said = "none" if first is None else f"token {first} the first"
+            told.append(
+                f"{sample.prompt_id} version {span.version}, tokens {span.start} to {span.end}: {means[-1]:.2g} in the mean, {said} far off"
+            )
+    assert max(means) < BOUND, "\n".join(told)
 
 
 def policy(number: int) -> Tensors:

@@ -21,6 +21,7 @@ from tests.rollout.checkpoints import random_tensors, reference_logprobs, tiny_c
 from tests.rollout.conftest import Loop, cpu_settings
 from tests.rollout.conftest import run as run
 from tests.rollout.conftest import start_engine as start_engine
+from tests.sync import adapters
 from tests.sync.pushing import CONTEXT, Die, Receiver
 
 CONFIG = tiny_config(vocab_size=256)
@@ -106,12 +107,17 @@ def request(index: int, tokens: int = 60) -> GenerationRequest:
     return GenerationRequest(Sample(f"p{index}", "g", list(PROMPT)), tokens, temperature=1.0)
 
 
-def assert_matches(sample: Sample, seeds: dict[int, int]) -> None:
+def assert_policies(sample: Sample, policies: dict[int, dict[str, torch.Tensor]], atol: float = 1e-5) -> None:
+    """Every token has the log-prob of the weights that its span names."""
     for span in sample.version_spans:
-        full = reference_logprobs(CONFIG, random_tensors(CONFIG, seeds[span.version]), sample.prompt_ids + sample.response_ids, 1.0)
+        full = reference_logprobs(CONFIG, policies[span.version], sample.prompt_ids + sample.response_ids, 1.0)
         wanted = full[len(sample.prompt_ids) - 1 :][span.start : span.end]
         found = torch.tensor(sample.behaviour_logprobs[span.start : span.end], dtype=torch.float64)
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+        torch.testing.assert_close(found, wanted, atol=atol, rtol=0)
+
+
+def assert_matches(sample: Sample, seeds: dict[int, int]) -> None:
+    assert_policies(sample, {span.version: random_tensors(CONFIG, seeds[span.version]) for span in sample.version_spans})
 
 
 def test_weights_are_pushed_during_generation_and_after_a_fault(engine: VllmEngine, run: Loop, pushing: Pushing) -> None:
@@ -197,9 +203,35 @@ def merged(seed: int, adapter_seed: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def seed_beneath(engine: VllmEngine, run: Loop) -> int:
+    """Of the target's weights: those it started with, or those that the tests above leave behind."""
+    return 1 if "lm_head.weight" in run(engine.checksums()) else 0
+
+
+def test_requests_in_flight_go_on_with_the_adapters_that_come(engine: VllmEngine, run: Loop, tmp_path: Path) -> None:
+    seed, base = seed_beneath(engine, run), engine.version
+    options: dict[str, Any] = {"sections": ["adapter", "target", "draft"], "section_of": adapters.section_of, "config": {"adapter": PEFT}}
+    publisher = Publisher(VersionStore(tmp_path), bucket_bytes=64 << 10, **options)
+
+    async def during() -> list[Sample]:
+        tasks = [asyncio.ensure_future(engine.generate(request(index, 200))) for index in range(3)]
+        # The first over none, the second over one whose folder goes away with it; each with the weights beneath it, and without.
+        for version, moving in ((1, ("adapter", "target", "draft")), (2, ("adapter", "draft")), (3, ("adapter", "target", "draft"))):
+            await asyncio.sleep(0.05)
+            publisher.moving = moving
+            tensors = adapter(10 + version) | random_tensors(CONFIG, seed)
+            await engine.update(publisher.publish(tensors.items(), base + version, checksums=True), verify=True)
+        return await asyncio.gather(*tasks)
+
+    policies = {base: random_tensors(CONFIG, seed)} | {base + version: merged(seed, 10 + version) for version in (1, 2, 3)}
+    for sample in run(during()):
+        assert [span.version for span in sample.version_spans] == [base, base + 1, base + 2, base + 3]
+        assert_policies(sample, policies, 1e-4)
+
+
 def test_an_adapter_comes_over_many_buckets_and_replaces_the_one_before(engine: VllmEngine, run: Loop, tmp_path: Path) -> None:
-    seed = 0 if engine.version == 0 else 1
-    base = run(engine.checksums()) if engine.version else {}
+    seed = seed_beneath(engine, run)
+    base = {name: value for name, value in run(engine.checksums()).items() if not name.startswith(adapters.PREFIX)}
     store = VersionStore(tmp_path)
     publisher = Publisher(store, bucket_bytes=1024, sections=["adapter"], section_of=lambda _: "adapter", config={"adapter": PEFT})
     roots = []
