@@ -16,7 +16,7 @@ from typing import IO
 
 from mtpctl.plan import Placement, place
 from mtpctl.recipe import Recipe, RuntimeFailure, UserError, dump_resolved, load_recipe, validate
-from mtpctl.telemetry import History, load_history
+from mtpctl.telemetry import History, RunDirectory, load_history
 from mtpctl.train.state import ended_stages
 
 Say = Callable[[str], None]
@@ -34,12 +34,18 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One arm's run with one seed."""
+    """One arm's run with one seed, and how many RL updates its recipe asks for: a run that is under way, or was ended, has fewer."""
 
     arm: Arm
     seed: int
     history: History
     placement: Placement
+    wanted: int
+
+    @property
+    def updates(self) -> int:
+        """RL updates that were made."""
+        return sum(row.phase == "rl" and "timing_s/step" in row.metrics for row in self.history.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +82,31 @@ class Experiment:
                 say(f"seed {seed}: " + ", ".join(arms[i].name for i in batch))
                 _train([recipes[i] for i in batch])
             for arm, recipe in zip(arms, recipes, strict=True):
-                outcomes.append(Outcome(arm, seed, load_history(recipe.run_path), place(recipe)))
+                outcomes.append(_outcome(arm, seed, recipe, recipe.run_path))
         return outcomes
+
+    def measured(self, arms: Sequence[Arm], seeds: Sequence[int] | None, *, say: Say) -> list[Outcome]:
+        """What is in `out` of these arms, ended or not, by each run's own recipe; starts nothing. Without `seeds`: of all that are there.
+
+        A run without an update is told of and left out. Raises UserError where no run is left.
+        """
+        outcomes = []
+        for seed in sorted(self._seeds(arms)) if seeds is None else seeds:
+            for arm in arms:
+                run = RunDirectory(self.out / f"{arm.name}-{seed}")
+                if not run.recipe.exists():
+                    continue
+                outcome = _outcome(arm, seed, load_recipe(str(run.recipe)).recipe, run.path)
+                say(f"{run.path.name}: {share_of(outcome.updates, outcome.wanted)} updates" + ("" if outcome.updates else ", left out"))
+                outcomes += [outcome] if outcome.updates else []
+        if not outcomes:
+            names = ", ".join(arm.name for arm in arms)
+            raise UserError(f"--out {self.out}: holds no run with an update of the arms {names}; leave --measured-only out to start them")
+        return outcomes
+
+    def _seeds(self, arms: Sequence[Arm]) -> set[int]:
+        endings = [path.name.removeprefix(f"{arm.name}-") for arm in arms for path in self.out.glob(f"{arm.name}-*/")]
+        return {int(ending) for ending in endings if ending.isdecimal()}
 
     def _warm_start(self, seed: int, say: Say) -> list[str]:
         """The supervised stage, once. Returns what makes a run begin where it ended."""
@@ -93,6 +122,15 @@ class Experiment:
             with recipe.run_path.with_suffix(".log").open("ab") as log:
                 _finish([(recipe.run_path, _start(["convert-hf", str(recipe.run_path), str(folder)], log))])
         return ["model.config=null", "model.init=weights", f"model.path={folder}", "train.stages=[rl]"]
+
+
+def share_of(updates: int, wanted: int) -> str:
+    """For a table: `11 of 30`, or `30` of a run that has them all."""
+    return str(updates) if updates >= wanted else f"{updates} of {wanted}"
+
+
+def _outcome(arm: Arm, seed: int, recipe: Recipe, path: Path) -> Outcome:
+    return Outcome(arm, seed, load_history(path), place(recipe), recipe.train.rl.steps)
 
 
 def _train(recipes: Sequence[Recipe]) -> None:

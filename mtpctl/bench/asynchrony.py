@@ -2,7 +2,7 @@
 
 What counts is the time until held-out accuracy reaches a fixed level, not only the time of an update: samples of older
 weights may teach less. The level is the highest that every arm of a seed reaches, unless one is asked for, and the moment
-is interpolated between the evaluations around it.
+is interpolated between the evaluations around it. So an arm that was cut short still counts: what it had reached is the level then.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mtpctl.bench.arms import Arm, Outcome
+from mtpctl.bench.arms import Arm, Outcome, share_of
 from mtpctl.bench.mtp import mean_curve
 from mtpctl.telemetry import History
 from mtpctl.telemetry.charts import Chart, Phase, Points, Series, render_chart
@@ -47,6 +47,8 @@ class Result:
     meaning: str
     seed: int
     units: float
+    updates: int
+    updates_wanted: int
     step_s: float
     old_logprob_s: float
     to_level_s: float | None
@@ -59,11 +61,12 @@ class Result:
 
 
 def summarise(outcomes: list[Outcome], level: float | None) -> tuple[list[Result], dict[int, float]]:
-    """One result a run, and the accuracy that counts for each seed."""
+    """One result a run, and the accuracy that counts for each seed. Arms that were not evaluated after an update do not lower it."""
     levels: dict[int, float] = {}
     for seed in dict.fromkeys(o.seed for o in outcomes):
-        reached = [max((y for _, y in accuracy(o.history)), default=0.0) for o in outcomes if o.seed == seed]
-        levels[seed] = min(reached) if level is None else level
+        curves = [accuracy(o.history) for o in outcomes if o.seed == seed]
+        reached = [max(y for _, y in points) for points in curves if any(x > 0 for x, _ in points)]
+        levels[seed] = min(reached, default=0.0) if level is None else level
     return [_result(outcome, levels[outcome.seed]) for outcome in outcomes], levels
 
 
@@ -98,16 +101,17 @@ def table(results: list[Result], levels: dict[int, float]) -> str:
     lines = [
         "Held-out accuracy that counts: " + ", ".join(f"{100 * level:.1f}% (seed {seed})" for seed, level in levels.items()),
         "",
-        "| arm | seed | GPUs or cores | s an update | s to accuracy | with evaluations | speed-up | per unit | old log-probs, s "
+        "| arm | seed | GPUs or cores | updates | s an update | s to accuracy | with evaluations | speed-up | per unit | old log-probs, s "
         "| both busy | trainer idle | rollout idle | staleness | accuracy at the end |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     base = {r.seed: r for r in results if r.name == SYNCHRONOUS}
     for r in results:
         speedup = _speedup(base.get(r.seed), r)
         per_unit = "–" if speedup is None else f"{speedup * base[r.seed].units / r.units:.2f}x"
         lines.append(
-            f"| {r.name} | {r.seed} | {r.units:g} | {r.step_s:.2f} | {_seconds(r.to_level_s)} | {_seconds(r.to_level_with_evaluations_s)} "
+            f"| {r.name} | {r.seed} | {r.units:g} | {share_of(r.updates, r.updates_wanted)} | {r.step_s:.2f} "
+            f"| {_seconds(r.to_level_s)} | {_seconds(r.to_level_with_evaluations_s)} "
             f"| {'–' if speedup is None else f'{speedup:.2f}x'} | {per_unit} | {r.old_logprob_s:.2f} | {r.overlap:.0%} "
             f"| {r.trainer_idle:.0%} | {r.rollout_idle:.0%} | {r.staleness:.2f} | {r.accuracy_after:.1%} |"
         )
@@ -192,6 +196,8 @@ def _result(outcome: Outcome, level: float) -> Result:
         seed=outcome.seed,
         # A card that two share is one card all the same.
         units=math.ceil(placement.gpus - 1e-9) or placement.cpus,
+        updates=outcome.updates,
+        updates_wanted=outcome.wanted,
         step_s=statistics.median(m["timing_s/step"] for m in rows),
         old_logprob_s=mean("timing_s/old_log_prob"),
         to_level_s=time_to(without, level),

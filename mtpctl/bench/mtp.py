@@ -11,7 +11,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mtpctl.bench.arms import Arm, Outcome
+from mtpctl.bench.arms import Arm, Outcome, share_of
 from mtpctl.telemetry import History, format_value
 from mtpctl.telemetry.charts import Chart, Phase, Points, Series, render_chart
 
@@ -34,6 +34,8 @@ class Result:
     name: str
     meaning: str
     seeds: int
+    updates: list[int]
+    updates_wanted: int
     drafted: int
     accepted: int
     acceptance: float | None
@@ -59,7 +61,7 @@ class Gain:
 def summarise(outcomes: list[Outcome], last: int) -> list[Result]:
     """One result an arm, in the order of the arms, over the `last` updates of each run."""
     arms = list(dict.fromkeys(outcome.arm for outcome in outcomes))
-    return [_result(arm, [o.history for o in outcomes if o.arm == arm], last) for arm in arms]
+    return [_result(arm, [o for o in outcomes if o.arm == arm], last) for arm in arms]
 
 
 def gain(results: list[Result]) -> Gain | None:
@@ -80,14 +82,16 @@ def table(results: list[Result], last: int) -> str:
     lines = [
         f"Over the last {last} updates of each run:",
         "",
-        "| drafter | acceptance | each seed | by position | tokens a step | held out | tokens/s | while busy | against none | accuracy |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| drafter | updates | acceptance | each seed | by position | tokens a step | held out | tokens/s | while busy | against none "
+        "| accuracy |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
         against = "" if plain is None else f"{r.tokens_per_busy_s / plain.tokens_per_busy_s - 1:+.1%}"
         counted = "–" if r.acceptance is None else f"{r.acceptance:.1%} ({r.accepted}/{r.drafted})"
         lines.append(
-            f"| {r.meaning} | {counted} | {_shares(r.by_seed)} | {_shares(r.by_position)} "
+            f"| {r.meaning} | {', '.join(share_of(updates, r.updates_wanted) for updates in r.updates)} | {counted} "
+            f"| {_shares(r.by_seed)} | {_shares(r.by_position)} "
             f"| {'–' if r.accept_length is None else f'{r.accept_length:.2f}'} | {_share(r.held_out_acceptance)} | {r.tokens_per_s:,.0f} "
             f"| {r.tokens_per_busy_s:,.0f} | {against} | {_share(r.accuracy_before)} → {_share(r.accuracy_after)} |"
         )
@@ -135,7 +139,8 @@ def as_json(results: list[Result], environment: dict[str, Any], last: int) -> di
     }
 
 
-def _result(arm: Arm, histories: list[History], last: int) -> Result:
+def _result(arm: Arm, outcomes: list[Outcome], last: int) -> Result:
+    histories = [outcome.history for outcome in outcomes]
     rows = [row.metrics for h in histories for row in h.rows if row.phase == "rl" and 0 <= h.last_step("rl") - row.step < last]
     updates = [m for m in rows if "timing_s/step" in m]
     drafting = [m for m in updates if "rollout/spec_drafted" in m]
@@ -148,6 +153,8 @@ def _result(arm: Arm, histories: list[History], last: int) -> Result:
         name=arm.name,
         meaning=arm.meaning,
         seeds=len(histories),
+        updates=[outcome.updates for outcome in outcomes],
+        updates_wanted=max(outcome.wanted for outcome in outcomes),
         drafted=drafted,
         accepted=accepted,
         acceptance=accepted / drafted if drafted else None,

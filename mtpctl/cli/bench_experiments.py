@@ -20,6 +20,9 @@ Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe that e
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where every arm's run goes; arms that are there already are taken.")]
 Seeds = Annotated[list[int] | None, typer.Option("--seed", help="May be repeated; default: the recipe's.")]
 Arms = Annotated[list[str] | None, typer.Option("--arm", metavar="NAME", help="Only this arm; may be repeated.")]
+MeasuredOnly = Annotated[
+    bool, typer.Option("--measured-only", help="Start nothing: read the runs that DIR holds, ended or not, by their own recipes.")
+]
 
 
 def mtp(
@@ -28,6 +31,7 @@ def mtp(
     seed: Seeds = None,
     arm: Arms = None,
     last: Annotated[int, typer.Option("--last", min=1, help="Updates at the end of RL that count.")] = 10,
+    measured_only: MeasuredOnly = False,
     together: Annotated[
         bool, typer.Option("--together", help="Run a seed's arms at once: acceptance is the same, and tokens/s mean nothing.")
     ] = False,
@@ -43,7 +47,10 @@ def mtp(
     from mtpctl.recipe.errors import ThresholdMissed
 
     experiment = _experiment(recipe, out, sets, overlay)
-    outcomes = experiment.run(_chosen(bench.ARMS, arm), seed or [_seed(experiment)], together=together, say=_say)
+    if measured_only:
+        outcomes = experiment.measured(_chosen(bench.ARMS, arm), seed, say=_say)
+    else:
+        outcomes = experiment.run(_chosen(bench.ARMS, arm), seed or [_seed(experiment)], together=together, say=_say)
     results, environment = bench.summarise(outcomes, last), machine()
     found = bench.as_json(results, environment, last)
     text = f"{told(environment)}\nThe timer covers: {bench.TIMER}.\n\n{bench.table(results, last)}"
@@ -66,6 +73,7 @@ def asynchrony(
     out: Out = Path("runs/bench-async"),
     seed: Seeds = None,
     arm: Arms = None,
+    measured_only: MeasuredOnly = False,
     level: Annotated[float | None, typer.Option("--accuracy", help="Held-out accuracy to reach; default: what every arm does.")] = None,
     least_speedup: Annotated[float, typer.Option("--least-speedup", help="The best arm against the synchronous one.")] = 1.0,
     sets: Sets = None,
@@ -78,10 +86,12 @@ def asynchrony(
     from mtpctl.recipe.errors import ThresholdMissed, UserError
 
     experiment = _experiment(recipe, out, sets, overlay)
-    first = experiment.load("probe", 0)
-    if not first.train.eval_every:
-        raise UserError("train.eval_every: the time to an accuracy is read from evaluations; set it, to a tenth of train.rl.steps say")
-    outcomes = experiment.run(_chosen(bench.ARMS, arm), seed or [_seed(experiment)], say=_say)
+    if measured_only:
+        outcomes = experiment.measured(_chosen(bench.ARMS, arm), seed, say=_say)
+    else:
+        if not experiment.load("probe", 0).train.eval_every:
+            raise UserError("train.eval_every: the time to an accuracy is read from evaluations; set it, to a tenth of train.rl.steps say")
+        outcomes = experiment.run(_chosen(bench.ARMS, arm), seed or [_seed(experiment)], say=_say)
     results, levels = bench.summarise(outcomes, level)
     environment = machine()
     found = bench.as_json(results, levels, environment)

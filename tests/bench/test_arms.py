@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mtpctl.bench.arms import WARM, Arm, Experiment
-from mtpctl.recipe import UserError, load_recipe
+from mtpctl.recipe import UserError, dump_resolved, load_recipe
 
 ARM = Arm("frozen", "", ("train.rl.train_mtp=false",))
 
@@ -58,6 +58,35 @@ def test_what_is_finished_is_only_read(tmp_path: Path) -> None:
     (outcome,) = experiment(tmp_path).run([ARM], [0], say=told.append)
     assert outcome.history.rows == [] and not (tmp_path / "frozen-0.log").exists()
     assert told == ["seed 0: frozen"]
+
+
+def measured(out: Path, run: str, updates: int) -> None:
+    """A run as its directory tells of it, some updates into its six."""
+    folder = out / run
+    folder.mkdir(parents=True)
+    (folder / "recipe.resolved.yaml").write_text(dump_resolved(experiment(out, "train.rl.steps=6").load(run, 0, ARM.sets)))
+    rows = [{"session": 1, "time": float(step), "phase": "rl", "step": step, "timing_s/step": 2.0} for step in range(1, updates + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_what_is_measured_is_read_by_each_runs_own_recipe_and_nothing_starts(tmp_path: Path) -> None:
+    measured(tmp_path, "frozen-3", 6)
+    measured(tmp_path, "frozen-12", 2)
+    measured(tmp_path, "frozen-13", 0)
+    measured(tmp_path, "other-3", 1)
+    (tmp_path / "frozen-14").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    told: list[str] = []
+    outcomes = experiment(tmp_path).measured([ARM], None, say=told.append)
+    assert [(o.seed, o.updates, o.wanted) for o in outcomes] == [(3, 6, 6), (12, 2, 6)]
+    assert told == ["frozen-3: 6 updates", "frozen-12: 2 of 6 updates", "frozen-13: 0 of 6 updates, left out"]
+    assert [o.seed for o in experiment(tmp_path).measured([ARM], [12], say=print)] == [12]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_without_runs_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--out .*holds no run with an update of the arms frozen; leave --measured-only out"):
+        experiment(tmp_path / "none").measured([ARM], None, say=print)
 
 
 def test_an_arm_that_the_recipe_does_not_allow_is_refused_before_anything_runs(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ def run(step_s: float, accuracies: list[float], *, evaluation_s: float = 5.0) ->
     return History(rows, [])
 
 
-def outcome(name: str, history: History, *, gpus: float = 2, seed: int = 0) -> Outcome:
-    return Outcome(BY_NAME[name], seed, history, Placement("cuda", (Actor("trainer", 0, 0, 0, 1, gpus),), 1))
+def outcome(name: str, history: History, *, gpus: float = 2, seed: int = 0, wanted: int = 2) -> Outcome:
+    return Outcome(BY_NAME[name], seed, history, Placement("cuda", (Actor("trainer", 0, 0, 0, 1, gpus),), 1), wanted)
 
 
 def test_the_moment_is_read_off_the_line_between_evaluations() -> None:
@@ -48,12 +48,28 @@ def test_the_level_is_what_every_arm_of_a_seed_reaches() -> None:
     assert summarise(outcomes, 0.4)[1] == {0: 0.4}
 
 
+def test_an_arm_that_was_cut_short_counts_up_to_what_it_reached() -> None:
+    outcomes = [outcome("synchronous", run(10, [0, 0.4, 0.5, 1.0]), wanted=3), outcome("partial", run(4, [0, 0.5]), wanted=3)]
+    results, levels = summarise(outcomes, None)
+    assert levels == {0: 0.5} and best_speedup(results) == pytest.approx(5)
+    assert [(r.updates, r.updates_wanted) for r in results] == [(3, 3), (1, 3)]
+    text = table(results, levels)
+    assert "| synchronous | 0 | 2 | 3 |" in text and "| partial | 0 | 2 | 1 of 3 |" in text
+
+
+def test_an_arm_without_an_evaluation_after_an_update_sets_no_level() -> None:
+    early = run(4, [0.0, 0.5])
+    del early.rows[1].metrics["eval/accuracy"]
+    results, levels = summarise([outcome("synchronous", run(10, [0, 0.8])), outcome("partial", early)], None)
+    assert levels == {0: 0.8} and results[1].to_level_s is None
+
+
 def test_speed_ups_are_per_unit_too() -> None:
     outcomes = [outcome("synchronous", run(10, [0, 1.0])), outcome("partial-server", run(4, [0, 1.0]), gpus=2.5)]
     # Half a card is a card that nobody else has.
     results, levels = summarise(outcomes, None)
     text = table(results, levels)
-    assert "| partial-server | 0 | 3 |" in text and "2.50x | 1.67x" in text
+    assert "| partial-server | 0 | 3 | 1 of 2 |" in text and "2.50x | 1.67x" in text
     assert results[0].old_logprob_s == 0.25
 
 

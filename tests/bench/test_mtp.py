@@ -32,13 +32,13 @@ def run(rates: list[float], *, drafted: int = 1000, accuracy: tuple[float, float
 
 
 def outcome(name: str, history: History, seed: int = 0) -> Outcome:
-    return Outcome(BY_NAME[name], seed, history, NOWHERE)
+    return Outcome(BY_NAME[name], seed, history, NOWHERE, wanted=4)
 
 
 def test_only_the_last_updates_count_and_seeds_are_pooled() -> None:
     outcomes = [outcome("trained", run([0.1, 0.1, 0.8, 0.9])), outcome("trained", run([0.2, 0.2, 0.6, 0.7]), seed=1)]
     (result,) = summarise(outcomes, last=2)
-    assert (result.drafted, result.accepted, result.seeds) == (4000, 3000, 2)
+    assert (result.drafted, result.accepted, result.seeds, result.updates) == (4000, 3000, 2, [4, 4])
     assert result.acceptance == pytest.approx(0.75) and result.by_seed == pytest.approx([0.85, 0.65])
     assert result.by_position == pytest.approx([0.75]) and result.accept_length == pytest.approx(1.75)
     assert result.held_out_acceptance == pytest.approx(0.8)
@@ -63,7 +63,8 @@ def test_the_gain_in_points_relative_and_in_standard_errors() -> None:
 def test_every_arm_is_a_row_and_a_curve() -> None:
     outcomes = [outcome("none", run([0.0, 0.0], drafted=0)), outcome("trained", run([0.4, 0.6]))]
     text = table(summarise(outcomes, last=2), 2)
-    assert "| no speculation | – |" in text and "| drafter trained and synced | 50.0% (1000/2000)" in text and "+0.0%" in text
+    assert "| no speculation | 2 of 4 | – |" in text and "| drafter trained and synced | 2 of 4 | 50.0% (1000/2000)" in text
+    assert "+0.0%" in text
     assert "trained" in figures(outcomes)
     assert mean_curve([run([0.2]), run([0.4])], "rollout/spec_accept_rate") == [(1.0, pytest.approx(0.3))]
 
