@@ -251,9 +251,15 @@ class ScoreRank:
     def checksums(self) -> dict[str, str]:
         """Checksum of every tensor as it would be exported now, by its Hugging Face name.
 
-        Of a layer that an adapter is merged into: of what lies beneath it, and of the adapter's own tensors.
+        Of a layer that an adapter is merged into: of what lies beneath it, and of the adapter's own tensors. Raises SyncError where
+        the live weight is not what the two make.
         """
         from mtpctl.sync import checksum
 
         found = {name: checksum(tensor) for name, tensor in self.engine.export()}
-        return found if self._adapter is None else found | self._adapter.checksums()
+        if self._adapter is None:
+            return found
+        wrong = [name for name, weight in self._adapter.merged(self.engine.device) if found[name] != checksum(weight)]
+        if wrong:
+            raise SyncError(f"the adapter is not merged into these weights of the log-prob replica: {', '.join(wrong[:8])}")
+        return found | self._adapter.checksums()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtpctl.logprob import Replica, ScoreRequest
-from mtpctl.sync import Manifest, PlanMismatch, update_target
+from mtpctl.logprob import Replica, ScoreRank, ScoreRequest
+from mtpctl.sync import Manifest, PlanMismatch, SyncError, update_target
 from tests.logprob.conftest import Loop
 from tests.sync import adapters
 
@@ -67,6 +67,16 @@ def test_versions_are_merged_over_the_folders_weights(
         scores[version] = run(logprobs(made, version))
     if keep_previous:
         assert run(logprobs(made, 2)) == scores[2]
+
+
+def test_a_weight_that_the_adapter_was_not_merged_into_is_told(
+    run: Loop, base: Tensors, publish: Callable[..., Manifest], replica: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = replica()
+    manifest = publish(1, adapters.adapter(base, 1) | base, ("adapter", "target", "draft"))
+    monkeypatch.setattr(ScoreRank, "_merge", lambda self: None)
+    with pytest.raises(SyncError, match=r"not merged into these weights .*: model\.layers\.0\."):
+        run(update_target(made, manifest, verify=True))
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(
