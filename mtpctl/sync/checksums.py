@@ -15,7 +15,8 @@ from functools import lru_cache
 import torch
 
 _WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 23}
+_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 22}
+"""Elements at a time; on a card two tensors of int64 of that size, 64 MiB together, are all the memory it takes."""
 _MASK = (1 << 64) - 1
 
 
@@ -53,7 +54,10 @@ def summed(block: torch.Tensor, numel: int, columns: int, start: int) -> Part:
     plains, weights, shifts = [], [], []
     for left in range(0, width, max(wide, 1)):
         for top in range(0, rows, high):
-            part = words[top : top + high, left : left + wide].to(torch.int64)
+            part = words[top : top + high, left : left + wide]
+            if part.device.type == "cpu":
+                # A card widens elements on the way; here each sum would widen them once more.
+                part = part.to(torch.int64)
             # An element's place: how far from the part's first column, plus where that lies, which is one number for a row.
             placed = (part * places[: part.shape[1]]).sum()
             if part.shape[0] > 1:

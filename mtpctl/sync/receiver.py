@@ -138,17 +138,22 @@ class SectionReceiver(BucketsInOrder):
         return {name: place.sums() for name, place in self.places.items()}
 
 
+SCRATCH = 64 << 20
+"""Bytes."""
+
+
 class Scratch(SectionReceiver):
-    """Lets a section pass that this receiver has no use for: every bucket into the same memory."""
+    """Lets a section pass that this receiver has no use for: piece after piece into the same memory, at the pace of a copy."""
 
     def __init__(self, plan: SectionPlan, device: torch.device | str) -> None:
         super().__init__(plan, {})
-        self._memory = torch.empty(plan.largest, dtype=torch.uint8, device=device)
+        self._memory = torch.empty(min(SCRATCH, plan.largest), dtype=torch.uint8, device=device)
 
     @torch.no_grad()
     def receive(self, bucket: Bucket, data: torch.Tensor) -> None:
         """See `SectionReceiver`."""
-        self._memory[: bucket.nbytes].copy_(data)
+        for piece in data[: bucket.nbytes].split(SCRATCH):
+            self._memory[: len(piece)].copy_(piece)
         self.taken += 1
 
 

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -29,7 +29,10 @@ from mtpctl.sync.transports.shm import NAME as SHM
 from mtpctl.sync.transports.shm import Writer as StoreWriter
 
 WRITERS = 8
-"""Threads that fill the store."""
+"""Threads that fill the store, at most: one for each `CORES_A_WRITER`."""
+CORES_A_WRITER = 4
+STAND_BY_S = 1.0
+"""Seconds for which a thread that fills the store waits at a time for a version on its way to the receivers."""
 
 
 class Sender(Packing):
@@ -49,6 +52,8 @@ class Sender(Packing):
         self._staged = _Staging(self.device)
         self._keeping: Thread | None = None
         self._failure: BaseException | None = None
+        self._idle = Event()
+        self._idle.set()
 
     def announce(self, version: int, members: list[str], checksums: Mapping[str, dict[str, str]] | None = None) -> Manifest:
         """What `version` will be, for receivers of these names, one a rank. `learn` comes first; its checksums go along.
@@ -57,6 +62,7 @@ class Sender(Packing):
         before raised.
         """
         self._raise_failure()
+        self._idle.clear()
         if self._writer is None or self._members != tuple(members):
             self._open(members)
         plans = self.section_plans(checksums or {})
@@ -89,6 +95,8 @@ class Sender(Packing):
             self._writer.fail(f"the sender of the weights gave up: {error}")
             self._writer = None
             raise
+        finally:
+            self._idle.set()
         return sent
 
     def probe(self, number: int) -> Sent:
@@ -127,10 +135,11 @@ class Sender(Packing):
 
             def write(place: tuple[str, Bucket]) -> None:
                 section, bucket = place
-                writer.buffer(section, bucket).copy_(self._staged.held[section, bucket.index])
+                # What generation stands for comes first: cores and memory are its own meanwhile.
+                writer.put(section, bucket, self._staged.held[section, bucket.index], lambda: self._idle.wait(STAND_BY_S))
 
-            # Fresh pages of shared memory come at the pace of one core each; the copies hold no lock of the interpreter.
-            with ThreadPoolExecutor(min(WRITERS, os.cpu_count() or 1)) as pool:
+            # Fresh pages of shared memory come at the pace of one core each; writing holds no lock of the interpreter.
+            with ThreadPoolExecutor(max(1, min(WRITERS, (os.cpu_count() or 1) // CORES_A_WRITER))) as pool:
                 list(pool.map(write, [(section, bucket) for section, plan in sent.sections.items() for bucket in plan.buckets]))
             self.store.commit(Manifest(sent.version, SHM, str(folder.absolute()), sent.sections, sent.store))
         except BaseException as error:
@@ -139,6 +148,7 @@ class Sender(Packing):
     def flush(self) -> None:
         """Return once the version kept last is in the store. Raises what writing it raised."""
         if self._keeping is not None:
+            self._idle.set()
             self._keeping.join()
             self._keeping = None
         self._raise_failure()

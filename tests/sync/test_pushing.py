@@ -71,13 +71,13 @@ def test_what_was_sent_is_kept_for_those_who_come_later(tmp_path: Path, pair: li
 
 def test_a_slow_store_holds_no_later_version_up(tmp_path: Path, pair: list[Receiver], monkeypatch: pytest.MonkeyPatch) -> None:
     written = Event()
-    upstream = StoreWriter.buffer
+    upstream = StoreWriter.put
 
-    def slow(self: StoreWriter, section: str, bucket: Bucket) -> torch.Tensor:
+    def slow(self: StoreWriter, *arguments: Any) -> None:
         written.wait(30)
-        return upstream(self, section, bucket)
+        upstream(self, *arguments)
 
-    monkeypatch.setattr(StoreWriter, "buffer", slow)
+    monkeypatch.setattr(StoreWriter, "put", slow)
     sends = sender(tmp_path, "nccl")
     for version in (1, 2):
         manifest = sends.announce(version, ["a"])
@@ -90,6 +90,46 @@ def test_a_slow_store_holds_no_later_version_up(tmp_path: Path, pair: list[Recei
     written.set()
     sends.flush()
     assert sends.store.versions() == [1]
+    sends.close()
+
+
+def test_the_store_waits_while_a_version_is_on_its_way(tmp_path: Path, pair: list[Receiver], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtpctl.sync.transports.shm.PIECE", 8)
+    monkeypatch.setattr("mtpctl.sync.sender.STAND_BY_S", 30.0)
+    begun, upstream = Event(), StoreWriter.put
+
+    def told(self: StoreWriter, section: str, bucket: Bucket, data: torch.Tensor, before: Any) -> None:
+        def slowly() -> None:
+            begun.set()
+            time.sleep(0.001)
+            before()
+
+        upstream(self, section, bucket, data, slowly)
+
+    monkeypatch.setattr(StoreWriter, "put", told)
+    sends = sender(tmp_path, "nccl")
+
+    def written() -> int:
+        return sum(path.stat().st_size for path in sends.store.folder(1).glob("*.bin"))
+
+    pair[0].take(sends.announce(1, ["a"]))
+    sends.send(model(1).items())
+    assert equal(pair[0].taken(), 1)
+    sends.keep(model(1).items())
+    assert begun.wait(10)
+    manifest = sends.announce(2, ["a"])
+    time.sleep(0.1)
+    stood = written()
+    time.sleep(0.3)
+    assert (written(), sends.store.versions()) == (stood, [])
+    pair[0].take(manifest)
+    sends.send(model(2).items())
+    assert equal(pair[0].taken(), 2)
+    sends.flush()
+    kept = sends.store.latest()
+    assert kept is not None and kept.version == 1
+    pair[1].take(kept)
+    assert equal(pair[1].taken(), 1)
     sends.close()
 
 

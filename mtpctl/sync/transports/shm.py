@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -16,10 +16,16 @@ from mtpctl.sync.protocol import SyncError
 from mtpctl.sync.transports.base import BucketReader, BucketWriter
 
 NAME = "shm"
+PIECE = 16 << 20
+"""Bytes written at a time."""
 
 
 def _path(folder: Path, section: str, bucket: Bucket) -> Path:
     return folder / f"{section}-{bucket.index:05d}.bin"
+
+
+def _full(path: Path, bucket: Bucket, error: OSError) -> EnvironmentMissing:
+    return EnvironmentMissing(f"{path}: no room for {bucket.nbytes} bytes of published weights: {error.strerror}")
 
 
 class Writer(BucketWriter):
@@ -37,7 +43,22 @@ class Writer(BucketWriter):
                 os.posix_fallocate(file.fileno(), 0, bucket.nbytes)
                 return torch.frombuffer(mmap.mmap(file.fileno(), bucket.nbytes), dtype=torch.uint8)
         except OSError as error:
-            raise EnvironmentMissing(f"{path}: no room for {bucket.nbytes} bytes of published weights: {error.strerror}") from error
+            raise _full(path, bucket, error) from error
+
+    def put(self, section: str, bucket: Bucket, data: torch.Tensor, before: Callable[[], object]) -> None:
+        """Write a whole bucket that lies in a CPU's memory, with a call of `before` ahead of each piece.
+
+        Copied by the kernel: no page is mapped, zeroed first, or faulted for, and no other thread of this process is held up.
+        Raises EnvironmentMissing where the folder's file system is full.
+        """
+        path, left = _path(self.folder, section, bucket), memoryview(data.numpy())
+        try:
+            with path.open("xb", buffering=0) as file:
+                while left:
+                    before()
+                    left = left[file.write(left[:PIECE]) :]
+        except OSError as error:
+            raise _full(path, bucket, error) from error
 
     def send(self, section: str, bucket: Bucket) -> None:
         """Nothing is left to do: receivers map the same pages."""
