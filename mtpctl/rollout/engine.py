@@ -69,7 +69,7 @@ class Engine(ABC):
         self._check_alive()
         sample = request.sample
         prompt = sample.prompt_ids + sample.response_ids
-        room = min(request.max_tokens - len(sample.response_ids), self._context - len(prompt))
+        room = min(request.max_tokens - len(sample.response_ids), self._room(len(prompt)))
         if room <= 0:
             if not sample.response_ids:
                 raise UserError(f"prompt {sample.prompt_id} has {len(prompt)} tokens, the context {self._context}: raise rollout.context")
@@ -86,6 +86,10 @@ class Engine(ABC):
         self._append(sample, stretch)
         sample.finish_reason = DEADLINE if late else stretch.finish_reason
         return sample
+
+    def _room(self, tokens: int) -> int:
+        """How many tokens the engine can make behind so many; 0 or less where none."""
+        return self._context - tokens
 
     async def _until_deadline(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> tuple[Stretch, bool]:
         """What was made, and whether the deadline cut it."""

@@ -24,6 +24,9 @@ from mtpctl.sync.sglang_client import SglangClient
 LIVENESS_S = 5.0
 """Seconds between looks at the engine's processes while a response is awaited."""
 
+SCHEDULER_KEEPS = 2
+"""Tokens of the context that SGLang's scheduler gives no request (`init_req_max_new_tokens`)."""
+
 
 class SglangEngine(Engine):
     """Build with `await SglangEngine.start(settings)`."""
@@ -33,7 +36,7 @@ class SglangEngine(Engine):
         super().__init__(
             SglangClient(engine.tokenizer_manager),
             version=version,
-            context=int(engine.tokenizer_manager.model_config.context_len),
+            context=usable_context(engine.tokenizer_manager),
             places=int(settings.args["max_running_requests"]),
             holds=("target", "draft") if args.speculative_algorithm else ("target",),
         )
@@ -68,6 +71,10 @@ class SglangEngine(Engine):
         return cls(upstream, settings, version)
 
     # ------------------------------------------------------------------------------------------------- generation
+
+    def _room(self, tokens: int) -> int:
+        # SGLang takes no prompt of this length or longer; a response that was aborted so near the end of the context ends there.
+        return super()._room(tokens) if tokens < self._manager.max_req_input_len else 0
 
     async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> Stretch:
         # SGLang aborts whatever begins with a name: one that ends the same way for all is no beginning of another.
@@ -174,6 +181,15 @@ class SglangEngine(Engine):
         """End the engine. May be called again."""
         await asyncio.to_thread(self._engine.shutdown)
         self._target.close()
+
+
+def usable_context(manager: Any) -> int:
+    """Tokens that a prompt and its response may have together: fewer than the context that SGLang was started with.
+
+    Its tokenizer manager refuses what leaves less than `num_reserved_tokens` for drafts, its scheduler silently cuts two tokens off
+    the context, with drafts or without.
+    """
+    return int(manager.context_len) - max(int(manager.num_reserved_tokens), SCHEDULER_KEEPS)
 
 
 def option_names(server_args: Any) -> list[str]:

@@ -1,15 +1,18 @@
-"""From the recipe to SGLang's options, and what it cannot do."""
+"""From the recipe to SGLang's options, what it cannot do, and how long a response may become; all without SGLang."""
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mtpctl.recipe import Recipe
+from mtpctl.recipe import Recipe, UserError
 from mtpctl.recipe.checks import complaints_of
 from mtpctl.recipe.schema import SglangConfig
-from mtpctl.rollout import sglang_engine_settings
+from mtpctl.rollout import SglangEngine, SglangSettings, sglang_engine_settings
+from mtpctl.samples import GenerationRequest, Sample
 
 
 def args(**rollout: Any) -> dict[str, Any]:
@@ -61,3 +64,53 @@ def test_seeds_need_its_deterministic_mode() -> None:
     assert any("enable_deterministic_inference" in complaint for complaint in complaints_of(Recipe.model_validate(recipe)))
     recipe["rollout"] = BASE | {"engine_args": {"enable_deterministic_inference": True}}
     assert not any("enable_deterministic_inference" in complaint for complaint in complaints_of(Recipe.model_validate(recipe)))
+
+
+class Upstream:
+    """SGLang's engine as far as its limits go: what its tokenizer manager and scheduler do with a request's length."""
+
+    def __init__(self, context: int, reserved: int, capacity: int = 1 << 16) -> None:
+        self.limit = min(context, capacity) - 2
+        self.server_args = SimpleNamespace(speculative_algorithm="EAGLE" if reserved else None)
+        self.tokenizer_manager = SimpleNamespace(
+            context_len=context, num_reserved_tokens=reserved, max_req_input_len=min(context, capacity) - 6
+        )
+
+    def get_all_child_pids(self) -> list[int]:
+        return []
+
+    async def async_generate(self, input_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> dict[str, Any]:
+        manager, wanted = self.tokenizer_manager, sampling_params["max_new_tokens"]
+        if len(input_ids) >= manager.max_req_input_len or wanted + len(input_ids) + manager.num_reserved_tokens > manager.context_len:
+            raise ValueError("Requested token count exceeds the model's maximum context length")
+        made = min(wanted, self.limit - len(input_ids))
+        meta = {"output_token_logprobs": [(-1.0, 7, None)] * made, "finish_reason": {"type": "length"}, "weight_version": "0"}
+        return {"output_ids": [7] * made, "meta_info": meta}
+
+
+def answer(upstream: Upstream, prompt: int, response: int = 0, max_tokens: int = 1000) -> Sample:
+    settings = SglangSettings({"max_running_requests": 1, "skip_tokenizer_init": True})
+    sample = Sample("p0", "g", [1] * prompt)
+    sample.append([7] * response, [-1.0] * response, 0)
+    return asyncio.run(SglangEngine(upstream, settings, 0).generate(GenerationRequest(sample, max_tokens)))
+
+
+@pytest.mark.parametrize(("reserved", "room"), [(0, 254), (2, 254), (3, 253), (8, 248)])
+def test_a_response_ends_where_sglangs_context_does(reserved: int, room: int) -> None:
+    """As it does with vLLM, which keeps nothing of the context back; asked for more, SGLang would refuse the request."""
+    for prompt in (3, 200, 240):
+        found = answer(Upstream(256, reserved), prompt)
+        assert (found.finish_reason, len(found.response_ids)) == ("length", room - prompt)
+    assert len(answer(Upstream(256, reserved), 3, max_tokens=20).response_ids) == 20
+
+
+@pytest.mark.parametrize("response", [247, 250, 254])
+def test_a_response_that_was_aborted_near_the_end_of_the_context_is_over(response: int) -> None:
+    found = answer(Upstream(256, 0), 3, response)
+    assert (found.finish_reason, len(found.response_ids)) == ("length", response)
+
+
+@pytest.mark.parametrize(("prompt", "capacity"), [(250, 1 << 16), (256, 1 << 16), (94, 100)])
+def test_a_prompt_that_leaves_no_room_is_named(prompt: int, capacity: int) -> None:
+    with pytest.raises(UserError, match=rf"prompt p0 has {prompt} tokens"):
+        answer(Upstream(256, 2, capacity), prompt)
