@@ -131,7 +131,7 @@ def _rank(number: int, names: Collection[str], root: Path, parent: Any, other: A
     try:
         if torch.cuda.is_available():
             torch.cuda.set_device(number)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        torch.set_float32_matmul_precision("highest")
         for case, place in _turns(number, names, other):
             at = case.name
             parent.send(("at", at, None))
