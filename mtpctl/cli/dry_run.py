@@ -60,6 +60,7 @@ def dry_run(recipe: Recipe) -> dict[str, Any]:
             }
             for section, buckets in plan.section_buckets(recipe, shape).items()
         }
+        told["bytes_once"] = plan.bytes_beneath(recipe, shape)
     return told
 
 
@@ -90,6 +91,8 @@ def render(told: dict[str, Any]) -> str:
         for section, one in told["buckets"].items():
             sizes = f"{_bytes(one['bytes'])}, largest {_bytes(one['largest'])}"
             lines.append(f"           {section}: {one['tensors']} tensors in {one['buckets']} bucket(s), {sizes}")
+        if told["bytes_once"]:
+            lines.append(f"           at the first sync also {_bytes(told['bytes_once'])} of weights beneath the adapter")
     return "\n".join(lines)
 
 

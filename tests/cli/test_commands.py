@@ -102,6 +102,15 @@ def test_a_dry_run_of_a_deterministic_run_shows_no_staleness(mtpctl: Any) -> Non
 
 
 @pytest.mark.parametrize(
+    "command", [("train", "tiny_mtp", "--dry-run", "--set", "cluster.num_cpus=8"), ("sync-weights", "tiny_mtp", "--plan")]
+)
+def test_plans_of_an_adapters_sync_tell_what_its_first_one_brings_beside(mtpctl: Any, command: tuple[str, ...]) -> None:
+    told = mtpctl(*command, "--set", "train.lora={rank: 4}", "--set", "sync.sections=[adapter, draft]").out
+    assert "at the first sync also" in told and " target" not in told
+    assert "at the first sync" not in mtpctl(*command).out
+
+
+@pytest.mark.parametrize(
     ("sets", "code"),
     [
         (["trian.rl.steps=1"], 2),

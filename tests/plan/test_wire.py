@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.plan import adapter_tensors
+from mtpctl import families
+from mtpctl.plan import adapter_tensors, bytes_beneath, section_buckets, wire_tensors
+from mtpctl.recipe import load_recipe
 from mtpctl.recipe.checks import adapter_targets
 from mtpctl.recipe.schema import LoraConfig
 from tests.engine.cases import MODELS
@@ -21,3 +23,13 @@ def test_an_adapters_plan_is_what_the_trainer_exports(tmp_path: Path, model: str
         exported = {name: tuple(tensor.shape) for name, tensor in made.export_adapter()}
     planned = adapter_tensors(folder.shape, lora.rank, lora.targets, "float32")
     assert {spec.name: spec.shape for spec in planned} == exported
+
+
+def test_an_adapters_syncs_leave_the_trunk_out_and_its_bytes_are_told_apart() -> None:
+    lora = ["train.lora={rank: 4}", "sync.sections=[adapter, draft]"]
+    merged, alone = (load_recipe("tiny_mtp", sets=sets).recipe for sets in ([], lora))
+    assert alone.model.config is not None
+    shape = families.shape_of(alone.model.config)
+    trunk = sum(spec.nbytes for spec in wire_tensors(shape, "target", "float32"))
+    assert (list(section_buckets(merged, shape)), bytes_beneath(merged, shape)) == (["target", "draft"], 0)
+    assert (list(section_buckets(alone, shape)), bytes_beneath(alone, shape)) == (["adapter", "draft"], trunk)
