@@ -45,14 +45,9 @@ def _trainer(pipe: Any, recipe_json: str, folder: str, visible: str) -> None:
             return sent
 
         def memory(self, reset: bool = False) -> dict[str, int]:
-            import torch
+            from mtpctl.sync.memory import card_memory
 
-            if not torch.cuda.is_available():
-                return {"allocated": 0, "peak": 0, "used": 0}
-            if reset:
-                torch.cuda.reset_peak_memory_stats()
-            free, total = torch.cuda.mem_get_info()
-            return {"allocated": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated(), "used": total - free}
+            return card_memory(reset=reset)
 
     cpu_device.install()
     recipe = Recipe.model_validate_json(recipe_json)

@@ -42,9 +42,38 @@ class Options:
         return 0.1 if self.device == "cuda" else 1.0
 
 
+@dataclass(frozen=True)
+class Extra:
+    """GiB that syncs needed on one card beyond what was there before.
+
+    `tensors`: at most at a time. `kept`: what torch's allocator took beyond them, since free memory lay in other pieces. `beside`:
+    what is nobody's tensor (NCCL's buffers, CUDA's kernels), told only where a process has the card alone.
+    """
+
+    tensors: float = 0.0
+    kept: float = 0.0
+    beside: float = 0.0
+
+    @classmethod
+    def between(cls, before: dict[str, int], after: dict[str, int], *, alone: bool) -> Extra:
+        """From two readings of `card_memory`, the first of which reset its peaks."""
+        tensors = after["peak"] - before["allocated"]
+        reserved = after["peak_reserved"] - before["reserved"]
+        beside = (after["used"] - after["reserved"]) - (before["used"] - before["reserved"]) if alone else 0
+        return cls(tensors / GIB, max(0, reserved - tensors) / GIB, max(0, beside) / GIB)
+
+    @property
+    def total(self) -> float:
+        """All of it. Tensors that found room in what the allocator had already count in full."""
+        return self.tensors + self.kept + self.beside
+
+    def __str__(self) -> str:
+        return f"{self.total:.2f} (tensors {self.tensors:.2f}, allocator {self.kept:.2f}, NCCL and CUDA {self.beside:.2f})"
+
+
 @dataclass
 class Result:
-    """Syncs over one transport: each list has an entry a sync. Rates in GB/s, memory in GiB beyond what was there before."""
+    """Syncs over one transport: each list has an entry a sync. Rates in GB/s."""
 
     transport: str
     nbytes: int
@@ -58,8 +87,8 @@ class Result:
     stall_seconds: list[float] = field(default_factory=list)
     back_seconds: list[float] = field(default_factory=list)
     tokens_per_s: list[float] = field(default_factory=list)
-    trainer_gib: float = 0.0
-    engine_gib: float = 0.0
+    trainer_gib: Extra = field(default_factory=Extra)
+    engine_gib: Extra = field(default_factory=Extra)
     misses: list[str] = field(default_factory=list)
 
     @property
@@ -85,8 +114,8 @@ def misses(result: Result, options: Options) -> list[str]:
         held("a sync", statistics.median(result.seconds), BOUNDS["seconds"], "s")
         held("a stall", statistics.median(result.stall_seconds), BOUNDS["stall"], "s")
         room = 2 * options.bucket_bytes / GIB + BOUNDS["memory_gib"]
-        held("memory beside the trainer's", result.trainer_gib, room, "GiB")
-        held("memory beside the engine's", result.engine_gib, room, "GiB")
+        held("memory beside the trainer's", result.trainer_gib.total, room, "GiB")
+        held("memory beside the engine's", result.engine_gib.total, room, "GiB")
     return found
 
 
@@ -106,7 +135,7 @@ def table(results: list[Result]) -> str:
         lines.append(
             f"| {r.transport} | {r.nbytes / 1e9:.3f} | {r.buckets} | {r.link_gb_per_s:.1f} | {spread(r.wire_seconds)} | {ratio:.2f} "
             f"| {spread(r.seconds)} | {spread(r.stall_seconds)} | {spread(r.back_seconds)} | {statistics.median(r.tokens_per_s):.0f} "
-            f"| {r.trainer_gib:.2f} / {r.engine_gib:.2f} | {r.verified} |"
+            f"| {r.trainer_gib.total:.2f} / {r.engine_gib.total:.2f} | {r.verified} |"
         )
     return "\n".join(lines)
 

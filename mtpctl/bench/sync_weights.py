@@ -21,7 +21,7 @@ from typing import Any
 
 from mtpctl import families
 from mtpctl.bench.sync_ends import Alone, Load, Trainer
-from mtpctl.bench.sync_results import GIB, Options, Result, misses
+from mtpctl.bench.sync_results import Extra, Options, Result, misses
 from mtpctl.recipe import Recipe
 from mtpctl.sync import Manifest, Sent
 from mtpctl.sync.transports import PUSHED
@@ -110,20 +110,19 @@ async def _one(
 
         store = default_root(f"bench-{os.getpid()}", 3 * sum_bytes(options), store)
     sync = WeightSync(recipe, trainer, Alone(engine), None, store)  # type: ignore[arg-type]
-    before = await _memory(trainer, engine)
-    await sync(version := version + 1, verify=True)
-    assert sync.last is not None
-    first = sync.reports[0]
-    await sync.kept()
-    link = await _link(options, trainer, engine, sync.last)
-    # The probe's scratch is no part of a sync, nor is what verifying or keeping the first version took.
-    ready = await _memory(trainer, engine, reset=True)
-    result = Result(
-        transport, sync.last.nbytes, sum(len(s.buckets) for s in sync.last.sections.values()), link, first.seconds, first.verified
-    )
-    say(f"{transport}: {result.nbytes / 1e9:.3f} GB in {result.buckets} buckets, {first.verified} tensors verified, link {link:.1f} GB/s")
     load = Load(engine._llm, options)
     try:
+        # What generation takes is no part of a sync.
+        await _steady(load, options)
+        before = await _memory(trainer, engine, reset=True)
+        await sync(version := version + 1, verify=True)
+        assert sync.last is not None
+        first = sync.reports[0]
+        await sync.kept()
+        link = await _link(options, trainer, engine, sync.last)
+        buckets = sum(len(section.buckets) for section in sync.last.sections.values())
+        result = Result(transport, sync.last.nbytes, buckets, link, first.seconds, first.verified)
+        say(f"{transport}: {result.nbytes / 1e9:.3f} GB in {buckets} buckets, {first.verified} tensors verified, link {link:.1f} GB/s")
         await _steady(load, options)
         for _ in range(options.repeats):
             await asyncio.sleep(3 * options.window_s)
@@ -132,6 +131,7 @@ async def _one(
             metrics = await sync(version := version + 1, verify=False)
             resumed = time.perf_counter()
             await sync.kept()
+            kept = time.perf_counter() - resumed
             report = sync.reports[0]
             back = report.stall_seconds + await _back(load, resumed, rate, options)
             result.seconds.append(metrics["sync/seconds"])
@@ -142,13 +142,15 @@ async def _one(
             result.tokens_per_s.append(rate)
             say(
                 f"  version {version}: {metrics['sync/seconds']:.3f} s, stall {report.stall_seconds:.3f} s, wire "
-                f"{result.wire_seconds[-1]:.3f} s, waited {sync.sent.wait_seconds:.3f} s, kept after {time.perf_counter() - resumed:.2f} s"
+                f"{result.wire_seconds[-1]:.3f} s, waited {sync.sent.wait_seconds:.3f} s, kept after {kept:.2f} s"
             )
         after = await _memory(trainer, engine)
     finally:
         load.end()
-    result.trainer_gib = _extra(before[0], ready[0], after[0], alone=not options.shared)
-    result.engine_gib = _extra(before[1], ready[1], after[1], alone=not options.shared)
+    result.trainer_gib, result.engine_gib = (
+        Extra.between(*readings, alone=not options.shared) for readings in zip(before, after, strict=True)
+    )
+    say(f"  GiB beside the trainer's: {result.trainer_gib}; beside the engine's: {result.engine_gib}")
     result.misses = misses(result, options)
     if transport == "shm":
         from mtpctl.sync import VersionStore
@@ -166,16 +168,6 @@ async def _memory(trainer: Trainer, engine: Any, *, reset: bool = False) -> tupl
     theirs: dict[str, int] = await trainer.call("memory", reset)
     ours: dict[str, int] = (await engine._llm.collective_rpc("mtpctl_memory", args=("reset" if reset else "",)))[0]
     return theirs, ours
-
-
-def _extra(before: dict[str, int], ready: dict[str, int], after: dict[str, int], *, alone: bool) -> float:
-    """GiB that syncs needed: tensors at most beyond those between syncs, and what stays on the card beside tensors.
-
-    The latter only where a process has the card `alone`: a card does not tell whose memory it is.
-    """
-    tensors = after["peak"] - ready["allocated"]
-    beside = (after["used"] - before["used"]) - (after["peak"] - before["peak"]) if alone else 0
-    return (tensors + max(0, beside)) / GIB
 
 
 async def _link(options: Options, trainer: Trainer, engine: Any, manifest: Manifest) -> float:

@@ -39,6 +39,8 @@ async def start_server(
         # Ranks on a CPU share it with generation and training; one thread each leaves those their own.
         threads=1 if device == "cpu" else 0,
         checkpoint=None if checkpoint is None else str(checkpoint),
+        # Without a checkpoint the weights come merged, or an adapter is merged when it comes.
+        lora=None if checkpoint is None else recipe.train.lora,
         version=version,
     )
 

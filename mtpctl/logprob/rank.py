@@ -12,7 +12,7 @@ from typing import Any
 
 from mtpctl.logprob.protocol import Bounds, Draft, Scored, ScoreRequest
 from mtpctl.plan import Bucket, Entry
-from mtpctl.recipe.schema import KernelsConfig, MtpConfig, ParallelConfig
+from mtpctl.recipe.schema import KernelsConfig, LoraConfig, MtpConfig, ParallelConfig
 from mtpctl.sync import Manifest, PlanMismatch, Section, SyncError
 
 FLOOR = 32
@@ -24,7 +24,8 @@ short request would depend on whether it came alone. A smaller batch is filled u
 class ReplicaConfig:
     """What a replica serves and how: the model folder, on demand a checkpoint over it, and the version that these weights are.
 
-    With `random_seed` the folder needs no weights: they are drawn where the replica runs.
+    `lora`: the checkpoint holds an adapter, which is applied as it was trained. With `random_seed` the folder needs no weights: they
+    are drawn where the replica runs.
     """
 
     model: str
@@ -36,6 +37,7 @@ class ReplicaConfig:
     keep_previous: bool = False
     threads: int = 0
     checkpoint: str | None = None
+    lora: LoraConfig | None = None
     version: int = 0
     random_seed: int | None = None
 
@@ -71,11 +73,12 @@ class ScoreRank:
         settings = EngineConfig(
             parallel=config.parallel,
             precision=config.precision,
-            # The MTP layers are read, never trained.
-            mtp=config.mtp if config.mtp.mode == "off" else config.mtp.model_copy(update={"mode": "load"}),
+            # The MTP layers are read, never trained; but beside an adapter a checkpoint holds them only where they were.
+            mtp=config.mtp if config.mtp.mode == "off" or config.lora else config.mtp.model_copy(update={"mode": "load"}),
             kernels=config.kernels,
             tokens_per_microbatch=config.tokens_per_batch,
             train=False,
+            lora=config.lora,
             random_seed=config.random_seed,
         )
         folder = HfFolder.open(config.model, weights=config.random_seed is None)

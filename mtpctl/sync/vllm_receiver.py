@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from mtpctl.compat import vllm_derived, vllm_packed
 from mtpctl.sync.adapter import AdapterReceiver, check_fits
 from mtpctl.sync.manifest import SectionPlan, buckets_from
+from mtpctl.sync.memory import card_memory
 from mtpctl.sync.names import Renamer
 from mtpctl.sync.places import Place, Ranks
 from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SyncError
@@ -206,10 +207,5 @@ class WorkerExtension:
         return self.vllm_config.speculative_config is not None
 
     def mtpctl_memory(self, reset: str = "") -> dict[str, int]:
-        """Bytes on this worker's card: allocated by tensors now, at most since the last `reset`, and used in all."""
-        if not torch.cuda.is_available():
-            return {"allocated": 0, "peak": 0, "used": 0}
-        if reset:
-            torch.cuda.reset_peak_memory_stats()
-        free, total = torch.cuda.mem_get_info()
-        return {"allocated": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated(), "used": total - free}
+        """See `card_memory`."""
+        return card_memory(reset=bool(reset))

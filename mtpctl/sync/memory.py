@@ -1,0 +1,25 @@
+"""What a process has on its card, for those who measure what a sync takes."""
+
+from __future__ import annotations
+
+import torch
+
+
+def card_memory(*, reset: bool = False) -> dict[str, int]:
+    """Bytes on this process's card; zeros without one.
+
+    `allocated` by tensors now, `peak` at most since the last `reset`; `reserved` by torch's allocator, which keeps what tensors
+    leave, and `peak_reserved` likewise; `used` by all processes of the card, with what CUDA and NCCL hold.
+    """
+    if not torch.cuda.is_available():
+        return dict.fromkeys(("allocated", "peak", "reserved", "peak_reserved", "used"), 0)
+    if reset:
+        torch.cuda.reset_peak_memory_stats()
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "allocated": torch.cuda.memory_allocated(),
+        "peak": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "peak_reserved": torch.cuda.max_memory_reserved(),
+        "used": total - free,
+    }
