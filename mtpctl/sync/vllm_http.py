@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -121,14 +121,21 @@ class ServedEngine:
         )
 
     @classmethod
-    async def find(cls, url: str, *, release_kv: bool = False) -> ServedEngine:
-        """Ask a server what it is. Raises UserError where it is none, or cannot take weights.
+    async def find(cls, url: str, sections: Collection[Section] = ("target", "draft"), *, release_kv: bool = False) -> ServedEngine:
+        """Ask a server what it is. Raises UserError where it is none, or cannot take weights, or not `sections` alone.
 
         `release_kv`: have it give the memory of its KV cache back for the time of a sync.
         """
         client = HttpClient(url)
         told = await client.ask("/weight_info", method="GET")
         ranks = await client.ask("/get_world_size", method="GET")
+        if "target" in sections and "adapter" not in sections:
+            models = await client.ask("/v1/models", method="GET")
+            if loaded := [model["id"] for model in models["data"] if model.get("parent")]:
+                raise UserError(
+                    f"--to: {client.url} has the adapter {', '.join(loaded)} loaded, which would count on top of whole weights; "
+                    "have it unload that (POST /v1/unload_lora_adapter), or set sync.sections: [adapter, draft]"
+                )
         found = await client.rpc("mtpctl_drafts")
         version = str(told["weight_version"])
         known = int(version) if version.isdigit() else 0

@@ -86,7 +86,7 @@ async def _sync(
     recipe: Recipe, source: Source, urls: list[str], scratch: Path, *, verify: bool, repeat: int, say: Callable[[str], None]
 ) -> list[Synced]:
     placement = place(recipe)
-    engines = [await ServedEngine.find(url, release_kv=recipe.sync.release_kv) for url in urls]
+    engines = [await ServedEngine.find(url, recipe.sync.sections, release_kv=recipe.sync.release_kv) for url in urls]
     model = model_of(recipe, source.run or scratch)
     size = count(model.shape)["total"] * (2 if recipe.train.precision == "bf16" else 4)
     store = VersionStore(default_root(f"sync-{os.getpid()}", size, scratch / "versions"))

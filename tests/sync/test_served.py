@@ -114,7 +114,7 @@ def server(folder: Path) -> Iterator[Server]:
 
 def sync(server: Server, manifest: Any) -> SyncReport:
     async def update() -> SyncReport:
-        engine = await ServedEngine.find(server.url)
+        engine = await ServedEngine.find(server.url, tuple(manifest.sections))
         return await engine.update(manifest, mode="keep", verify=True, deadline_s=60)
 
     return asyncio.run(update())
@@ -203,6 +203,11 @@ def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(server: Ser
         sync(server, sends.publish((delta | drafts).items(), before + 1))
     assert version(server) == before
     assert server.continuation("mtpctl")[0] == live
+
+
+def test_whole_weights_under_an_adapter_are_refused(server: Server) -> None:
+    with pytest.raises(UserError, match=rf"--to: {server.url} has the adapter mtpctl loaded, which would count on top of whole weights"):
+        asyncio.run(ServedEngine.find(server.url, ("target", "draft")))
 
 
 def test_what_is_no_server_or_lacks_the_routes(server: Server) -> None:
