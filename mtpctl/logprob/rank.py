@@ -13,7 +13,7 @@ from typing import Any
 from mtpctl.logprob.protocol import Bounds, Draft, Scored, ScoreRequest
 from mtpctl.plan import Bucket, Entry
 from mtpctl.recipe.schema import KernelsConfig, LoraConfig, MtpConfig, ParallelConfig
-from mtpctl.sync import Manifest, PlanMismatch, Section, SyncError
+from mtpctl.sync import Manifest, PlanMismatch, Section, SyncError, WeightsDiffer
 
 FLOOR = 32
 """Tokens that a pass scores at least: a matmul of very few rows takes another path and rounds otherwise, and then the answer to a
@@ -254,8 +254,8 @@ class ScoreRank:
     def checksums(self) -> dict[str, str]:
         """Checksum of every tensor as it would be exported now, by its Hugging Face name.
 
-        Of a layer that an adapter is merged into: of what lies beneath it, and of the adapter's own tensors. Raises SyncError where
-        the live weight is not what the two make.
+        Of a layer that an adapter is merged into: of what lies beneath it, and of the adapter's own tensors. Raises
+        WeightsDiffer where the live weight is not what the two make.
         """
         from mtpctl.sync import checksum
 
@@ -264,5 +264,5 @@ class ScoreRank:
             return found
         wrong = [name for name, weight in self._adapter.merged(self.engine.device) if found[name] != checksum(weight)]
         if wrong:
-            raise SyncError(f"the adapter is not merged into these weights of the log-prob replica: {', '.join(wrong[:8])}")
+            raise WeightsDiffer(f"the adapter is not merged into these weights of the log-prob replica: {', '.join(wrong[:8])}")
         return found | self._adapter.checksums()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from mtpctl.logprob.protocol import Bounds, ReplicaDead, Scored, ScoreRequest
 from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
 from mtpctl.plan import Bucket
-from mtpctl.sync import Manifest, Section
+from mtpctl.sync import Manifest, Section, TargetDirty
 
 END_S = 10.0
 """Seconds in which a rank that was told to end must be gone."""
@@ -39,6 +39,7 @@ class Replica:
         self.versions = [version]
         self._incoming: Manifest | None = None
         self._left: set[str] = set()
+        self._distrusted = False
 
     @property
     def version(self) -> int:
@@ -46,7 +47,12 @@ class Replica:
         return self.versions[0]
 
     def score(self, requests: list[ScoreRequest], version: int) -> Awaitable[list[Scored]]:
-        """See `ScoreRank.score`. Calls run one after another, in the order in which they are made."""
+        """See `ScoreRank.score`. Calls run one after another, in the order in which they are made.
+
+        Raises TargetDirty where its weights are not what was sent.
+        """
+        if self._distrusted:
+            raise TargetDirty(f"{self.name}: its weights are not what was sent")
         return self.ranks.call("score", requests, version)
 
     async def ping(self) -> None:
@@ -82,6 +88,10 @@ class Replica:
         """See `WeightTarget`: of every tensor, also those that no update brought."""
         found: dict[str, str] = await self.ranks.call("checksums")
         return found
+
+    def distrust(self) -> None:
+        """See `WeightTarget`."""
+        self._distrusted = True
 
     async def end(self) -> None:
         """End the replica's processes."""

@@ -136,7 +136,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def resume(self) -> None:
-        """Go on. Raises TargetDirty where weights are of two versions."""
+        """Go on. Raises TargetDirty where the weights are no one version's."""
 
     @abstractmethod
     async def speculate(self, drafts: int | None = None, *, look_again: bool = False) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class Engine(ABC):
 
     async def health(self) -> Health:
         """Whether the engine can serve, and if not, why."""
-        reason = self._failure or ("weights of two versions" if self._target.dirty else "")
+        reason = self._failure or ("weights that are no one version's" if self._target.dirty else "")
         if self._errored and not reason:
             reason = "the engine core has died"
         return Health(not reason, self._target.version, len(self._in_flight), reason, self._occupied.count(len(self._in_flight)))
@@ -182,8 +182,8 @@ class Engine(ABC):
         if self._target.updating is not None:
             raise VersionConflict(f"an update to version {self._target.updating} is under way")
         started = time.monotonic()
-        await self.pause(mode)
         try:
+            await self.pause(mode)
             report = await update_target(self, manifest, verify=verify, deadline_s=deadline_s, holds=self._holds)
             if self.speculates_by_choice:
                 await self.speculate(look_again=True)
@@ -214,6 +214,10 @@ class Engine(ABC):
         """See `WeightTarget`."""
         return await self._target.checksums()
 
+    def distrust(self) -> None:
+        """See `WeightTarget`."""
+        self._target.distrust()
+
     # ------------------------------------------------------------------------------------------------- deadlines
 
     async def _within(self, step: Awaitable[T], what: str) -> T:
@@ -224,7 +228,7 @@ class Engine(ABC):
 
     def _check_alive(self) -> None:
         if self._target.dirty:
-            raise TargetDirty("this engine holds weights of two versions: restart it")
+            raise TargetDirty("the weights of this engine are no one version's: restart it")
         if self._failure or self._errored:
             raise EngineDead(self._failure or "the engine core has died")
 

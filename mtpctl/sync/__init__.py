@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mtpctl.sync.checksums import checksum
     from mtpctl.sync.manifest import Manifest, SectionPlan
-    from mtpctl.sync.protocol import PauseMode, PlanMismatch, Section, SyncError, TargetDirty, VersionConflict, WeightTarget
+    from mtpctl.sync.protocol import PauseMode, PlanMismatch, Section, SyncError, TargetDirty, VersionConflict, WeightsDiffer, WeightTarget
     from mtpctl.sync.publisher import Publisher
     from mtpctl.sync.sender import Sender
     from mtpctl.sync.session import SyncReport, check_checksums, or_cancel, reached, update_target
@@ -26,6 +26,7 @@ _HOMES = {
     "TargetDirty": "protocol",
     "VersionConflict": "protocol",
     "WeightTarget": "protocol",
+    "WeightsDiffer": "protocol",
     "Publisher": "publisher",
     "Sender": "sender",
     "SyncReport": "session",
@@ -53,6 +54,7 @@ __all__ = [
     "VersionConflict",
     "VersionStore",
     "WeightTarget",
+    "WeightsDiffer",
     "check_checksums",
     "checksum",
     "default_root",

@@ -32,7 +32,11 @@ class VersionConflict(SyncError):
 
 
 class TargetDirty(RuntimeFailure):
-    """A target holds parts of two versions: it must be restarted or brought up to date before it serves."""
+    """A target holds parts of two versions, or cannot say what it holds: it must be restarted before it serves."""
+
+
+class WeightsDiffer(RuntimeFailure):
+    """What is live after an update is not what was sent. Nothing may be served from it, and starting anew would hide the reason."""
 
 
 class WeightTarget(Protocol):
@@ -61,4 +65,8 @@ class WeightTarget(Protocol):
 
     async def checksums(self) -> dict[str, str]:
         """Checksum of every tensor taken in so far, by its wire name."""
+        ...
+
+    def distrust(self) -> None:
+        """What is live is not known to be what was sent: serve nothing from it any more."""
         ...

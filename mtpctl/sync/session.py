@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import Section, SyncError, WeightTarget
+from mtpctl.sync.protocol import Section, SyncError, TargetDirty, WeightsDiffer, WeightTarget
 from mtpctl.sync.transports import cancel
 
 T = TypeVar("T")
@@ -29,15 +29,20 @@ class SyncReport:
 def check_checksums(manifest: Manifest, found: dict[str, str], holds: Collection[str] = ("target", "draft", "adapter")) -> int:
     """Compare a target's checksums with the publisher's, of the sections that it holds; returns how many tensors agree.
 
-    Raises SyncError that names the tensors that differ or are missing, or where the publisher took no checksums.
+    Raises WeightsDiffer that names the tensors that differ or are missing, SyncError where the publisher took no checksums.
     """
+    wanted = _published_checksums(manifest, holds)
+    differing = [name for name, value in wanted.items() if found.get(name) != value]
+    if differing:
+        raise WeightsDiffer(f"after the sync to version {manifest.version} these tensors differ from what was sent: {', '.join(differing)}")
+    return len(wanted)
+
+
+def _published_checksums(manifest: Manifest, holds: Collection[str]) -> dict[str, str]:
     wanted = {name: value for place, section in manifest.sections.items() if place in holds for name, value in section.checksums.items()}
     if not wanted:
         raise SyncError(f"version {manifest.version} was published without checksums to compare with")
-    differing = [name for name, value in wanted.items() if found.get(name) != value]
-    if differing:
-        raise SyncError(f"after the sync to version {manifest.version} these tensors differ from what was sent: {', '.join(differing)}")
-    return len(wanted)
+    return wanted
 
 
 async def reached(newest: Callable[[], int], version: int, deadline_s: float) -> None:
@@ -72,9 +77,12 @@ async def update_target(
     """Take `target` to the version of `manifest`, all sections, or leave it where it was. `holds`: sections whose checksums it can tell.
 
     The caller has paused a target that generates. A fault at any point aborts the update, and so does `deadline_s`.
-    Raises SyncError (the old version is live again), or TargetDirty where the target could not return to it.
+    Raises SyncError (the old version is live again), or TargetDirty where the target could not return to it; and with `verify`
+    WeightsDiffer where the new version is live and not what was sent: the target serves no more.
     """
     started = time.monotonic()
+    if verify:
+        _published_checksums(manifest, holds)
 
     async def within(step: Awaitable[T]) -> T:
         return await asyncio.wait_for(step, deadline_s - (time.monotonic() - started))
@@ -84,10 +92,19 @@ async def update_target(
             await within(target.begin_update(manifest, manifest.version, name))  # type: ignore[arg-type]
             await within(target.receive(*section.buckets))
             await within(target.finish_update())
-        verified = check_checksums(manifest, await within(target.checksums()), holds) if verify else 0
     except BaseException as error:
         await target.abort_update()
         if isinstance(error, TimeoutError):
             raise SyncError(f"the sync to version {manifest.version} took longer than sync.deadline_s = {deadline_s}") from error
         raise
+    verified = 0
+    if verify:
+        # Too late to give the update up: it is whole, and live.
+        try:
+            verified = check_checksums(manifest, await within(target.checksums()), holds)
+        except BaseException as error:
+            target.distrust()
+            if isinstance(error, TimeoutError):
+                raise TargetDirty(f"version {manifest.version} could not be verified within sync.deadline_s = {deadline_s}") from error
+            raise
     return SyncReport(manifest.version, manifest.nbytes, time.monotonic() - started, verified=verified)

@@ -159,11 +159,12 @@ class ServedEngine:
                 released = True
             report = await update_target(self.target, manifest, verify=verify, deadline_s=deadline_s, holds=self._holds)
         finally:
+            # A server whose weights are no one version's stands until it is restarted.
             if not self.target.dirty:
                 if released:
                     await self.client.ask("/wake_up?tags=kv_cache", needs=SLEEPS_WITH)
                 await self.client.ask("/resume")
-            self._paused = False
+                self._paused = False
         return replace(report, stall_seconds=time.monotonic() - began)
 
 

@@ -275,6 +275,10 @@ class VllmTarget:
         names = {name for rank in ranks for name in rank}
         return {name: combined(Part(**part) for rank in ranks for part in rank.get(name, [])) for name in names}
 
+    def distrust(self) -> None:
+        """See `WeightTarget`."""
+        self.dirty = True
+
     def close(self) -> None:
         """Remove what the adapters left. May be called again."""
         if self._root is not None and self._root.exists():

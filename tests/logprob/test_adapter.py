@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from mtpctl.logprob import Replica, ScoreRank, ScoreRequest
-from mtpctl.sync import Manifest, PlanMismatch, SyncError, update_target
+from mtpctl.sync import Manifest, PlanMismatch, WeightsDiffer, update_target
 from tests.logprob.conftest import Loop
 from tests.sync import adapters
 
@@ -75,7 +75,7 @@ def test_a_weight_that_the_adapter_was_not_merged_into_is_told(
     made = replica()
     manifest = publish(1, adapters.adapter(base, 1) | base, ("adapter", "target", "draft"))
     monkeypatch.setattr(ScoreRank, "_merge", lambda self: None)
-    with pytest.raises(SyncError, match=r"not merged into these weights .*: model\.layers\.0\."):
+    with pytest.raises(WeightsDiffer, match=r"not merged into these weights .*: model\.layers\.0\."):
         run(update_target(made, manifest, verify=True))
 
 

@@ -12,7 +12,7 @@ import pytest
 from mtpctl.logprob import Late, LogprobServer, QueueFull, Replica, RequestRefused, Scored, ScoreRequest, VersionGone
 from mtpctl.logprob.protocol import Bounds
 from mtpctl.recipe import RuntimeFailure
-from mtpctl.sync import Manifest, PlanMismatch, SectionPlan
+from mtpctl.sync import Manifest, PlanMismatch, SectionPlan, TargetDirty, WeightsDiffer
 from tests.logprob.conftest import LocalRanks, Loop, serve
 
 
@@ -48,6 +48,9 @@ class FakeRank:
         self.version = self.incoming
 
     def abort_update(self) -> None: ...
+
+    def checksums(self) -> dict[str, str]:
+        return {"w": "another"}
 
 
 class Started:
@@ -100,6 +103,18 @@ def settled(test: Callable[[], Awaitable[None]]) -> Callable[[Loop], None]:
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.002)
+
+
+@settled
+async def test_weights_that_are_not_what_was_sent_end_the_sync_and_score_no_more() -> None:
+    server = await serve(started := Started(), 1)
+    sent = Manifest(1, "shm", "nowhere", {"target": SectionPlan((), {"w": "this"})})
+    with pytest.raises(WeightsDiffer, match="version 1 these tensors differ from what was sent: w"):
+        await server.update(sent, verify=True)
+    (_, replica), *_ = server.replicas.live()
+    with pytest.raises(TargetDirty, match="not what was sent"):
+        await replica.score([request()], 1)
+    assert started.ranks[0].rank.batches == []
 
 
 @settled

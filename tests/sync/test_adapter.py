@@ -14,7 +14,7 @@ from torch import nn
 
 from mtpctl.recipe.schema import VLLM_ADAPTER_RANKS, VllmConfig
 from mtpctl.rollout import VllmEngine, engine_settings
-from mtpctl.sync import Manifest, PlanMismatch, SectionPlan, SyncError, TargetDirty, update_target
+from mtpctl.sync import Manifest, PlanMismatch, SectionPlan, SyncError, TargetDirty, WeightsDiffer, update_target
 from mtpctl.sync.adapter import check_fits, layers_of
 from mtpctl.sync.places import Ranks
 from mtpctl.sync.vllm_target import VllmTarget
@@ -141,6 +141,24 @@ class TestOneVersion:
             return await step
 
         return VllmTarget(engine, 0, within=within, paused=lambda: True)
+
+    def test_weights_that_are_not_what_was_sent_are_never_served(self, tmp_path: Path) -> None:
+        """The fake engine takes everything in and can tell no checksum."""
+        engine = Engine()
+        target = self.target(engine)
+        asyncio.run(update_target(target, self.publish(tmp_path, 1, ("target", "draft"))))
+        sends = adapters.publisher(tmp_path / "store", sections=("target", "draft"))
+        manifest = sends.publish(BASE.items(), 2, checksums=True)
+        with pytest.raises(WeightsDiffer, match="after the sync to version 2 these tensors differ from what was sent: model"):
+            asyncio.run(update_target(target, manifest, verify=True))
+        assert target.dirty
+
+    def test_what_was_published_without_checksums_is_refused_before_anything_changes(self, tmp_path: Path) -> None:
+        engine = Engine()
+        target = self.target(engine)
+        with pytest.raises(SyncError, match="version 1 was published without checksums"):
+            asyncio.run(update_target(target, self.publish(tmp_path, 1), verify=True))
+        assert (engine.live, target.version, target.dirty) == ({}, 0, False)
 
     def test_a_drafter_that_fails_takes_the_adapter_back(self, tmp_path: Path) -> None:
         engine = Engine()
