@@ -138,13 +138,21 @@ def _train(recipes: Sequence[Recipe]) -> None:
     running = []
     for recipe in recipes:
         home = recipe.run_path
-        if set(recipe.train.stages) <= set(ended_stages(home / "checkpoints")):
+        if _has_ended(recipe):
             continue
         file = home.with_suffix(".yaml")
         file.write_text(dump_resolved(recipe))
         with home.with_suffix(".log").open("ab") as log:
             running.append((home, _start(["train", str(file), "--plain"], log)))
     _finish(running)
+
+
+def _has_ended(recipe: Recipe) -> bool:
+    """By its checkpoint; a run that keeps none has when RL has made all of its updates."""
+    train, home = recipe.train, recipe.run_path
+    if train.keep_checkpoints or train.stages != ["rl"] or not RunDirectory(home).recipe.exists():
+        return set(train.stages) <= set(ended_stages(home / "checkpoints"))
+    return load_history(home).last_step("rl") >= train.rl.steps
 
 
 def _start(arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:

@@ -13,6 +13,7 @@ from mtpctl import families
 from mtpctl.engine import MegatronEngine, Sequence
 from mtpctl.kernels import LogProbOut
 from mtpctl.logprob import ScoreRank
+from mtpctl.model import TORCH_DTYPES
 from mtpctl.plan import TensorSpec
 from mtpctl.sync import Manifest, Publisher, VersionStore
 
@@ -60,7 +61,7 @@ class BenchRank(ScoreRank):
     def publish(self, root: str, version: int, bucket_bytes: int, sharper: float) -> tuple[Manifest, float]:
         """Other random weights as a version in the store at `root`, logits `sharper` times as large; also the seconds it took."""
         shape = self.engine.folder.shape
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.config.precision]
+        dtype = TORCH_DTYPES[self.config.precision]
         generator = torch.Generator(self.engine.device).manual_seed(version)
 
         def drawn() -> Iterator[tuple[str, torch.Tensor]]:

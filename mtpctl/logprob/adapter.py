@@ -13,9 +13,6 @@ import torch
 from mtpctl.sync import PlanMismatch, SectionPlan, checksum
 from mtpctl.sync.adapter import AdapterReceiver
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Of the weights, by the precision that a recipe names."""
-
 
 class AdapterOverBase(AdapterReceiver):
     """Takes in the buckets of section `adapter` for a model of `dtype` whose weights are `base`, by their Hugging Face names.

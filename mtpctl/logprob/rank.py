@@ -12,7 +12,7 @@ from typing import Any
 
 from mtpctl.logprob.protocol import Bounds, Draft, Scored, ScoreRequest
 from mtpctl.plan import Bucket, Entry
-from mtpctl.recipe.schema import KernelsConfig, LoraConfig, MtpConfig, ParallelConfig
+from mtpctl.recipe.schema import DTYPES, KernelsConfig, LoraConfig, MtpConfig, ParallelConfig
 from mtpctl.sync import Manifest, PlanMismatch, Section, SyncError, WeightsDiffer
 
 FLOOR = 32
@@ -133,7 +133,8 @@ class ScoreRank:
     def begin_update(self, manifest: dict[str, Any], version: int, section: Section) -> None:
         """See `WeightTarget.begin_update`."""
         from mtpctl.convert import WeightStream
-        from mtpctl.logprob.adapter import DTYPES, AdapterOverBase
+        from mtpctl.logprob.adapter import AdapterOverBase
+        from mtpctl.model import TORCH_DTYPES
 
         self._manifest = Manifest.from_dict(manifest)
         plan = self._manifest.sections[section]
@@ -141,7 +142,7 @@ class ScoreRank:
         reader = self._readers.open(self._manifest.transport, self._manifest.address)
         try:
             if section == "adapter":
-                self._adapter = AdapterOverBase(plan, self._base(), DTYPES[self.config.precision])
+                self._adapter = AdapterOverBase(plan, self._base(), TORCH_DTYPES[self.config.precision])
             else:
                 self._check(entries, section)
             self.held.begin(version)
@@ -158,7 +159,7 @@ class ScoreRank:
         self._reader = reader
 
     def _check(self, entries: dict[str, Entry], section: Section) -> None:
-        dtype = {"fp32": "float32", "bf16": "bfloat16"}[self.config.precision]
+        dtype = DTYPES[self.config.precision]
         unknown = [name for name, e in entries.items() if not self.map.known & {name, *e.aliases}]
         wrong = [f"{name} is not a tensor of the served model" for name in unknown]
         for name, entry in entries.items():

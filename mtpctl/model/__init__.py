@@ -6,16 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mtpctl.model.build import DTYPES, build_model, complete_config
+    from mtpctl.model.build import TORCH_DTYPES, build_model, complete_config
     from mtpctl.model.gpt import Hidden, MtpModel
     from mtpctl.model.lora import attach_adapters
     from mtpctl.model.packing import Packing
     from mtpctl.model.weights import draw_weights
 
-__all__ = ["DTYPES", "Hidden", "MtpModel", "Packing", "attach_adapters", "build_model", "complete_config", "draw_weights"]
+__all__ = ["TORCH_DTYPES", "Hidden", "MtpModel", "Packing", "attach_adapters", "build_model", "complete_config", "draw_weights"]
 
 _HOMES = {
-    "DTYPES": "build",
+    "TORCH_DTYPES": "build",
     "build_model": "build",
     "complete_config": "build",
     "attach_adapters": "lora",

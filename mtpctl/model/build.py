@@ -13,9 +13,10 @@ from mtpctl.model.gpt import MtpModel
 from mtpctl.model.rope import rope_of
 from mtpctl.model.spec import decoder_spec, mtp_spec
 from mtpctl.recipe import UserError
-from mtpctl.recipe.schema import MtpConfig, ParallelConfig
+from mtpctl.recipe.schema import DTYPES, MtpConfig, ParallelConfig
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TORCH_DTYPES: dict[str, torch.dtype] = {precision: getattr(torch, name) for precision, name in DTYPES.items()}
+"""By the precision that a recipe names."""
 
 
 def complete_config(
@@ -23,7 +24,7 @@ def complete_config(
 ) -> TransformerConfig:
     """Write this run's layout and precision into a config that the bridge made. Returns the same object, finalized."""
     _check_fit(shape, parallel)
-    dtype = DTYPES[precision]
+    dtype = TORCH_DTYPES[precision]
     depths = 0 if mtp.mode == "off" else shape.mtp_layers * mtp.repeat
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": parallel.tp,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mtpctl import families
 from mtpctl.families import ModelShape
 from mtpctl.plan.buckets import Bucket, TensorSpec, plan_buckets
-from mtpctl.recipe.schema import Recipe
+from mtpctl.recipe.schema import DTYPES, Recipe
 
 ADAPTER_PREFIX = "base_model.model."
 """What PEFT puts before the names of the layers that it adapts."""
@@ -26,8 +26,6 @@ ADAPTED = {
     "linear_fc2": ("down_proj",),
 }
 """The layers of a Hugging Face folder that each of `train.lora.targets` is made of, in any family."""
-
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def wire_tensors(shape: ModelShape, section: str, dtype: str) -> list[TensorSpec]:

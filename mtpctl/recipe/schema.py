@@ -34,6 +34,9 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, populate_by_name=True, allow_inf_nan=False)
 
 
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""What torch and the engines call the precisions."""
+
 # ----------------------------------------------------------------------------------------------------- model and MTP
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mtpctl.recipe.schema import SglangConfig
+from mtpctl.recipe.schema import DTYPES, SglangConfig
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 LOADER = "mtpctl.sync.sglang_receiver.take"
 """What SGLang calls with a step of a weight update (`custom_weight_loader`)."""
 

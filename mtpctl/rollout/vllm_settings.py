@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 from mtpctl.compat.vllm_plugin import TRANSFER_BACKEND
 from mtpctl.recipe import UserError
-from mtpctl.recipe.schema import VLLM_ADAPTER_RANKS, VllmConfig
+from mtpctl.recipe.schema import DTYPES, VLLM_ADAPTER_RANKS, VllmConfig
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 CPU_KV_CACHE_BYTES = 256 << 20
 SCHEDULERS = {
     False: "mtpctl.rollout.vllm_scheduler.SwitchingScheduler",

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from mtpctl.plan import Bucket
+from mtpctl.plan import ADAPTER_PREFIX, Bucket
 from mtpctl.sync.checksums import Part, summed
 from mtpctl.sync.manifest import SectionPlan
 from mtpctl.sync.names import Renamer, resolve
@@ -26,7 +26,7 @@ from mtpctl.sync.protocol import PlanMismatch
 from mtpctl.sync.receiver import BucketsInOrder, pieces
 from mtpctl.sync.store import SHARED_MEMORY
 
-_MATRIX = re.compile(r"^base_model\.model\.(?P<layer>.+)\.lora_(?P<which>[AB])\.weight$")
+_MATRIX = re.compile(rf"^{re.escape(ADAPTER_PREFIX)}(?P<layer>.+)\.lora_(?P<which>[AB])\.weight$")
 
 
 @dataclass(frozen=True, slots=True)

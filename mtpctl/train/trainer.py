@@ -73,6 +73,7 @@ class TrainerRank:
             if resumed:
                 self._restore_reference(Path(reference))
             elif train.keep_checkpoints:
+                self.engine.optimizer = None  # the last stage's is no part of the policy
                 self.engine.save(Path(reference))
             with self.engine.resident():
                 self.reference = [p.detach().clone() for p in self._moving()]

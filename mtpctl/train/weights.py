@@ -79,9 +79,9 @@ class WeightSync:
                 await self._receive(manifest, verify)
                 self.sent = await sending
                 break
-            except SyncError:
+            except BaseException as error:
                 await asyncio.gather(sending, return_exceptions=True)
-                if attempt + 1 == ATTEMPTS:
+                if not isinstance(error, SyncError) or attempt + 1 == ATTEMPTS:
                     raise
         self._keeping = asyncio.create_task(self.trainer.call("keep"))
         return ready, manifest

@@ -69,6 +69,13 @@ def measured(out: Path, run: str, updates: int) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def test_one_that_kept_no_checkpoint_is_finished_when_it_has_all_its_updates(tmp_path: Path) -> None:
+    converted(tmp_path)
+    measured(tmp_path, "frozen-0", 6)
+    (outcome,) = experiment(tmp_path, "train.rl.steps=6", "train.keep_checkpoints=0").run([ARM], [0], say=print)
+    assert outcome.updates == 6 and not (tmp_path / "frozen-0.log").exists()
+
+
 def test_what_is_measured_is_read_by_each_runs_own_recipe_and_nothing_starts(tmp_path: Path) -> None:
     measured(tmp_path, "frozen-3", 6)
     measured(tmp_path, "frozen-12", 2)

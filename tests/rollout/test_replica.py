@@ -165,4 +165,4 @@ def test_what_a_request_costs_beside_its_engine(capsys: pytest.CaptureFixture[st
         ray.shutdown()
     with capsys.disabled():
         print(f"\n256 requests at once: {taken[2] * 1000:.0f} ms ({taken[0] * 1000:.0f} – {taken[-1] * 1000:.0f})")
-    assert taken[0] < 0.256
+    assert taken[2] < 0.256, "a millisecond a request, in the median of five rounds"

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from mtpctl.plan import ADAPTER_PREFIX
 from mtpctl.sync import Publisher, VersionStore
 from mtpctl.sync.publisher import default_section
 
 RANK, ALPHA = 4, 8.0
-PREFIX = "base_model.model."
 _ADAPTED = re.compile(r"model\.layers\.\d+\..*_proj\.weight")
 
 Tensors = dict[str, torch.Tensor]
@@ -25,7 +25,7 @@ def adapter(base: Mapping[str, torch.Tensor], seed: int, *, rank: int = RANK, si
     found = {}
     for name, weight in base.items():
         if _ADAPTED.fullmatch(name):
-            at = PREFIX + name.removesuffix(".weight")
+            at = ADAPTER_PREFIX + name.removesuffix(".weight")
             found[f"{at}.lora_A.weight"] = size * torch.randn(rank, weight.shape[1], generator=generator)
             found[f"{at}.lora_B.weight"] = size * torch.randn(weight.shape[0], rank, generator=generator)
     return {name: tensor.to(next(iter(base.values())).dtype) for name, tensor in found.items()}
@@ -41,7 +41,7 @@ def merged(base: Mapping[str, torch.Tensor], delta: Mapping[str, torch.Tensor], 
     """The base with the adapter's product added."""
     tensors = dict(base)
     for name in [name for name in delta if ".lora_A." in name]:
-        target = name.removeprefix(PREFIX).replace(".lora_A", "")
+        target = name.removeprefix(ADAPTER_PREFIX).replace(".lora_A", "")
         product = delta[name.replace("lora_A", "lora_B")].double() @ delta[name].double()
         tensors[target] = (tensors[target].double() + ALPHA / rank * product).to(tensors[target].dtype)
     return tensors
@@ -49,7 +49,7 @@ def merged(base: Mapping[str, torch.Tensor], delta: Mapping[str, torch.Tensor], 
 
 def section_of(name: str) -> Any:
     """Of a base's or an adapter's tensor."""
-    return "adapter" if name.startswith(PREFIX) else default_section(name)
+    return "adapter" if name.startswith(ADAPTER_PREFIX) else default_section(name)
 
 
 def publisher(

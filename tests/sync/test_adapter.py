@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from mtpctl.plan import ADAPTER_PREFIX
 from mtpctl.recipe.schema import VLLM_ADAPTER_RANKS, VllmConfig
 from mtpctl.rollout import VllmEngine, engine_settings
 from mtpctl.sync import Manifest, PlanMismatch, SectionPlan, SyncError, TargetDirty, WeightsDiffer, update_target
@@ -38,7 +39,7 @@ class TestLayers:
     @pytest.mark.parametrize(
         ("change", "said"),
         [
-            (lambda delta: delta | {f"{adapters.PREFIX}model.norm.weight": torch.zeros(4)}, "model.norm.weight"),
+            (lambda delta: delta | {f"{ADAPTER_PREFIX}model.norm.weight": torch.zeros(4)}, "model.norm.weight"),
             (lambda delta: dict(list(delta.items())[1:]), "q_proj has lora_B alone"),
             (lambda delta: {name: t[:3].contiguous() if "lora_A" in name else t for name, t in delta.items()}, r"not of rank 4"),
         ],

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from mtpctl.plan import ADAPTER_PREFIX
 from mtpctl.rollout import VllmEngine, VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync import Manifest, PlanMismatch, Publisher, Sender, SyncError, VersionStore, or_cancel
@@ -231,7 +232,7 @@ def test_requests_in_flight_go_on_with_the_adapters_that_come(engine: VllmEngine
 
 def test_an_adapter_comes_over_many_buckets_and_replaces_the_one_before(engine: VllmEngine, run: Loop, tmp_path: Path) -> None:
     seed = seed_beneath(engine, run)
-    base = {name: value for name, value in run(engine.checksums()).items() if not name.startswith(adapters.PREFIX)}
+    base = {name: value for name, value in run(engine.checksums()).items() if not name.startswith(ADAPTER_PREFIX)}
     store = VersionStore(tmp_path)
     publisher = Publisher(store, bucket_bytes=1024, sections=["adapter"], section_of=lambda _: "adapter", config={"adapter": PEFT})
     roots = []

@@ -20,11 +20,13 @@ class Engine:
         self.module = torch.nn.Linear(1, 1, bias=False)
         self.module.weight.data.fill_(value)
         self.trains_mtp = True
+        self.optimizer: str | None = "of the supervised stage"
 
     def resident(self) -> Any:
         return contextlib.nullcontext()
 
     def save(self, path: Path) -> None:
+        assert self.optimizer is None, "a policy has none"
         path.write_text(str(self.module.weight.item()))
 
     def restore(self, path: Path) -> None:
