@@ -24,7 +24,14 @@ def cpu_settings(folder: Path, *, k: int = 1, **rollout: Any) -> VllmSettings:
     return engine_settings(config, model=str(folder), precision="fp32", device="cpu", seed=0)
 
 
-def gpu_settings(folder: Path, *, k: int = 1, **rollout: Any) -> SglangSettings:
+def card_settings(folder: Path, *, k: int = 1, **rollout: Any) -> VllmSettings:
+    """Settings of a tiny vLLM engine on a card."""
+    options: dict[str, Any] = {"max_in_flight": 16, "context": 4096, "kv_cache_bytes": 1 << 30, "gpu_memory": 0.2, "eager": True}
+    config = VllmConfig(**options | {"speculation": SpeculationConfig(num_tokens=k)} | rollout)
+    return engine_settings(config, model=str(folder), precision="bf16", device="cuda", seed=0)
+
+
+def sglang_settings(folder: Path, *, k: int = 1, **rollout: Any) -> SglangSettings:
     """Settings of a tiny SGLang engine. Its attention is Triton's, which takes heads of any size."""
     engine_args = {"attention_backend": "triton", "mem_fraction_static": 0.2, "max_total_tokens": 1 << 16}
     options: dict[str, Any] = {"max_in_flight": 16, "context": 4096, "engine_args": engine_args}

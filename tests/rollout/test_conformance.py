@@ -1,6 +1,6 @@
 """What every `Generator` does, whichever engine is behind it: the tests' fake, a real vLLM and a real SGLang pass the same suite.
 
-SGLang needs a card and an environment of its own: there, `python -m pytest -m gpu tests/rollout/test_conformance.py`.
+On a card: `python -m pytest -m gpu tests/rollout/test_conformance.py -k vllm-card`, and in SGLang's environment `-k sglang`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from mtpctl.rollout.engine import Engine
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync import Manifest, Publisher, VersionStore
 from tests.rollout.checkpoints import Tensors, cycle_tensors, random_tensors, tiny_config, write_checkpoint
-from tests.rollout.conftest import Loop, cpu_settings, gpu_settings
+from tests.rollout.conftest import Loop, card_settings, cpu_settings, sglang_settings
 from tests.rollout.fake_replica import FakeReplica
 
 
@@ -27,24 +28,24 @@ class Kind:
     """One engine, the model that it serves, seconds until a response that was just sent has some tokens, and how many last longer."""
 
     name: str
+    settings: Callable[[Path], EngineSettings] | None = None
     config: dict[str, Any] = field(default_factory=tiny_config)
     settle_s: float = 0.03
     long: int = 120
 
     def weights(self, version: int) -> Tensors:
-        """Random weights; with SGLang, which repeats no draw without modes of its own, those of a cycle."""
-        if self.name != "sglang":
+        """Random weights; on a card, where no draw is repeated to the bit in every batch, those of a cycle."""
+        if self.config is not CARD_CONFIG:
             return random_tensors(self.config, version)
         return {name: tensor.bfloat16() for name, tensor in cycle_tensors(self.config, 5 + version, 5 + version).items()}
 
 
-SGLANG_CONFIG = tiny_config(vocab_size=128, torch_dtype="bfloat16", max_position_embeddings=4096)
-SGLANG = Kind("sglang", SGLANG_CONFIG, settle_s=0.3, long=3000)
+CARD_CONFIG = tiny_config(vocab_size=128, torch_dtype="bfloat16", max_position_embeddings=4096)
+ON_CARDS = [Kind(name, settings, CARD_CONFIG, 0.3, 3000) for name, settings in (("vllm-card", card_settings), ("sglang", sglang_settings))]
+KINDS = [Kind("fake"), Kind("vllm", cpu_settings), *(pytest.param(kind, marks=pytest.mark.gpu) for kind in ON_CARDS)]
 
 
-@pytest.fixture(
-    scope="module", params=[Kind("fake"), Kind("vllm"), pytest.param(SGLANG, marks=pytest.mark.gpu)], ids=lambda kind: kind.name
-)
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.name)
 def kind(request: pytest.FixtureRequest) -> Kind:
     return request.param
 
@@ -52,9 +53,9 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 @pytest.fixture(scope="module")
 def pool(kind: Kind, run: Loop, start_engine: Callable[[EngineSettings], Engine], tmp_path_factory: pytest.TempPathFactory) -> ReplicaPool:
     replica: FakeReplica | Engine = FakeReplica()
-    if kind.name != "fake":
+    if kind.settings is not None:
         folder = write_checkpoint(tmp_path_factory.mktemp("model"), kind.config, kind.weights(0))
-        replica = start_engine(cpu_settings(folder) if kind.name == "vllm" else gpu_settings(folder))
+        replica = start_engine(kind.settings(folder))
 
     async def start(index: int) -> Any:
         return replica

@@ -16,7 +16,7 @@ from mtpctl.rollout import ABORTED, SglangEngine, SglangSettings
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync import Manifest, PlanMismatch, Publisher, VersionStore
 from tests.rollout.checkpoints import Tensors, cycle_tensors, random_tensors, reference_logprobs, tiny_config, write_checkpoint
-from tests.rollout.conftest import Loop, gpu_settings
+from tests.rollout.conftest import Loop, sglang_settings
 
 pytestmark = pytest.mark.gpu
 CONFIG = tiny_config(vocab_size=128, torch_dtype="bfloat16", max_position_embeddings=4096)
@@ -32,7 +32,7 @@ def half(tensors: Tensors) -> Tensors:
 @pytest.fixture(scope="module")
 def engine(start_engine: Callable[[SglangSettings], Any], tmp_path_factory: pytest.TempPathFactory) -> SglangEngine:
     folder = write_checkpoint(tmp_path_factory.mktemp("model"), CONFIG, half(random_tensors(CONFIG, 0)))
-    engine: SglangEngine = start_engine(gpu_settings(folder, k=2))
+    engine: SglangEngine = start_engine(sglang_settings(folder, k=2))
     return engine
 
 
