@@ -15,6 +15,12 @@ _RL_7B = (
 """RL on the model of known answers, whose rewards are all alike: prompts of 300 tokens, responses of 197 that end by themselves."""
 
 _X4 = f"bench async mimo7b_mtp --overlay h200x4 --out {{out}}/rl-7b-x4 --arm partial --arm partial-server --set train.rl.steps=6 {_RL_7B}"
+_DP = (
+    "bench async mimo7b_mtp --overlay h200x4 --out {out}/rl-7b-x4-dp --arm partial --set train.rl.steps=4 "
+    "--set 'train.parallel={tp: 1, dp: 2, sequence_parallel: false}' --set train.distributed_optimizer=true "
+    f"--set train.tokens_per_microbatch=8192 {_RL_7B}"
+)
+"""The trainer's two cards side by side on whole samples, where the overlay has them share each."""
 _X2 = f"bench async mimo7b_mtp --overlay h200x2 --out {{out}}/rl-7b-x2 --arm partial-server --set train.rl.steps=4 {_RL_7B}"
 _LONG_TAIL = "bench async mimo_small_mtp --overlay long_tail --out {out}/async --json"
 _MTP = "bench mtp mimo_small_mtp --together --out {out}/mtp --json"
@@ -22,6 +28,7 @@ _MTP = "bench mtp mimo_small_mtp --together --out {out}/mtp --json"
 ON_CARDS = [
     Task("cycle-model", 1, 3, f"bench cycle-model {_CYCLE}"),
     Task("rl-7b-x4", 4, 8, _X4, ("cycle-model",)),
+    Task("rl-7b-x4-dp", 3, 5, _DP, ("cycle-model",)),
     Task("rl-7b-x2", 2, 6, _X2, ("cycle-model",)),
     Task("sync-weights", 2, 6, "bench sync-weights --eager --repeats 5 --transport nccl --transport ipc --json"),
     Task("fused-kernels-tp2", 2, 3, "bench fused-kernels --tp 2 --json"),
