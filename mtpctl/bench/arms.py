@@ -165,9 +165,11 @@ def _finish(running: Sequence[tuple[Path, subprocess.Popen[bytes]]]) -> None:
     try:
         failed = [home for home, process in running if process.wait() != 0]
     finally:
-        for _, process in running:
-            if process.poll() is None:
-                process.terminate()
+        alive = [process for _, process in running if process.poll() is None]
+        for process in alive:
+            process.terminate()
+        for process in alive:
+            process.wait()
     if failed:
         lines = failed[0].with_suffix(".log").read_text().strip().splitlines() or ["it said nothing"]
         raise RuntimeFailure(f"{failed[0].name}: {lines[-1].removeprefix('error: ')} (all of it in {failed[0].with_suffix('.log')})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 import warnings
@@ -20,6 +21,8 @@ class _Commands(TyperGroup):
     """Tells what this package raises in one line. Mistakes on the command line itself are the parser's, with exit code 2."""
 
     def invoke(self, ctx: Any) -> Any:
+        # A scheduler's SIGTERM ends a command as Ctrl-C does: what it has started ends with it.
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             return super().invoke(ctx)
         except MtpctlError as error:
@@ -30,6 +33,8 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt as error:
             print("interrupted", file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from error
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 app = typer.Typer(
@@ -65,7 +70,7 @@ app.add_typer(recipe.app, name="recipe")
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit.
 
-    Exit codes: those of `mtpctl.recipe.errors`, 2 for a wrong command line, 130 after Ctrl-C, 1 for a bug, with its traceback.
+    Exit codes: those of `mtpctl.recipe.errors`, 2 for a wrong command line, 130 after Ctrl-C or SIGTERM, 1 for a bug, with its traceback.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if "--debug" not in arguments:

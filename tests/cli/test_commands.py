@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -172,10 +173,13 @@ def test_a_recipe_that_does_not_fit_starts_nothing(mtpctl: Any, monkeypatch: pyt
     assert mtpctl("train", "tiny_mtp", "--set", "train.stages=[]").code == 2
 
 
-def test_ctrl_c_is_exit_130(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_a_schedulers_sigterm_are_exit_130(mtpctl: Any, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(sent)
 
+    before = signal.getsignal(sent)
     monkeypatch.setattr("mtpctl.recipe.loading.load_recipe", interrupted)
     told = mtpctl("recipe", "validate", "tiny_mtp")
     assert (told.code, told.err) == (130, "interrupted\n")
+    assert signal.getsignal(sent) == before
