@@ -29,7 +29,7 @@ cases = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=cases)
 def test_chunked_agrees_with_the_oracle(case: Case) -> None:
     assert_agrees(case, "chunked")
