@@ -37,6 +37,11 @@ class Task:
     command: str
     after: tuple[str, ...] = ()
 
+    @property
+    def places(self) -> int:
+        """Cards, or the processor as one of them."""
+        return max(self.cards, 1)
+
     def words(self, out: Path) -> list[str]:
         """The command's words."""
         return [word.replace("{out}", str(out)) for word in shlex.split(self.command)]
@@ -77,7 +82,7 @@ async def run_all(plan: Sequence[Task], *, cards: int, out: Path, minutes: float
     end = None if minutes is None else time.monotonic() + 60 * minutes
     free = set(range(max(cards, 1)))
     waiting = list(plan)
-    running: dict[asyncio.Task[Outcome], set[int]] = {}
+    running: dict[asyncio.Task[Outcome], list[int]] = {}
     ended: dict[str, Outcome] = {}
     try:
         while waiting or running:
@@ -89,21 +94,19 @@ async def run_all(plan: Sequence[Task], *, cards: int, out: Path, minutes: float
                     continue
                 if not ended.keys() >= set(task.after):
                     continue
-                if max(task.cards, 1) > len(free):
+                if task.places > len(free):
                     break
                 waiting.remove(task)
-                own = set(sorted(free)[: max(task.cards, 1)])
-                free -= own
-                say(
-                    f"{task.name}: begins"
-                    + (f" on {'cards' if len(own) > 1 else 'card'} {', '.join(map(str, sorted(own)))}" if cards else "")
-                )
-                running[asyncio.create_task(_run(task, sorted(own) if cards else [], out))] = own
+                own = sorted(free)[: task.places]
+                free.difference_update(own)
+                where = f" on {'cards' if len(own) > 1 else 'card'} {', '.join(map(str, own))}" if cards else ""
+                say(f"{task.name}: begins{where}")
+                running[asyncio.create_task(_run(task, own if cards else [], out))] = own
             if not running:
                 continue
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for finished in done:
-                free |= running.pop(finished)
+                free.update(running.pop(finished))
                 outcome = finished.result()
                 ended[outcome.task.name] = outcome
                 say(f"{outcome.task.name}: {outcome.verdict} after {outcome.seconds:.0f} s")
@@ -115,7 +118,7 @@ async def run_all(plan: Sequence[Task], *, cards: int, out: Path, minutes: float
 
 
 def _left_out(task: Task, cards: int, end: float | None, ended: dict[str, Outcome]) -> str | None:
-    if task.cards > max(cards, 1):
+    if task.places > max(cards, 1):
         return f"needs {task.cards} cards"
     if failed := [name for name in task.after if name in ended and ended[name].code not in (0, 6)]:
         return f"comes after {failed[0]}"

@@ -93,6 +93,15 @@ TINY: dict[str, Any] = {
 }
 
 
+def known_shape(text: str) -> Literal["mimo7b", "tiny"]:
+    """A shape by its name on the command line. Raises UserError for another."""
+    if text == "mimo7b":
+        return "mimo7b"
+    if text == "tiny":
+        return "tiny"
+    raise UserError(f"--shape: must be mimo7b or tiny, got {text}")
+
+
 def config_of(shape: Literal["mimo7b", "tiny"]) -> dict[str, Any]:
     """config.json fields; `model_type` is one that every vLLM reads without a stand-in."""
     return TINY if shape == "tiny" else hub_config("XiaomiMiMo/MiMo-7B-RL") | {"model_type": "qwen2"}

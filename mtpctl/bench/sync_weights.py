@@ -6,8 +6,8 @@ flight the trainer's weights are synced several times, over one transport after 
 A sync's timer covers everything from the announcement of a version to the last engine resumed: export, packing, transfer, both
 update sessions. The stall is the engine's, from the call that pauses it to the return of the one that resumes it. The wire's
 time is the one in which a bucket was under way, and the link's the same for buckets that nobody packs, over the same
-communicator, in the same run. Throughput is back,
-counted from the pause, when tokens come at 90% of the rate before the sync, over a window after the resume.
+communicator, in the same run. Throughput is back, counted from the pause, when tokens come at 90% of the rate before the sync, over a
+window after the resume.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 from mtpctl import families
 from mtpctl.bench.sync_ends import Alone, Load, Trainer
 from mtpctl.bench.sync_results import Extra, Options, Result, misses
+from mtpctl.plan import WEIGHT_BYTES
 from mtpctl.recipe import Recipe
 from mtpctl.sync import Manifest, Sent
 from mtpctl.sync.transports import PUSHED
@@ -161,7 +162,7 @@ async def _one(
 
 def sum_bytes(options: Options) -> int:
     """Bytes of the model."""
-    return families.count(families.shape_of(options.config))["total"] * (2 if options.precision == "bf16" else 4)
+    return families.count(families.shape_of(options.config))["total"] * WEIGHT_BYTES[options.precision]
 
 
 async def _memory(trainer: Trainer, engine: Any, *, reset: bool = False) -> tuple[dict[str, int], dict[str, int]]:

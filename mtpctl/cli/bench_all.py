@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from mtpctl.cli.options import say
+
 
 def everything(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Logs, JSON and runs; runs that are there already are taken.")] = Path(
@@ -33,7 +35,7 @@ def everything(
         for task in tasks:
             print(f"{task.name} ({task.cards} cards, {task.minutes:g} min): mtpctl {shlex.join(task.words(out))}")
         return
-    outcomes = asyncio.run(bench.run_all(tasks, cards=cards, out=out, minutes=minutes, say=_say))
+    outcomes = asyncio.run(bench.run_all(tasks, cards=cards, out=out, minutes=minutes, say=say))
     print(bench.table(outcomes))
     told = ", ".join(f"{o.task.name}: {o.verdict}" for o in outcomes if o.code != 0)
     if (code := bench.exit_code(outcomes)) == 6:
@@ -51,15 +53,8 @@ def cycle_model(
     import torch
 
     from mtpctl.bench.cycle_model import write_cycle_model
-    from mtpctl.bench.rollout import config_of
-    from mtpctl.recipe.errors import UserError
+    from mtpctl.bench.rollout import config_of, known_shape
 
-    if shape not in ("mimo7b", "tiny"):
-        raise UserError(f"--shape: must be mimo7b or tiny, got {shape}")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    write_cycle_model(folder, config_of("tiny" if shape == "tiny" else "mimo7b"), acceptance=acceptance, device=device)
+    config = config_of(known_shape(shape))
+    write_cycle_model(folder, config, acceptance=acceptance, device="cuda" if torch.cuda.is_available() else "cpu")
     print(f"{folder}: drafts after tokens of the lower half of the vocabulary are right with {acceptance:.0%}")
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json as jsonlib
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtpctl.cli.options import Json, Overlays, Sets
+from mtpctl.cli.options import Json, Overlays, Sets, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mtpctl.bench.arms import Arm, Experiment
+    from mtpctl.bench.arms import Arm, Experiment, Outcome
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe that every arm is a variant of.")]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where every arm's run goes; arms that are there already are taken.")]
@@ -47,10 +46,7 @@ def mtp(
     from mtpctl.recipe.errors import ThresholdMissed
 
     experiment = _experiment(recipe, out, sets, overlay)
-    if measured_only:
-        outcomes = experiment.measured(_chosen(bench.ARMS, arm), seed, say=_say)
-    else:
-        outcomes = experiment.run(_chosen(bench.ARMS, arm), seed or [_seed(experiment)], together=together, say=_say)
+    outcomes = _outcomes(experiment, _chosen(bench.ARMS, arm), seed, measured_only, together=together)
     results, environment = bench.summarise(outcomes, last), machine()
     found = bench.as_json(results, environment, last)
     text = f"{told(environment)}\nThe timer covers: {bench.TIMER}.\n\n{bench.table(results, last)}"
@@ -86,12 +82,9 @@ def asynchrony(
     from mtpctl.recipe.errors import ThresholdMissed, UserError
 
     experiment = _experiment(recipe, out, sets, overlay)
-    if measured_only:
-        outcomes = experiment.measured(_chosen(bench.ARMS, arm), seed, say=_say)
-    else:
-        if not experiment.load("probe", 0).train.eval_every:
-            raise UserError("train.eval_every: the time to an accuracy is read from evaluations; set it, to a tenth of train.rl.steps say")
-        outcomes = experiment.run(_chosen(bench.ARMS, arm), seed or [_seed(experiment)], say=_say)
+    if not measured_only and not experiment.load("probe", 0).train.eval_every:
+        raise UserError("train.eval_every: the time to an accuracy is read from evaluations; set it, to a tenth of train.rl.steps say")
+    outcomes = _outcomes(experiment, _chosen(bench.ARMS, arm), seed, measured_only)
     results, levels = bench.summarise(outcomes, level)
     environment = machine()
     found = bench.as_json(results, levels, environment)
@@ -126,6 +119,14 @@ def _experiment(recipe: str, out: Path, sets: list[str] | None, overlay: list[st
     return Experiment(recipe, tuple(overlay or ()), tuple(sets or ()), out)
 
 
+def _outcomes(
+    experiment: Experiment, arms: Sequence[Arm], seeds: list[int] | None, measured_only: bool, *, together: bool = False
+) -> list[Outcome]:
+    if measured_only:
+        return experiment.measured(arms, seeds, say=say)
+    return experiment.run(arms, seeds or [_seed(experiment)], together=together, say=say)
+
+
 def _seed(experiment: Experiment) -> int:
     from mtpctl.recipe import load_recipe
 
@@ -146,8 +147,4 @@ def _write(out: Path, title: str, subtitle: str, found: dict[str, Any], figures:
 
     (out / "result.json").write_text(jsonlib.dumps(found, indent=1) + "\n")
     write_page(out / "result.html", page(title, subtitle, figures, out.name))
-    _say(f"wrote {out / 'result.json'} and {out / 'result.html'}")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    say(f"wrote {out / 'result.json'} and {out / 'result.html'}")

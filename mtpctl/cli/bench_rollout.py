@@ -41,10 +41,8 @@ def rollout(
         if name not in ("path", "speculation"):
             raise UserError(f"--part: must be path or speculation, got {name}")
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = shape or ("mimo7b" if device == "cuda" else "tiny")
-    if shape not in ("mimo7b", "tiny"):
-        raise UserError(f"--shape: must be mimo7b or tiny, got {shape}")
-    if shape == "mimo7b" and device == "cpu":
+    named = bench.known_shape(shape or ("mimo7b" if device == "cuda" else "tiny"))
+    if named == "mimo7b" and device == "cpu":
         raise UserError("--shape: mimo7b has 7.8 billion parameters and this machine no card; take tiny")
 
     def say(text: str) -> None:
@@ -52,7 +50,7 @@ def rollout(
 
     with tempfile.TemporaryDirectory(prefix="mtpctl-bench-") as scratch:
         options = bench.Options(
-            shape=shape,  # type: ignore[arg-type]
+            shape=named,
             folder=model or Path(scratch) / "model",
             batches=tuple(sorted(set(batch or (8, 64, 256)))),
             prompt=prompt,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mtpctl.cli.options import Json
+from mtpctl.cli.options import Json, say
 
 _MIB = 1 << 20
 
@@ -48,9 +47,6 @@ def sync_weights(
         raise EnvironmentMissing("two cards are needed, this machine has one; with --shared trainer and engine share it")
     tiny = load_recipe("tiny_mtp").recipe.model.config
     assert tiny is not None
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory(prefix="mtpctl-bench-") as scratch:
         options = Options(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,3 +25,8 @@ def load(recipe: str | Path, overlays: list[str] | None, sets: list[str] | None)
     from mtpctl.recipe import load_recipe
 
     return load_recipe(recipe, overlays=overlays or [], sets=sets or [])
+
+
+def say(line: str) -> None:
+    """Tell of progress, beside what a command prints."""
+    print(line, file=sys.stderr, flush=True)

@@ -18,8 +18,8 @@ def read_problems(path: str | Path, field: str = "data.path", *, answers: bool =
     """Every problem of the file, in its order; `prompt_id` is `file:line` (in Parquet the row, counted from 1).
 
     `field` is the recipe key or option that named the file. Without `answers` a prompt may stand alone, and its answer is `NO_ANSWER`.
-    Raises UserError, naming file and line, for a file that is missing,
-    empty or of another kind, a line that is not an object, and a prompt or answer that is missing, empty or not text.
+    Raises UserError, naming file and line, for a file that is missing, empty or of another kind, a line that is not an object, and a
+    prompt or answer that is missing, empty or not text.
     """
     path = Path(path)
     if not path.is_file():

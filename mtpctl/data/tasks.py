@@ -170,7 +170,8 @@ def _share(total: int, decay: float, caps: Sequence[int], capacity: Sequence[int
         while (left := total - sum(shares)) > 0 and (open_ := [i for i, bound in enumerate(bounds) if shares[i] < bound]):
             # Counted from the shortest that is open, so that the weights are never all 0.
             weights = [decay ** (i - open_[0]) for i in open_]
-            each = [math.floor(left * weight / sum(weights)) for weight in weights]
+            whole = sum(weights)
+            each = [math.floor(left * weight / whole) for weight in weights]
             extra = left - sum(each)
             for rank, i in enumerate(reversed(open_)):
                 shares[i] = min(bounds[i], shares[i] + each[-1 - rank] + int(rank < extra))

@@ -3,6 +3,7 @@
 from mtpctl.plan.buckets import ALIGNMENT, DTYPE_BYTES, Bucket, Entry, TensorSpec, plan_buckets
 from mtpctl.plan.memory import (
     OPTIMIZER_SLICE,
+    WEIGHT_BYTES,
     EngineMemory,
     LogprobMemory,
     TrainerMemory,
@@ -20,6 +21,7 @@ __all__ = [
     "ALIGNMENT",
     "DTYPE_BYTES",
     "OPTIMIZER_SLICE",
+    "WEIGHT_BYTES",
     "Actor",
     "Bucket",
     "EngineMemory",

@@ -14,7 +14,8 @@ from mtpctl.recipe.errors import ClusterResources, UserError
 from mtpctl.recipe.schema import ParallelConfig, Recipe
 
 GIB = 1 << 30
-BYTES = {"fp32": 4, "bf16": 2}
+WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
+"""Of a weight, by its precision."""
 MASTER, MOMENTS, GRADIENT = 4, 8, 4
 """Bytes a parameter: fp32 masters beside bf16 weights, Adam's two moments, and the fp32 gradient buffer."""
 OPTIMIZER_SLICE = 1 << 30
@@ -84,7 +85,7 @@ def engine_memory(recipe: Recipe, shape: ModelShape) -> EngineMemory:
     room for a cache in the engine's share of the card.
     """
     rollout = recipe.rollout
-    width = BYTES[recipe.train.precision if rollout.dtype == "auto" else rollout.dtype]
+    width = WEIGHT_BYTES[recipe.train.precision if rollout.dtype == "auto" else rollout.dtype]
     drafting = rollout.speculation.num_tokens > 0 and recipe.mtp.mode != "off"
     held = stages(shape, ParallelConfig(tp=rollout.tp), mtp=drafting)[0]
     weights = held.parameters * width
@@ -111,7 +112,7 @@ def engine_memory(recipe: Recipe, shape: ModelShape) -> EngineMemory:
 def logprob_memory(recipe: Recipe, shape: ModelShape) -> LogprobMemory:
     """The fullest rank of a log-prob server: weights without gradients, and one layer's activations at a time."""
     server = recipe.logprob
-    width = BYTES[recipe.train.precision]
+    width = WEIGHT_BYTES[recipe.train.precision]
     held = max(stage.parameters for stage in _stages(recipe, shape, server.parallel))
     copies = 2 if server.keep_previous else 1
     elements = activation_width(shape, server.parallel) + passing_width(shape, server.parallel)
@@ -198,7 +199,7 @@ def _stages(recipe: Recipe, shape: ModelShape, parallel: ParallelConfig) -> list
 
 def _trainer_stage(recipe: Recipe, shape: ModelShape, index: int, stage: Stage) -> TrainerMemory:
     train, parallel = recipe.train, recipe.train.parallel
-    width = BYTES[train.precision]
+    width = WEIGHT_BYTES[train.precision]
     weights = stage.parameters * width
     adapter = _adapter(recipe, shape, stage) if train.lora else 0
     weights += adapter * width
@@ -227,7 +228,7 @@ def _activations(recipe: Recipe, shape: ModelShape, index: int, stage: Stage) ->
     kept = width * layers if train.recompute != "full" else entry * layers
     once = passing if train.recompute != "full" else width + passing
     in_flight = parallel.pp - index  # One forward, one backward: a stage waits for those behind it.
-    return int(train.tokens_per_microbatch / parallel.cp * (kept * in_flight + once) * BYTES[train.precision])
+    return int(train.tokens_per_microbatch / parallel.cp * (kept * in_flight + once) * WEIGHT_BYTES[train.precision])
 
 
 def _workspace(recipe: Recipe, shape: ModelShape, tokens: int, parallel: ParallelConfig) -> int:

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mtpctl.recipe.schema import DTYPES, SglangConfig
-
-LOADER = "mtpctl.sync.sglang_receiver.take"
-"""What SGLang calls with a step of a weight update (`custom_weight_loader`)."""
+from mtpctl.sync.sglang_client import LOADER
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any
 from mtpctl.sync.protocol import PlanMismatch, SyncError
 
 LOADER = "mtpctl.sync.sglang_receiver.take"
+"""What SGLang calls with a step of a weight update (`custom_weight_loader`)."""
 
 
 class SglangClient:

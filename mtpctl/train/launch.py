@@ -13,7 +13,7 @@ from pathlib import Path
 from mtpctl.cluster import cluster, within
 from mtpctl.families import count
 from mtpctl.logprob import LogprobServer, start_server
-from mtpctl.plan import Placement, place
+from mtpctl.plan import WEIGHT_BYTES, Placement, place
 from mtpctl.recipe import EnvironmentMissing, MtpctlError, Recipe, dump_resolved
 from mtpctl.rl import make_checker
 from mtpctl.rollout import ReplicaPool, start_pool
@@ -76,7 +76,7 @@ class Run:
         self.state = RunState(directory.checkpoints, recipe.train)
         # Named by the whole path: runs in folders of one name share a machine's memory, not their weights.
         name = f"{directory.path.name}-{zlib.crc32(str(directory.path.resolve()).encode()):08x}"
-        size = count(prepared.model.shape)["total"] * (2 if recipe.train.precision == "bf16" else 4)
+        size = count(prepared.model.shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
         kept = directory.path / "versions"
         # On several hosts the run directory is what all of them see.
         self.store = VersionStore(kept if placement.hosts > 1 else default_root(name, size, kept))

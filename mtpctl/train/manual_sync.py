@@ -16,7 +16,7 @@ from typing import Any
 from mtpctl.cluster import cluster, within
 from mtpctl.families import count
 from mtpctl.logprob import LogprobServer, start_server
-from mtpctl.plan import place
+from mtpctl.plan import WEIGHT_BYTES, place
 from mtpctl.recipe import Recipe, UserError
 from mtpctl.rollout import start_pool
 from mtpctl.sync import VersionStore, default_root
@@ -88,7 +88,7 @@ async def _sync(
     placement = place(recipe)
     engines = [await ServedEngine.find(url, recipe.sync.sections, release_kv=recipe.sync.release_kv) for url in urls]
     model = model_of(recipe, source.run or scratch)
-    size = count(model.shape)["total"] * (2 if recipe.train.precision == "bf16" else 4)
+    size = count(model.shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
     store = VersionStore(default_root(f"sync-{os.getpid()}", size, scratch / "versions"))
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(store.close)

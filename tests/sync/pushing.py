@@ -13,6 +13,7 @@ import torch
 
 from mtpctl.plan import TensorSpec
 from mtpctl.sync import Manifest, Sender, VersionStore
+from mtpctl.sync.publisher import Export
 from mtpctl.sync.receiver import pieces
 from mtpctl.sync.transports import Readers
 
@@ -33,6 +34,21 @@ def sender(root: Path, transport: str, *, bucket_bytes: int = 2048, deadline_s: 
     found = Sender(VersionStore(root), transport, "cpu", host="127.0.0.1", deadline_s=deadline_s, bucket_bytes=bucket_bytes)
     found.plan(TensorSpec(name, shape, "float32") for name, shape in SHAPES.items())
     return found
+
+
+def send_version(pipe: Any, over: Sender, version: int, members: list[str], export: Export, sending: Export | None = None) -> None:
+    """One version by this sender, in the process that sends: its manifest into `pipe`, then what was sent, or why it was not.
+
+    `sending`: an export that comes in place of the one that was learnt, for faults.
+    """
+    try:
+        pipe.send(over.announce(version, members, over.learn(export, checksums=True)))
+        sent = over.send(export if sending is None else sending)
+        over.keep(export)
+        over.flush()
+        pipe.send(sent)
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {error}")
 
 
 class Die:

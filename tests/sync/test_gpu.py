@@ -27,7 +27,7 @@ from tests.rollout.conftest import Loop
 from tests.rollout.conftest import run as run
 from tests.rollout.conftest import start_engine as start_engine
 from tests.sync import adapters
-from tests.sync.pushing import CONTEXT
+from tests.sync.pushing import CONTEXT, send_version
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -68,14 +68,7 @@ def _send(pipe: Any, root: Path, transport: str, card: int) -> None:
         sender.moving = sections
         tensors = {name: tensor.to(device) for name, tensor in version_of(version).items()}
         ordered = [item for section in sections for item in tensors.items() if adapters.section_of(item[0]) == section]
-        try:
-            pipe.send(sender.announce(version, members, sender.learn(ordered, checksums=True)))
-            sent = sender.send(ordered)
-            sender.keep(ordered)
-            sender.flush()
-            pipe.send(sent)
-        except Exception as error:
-            pipe.send(f"{type(error).__name__}: {error}")
+        send_version(pipe, sender, version, members, ordered)
     sender.close()
 
 

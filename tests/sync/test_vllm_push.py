@@ -23,7 +23,7 @@ from tests.rollout.conftest import Loop, cpu_settings
 from tests.rollout.conftest import run as run
 from tests.rollout.conftest import start_engine as start_engine
 from tests.sync import adapters
-from tests.sync.pushing import CONTEXT, Die, Receiver
+from tests.sync.pushing import CONTEXT, Die, Receiver, send_version
 
 CONFIG = tiny_config(vocab_size=256)
 PROMPT = [3, 4, 5, 6, 7]
@@ -46,15 +46,7 @@ def _send(pipe: Any, root: Path, transport: str, bucket_bytes: int) -> None:
         tensors = random_tensors(CONFIG, seed)
         sections: tuple[str, ...] = ("target", "draft")
         ordered = [item for section in sections for item in tensors.items() if sender.section_of(item[0]) == section]
-        try:
-            sums = sender.learn(ordered, checksums=True)
-            pipe.send(sender.announce(version, members, sums))
-            sent = sender.send(_until(fault, ordered))
-            sender.keep(ordered)
-            sender.flush()
-            pipe.send(sent)
-        except Exception as error:
-            pipe.send(f"{type(error).__name__}: {error}")
+        send_version(pipe, sender, version, members, ordered, sending=_until(fault, ordered))
     sender.close()
 
 
