@@ -22,6 +22,9 @@ _DP = (
 )
 """The trainer's two cards side by side on whole samples, where the overlay has them share each."""
 _X2 = f"bench async mimo7b_mtp --overlay h200x2 --out {{out}}/rl-7b-x2 --arm partial-server --set train.rl.steps=4 {_RL_7B}"
+_LORA = (
+    f"bench async mimo7b_mtp --overlay h200x3_lora --out {{out}}/rl-7b-lora --arm partial --arm partial-server --set train.rl.steps=6 {_RL_7B}"
+)
 _LONG_TAIL = "bench async mimo_small_mtp --overlay long_tail --out {out}/async --json"
 _MTP = "bench mtp mimo_small_mtp --together --out {out}/mtp --json"
 
@@ -29,6 +32,7 @@ ON_CARDS = [
     Task("cycle-model", 1, 3, f"bench cycle-model {_CYCLE}"),
     Task("rl-7b-x4", 4, 8, _X4, ("cycle-model",)),
     Task("rl-7b-x4-dp", 3, 5, _DP, ("cycle-model",)),
+    Task("rl-7b-lora", 3, 7, _LORA, ("cycle-model",)),
     Task("rl-7b-x2", 2, 6, _X2, ("cycle-model",)),
     Task("sync-weights", 2, 6, "bench sync-weights --eager --repeats 5 --transport nccl --transport ipc --json"),
     Task("fused-kernels-tp2", 2, 3, "bench fused-kernels --tp 2 --json"),

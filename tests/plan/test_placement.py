@@ -31,7 +31,7 @@ def test_mimo_on_one_host_of_eight() -> None:
     assert placement.bundles("rollout") == [{"CPU": 1, "GPU": 1.0}] * 3
 
 
-@pytest.mark.parametrize(("overlay", "gpus"), [("h200x2", 2), ("h200x4", 4), ("h200x8", 8)])
+@pytest.mark.parametrize(("overlay", "gpus"), [("h200x2", 2), ("h200x3_lora", 3), ("h200x4", 4), ("h200x8", 8)])
 def test_overlays_fill_their_cards(overlay: str, gpus: int) -> None:
     assert place(load_recipe("mimo7b_mtp", overlays=[overlay]).recipe).gpus == gpus
 
