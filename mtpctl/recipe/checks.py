@@ -184,6 +184,11 @@ def _devices(recipe: Recipe) -> Complaints:
     device, transport = recipe.cluster.device, recipe.sync.transport
     if device == "cpu" and transport != "shm":
         yield f"sync.transport: {transport} needs CUDA; set shm for cluster.device: cpu"
+    if transport == "nccl":
+        scores = recipe.logprob.gpus if recipe.logprob.standalone else 1
+        shares = {"train.gpus": recipe.train.gpus, "rollout.gpus": recipe.rollout.gpus, "logprob.gpus": scores}
+        for field in [field for field, share in shares.items() if share and share < 1][-1:]:
+            yield f"sync.transport: nccl joins one process of a card, and with {field}: {shares[field]:g} two share one; set ipc"
     if isinstance(recipe.rollout, SglangConfig):
         yield from _sglang(recipe, recipe.rollout)
 

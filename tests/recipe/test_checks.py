@@ -107,6 +107,14 @@ def test_our_overlays_fit(path: Path) -> None:
         (["data.eval_path=/nowhere/e.jsonl"], "data.eval_path: "),
         (["data.task.min_digits=4", "data.task.max_digits=3"], "data.task.min_digits: must be at most max_digits: 3, got 4"),
         (["sync.transport=ipc"], "sync.transport: ipc needs CUDA; set shm"),
+        (
+            ["sync.transport=nccl", "cluster.device=cuda", "logprob={standalone: true, gpus: 0.25}"],
+            "sync.transport: nccl joins one process of a card, and with logprob.gpus: 0.25 two share one; set ipc",
+        ),
+        (
+            ["sync.transport=nccl", "cluster.device=cuda", "train.gpus=0.4", "rollout.gpus=0.4"],
+            "sync.transport: nccl joins one process of a card",
+        ),
         (["data.sft_path=/none.jsonl"], "data.sft_path: there is no file /none.jsonl"),
         (["data.sft_task={min_digits: 4}"], "data.sft_task.min_digits: must be at most max_digits: 3, got 4"),
         (["run_dir=runs/{nmae}"], "run_dir: {nmae} is not known"),
