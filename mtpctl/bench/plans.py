@@ -22,7 +22,10 @@ _DP = (
 )
 """The trainer's two cards side by side on whole samples, where the overlay has them share each."""
 _X2 = f"bench async mimo7b_mtp --overlay h200x2 --out {{out}}/rl-7b-x2 --arm partial-server --set train.rl.steps=4 {_RL_7B}"
-_LORA = f"bench async mimo7b_mtp --overlay h200x3_lora --out {{out}}/rl-7b-lora --arm partial --arm partial-server --set train.rl.steps=6 {_RL_7B}"
+_LORA = (
+    "bench async mimo7b_mtp --overlay h200x3_lora --out {out}/rl-7b-lora --arm partial --arm partial-server "
+    f"--set train.rl.steps=6 {_RL_7B}"
+)
 _LONG_TAIL = "bench async mimo_small_mtp --overlay long_tail --out {out}/async --json"
 _MTP = "bench mtp mimo_small_mtp --together --out {out}/mtp --json"
 
