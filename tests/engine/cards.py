@@ -5,8 +5,10 @@ A case that does not end is named, with the stacks of its ranks, and those behin
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import io
+import random
 import socket
 import sys
 import time
@@ -179,9 +181,12 @@ def _found(case: Case, place: Rank, root: Path) -> bytes:
 
 
 def _free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    """Below the ports that systems hand out by themselves, where NCCL's own sockets and a hundred others may take one meanwhile."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return f"127.0.0.1:{port}"
 
 
 def main(out: str, *names: str) -> None:

@@ -49,6 +49,10 @@ def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]
     return run
 
 
+START_S = 300.0
+"""For an engine to start: on a card it may compile kernels first."""
+
+
 class Loop:
     """An event loop that outlives a test, so that an engine living in it can too."""
 
@@ -84,11 +88,11 @@ def start_engine(run: Loop) -> Iterator[Callable[[EngineSettings], Engine]]:
         if isinstance(settings, SglangSettings):
             from mtpctl.rollout import SglangEngine
 
-            engines.append(run(SglangEngine.start(settings), 300.0))
+            engines.append(run(SglangEngine.start(settings), START_S))
         else:
             from mtpctl.rollout import VllmEngine
 
-            engines.append(run(VllmEngine.start(settings)))
+            engines.append(run(VllmEngine.start(settings), START_S))
         return engines[-1]
 
     yield start

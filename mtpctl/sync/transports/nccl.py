@@ -23,6 +23,8 @@ from mtpctl.sync.transports.control import Address, Control, join
 NAME = "nccl"
 _BEYOND_S = 3600.0
 """Seconds beyond the deadline after which NCCL's own watch gives up: it ends the process, so ours has to be first."""
+_CHANNELS = 16
+"""Of NCCL's channels, at most. Each has buffers on every card, and these many carry what a link does."""
 
 
 class Wire:
@@ -37,6 +39,7 @@ class Wire:
         if self.cuda:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=control.address.deadline_s + _BEYOND_S)
+            options.config.max_ctas = _CHANNELS
             with torch.cuda.device(device):
                 self.group = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
