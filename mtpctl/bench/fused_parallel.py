@@ -6,7 +6,6 @@ is taken in the same run, on rank 0 while the others wait.
 
 from __future__ import annotations
 
-import socket
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,9 +18,12 @@ from torch import Tensor
 
 from mtpctl.bench.fused_cases import GIB, Inputs, clipped_loss, make_inputs
 from mtpctl.bench.fused_kernels import Shape, time_runs
+from mtpctl.cluster import address_of, host_store, join_store
 from mtpctl.kernels import linear_logprob, linear_policy_loss
 
 WARM, SAMPLES = 3, 12
+MEET_S = 300.0
+"""Seconds that a rank waits for the others to import and join."""
 BOUND = 1.15  # of a world-th of one card's time
 
 
@@ -65,12 +67,12 @@ def _work(x: Inputs, weight: Tensor, group: dist.ProcessGroup | None) -> dict[st
     }
 
 
-def _rank(rank: int, world: int, shape: Shape, port: int, device: str, answers: Any) -> None:
+def _rank(rank: int, world: int, shape: Shape, meeting: str, device: str, answers: Any) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
+        store=join_store(meeting, MEET_S),
         rank=rank,
         world_size=world,
         device_id=torch.device("cuda", rank) if device == "cuda" else None,
@@ -108,12 +110,10 @@ def measure_parallel(shape: Shape, world: int, device: str | None = None) -> lis
         raise ValueError(f"--tp: {world} ranks do not divide the vocabulary of {shape.vocab}")
     if device == "cuda" and torch.cuda.device_count() < world:
         raise ValueError(f"--tp: {world} ranks, and this host has {torch.cuda.device_count()} cards")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    meeting = host_store("127.0.0.1")
     context = mp.get_context("spawn")
     answers = context.Queue()
-    mp.spawn(_rank, args=(world, shape, port, device, answers), nprocs=world)
+    mp.spawn(_rank, args=(world, shape, address_of(meeting), device, answers), nprocs=world)
     name = f"{shape.rows}x{shape.hidden}x{shape.vocab}"
     return [Parallel(name, world, *answers.get(timeout=10)) for _ in range(4)]
 

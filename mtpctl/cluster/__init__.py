@@ -1,7 +1,24 @@
-"""Ray: the cluster of a run, waiting for its actors, and replicas that die and come back."""
+"""Ray: the cluster of a run, waiting for its actors, and replicas that die and come back; and where processes meet."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.local import cluster
 from mtpctl.cluster.replicas import Lifecycle, Replicas, Seat, start_all
 
-__all__ = ["Lifecycle", "Replicas", "Seat", "cluster", "start_all", "within"]
+if TYPE_CHECKING:
+    from mtpctl.cluster.meeting import address_of, host_store, join_store
+
+__all__ = ["Lifecycle", "Replicas", "Seat", "address_of", "cluster", "host_store", "join_store", "start_all", "within"]
+
+_MEETING = ("address_of", "host_store", "join_store")
+"""They need torch, which importing this folder does not."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MEETING:
+        return getattr(importlib.import_module(f"{__name__}.meeting"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from torch import Tensor
 
+from mtpctl.cluster import join_store
 from mtpctl.compat import cpu_device
 from mtpctl.recipe import ClusterResources
 from mtpctl.recipe.schema import ParallelConfig
@@ -19,7 +20,7 @@ from mtpctl.recipe.schema import ParallelConfig
 
 @dataclass(frozen=True)
 class Rank:
-    """Where one process stands: its rank, the ranks in all, and the address of rank 0 as `host:port`."""
+    """Where one process stands: its rank, the ranks in all, and the store where they meet as `host:port`, held by whoever told it."""
 
     rank: int = 0
     world_size: int = 1
@@ -43,12 +44,7 @@ def start(rank: Rank, parallel: ParallelConfig) -> None:
             raise ClusterResources(f"train.parallel: rank {rank.rank} needs GPU {rank.local_rank} of a host with {count}; take fewer ranks")
         if cuda:
             torch.cuda.set_device(rank.local_rank)
-        store: dist.Store
-        if rank.world_size == 1:
-            store = dist.HashStore()
-        else:
-            host, port = rank.master.rsplit(":", 1)
-            store = dist.TCPStore(host, int(port), rank.world_size, is_master=rank.rank == 0)
+        store: dist.Store = dist.HashStore() if rank.world_size == 1 else join_store(rank.master, rank.deadline_s)
         # megatron-core and its checkpoints read these.
         os.environ |= {"RANK": str(rank.rank), "WORLD_SIZE": str(rank.world_size), "LOCAL_RANK": str(rank.local_rank)}
         dist.init_process_group(

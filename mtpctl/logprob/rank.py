@@ -5,7 +5,6 @@ All ranks of a replica are called together, with the same arguments and in the s
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,10 +54,13 @@ class ScoreRank:
         self._finished: set[str] = set()
 
     def address(self) -> str:
-        """A host and a free port for the ranks to meet at."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"{socket.gethostbyname(socket.gethostname())}:{probe.getsockname()[1]}"
+        """Where the ranks meet: a store that rank 0 holds from now on."""
+        from mtpctl.cluster import address_of, host_store
+
+        if self.rank:
+            return ""
+        self.meeting = host_store()
+        return address_of(self.meeting)
 
     def build(self, master: str) -> Bounds:
         """Load the model."""

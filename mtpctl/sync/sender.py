@@ -9,7 +9,6 @@ done, the store's newest version is the one before; a replica that restarts mean
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -18,13 +17,14 @@ from typing import Any
 
 import torch
 
+from mtpctl.cluster import host_store
 from mtpctl.plan import Bucket
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import SyncError
 from mtpctl.sync.publisher import Export, Packing
 from mtpctl.sync.store import VersionStore
 from mtpctl.sync.transports import BucketWriter, Sent
-from mtpctl.sync.transports.control import Address, Control, host_store
+from mtpctl.sync.transports.control import Address, Control
 from mtpctl.sync.transports.shm import NAME as SHM
 from mtpctl.sync.transports.shm import Writer as StoreWriter
 
@@ -43,7 +43,7 @@ class Sender(Packing):
     ) -> None:
         super().__init__(**options)
         self.store, self.transport, self.device, self.deadline_s = store, transport, torch.device(device), deadline_s
-        self._host = host or socket.gethostbyname(socket.gethostname())
+        self._host = host
         self._meeting: Any = None
         self._groups = 0
         self._members: tuple[str, ...] | None = None
@@ -75,7 +75,7 @@ class Sender(Packing):
         if self._meeting is None:
             self._meeting = host_store(self._host)
         self._groups += 1
-        address = Address(self._host, self._meeting.port, f"group-{self._groups}", len(members), self.deadline_s)
+        address = Address(self._meeting.host, self._meeting.port, f"group-{self._groups}", len(members), self.deadline_s)
         writer = import_module(f"mtpctl.sync.transports.{self.transport}").Writer
         largest = max(bucket.nbytes for buckets in self.plans.values() for bucket in buckets)
         self._writer = writer(Control(self._meeting, address), self.device, largest)

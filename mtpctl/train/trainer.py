@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,11 @@ class TrainerRank:
         self.profile = UpdateProfile(self.recipe.run_path / "logs", rank) if self.recipe.telemetry.profile else None
 
     def address(self) -> str:
-        """A host and a free port for the ranks to meet at."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"{socket.gethostbyname(socket.gethostname())}:{probe.getsockname()[1]}"
+        """Where the ranks meet: a store that this rank holds from now on."""
+        from mtpctl.cluster import address_of, host_store
+
+        self.meeting = host_store()
+        return address_of(self.meeting)
 
     def build(self, folder: str, master: str) -> dict[str, Any]:
         """Make the engine from a Hugging Face folder. Returns what the panel tells of it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import socket
 import sys
 import traceback
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mtpctl.cluster import address_of, host_store
 from mtpctl.compat import cpu_device
 from mtpctl.convert import HfFolder
 from mtpctl.engine import Rank
@@ -53,15 +53,13 @@ def _rank(root: Path, case: str, rank: Rank, pipe: Any) -> None:
 
 def run(root: Path, case: str) -> str:
     """ "ok", or the error of the first rank that failed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        master = f"127.0.0.1:{probe.getsockname()[1]}"
+    meeting = host_store("127.0.0.1")
     fork = multiprocessing.get_context("fork")
     world = layout_of(case).world_size
     ends, processes = [], []
     for number in range(world):
         ours, theirs = fork.Pipe(duplex=False)
-        place = Rank(number, world, master, deadline_s=DEADLINE_S)
+        place = Rank(number, world, address_of(meeting), deadline_s=DEADLINE_S)
         processes.append(fork.Process(target=_rank, args=(root, case, place, theirs)))
         processes[-1].start()
         theirs.close()

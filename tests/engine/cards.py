@@ -5,11 +5,8 @@ A case that does not end is named, with the stacks of its ranks, and those behin
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import io
-import random
-import socket
 import sys
 import time
 import traceback
@@ -22,6 +19,7 @@ from typing import Any
 import torch
 from torch import multiprocessing as mp
 
+from mtpctl.cluster import address_of, host_store
 from mtpctl.engine import Rank
 from tests.engine.cases import CASES, Case
 
@@ -156,10 +154,10 @@ def _turns(number: int, names: Collection[str], other: Any) -> Iterator[tuple[Ca
 
     for case in cases(names):
         if case.parallel.world_size == 2:
-            # They meet first, and the address is chosen then: a port that is free now may be taken in a minute.
             if number == 0:
                 other.recv()
-                other.send(address := _free_address())
+                meeting = host_store("127.0.0.1")  # held until they have met for the next case
+                other.send(address := address_of(meeting))
             else:
                 other.send(None)
                 address = other.recv()
@@ -178,15 +176,6 @@ def _found(case: Case, place: Rank, root: Path) -> bytes:
     buffer = io.BytesIO()
     torch.save(found, buffer)
     return buffer.getvalue()
-
-
-def _free_address() -> str:
-    """Below the ports that systems hand out by themselves, where NCCL's own sockets and a hundred others may take one meanwhile."""
-    while True:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return f"127.0.0.1:{port}"
 
 
 def main(out: str, *names: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import traceback
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mtpctl.cluster import address_of, host_store
 from mtpctl.compat import cpu_device
 from mtpctl.engine import MegatronEngine, NextToken, Rank, Sequence
 from tests.engine.cases import CASES, MODELS, Case
@@ -80,15 +80,13 @@ def _rank(work: Callable[..., Any], case: Case, rank: Rank, root: Path, pipe: An
 
 def run(case: Case, root: Path) -> Any:
     """What rank 0 found, or the error of the first rank that failed; every rank must find the same metrics and scores."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        master = f"127.0.0.1:{probe.getsockname()[1]}"
+    meeting = host_store("127.0.0.1")
     fork = multiprocessing.get_context("fork")
     world = case.parallel.world_size
     ends, processes = [], []
     for number in range(world):
         ours, theirs = fork.Pipe(duplex=False)
-        place = Rank(number, world, master, deadline_s=DEADLINE_S)
+        place = Rank(number, world, address_of(meeting), deadline_s=DEADLINE_S)
         processes.append(fork.Process(target=_rank, args=(found_by, case, place, root, theirs)))
         processes[-1].start()
         theirs.close()

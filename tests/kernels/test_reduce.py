@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from mtpctl.cluster import address_of, host_store, join_store
 from mtpctl.kernels import linear_logprob, linear_policy_loss
 from mtpctl.kernels.reduce import join_stats
 from tests.kernels.agreement import relative
@@ -39,9 +39,9 @@ def token_loss(logprob: Tensor, entropy: Tensor | None, rows: Tensor) -> tuple[T
     return (logprob * (rows + 1) + entropy).sum(), {}
 
 
-def _rank(rank: int, port: int, folder: str) -> None:
+def _rank(rank: int, meeting: str, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", store=join_store(meeting, 60), rank=rank, world_size=WORLD)
     answers: dict[str, dict[str, float]] = {}
     for implementation, sequence_parallel, deterministic, workspace in OPTIONS:
         hidden, weight, labels = case(torch.float16 if implementation == "triton" else torch.float32)
@@ -109,13 +109,11 @@ def _rank(rank: int, port: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, float]]]:
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    meeting = host_store("127.0.0.1")
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"  # in the ranks, which are fresh processes
     try:
-        mp.spawn(_rank, args=(port, str(folder)), nprocs=WORLD)
+        mp.spawn(_rank, args=(address_of(meeting), str(folder)), nprocs=WORLD)
     finally:
         if before is None:
             del os.environ["TRITON_INTERPRET"]

@@ -8,19 +8,17 @@ name. A sender that dies takes the store along, which its receivers notice as fa
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from urllib.parse import parse_qs, urlsplit
 
 from torch.distributed import TCPStore
 
+from mtpctl.cluster import join_store
 from mtpctl.sync.protocol import SyncError
 
 _LOOK_S = 0.02
-_CONNECT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +104,11 @@ class Control:
             pause = min(2 * pause, 0.002)
 
 
-def host_store(host: str) -> TCPStore:
-    """The sender's store, at a free port."""
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
-
-
 def join(address: Address) -> tuple[Control, int]:
     """Become a receiver of a group: its control, and this receiver's number from 1. Raises SyncError where the group is full or gone."""
     try:
-        store = TCPStore(address.host, address.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
-    except RuntimeError as error:
+        store = join_store(f"{address.host}:{address.port}")
+    except (OSError, RuntimeError) as error:
         raise SyncError(f"the sender of the weights at {address.host}:{address.port} cannot be reached") from error
     control = Control(store, address)
     rank = control.raise_("joined")
@@ -129,7 +122,5 @@ def report(text: str, why: str) -> None:
     """Tell the group at this address that it is over, from outside of it."""
     address = Address.parse(text)
     with contextlib.suppress(OSError, RuntimeError):
-        # A store's client goes on trying where nobody listens any more.
-        socket.create_connection((address.host, address.port), _CONNECT_S).close()
-        store = TCPStore(address.host, address.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
+        store = join_store(f"{address.host}:{address.port}")
         Control(store, address).fail(why)

@@ -1,0 +1,82 @@
+"""Processes meet at a store that is held from the moment its address is told: no one else can take its port in between."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+
+from mtpctl.cluster import address_of, host_store, join_store
+
+
+def taken(address: str) -> bool:
+    """Whether another listener is refused this address."""
+    host, port = address.rsplit(":", 1)
+    with socket.socket() as other:
+        try:
+            other.bind((host, int(port)))
+        except OSError as error:
+            assert error.errno == errno.EADDRINUSE
+            return True
+    return False
+
+
+def _greet(address: str) -> None:
+    join_store(address, 30).set("greeting", "hello")
+
+
+def test_others_join_at_the_address_that_was_told() -> None:
+    store = host_store()
+    other = get_context("spawn").Process(target=_greet, args=(address_of(store),))
+    other.start()
+    assert store.get("greeting") == b"hello"
+    other.join(30)
+    assert other.exitcode == 0
+
+
+def test_a_store_keeps_its_port_until_it_is_let_go() -> None:
+    store = host_store("127.0.0.1")
+    address = address_of(store)
+    assert taken(address)
+    del store
+    assert not taken(address)
+
+
+def test_where_no_store_is_held_joining_fails_at_once() -> None:
+    store = host_store("127.0.0.1")
+    address = address_of(store)
+    del store
+    began = time.monotonic()
+    with pytest.raises(OSError, match="refused"):
+        join_store(address)
+    assert time.monotonic() - began < 1
+
+
+def test_what_is_never_written_is_waited_for_no_longer_than_asked() -> None:
+    store = host_store("127.0.0.1")
+    joined = join_store(address_of(store), 0.2)
+    with pytest.raises(RuntimeError, match=r"(?i)timeout"):
+        joined.get("nothing")
+
+
+@pytest.mark.parametrize("kind", ["trainer", "log-prob replica"])
+def test_the_first_rank_holds_what_it_tells_the_others(kind: str) -> None:
+    rank = first_rank(kind)
+    assert taken(rank.address())
+
+
+def first_rank(kind: str) -> Any:
+    if kind == "trainer":
+        from mtpctl.recipe import load_recipe
+        from mtpctl.train.trainer import TrainerRank
+
+        return TrainerRank(load_recipe("tiny_mtp").recipe.model_dump_json(by_alias=True), 0, 2)
+    from mtpctl.logprob import ReplicaConfig, ScoreRank
+    from mtpctl.recipe.schema import KernelsConfig, MtpConfig, ParallelConfig
+
+    parallel = ParallelConfig(tp=2)
+    return ScoreRank(ReplicaConfig("model", parallel, "fp32", MtpConfig(), KernelsConfig(), tokens_per_batch=64), 0)
