@@ -21,6 +21,7 @@ from mtpctl import families
 from mtpctl.convert import HfFolder
 from mtpctl.engine import EngineConfig, MegatronEngine, NextToken, Sequence
 from mtpctl.kernels import LogProbOut
+from mtpctl.model import Packing
 from mtpctl.plan.flops import step_flops
 from mtpctl.recipe.schema import KernelsConfig, MtpConfig, ParallelConfig
 
@@ -32,7 +33,9 @@ TIMER = "one forward and backward pass, policy and MTP loss, gradients into fp32
 class UnfusedEngine(MegatronEngine):
     """The plain baseline: every logit materialised, log-softmax by PyTorch."""
 
-    def _logprob(self, state: Tensor, head: Tensor, rows: Tensor, labels: Tensor, temperature: Any, **options: Any) -> LogProbOut:
+    def _logprob(
+        self, packing: Packing, state: Tensor, head: Tensor, rows: Tensor, labels: Tensor, temperature: Any, **options: Any
+    ) -> LogProbOut:
         weight = head.detach() if options.get("detach_weight") else head
         logprobs = (state[rows] @ weight.t()).float().log_softmax(-1)
         chosen = logprobs.gather(1, labels[:, None]).squeeze(1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mtpctl.families import ModelShape
-from mtpctl.model.packing import Packing
+from mtpctl.model.packing import Packing, blocks
 from mtpctl.recipe import UserError
 
 
@@ -108,7 +108,7 @@ def partition(lengths: list[int], tokens_per_microbatch: int, dp: int) -> list[l
 def pack(
     sequences: list[Sequence], order: list[int], depths: int, device: torch.device | str, *, cp_rank: int = 0, cp: int = 1, tp: int = 1
 ) -> MicroBatch:
-    """Lay `sequences[i] for i in order` out as one micro-batch, whose tokens divide over `cp` chunks and within them over `tp`.
+    """Lay `sequences[i] for i in order` out as one micro-batch, whose tokens divide over the blocks of `cp` ranks and a rank's over `tp`.
 
     Where they do not, a sample of token 0 follows the others; it stands apart, and no loss sees it.
     """
@@ -125,7 +125,7 @@ def pack(
         place += range(count)
         ids += sequence.token_ids
     lengths = [len(s.token_ids) for s in chosen]
-    if spare := -len(ids) % (cp * tp):
+    if spare := -len(ids) % (blocks(cp) * tp):
         ids += [0] * spare
         lengths.append(spare)
     input_ids = torch.tensor(ids, device=device)

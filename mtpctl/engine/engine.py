@@ -27,13 +27,13 @@ from mtpctl.convert import HfFolder, WeightBridge, export_adapter, fingerprint
 from mtpctl.engine import checkpoint
 from mtpctl.engine import parallel as groups
 from mtpctl.engine.batch import MicroBatch, Sequence, check, pack, partition
-from mtpctl.engine.chunks import over_chunks
 from mtpctl.engine.objective import Objective, Sums
 from mtpctl.engine.offload import HostMemory, hold, release
 from mtpctl.engine.optimizer import Optimizer
 from mtpctl.engine.optimizer_state import set_step
+from mtpctl.engine.spread import over_ranks
 from mtpctl.kernels import LogProbOut, linear_logprob
-from mtpctl.model import Hidden, MtpModel, attach_adapters, build_model, complete_config, draw_weights
+from mtpctl.model import Hidden, MtpModel, Packing, attach_adapters, build_model, complete_config, draw_weights
 from mtpctl.recipe.schema import KernelsConfig, LoraConfig, MtpConfig, OffloadConfig, OptimizerConfig, ParallelConfig
 
 
@@ -225,18 +225,20 @@ class MegatronEngine:
         finite = self._finite(states)
         if not finite:
             hidden = Hidden(torch.zeros_like(hidden.trunk), hidden.head, [torch.zeros_like(state) for state in hidden.mtp])
-        out = self._logprob(hidden.trunk, hidden.head, micro.rows, micro.labels, temperature, entropy=objective.needs_entropy)
+        out = self._logprob(
+            micro.packing, hidden.trunk, hidden.head, micro.rows, micro.labels, temperature, entropy=objective.needs_entropy
+        )
         loss, sums = objective(out.logprob, out.entropy, micro)
         total = loss / denominator
         isolated = self.config.mtp.mode == "isolated"
         for depth, (state, draft) in enumerate(zip(hidden.mtp, micro.drafts, strict=True), start=1):
-            out = self._logprob(state, hidden.head, draft.rows, draft.labels, temperature, hit=True, detach_weight=isolated)
+            out = self._logprob(micro.packing, state, hidden.head, draft.rows, draft.labels, temperature, hit=True, detach_weight=isolated)
             assert out.hit is not None
             mtp_loss = -out.logprob.sum()
             total = total + self.config.mtp.loss_scale * mtp_loss / (drafts[depth - 1] * len(drafts))
             sums |= {f"mtp/loss_{depth}": mtp_loss.detach(), f"mtp/accept_{depth}": out.hit.float().sum()}
         if self.config.parallel.cp > 1:
-            # A chunk without a supervised token still owes the others its part of the collectives of a backward pass.
+            # A rank without a supervised token still owes the others its part of the collectives of a backward pass.
             for state in states:
                 total = total + 0.0 * state.sum()
         if not finite:
@@ -263,7 +265,7 @@ class MegatronEngine:
         found: dict[int, Scores] = {}
 
         def collect(micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
-            out = self._logprob(hidden.trunk, hidden.head, micro.rows, micro.labels, temperature, entropy=True)
+            out = self._logprob(micro.packing, hidden.trunk, hidden.head, micro.rows, micro.labels, temperature, entropy=True)
             assert out.entropy is not None
             logprobs = out.logprob.float().cpu().split(micro.lengths)
             entropies = out.entropy.float().cpu().split(micro.lengths)
@@ -379,13 +381,15 @@ class MegatronEngine:
                 sums[name] = sums[name] + value if name in sums else value
         return groups.reduced(sums)
 
-    def _logprob(self, state: Tensor, head: Tensor, rows: Tensor, labels: Tensor, temperature: Any, **options: Any) -> LogProbOut:
+    def _logprob(
+        self, packing: Packing, state: Tensor, head: Tensor, rows: Tensor, labels: Tensor, temperature: Any, **options: Any
+    ) -> LogProbOut:
         """Of `labels` under the states at `rows` of the whole micro-batch; the same on all tp and cp ranks."""
         kernels = self.config.kernels
         if self.transformer.sequence_parallel:
             state = gather_from_sequence_parallel_region(state, tensor_parallel_output_grad=False)
 
-        def here(rows: Tensor, labels: Tensor, temperature: Any) -> LogProbOut:
+        def scored(rows: Tensor, labels: Tensor, temperature: Any) -> LogProbOut:
             return linear_logprob(
                 state[rows],
                 head,
@@ -401,8 +405,8 @@ class MegatronEngine:
             )
 
         if self.config.parallel.cp == 1:
-            return here(rows, labels, temperature)
-        return over_chunks(here, rows, labels, temperature, chunk=state.shape[0], group=parallel_state.get_context_parallel_group())
+            return scored(rows, labels, temperature)
+        return over_ranks(scored, rows, labels, temperature, here=packing.here, group=parallel_state.get_context_parallel_group())
 
     def close(self) -> None:
         """Leave the process groups."""

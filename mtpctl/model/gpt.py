@@ -84,7 +84,7 @@ class MtpModel(GPTModel):
         """
         position_ids = packing.position_ids
         rotary = None if self.config.multi_latent_attention else self.rope.angles(position_ids)
-        embedded = self._embed(input_ids[packing.chunk], position_ids) if self.pre_process else None
+        embedded = self._embed(input_ids[packing.tokens], position_ids) if self.pre_process else None
         state = self.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packing)
         if not self.post_process:
             return state
@@ -109,7 +109,7 @@ class MtpModel(GPTModel):
         states = []
         for depth in range(depths):
             input_ids = packing.shift(input_ids)
-            embedded = self._embed(input_ids[packing.chunk], position_ids)
+            embedded = self._embed(input_ids[packing.tokens], position_ids)
             embedded = embedded.detach() if self.mtp_isolated else embedded
             if self.mtp_blanks_first and depth == 0:
                 embedded = self._blank_first(embedded, position_ids)

@@ -98,7 +98,7 @@ class PackedAttention(torch.nn.Module):
     """Causal attention of each packed sample within itself.
 
     query [t, 1, heads, dim], key and value [t, 1, kv heads, dim], or all without the 1 → [t, 1, heads * value dim], for the
-    t tokens of this rank. With context parallelism the keys and values of all chunks are gathered, and their gradients
+    t tokens of this rank. With context parallelism the keys and values of all ranks are gathered, and their gradients
     summed back. In half precision a card runs one variable-length flash kernel; else one `scaled_dot_product_attention` is run
     for each group of samples of like length.
     """
@@ -116,7 +116,7 @@ class PackedAttention(torch.nn.Module):
         # Values come as a part of the memory of queries, keys and values; kept so, they would keep all of it.
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value.contiguous()))
         if self.cp_group is not None:
-            k, v = (gather_from_sequence_parallel_region(x, group=self.cp_group)[packed_seq_params.seen] for x in (k, v))
+            k, v = (packed_seq_params.seen(gather_from_sequence_parallel_region(x, group=self.cp_group)) for x in (k, v))
         flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
         out = self._flash(q, k, v, packed_seq_params) if flash else self._grouped(q, k, v, packed_seq_params)
         return out.reshape(query.shape[0], 1, -1)

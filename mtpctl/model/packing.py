@@ -4,8 +4,10 @@ A micro-batch is one row of T tokens, the samples one after another, with positi
 padded. `Packing` travels through megatron-core as its packed-sequence parameters; its format is neither of upstream's
 `sbhd` and `thd`, so that rotary tables are gathered once by position and not sliced per sample in Python.
 
-With context parallelism every rank holds one of equally long, contiguous chunks of the row. Its queries attend to keys from
-the first token of the sample that its chunk begins in, up to its chunk's end.
+With context parallelism the row is cut into twice as many equal blocks as there are ranks, and rank r holds the r-th from the
+front and the r-th from the back: of a long sample every rank then has as many pairs of query and key, where contiguous parts
+would leave the last rank most of them. The queries of a block attend to keys from the first token of the sample that the block
+begins in, up to the block's end.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ class Group:
     """Samples of like length that are worked on together, one a row.
 
     queries [samples, length]: places among this rank's tokens; keys [samples, length]: places among the keys it sees; valid:
-    which of them are tokens, the rest only fill up. mask [queries, keys] is there where a sample began in an earlier chunk.
+    which of them are tokens, the rest only fill up. mask [queries, keys] is there where a sample began in an earlier block.
     """
 
     queries: Tensor
@@ -42,17 +44,21 @@ class Group:
 class Packing(PackedSeqParams):
     """Layout of a micro-batch, as one context-parallel rank sees it.
 
-    cu_seqlens_q, cu_seqlens_kv: int32 [samples here + 1], where each sample's queries and keys start, and the end.
-    max_seqlen_q, max_seqlen_kv: longest sample, in queries and keys.
+    A part is what one block has of one sample; where a sample goes on from one of the rank's blocks into the other, it has two.
+
+    cu_seqlens_q, cu_seqlens_kv: int32 [parts here + 1], where each part's queries and keys start, and the end.
+    max_seqlen_q, max_seqlen_kv: longest part, in queries and keys.
     starts: int64 [samples + 1], where each sample of the whole row starts, and T.
-    chunk: the tokens of the row that are this rank's; first_key: the first token of the row whose key it sees.
+    tokens: int64 [t], the tokens of the row that are this rank's; here: int64 [T], the inverse, -1 for those of other ranks.
+    sight: of the blocks in the order that ranks hold them, which are seen, and from which token on; empty without context parallelism.
     position_ids: of this rank's tokens, restarting at 0 with each sample.
-    lengths: of each sample here, in queries and in keys.
+    lengths: of each part here, in queries and in keys.
     """
 
     starts: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long))
-    chunk: slice = field(default_factory=lambda: slice(0, 0))
-    first_key: int = 0
+    tokens: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    here: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    sight: list[tuple[int, int]] = field(default_factory=list)
     position_ids: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     lengths: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
 
@@ -60,21 +66,26 @@ class Packing(PackedSeqParams):
     def of(cls, lengths: list[int], device: torch.device | str, *, cp_rank: int = 0, cp: int = 1) -> Packing:
         """The packing of samples of these lengths, in this order.
 
-        Raises ValueError on an empty sample, and where the tokens do not divide evenly over `cp` ranks.
+        Raises ValueError on an empty sample, and where the tokens do not divide evenly over the blocks of `cp` ranks.
         """
         if not lengths or min(lengths) < 1:
             raise ValueError(f"every sample needs at least one token; the lengths are {lengths}")
-        if sum(lengths) % cp:
-            raise ValueError(f"{sum(lengths)} tokens do not divide over {cp} context-parallel ranks")
-        starts = [0]
-        for length in lengths:
-            starts.append(starts[-1] + length)
-        size = starts[-1] // cp
-        low, high = cp_rank * size, (cp_rank + 1) * size
-        here = [(first, max(first, low), min(last, high)) for first, last in pairwise(starts) if last > low and first < high]
-        queries = [stop - begin for _, begin, stop in here]
-        keys = [stop - first for first, _, stop in here]
-        positions = torch.cat([torch.arange(begin - first, stop - first) for first, begin, stop in here])
+        total, count = sum(lengths), blocks(cp)
+        if total % count:
+            raise ValueError(f"{total} tokens do not divide over the {count} blocks of {cp} context-parallel ranks")
+        starts = [0, *accumulate(lengths)]
+        size = total // count
+        queries, keys, positions, sight = [], [], [], []
+        own = [cp_rank] if cp == 1 else [cp_rank, count - 1 - cp_rank]
+        for block in own:
+            low, high = block * size, (block + 1) * size
+            parts = [(first, max(first, low), min(last, high)) for first, last in pairwise(starts) if last > low and first < high]
+            queries += [stop - begin for _, begin, stop in parts]
+            keys += [stop - first for first, _, stop in parts]
+            positions += [torch.arange(begin - first, stop - first) for first, begin, stop in parts]
+            if cp > 1:
+                began, skipped = divmod(parts[0][0], size)
+                sight += [(_held_at(seen, cp), skipped if seen == began else 0) for seen in range(began, block + 1)]
         arguments: dict[str, Any] = {
             "qkv_format": "packed",
             "cu_seqlens_q": _sums(queries).to(device),
@@ -82,18 +93,30 @@ class Packing(PackedSeqParams):
             "max_seqlen_q": max(queries),
             "max_seqlen_kv": max(keys),
         }
+        tokens = torch.cat([torch.arange(block * size, (block + 1) * size) for block in own])
+        here = torch.full((total,), -1)
+        here[tokens] = torch.arange(len(tokens))
         return cls(
             **arguments,
             starts=torch.tensor(starts, device=device),
-            chunk=slice(low, high),
-            first_key=here[0][0],
-            position_ids=positions.to(device),
+            tokens=tokens.to(device),
+            here=here.to(device),
+            sight=sight,
+            position_ids=torch.cat(positions).to(device),
             lengths=(queries, keys),
         )
 
+    def seen(self, gathered: Tensor) -> Tensor:
+        """Of the keys or values [T, …] of all ranks, one rank's after another's, those that this rank's queries attend to, part by part."""
+        if not self.sight:
+            return gathered
+        # A split has one gradient for all of its blocks, where as many slices would have one of the whole row each.
+        held = gathered.split(len(self.tokens) // 2)
+        return torch.cat([held[block][first:] for block, first in self.sight])
+
     @cached_property
     def groups(self) -> list[Group]:
-        """The samples in few groups, one shorter than half its group's longest in the next: at most half of a group is idle.
+        """The parts in few groups, one shorter than half its group's longest in the next: at most half of a group is idle.
 
         For what has no kernel over packed rows and goes through a sample step by step.
         """
@@ -108,7 +131,7 @@ class Packing(PackedSeqParams):
 
     @cached_property
     def alike(self) -> list[Group]:
-        """The samples in groups whose width follows from a sample's own length: that, rounded up to a multiple of `STEP`.
+        """The parts in groups whose width follows from a sample's own length: that, rounded up to a multiple of `STEP`.
 
         For attention, whose sums are cut by the width: so a sample's result is the same to the bit whatever it is packed with.
         """
@@ -121,16 +144,21 @@ class Packing(PackedSeqParams):
             for g in _groups(*self.lengths, widths)
         ]
 
-    @property
-    def seen(self) -> slice:
-        """The tokens of the row whose keys this rank's queries attend to."""
-        return slice(self.first_key, self.chunk.stop)
-
     def shift(self, values: Tensor, fill: int = 0) -> Tensor:
         """`values` [T] of the whole row moved one token to the left within each sample; what has no successor becomes `fill`."""
         shifted = values.roll(-1)
         shifted[self.starts[1:] - 1] = fill
         return shifted
+
+
+def blocks(cp: int) -> int:
+    """Into how many equal blocks a row is cut for `cp` ranks."""
+    return 2 * cp if cp > 1 else 1
+
+
+def _held_at(block: int, cp: int) -> int:
+    """The place of a block of the row among those that are held, rank after rank."""
+    return 2 * block if block < cp else 2 * (2 * cp - 1 - block) + 1
 
 
 def _sums(lengths: list[int]) -> Tensor:
@@ -140,19 +168,19 @@ def _sums(lengths: list[int]) -> Tensor:
 
 
 def _groups(queries: list[int], keys: list[int], widths: Callable[[list[int]], list[int]]) -> list[Group]:
-    """Samples grouped by the width that `widths` gives each of their lengths, longest first, and filled up to it.
+    """Parts grouped by the width that `widths` gives each of their lengths, longest first, and filled up to it.
 
-    The sample that began in an earlier chunk, if there is one, stands alone.
+    A part whose sample began in an earlier block, of which a block has one at most, stands alone.
     """
     query_starts, key_starts = _sums(queries).tolist(), _sums(keys).tolist()
     result = []
-    split = keys[0] > queries[0]
-    if split:
-        mask = torch.ones(queries[0], keys[0], dtype=torch.bool).tril(keys[0] - queries[0])
-        index = torch.arange(queries[0])[None]
-        result.append(Group(index, torch.arange(keys[0])[None], torch.ones_like(index, dtype=torch.bool), mask))
+    for i, (count, seen) in enumerate(zip(queries, keys, strict=True)):
+        if seen > count:
+            mask = torch.ones(count, seen, dtype=torch.bool).tril(seen - count)
+            index = query_starts[i] + torch.arange(count)[None]
+            result.append(Group(index, key_starts[i] + torch.arange(seen)[None], torch.ones_like(index, dtype=torch.bool), mask))
     grouped: dict[int, list[int]] = {}
-    order = sorted(range(int(split), len(queries)), key=queries.__getitem__, reverse=True)
+    order = sorted((i for i in range(len(queries)) if keys[i] == queries[i]), key=queries.__getitem__, reverse=True)
     for i, width in zip(order, widths([queries[i] for i in order]), strict=True):
         grouped.setdefault(width, []).append(i)
     for width, group in grouped.items():

@@ -57,6 +57,6 @@ class TestPack:
 
     def test_spare_tokens_stand_apart(self):
         micro = pack(BATCH, [0, 1], 1, "cpu", cp=2, tp=2)
-        assert len(micro.input_ids) == 12
-        assert micro.packing.starts.tolist() == [0, 4, 9, 12]
+        assert len(micro.input_ids) == 16
+        assert micro.packing.starts.tolist() == [0, 4, 9, 16]
         assert max(micro.rows.tolist()) < 9

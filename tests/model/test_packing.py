@@ -1,10 +1,11 @@
-"""Where each sample lies in a packed row, whole and cut into chunks."""
+"""Where each sample lies in a packed row, whole and cut into the blocks of context-parallel ranks."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from mtpctl.model import Packing
 
@@ -17,18 +18,36 @@ def test_shift_stays_within_samples():
     assert Packing.of([3, 1, 2], "cpu").shift(torch.tensor([10, 11, 12, 20, 30, 31]), fill=-1).tolist() == [11, 12, -1, -1, 31, -1]
 
 
-def test_chunks_see_back_to_the_start_of_the_sample_they_begin_in():
+def test_a_rank_holds_a_block_from_the_front_and_one_from_the_back():
     first, second = (Packing.of([2, 5, 1], "cpu", cp_rank=rank, cp=2) for rank in range(2))
-    assert (first.chunk, first.seen) == (slice(0, 4), slice(0, 4))
-    assert (second.chunk, second.seen) == (slice(4, 8), slice(2, 8))
-    assert first.cu_seqlens_q.tolist() == first.cu_seqlens_kv.tolist() == [0, 2, 4]
-    assert (second.cu_seqlens_q.tolist(), second.cu_seqlens_kv.tolist()) == ([0, 3, 4], [0, 5, 6])
-    assert (first.position_ids.tolist(), second.position_ids.tolist()) == ([0, 1, 0, 1], [2, 3, 4, 0])
+    assert (first.tokens.tolist(), second.tokens.tolist()) == ([0, 1, 6, 7], [2, 3, 4, 5])
+    assert (first.position_ids.tolist(), second.position_ids.tolist()) == ([0, 1, 4, 0], [0, 1, 2, 3])
+    assert first.here.tolist() == [0, 1, -1, -1, -1, -1, 2, 3]
 
 
-def test_a_sample_may_span_many_chunks():
-    middle = Packing.of([1, 10, 1], "cpu", cp_rank=1, cp=4)
-    assert (middle.chunk, middle.seen, middle.cu_seqlens_q.tolist()) == (slice(3, 6), slice(1, 6), [0, 3])
+def test_blocks_see_back_to_the_start_of_the_sample_they_begin_in():
+    first, second = (Packing.of([2, 5, 1], "cpu", cp_rank=rank, cp=2) for rank in range(2))
+    held = torch.cat([first.tokens, second.tokens])
+    assert first.seen(held).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert (first.cu_seqlens_q.tolist(), first.cu_seqlens_kv.tolist()) == ([0, 2, 3, 4], [0, 2, 7, 8])
+    # The two blocks of the second rank follow each other; the sample that both have a part of is two parts.
+    assert second.seen(held).tolist() == [2, 3, 2, 3, 4, 5]
+    assert (second.cu_seqlens_q.tolist(), second.cu_seqlens_kv.tolist()) == ([0, 2, 4], [0, 2, 6])
+
+
+def test_a_sample_may_span_many_blocks():
+    ranks = [Packing.of([1, 22, 1], "cpu", cp_rank=rank, cp=4) for rank in range(4)]
+    middle = ranks[1]
+    assert middle.tokens.tolist() == [3, 4, 5, 18, 19, 20]
+    assert middle.seen(torch.cat([rank.tokens for rank in ranks])).tolist() == [*range(1, 6), *range(1, 21)]
+
+
+@pytest.mark.parametrize("cp", [2, 4, 8])
+def test_ranks_have_equal_shares_of_a_long_samples_attention(cp):
+    def pairs(packing: Packing) -> int:
+        return sum(count * seen - count * (count - 1) // 2 for count, seen in zip(*packing.lengths, strict=True))
+
+    assert len({pairs(Packing.of([64], "cpu", cp_rank=rank, cp=cp)) for rank in range(cp)}) == 1
 
 
 @pytest.mark.parametrize("lengths", [[], [3, 0]])
@@ -38,13 +57,20 @@ def test_empty_sample(lengths):
 
 
 def test_tokens_that_do_not_divide():
-    with pytest.raises(ValueError, match="7 tokens do not divide over 2"):
-        Packing.of([3, 4], "cpu", cp=2)
+    with pytest.raises(ValueError, match="6 tokens do not divide over the 4 blocks of 2"):
+        Packing.of([3, 3], "cpu", cp=2)
+
+
+def over_ranks(lengths: list[int], cp: int, k: Tensor, v: Tensor) -> list[tuple[Packing, Tensor, Tensor]]:
+    """Each rank's packing, and the keys and values that it sees once those of all ranks are gathered."""
+    ranks = [Packing.of(lengths, "cpu", cp_rank=rank, cp=cp) for rank in range(cp)]
+    held = torch.cat([rank.tokens for rank in ranks])
+    return [(rank, rank.seen(k[held]), rank.seen(v[held])) for rank in ranks]
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_groups_attend_like_sample_by_sample(cp):
-    """On a CPU: the grouped form against one causal attention a sample, for every chunk."""
+    """On a CPU: the grouped form against one causal attention a sample, for every rank."""
     from types import SimpleNamespace
 
     from mtpctl.model.layers import PackedAttention
@@ -60,10 +86,9 @@ def test_groups_attend_like_sample_by_sample(cp):
         ]
     )
     attention = PackedAttention(SimpleNamespace(context_parallel_size=1))
-    for rank in range(cp):
-        packing = Packing.of(lengths, "cpu", cp_rank=rank, cp=cp)
-        found = attention._grouped(q[packing.chunk], k[packing.seen], v[packing.seen], packing)
-        torch.testing.assert_close(found, expected[packing.chunk], atol=1e-6, rtol=0)
+    for packing, seen_k, seen_v in over_ranks(lengths, cp, k, v):
+        found = attention._grouped(q[packing.tokens], seen_k, seen_v, packing)
+        torch.testing.assert_close(found, expected[packing.tokens], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(("dim", "value_dim"), [(8, 8), (12, 12), (12, 8), (8, 16), (24, 12)])
@@ -92,7 +117,6 @@ def test_the_flash_kernel_is_given_what_it_takes(monkeypatch, dim, value_dim, cp
     q, k = (torch.randn(sum(lengths), heads, dim) for heads in (4, 2))
     v = torch.randn(sum(lengths), 2, value_dim)
     attention = PackedAttention(SimpleNamespace(context_parallel_size=1))
-    for rank in range(cp):
-        packing = Packing.of(lengths, "cpu", cp_rank=rank, cp=cp)
-        inputs = (q[packing.chunk], k[packing.seen], v[packing.seen], packing)
+    for packing, seen_k, seen_v in over_ranks(lengths, cp, k, v):
+        inputs = (q[packing.tokens], seen_k, seen_v, packing)
         torch.testing.assert_close(attention._flash(*inputs), attention._grouped(*inputs), atol=1e-6, rtol=0)

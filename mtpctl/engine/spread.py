@@ -1,7 +1,7 @@
-"""Log-probs of a micro-batch whose tokens lie in chunks over context-parallel ranks, known on all of them.
+"""Log-probs of a micro-batch whose tokens lie on several context-parallel ranks, known on all of them.
 
-Each rank computes those of its own chunk and all are summed over disjoint places. A loss over all of them is then the same
-on every rank, while its gradient is taken by each for its own chunk alone: summed over ranks that is the whole, once.
+Each rank computes those of its own tokens and all are summed over disjoint places. A loss over all of them is then the same
+on every rank, while its gradient is taken by each for its own tokens alone: summed over ranks that is the whole, once.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class _Everywhere(torch.autograd.Function):
         return grads[0][places], None, None, None
 
 
-def over_chunks(
+def over_ranks(
     scored: Callable[[Tensor, Tensor, Any], LogProbOut],
     rows: Tensor,
     labels: Tensor,
     temperature: float | Tensor,
     *,
-    chunk: int,
+    here: Tensor,
     group: dist.ProcessGroup,
 ) -> LogProbOut:
-    """`scored` on the rows of this rank's chunk (of `chunk` tokens), and the results for all `rows` on every rank."""
-    first = dist.get_rank(group) * chunk
-    places = torch.nonzero((rows >= first) & (rows < first + chunk)).squeeze(1)
-    out = scored(rows[places] - first, labels[places], temperature[places] if isinstance(temperature, Tensor) else temperature)
+    """`scored` on those `rows` that are this rank's, by `Packing.here`, and the results for all `rows` on every rank."""
+    own = here[rows]
+    places = torch.nonzero(own >= 0).squeeze(1)
+    out = scored(own[places], labels[places], temperature[places] if isinstance(temperature, Tensor) else temperature)
 
     def everywhere(values: Tensor) -> Tensor:
         return _Everywhere.apply(values, places, len(rows), group)
