@@ -69,6 +69,7 @@ def _trainer(pipe: Any, recipe_json: str, folder: str, visible: str) -> None:
             pipe.send((True, getattr(source, method)(*arguments)))
         except Exception as error:
             pipe.send((False, error))
+    engine.close()
 
 
 class Trainer:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtpctl.cli import bench_all, bench_experiments, bench_logprob, bench_rollout, bench_sync, bench_update
+from mtpctl.cli.answers import answer
+from mtpctl.cli.options import Json
 
 if TYPE_CHECKING:
     from mtpctl.bench.fused_kernels import Shape
@@ -25,7 +27,7 @@ def fused_kernels(
     shape: Annotated[list[str] | None, typer.Option("--shape", metavar="ROWSxHIDDENxVOCAB", help="May be given several times.")] = None,
     peers: Annotated[bool, typer.Option("--peers", help="Measure what others publish too, as far as it is installed.")] = False,
     tp: Annotated[int, typer.Option("--tp", min=1, help="Instead: the vocabulary sharded over that many cards of this host.")] = 1,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    json: Json = False,
 ) -> None:
     """Log-probs and policy loss from hidden states: times, memory, errors, against the floor. Exit code 6 when a bound is missed."""
     import torch
@@ -43,13 +45,13 @@ def fused_kernels(
         return _parallel(shapes, tp, json, device)
     results = [result for each in shapes for result in bench.measure(each, with_peers=peers)]
     if json:
-        print(bench.as_json(results, device))
+        answer(bench.as_json(results, device))
     else:
-        print(f"{bench.environment(device)}\nThe timer covers: {bench.TIMER}\n\n{bench.table(results)}\n")
+        answer(f"{bench.environment(device)}\nThe timer covers: {bench.TIMER}\n\n{bench.table(results)}\n")
         for line in bench.verdict(results):
-            print(line)
+            answer(line)
         if peers and bench.missing(device):
-            print(f"not installed, not measured: {', '.join(bench.missing(device))}")
+            answer(f"not installed, not measured: {', '.join(bench.missing(device))}")
     missed = [r for r in results if r.misses]
     if missed:
         raise ThresholdMissed(
@@ -68,7 +70,7 @@ def _parallel(shapes: list[Shape], tp: int, json: bool, device: str) -> None:
         results = [result for each in shapes for result in measure_parallel(each, tp)]
     except ValueError as error:
         raise UserError(str(error)) from error
-    print(dumps([{**asdict(r), "ratio": r.ratio} for r in results], indent=1) if json else parallel_table(results))
+    answer(dumps([{**asdict(r), "ratio": r.ratio} for r in results], indent=1) if json else parallel_table(results))
     slow = [r for r in results if device == "cuda" and r.ratio > BOUND]
     if slow:
         raise ThresholdMissed(f"{slow[0].what} on {tp} cards takes {slow[0].ratio:.2f}x of one card's share, bound {BOUND}x")
@@ -81,7 +83,7 @@ def train_step(
     samples: Annotated[int, typer.Option("--samples", min=1, help="Samples of equal length that fill them.")] = 8,
     prompt_share: Annotated[float, typer.Option("--prompt-share", min=0, max=0.9, help="Share of each sample that is prompt.")] = 0.25,
     precision: Annotated[str, typer.Option("--precision", help="fp32 or bf16.")] = "bf16",
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    json: Json = False,
 ) -> None:
     """Forward and backward of an update with MTP on one device, weights random: fused log-probs beside materialised logits."""
     import tempfile
@@ -103,7 +105,7 @@ def train_step(
     with tempfile.TemporaryDirectory() as scratch:
         folder = bench.shape_folder(config, Path(scratch))
         results, rate = bench.measure(folder, tokens=tokens, count=samples, prompt_share=prompt_share, precision=precision, mtp=MtpConfig())
-    print(bench.as_json(results, rate) if json else f"The timer covers: {bench.TIMER}.\n{bench.table(results, rate)}")
+    answer(bench.as_json(results, rate) if json else f"The timer covers: {bench.TIMER}.\n{bench.table(results, rate)}")
 
 
 app.command("all")(bench_all.everything)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json, Overlays, Sets, say
 
 if TYPE_CHECKING:
@@ -51,12 +52,12 @@ def mtp(
     found = bench.as_json(results, environment, last)
     text = f"{told(environment)}\nThe timer covers: {bench.TIMER}.\n\n{bench.table(results, last)}"
     _write(out, "bench mtp", told(environment), found, bench.figures(outcomes))
-    print(jsonlib.dumps(found, indent=1) if json else text)
+    answer(jsonlib.dumps(found, indent=1) if json else text)
     gain = bench.gain(results)
     if gain is None:
         return
     if not json:
-        print(f"\ntrained against frozen: {gain.points:+.1f} points ({gain.relative:+.0%}, {gain.standard_errors:.1f} standard errors)")
+        answer(f"\ntrained against frozen: {gain.points:+.1f} points ({gain.relative:+.0%}, {gain.standard_errors:.1f} standard errors)")
     if gain.points < least_gain or gain.relative < least_relative:
         raise ThresholdMissed(
             f"training the drafter won {gain.points:+.1f} points ({gain.relative:+.0%}) of acceptance, "
@@ -90,7 +91,7 @@ def asynchrony(
     found = bench.as_json(results, levels, environment)
     _write(out, "bench async", told(environment), found, bench.figures(outcomes))
     text = f"{told(environment)}\nThe timer covers: {bench.TIMER}.\n\n{bench.table(results, levels)}"
-    print(jsonlib.dumps(found, indent=1) if json else text)
+    answer(jsonlib.dumps(found, indent=1) if json else text)
     best = bench.best_speedup(results)
     if best is not None and best < least_speedup:
         raise ThresholdMissed(f"the best arm is {best:.2f}x as fast as the synchronous one, bound {least_speedup:g}x")
@@ -107,7 +108,7 @@ def compare(
     from mtpctl.recipe.errors import ThresholdMissed
 
     changes = bench.changes(bench.read(before), bench.read(after))
-    print(jsonlib.dumps(bench.as_json(changes), indent=1) if json else bench.table(changes, tolerance))
+    answer(jsonlib.dumps(bench.as_json(changes), indent=1) if json else bench.table(changes, tolerance))
     worse = [change for change in changes if change.worse_by > tolerance]
     if worse:
         raise ThresholdMissed(f"{len(worse)} of {len(changes)} figures got worse by more than {tolerance:.0%}, first: {worse[0].name}")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json
 
 
@@ -67,16 +67,13 @@ def logprob(
             single=min(512, positions),
             tokens_per_batch=tokens_per_batch or (16384 if cuda else 2048),
         )
-        if json:
-            # What others print while they start is no JSON.
-            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         stack.enter_context(cluster(ClusterConfig(), cpus=0, gpus=float(cuda)))
         report = asyncio.run(bench.measure(folder.path, precision, load, Path(scratch), gpus=float(cuda)))
     environment = machine()
     if json:
-        print(bench.as_json(report, environment, load))
+        answer(bench.as_json(report, environment, load))
     else:
-        print(f"{told(environment)}\nThe timer covers: {bench.TIMER}.\n\n{bench.table(report)}")
+        answer(f"{told(environment)}\nThe timer covers: {bench.TIMER}.\n\n{bench.table(report)}")
     missed = [finding for finding in report.findings if finding.missed]
     if missed:
         raise ThresholdMissed(f"{len(missed)} bound(s) missed, first: {missed[0].what}: {missed[0].value:.3g}, bound {missed[0].bound:.3g}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json as jsonlib
-import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json
 
 
@@ -45,9 +46,7 @@ def rollout(
     if named == "mimo7b" and device == "cpu":
         raise UserError("--shape: mimo7b has 7.8 billion parameters and this machine no card; take tiny")
 
-    def say(text: str) -> None:
-        print(text, file=sys.stderr if json else sys.stdout, flush=True)
-
+    say = partial(print, flush=True)
     with tempfile.TemporaryDirectory(prefix="mtpctl-bench-") as scratch:
         options = bench.Options(
             shape=named,
@@ -66,7 +65,7 @@ def rollout(
     for line in bench.verdict(results):
         say(line)
     if json:
-        print(jsonlib.dumps({"environment": machine(), **bench.as_dict(options, results)}, indent=1))
+        answer(jsonlib.dumps({"environment": machine(), **bench.as_dict(options, results)}, indent=1))
     missed = [r for r in results if r.misses]
     if missed:
         first = missed[0]

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json, say
 
 _MIB = 1 << 20
@@ -63,7 +64,7 @@ def sync_weights(
             folder=Path(scratch),
         )
         results = bench.run(options, say)
-    print(as_json(results) if json else f"{told(machine())}\nThe timer covers: {bench.TIMER}.\n\n{table(results)}")
+    answer(as_json(results) if json else f"{told(machine())}\nThe timer covers: {bench.TIMER}.\n\n{table(results)}")
     missed = [f"{result.transport}: {miss}" for result in results for miss in result.misses]
     if missed:
         raise ThresholdMissed("; ".join(missed))

@@ -6,6 +6,9 @@ from typing import Annotated
 
 import typer
 
+from mtpctl.cli.answers import answer
+from mtpctl.cli.options import Json
+
 _PARTS = ("params", "optimizer", "grads")
 
 
@@ -18,7 +21,7 @@ def update(
     offload: Annotated[str, typer.Option("--offload", help="What lives in host memory: params, optimizer, grads, by commas.")] = "",
     recompute: Annotated[str, typer.Option("--recompute", help="none, selective or full.")] = "none",
     workspace_gib: Annotated[float, typer.Option("--workspace-gib", min=0.01, help="kernels.workspace_bytes.")] = 1.0,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    json: Json = False,
 ) -> None:
     """Whole updates with MTP on one device, weights random: time and memory, with an adapter or with what is offloaded."""
     import tempfile
@@ -52,4 +55,4 @@ def update(
             workspace_bytes=int(workspace_gib * (1 << 30)),
             recompute=recompute,
         )
-    print(bench.as_json(result) if json else bench.table(result))
+    answer(bench.as_json(result) if json else bench.table(result))

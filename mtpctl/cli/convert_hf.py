@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json
 from mtpctl.recipe.errors import UserError
 
@@ -47,7 +48,7 @@ def convert_hf(
         from mtpctl.engine.inspection import inspect as look
 
         found = look(source, model)
-        print(json.dumps(found, indent=2) if as_json else _listed(found))
+        answer(json.dumps(found, indent=2) if as_json else _listed(found))
         return
     from mtpctl.engine.conversion import Wanted, convert
 
@@ -55,14 +56,14 @@ def convert_hf(
     with _progress() as progress:
         made = convert(source, target, wanted, say=lambda line: print(line, file=sys.stderr), progress=progress)
     if as_json:
-        print(json.dumps(asdict(made), indent=2))
+        answer(json.dumps(asdict(made), indent=2))
         return
     what = "Megatron checkpoint" if made.to == "megatron" else "Hugging Face folder"
     rate = made.nbytes / made.seconds / 1e6
-    print(f"{target}: {what} of {made.tensors} tensors, {made.nbytes / 1e9:,.2f} GB in {made.seconds:.1f} s ({rate:,.0f} MB/s)")
+    answer(f"{target}: {what} of {made.tensors} tensors, {made.nbytes / 1e9:,.2f} GB in {made.seconds:.1f} s ({rate:,.0f} MB/s)")
     if made.verified is not None:
         drafts = "" if made.verified.mtp_logits is None else f", MTP logits by {made.verified.mtp_logits:.1e}"
-        print(f"verified: {made.verified.tensors} tensors bit-equal; logits differ by {made.verified.logits:.1e}{drafts}")
+        answer(f"verified: {made.verified.tensors} tensors bit-equal; logits differ by {made.verified.logits:.1e}{drafts}")
 
 
 def _listed(found: dict[str, Any]) -> str:

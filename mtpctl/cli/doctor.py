@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def doctor(
     with Console(stderr=True).status("looking at what is installed …") as status:
         diagnosis = examine(quick=quick, done=lambda check: status.update(f"{check.name}: {check.finding.state}; going on …"))
     if as_json:
-        print(json.dumps(diagnosis.to_dict(), indent=2))
+        answer(json.dumps(diagnosis.to_dict(), indent=2))
     else:
         _print(diagnosis)
     if diagnosis.error is not None:

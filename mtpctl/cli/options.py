@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mtpctl.cli.answers import stdout_is_for_answers
+
 if TYPE_CHECKING:
     from mtpctl.recipe import Loaded
 
@@ -17,7 +19,15 @@ Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Set a key to a YAML value, or append to a list with KEY+=VALUE; may be repeated."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+
+
+def _alone(context: typer.Context, asked: bool) -> bool:
+    if asked:
+        context.find_root().with_resource(stdout_is_for_answers())
+    return asked
+
+
+Json = Annotated[bool, typer.Option("--json", callback=_alone, help="Print JSON for a program to read, and nothing else, to stdout.")]
 
 
 def load(recipe: str | Path, overlays: list[str] | None, sets: list[str] | None) -> Loaded:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, load
 
 app = typer.Typer(help="List, show, check and compare recipes.", no_args_is_help=True, rich_markup_mode=None)
@@ -26,11 +27,11 @@ def list_recipes(as_json: Json = False) -> None:
         for path in available(folder)
     ]
     if as_json:
-        print(json.dumps(rows, indent=2))
+        answer(json.dumps(rows, indent=2))
         return
     width = max((len(row["name"]) for row in rows), default=0)
     for row in rows:
-        print(f"{row['kind']:8} {row['name']:{width}}  {row['about']}")
+        answer(f"{row['kind']:8} {row['name']:{width}}  {row['about']}")
 
 
 @app.command()
@@ -53,14 +54,14 @@ def show(
         values = {key: value for key, value in values.items() if loaded.origins[key] != "default"}
     if as_json:
         told = {key: {"value": value, "origin": loaded.origins[key]} for key, value in values.items()} if origin else _nested(values, tree)
-        print(json.dumps(told, indent=2))
+        answer(json.dumps(told, indent=2))
     elif origin:
         lines = {key: f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()}
         width = min(60, max(map(len, lines.values()), default=0))
         for key, line in lines.items():
-            print(f"{line:{width}}  # {loaded.origins[key]}")
+            answer(f"{line:{width}}  # {loaded.origins[key]}")
     else:
-        print(yaml12.dump(_nested(values, tree)), end="")
+        answer(yaml12.dump(_nested(values, tree)), end="")
 
 
 @app.command()
@@ -68,7 +69,7 @@ def schema() -> None:
     """The JSON schema of a recipe, for editors."""
     from mtpctl.recipe import Recipe
 
-    print(json.dumps(Recipe.model_json_schema(by_alias=True), indent=2))
+    answer(json.dumps(Recipe.model_json_schema(by_alias=True), indent=2))
 
 
 @app.command()
@@ -79,7 +80,7 @@ def validate(recipe: RecipeArgument, sets: Sets = None, overlay: Overlays = None
     loaded = load(recipe, overlay, sets)
     check(loaded.recipe)
     sources = [str(path) for path in loaded.sources]
-    print(json.dumps({"ok": True, "name": loaded.recipe.name, "sources": sources}) if as_json else f"{' + '.join(sources)}: ok")
+    answer(json.dumps({"ok": True, "name": loaded.recipe.name, "sources": sources}) if as_json else f"{' + '.join(sources)}: ok")
 
 
 @app.command()
@@ -95,7 +96,7 @@ def diff(
     keys = list(dict.fromkeys([*trees[0], *trees[1]]))
     changed = {".".join(key): tuple(tree.get(key, _ABSENT) for tree in trees) for key in keys if _differ(trees, key)}
     if as_json:
-        print(
+        answer(
             json.dumps(
                 {
                     key: {side: v for side, v in zip(("first", "second"), pair, strict=True) if v is not _ABSENT}
@@ -105,7 +106,7 @@ def diff(
         )
         return
     for key, pair in changed.items():
-        print(f"{key}: {' → '.join('(absent)' if value is _ABSENT else json.dumps(value, ensure_ascii=False) for value in pair)}")
+        answer(f"{key}: {' → '.join('(absent)' if value is _ABSENT else json.dumps(value, ensure_ascii=False) for value in pair)}")
 
 
 _ABSENT = object()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, load
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def rollout(
 
     with _progress() as progress:
         found = generate(loaded.recipe, prompts, out, n=n, say=lambda line: print(line, file=sys.stderr), progress=progress)
-    print(json.dumps(found, indent=2) if as_json else _told(found))
+    answer(json.dumps(found, indent=2) if as_json else _told(found))
 
 
 def _told(found: dict[str, Any]) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
+from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, load
 
 
@@ -31,20 +32,17 @@ def sync_weights(
     validate(loaded)
     if plan:
         told = _plan(loaded)
-        print(json.dumps(told, indent=1) if as_json else _rendered(told))
+        answer(json.dumps(told, indent=1) if as_json else _rendered(told))
         return
     from mtpctl.train.manual_sync import Source, render, sync_by_hand
     from mtpctl.train.manual_sync import as_json as everything
 
     found = Source.parse(source)
 
-    def say(text: str) -> None:
-        print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
-
     if not as_json:
-        print(_rendered(_plan(loaded)))
-    done = sync_by_hand(loaded, found, to or [], verify=verify, repeat=repeat, say=say)
-    print(everything(done) if as_json else render(done))
+        answer(_rendered(_plan(loaded)))
+    done = sync_by_hand(loaded, found, to or [], verify=verify, repeat=repeat, say=partial(print, flush=True))
+    answer(everything(done) if as_json else render(done))
 
 
 def _plan(recipe: Any) -> dict[str, Any]:

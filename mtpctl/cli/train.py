@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, load
 
 
@@ -33,7 +34,7 @@ def train(
         from mtpctl.cli.dry_run import render
 
         plan = plan_run(loaded.recipe)
-        print(json.dumps(plan, indent=2) if as_json else render(plan))
+        answer(json.dumps(plan, indent=2) if as_json else render(plan))
         return
     from mtpctl.train import run
 

@@ -116,7 +116,12 @@ def capture_sizes(k: int, requests: int) -> list[int]:
 
 def _environment(cpu: bool, in_loop: bool, threads: int) -> dict[str, str]:
     """Variables that must be set before vLLM, or torch, is imported."""
-    found = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    found = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
     if not cpu:
         # A process that has touched CUDA cannot be forked, and what the caller did before is not ours to know.
         found["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"

@@ -1,0 +1,53 @@
+"""Under `--json` stdout holds the JSON alone, whoever else writes to it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import os, subprocess, sys
+import typer
+from mtpctl.cli.answers import answer
+from mtpctl.cli.options import Json
+
+app = typer.Typer()
+
+@app.command()
+def loud(as_json: Json = False) -> None:
+    print("a library")
+    os.system("echo a child")
+    os.write(1, b"native code\\n")
+    answer('{"answer": 1}')
+
+app(sys.argv[1:])
+"""
+
+
+def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=60, check=True)
+
+
+def test_with_json_what_others_write_goes_to_stderr() -> None:
+    done = ran("--json")
+    assert json.loads(done.stdout) == {"answer": 1}
+    assert sorted(done.stderr.splitlines()) == ["a child", "a library", "native code"]
+
+
+def test_without_it_everything_is_where_it_was() -> None:
+    done = ran()
+    assert sorted(done.stdout.splitlines()) == ["a child", "a library", "native code", '{"answer": 1}']
+    assert done.stderr == ""
+
+
+def test_stdout_is_given_back(capfd: pytest.CaptureFixture[str]) -> None:
+    from mtpctl.cli import main
+
+    with pytest.raises(SystemExit):
+        main(["recipe", "validate", "tiny_mtp", "--json"])
+    assert json.loads(capfd.readouterr().out)["ok"]
+    subprocess.run(["echo", "later"], check=True)
+    assert capfd.readouterr().out == "later\n"
