@@ -7,12 +7,13 @@ Face folder, drafter included: trainer and engines of every arm begin with it.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from mtpctl.plan import Placement, place
 from mtpctl.recipe import Recipe, RuntimeFailure, UserError, dump_resolved, load_recipe, validate
@@ -34,13 +35,17 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One arm's run with one seed, and how many RL updates its recipe asks for: a run that is under way, or was ended, has fewer."""
+    """One arm's run with one seed, and how many RL updates its recipe asks for: a run that is under way, or was ended, has fewer.
+
+    `versions`: of the software and the machine that made it (`versions.json`).
+    """
 
     arm: Arm
     seed: int
     history: History
     placement: Placement
     wanted: int
+    versions: dict[str, Any] = field(default_factory=dict)
 
     @property
     def updates(self) -> int:
@@ -130,7 +135,8 @@ def share_of(updates: int, wanted: int) -> str:
 
 
 def _outcome(arm: Arm, seed: int, recipe: Recipe, path: Path) -> Outcome:
-    return Outcome(arm, seed, load_history(path), place(recipe), recipe.train.rl.steps)
+    versions = json.loads(RunDirectory(path).versions.read_text())
+    return Outcome(arm, seed, load_history(path), place(recipe), recipe.train.rl.steps, versions)
 
 
 def _train(recipes: Sequence[Recipe]) -> None:

@@ -155,16 +155,16 @@ def server_gains(results: list[Result]) -> list[ServerGain]:
 
 def figures(outcomes: list[Outcome]) -> str:
     """Held-out accuracy over time and over updates, as HTML."""
-    by_time = [Series(f"{o.arm.name} {o.seed}", accuracy(o.history), "share", True) for o in outcomes]
-    arms = dict.fromkeys(o.arm for o in outcomes)
+    arms = list(dict.fromkeys(o.arm for o in outcomes))
+    by_time = [Series(f"{o.arm.name} {o.seed}", accuracy(o.history), "share", True, arms.index(o.arm)) for o in outcomes]
     by_step = [Series(arm.name, mean_curve([o.history for o in outcomes if o.arm == arm], "eval/accuracy"), "share", True) for arm in arms]
     charts = []
-    for title, note, series in (
-        ("Held-out accuracy over time", "seconds of RL, evaluations excluded", by_time),
-        ("Held-out accuracy over updates", "the mean of the seeds", by_step),
+    for title, note, counts, series in (
+        ("Held-out accuracy over time", "of RL, evaluations excluded", "seconds", by_time),
+        ("Held-out accuracy over updates", "the mean of the seeds", "step", by_step),
     ):
         end = max((x for s in series for x, _ in s.points), default=1)
-        charts.append(render_chart(Chart(title, note, series, [Phase("rl", 0, end, 0)])))
+        charts.append(render_chart(Chart(title, note, series, [Phase("rl", 0, end, 0)], counts=counts)))
     return f'<section class="charts">{"".join(charts)}</section>'
 
 

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mtpctl.telemetry.versions import collect_versions
 
 
-def machine() -> dict[str, Any]:
-    """Cards (`NVIDIA H200 x 2`), or the processor's cores where there is none, with the versions of what was measured."""
-    import torch
+def machine(versions: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Cards (`NVIDIA H200 x 2`), or the processor's cores where there is none, with the versions of what was measured.
 
-    found = collect_versions()
-    cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    `versions`: of a run (`versions.json`) in place of this process's.
+    """
+    found = versions or collect_versions()
+    cards = found["machine"].get("cards", [])
     kinds = [f"{kind} x {cards.count(kind)}" for kind in dict.fromkeys(cards)]
-    return {"device": ", ".join(kinds) or f"CPU, {found['machine']['cores']} cores", "python": found["python"], **found["packages"]}
+    # Runs of earlier days did not tell of their cards.
+    processor = "CPU" if "cards" in found["machine"] else "cards not recorded"
+    return {"device": ", ".join(kinds) or f"{processor}, {found['machine']['cores']} cores", "python": found["python"], **found["packages"]}
+
+
+def machines(versions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of several runs: what they agree on, and where they do not, all that there was."""
+    found = [machine(each) for each in versions]
+    names = dict.fromkeys(name for each in found for name in each)
+    return {name: " / ".join(dict.fromkeys(str(each.get(name, "none")) for each in found)) for name in names}
 
 
 def told(environment: dict[str, Any]) -> str:

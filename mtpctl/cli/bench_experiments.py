@@ -43,12 +43,12 @@ def mtp(
 ) -> None:
     """Four arms of RL: no drafter, frozen, trained and synced, trained with only the target synced. Exit code 6 when a bound is missed."""
     from mtpctl.bench import mtp as bench
-    from mtpctl.bench.machine import machine, told
+    from mtpctl.bench.machine import machines, told
     from mtpctl.recipe.errors import ThresholdMissed
 
     experiment = _experiment(recipe, out, sets, overlay)
     outcomes = _outcomes(experiment, _chosen(bench.ARMS, arm), seed, measured_only, together=together)
-    results, environment = bench.summarise(outcomes, last), machine()
+    results, environment = bench.summarise(outcomes, last), machines([o.versions for o in outcomes])
     found = bench.as_json(results, environment, last)
     text = f"{told(environment)}\nThe timer covers: {bench.TIMER}.\n\n{bench.table(results, last)}"
     _write(out, "bench mtp", told(environment), found, bench.figures(outcomes))
@@ -79,7 +79,7 @@ def asynchrony(
 ) -> None:
     """Synchronous, streaming, stale, partial rollouts, log-prob server: time to the same held-out accuracy. Exit code 6 below the bound."""
     from mtpctl.bench import asynchrony as bench
-    from mtpctl.bench.machine import machine, told
+    from mtpctl.bench.machine import machines, told
     from mtpctl.recipe.errors import ThresholdMissed, UserError
 
     experiment = _experiment(recipe, out, sets, overlay)
@@ -87,7 +87,7 @@ def asynchrony(
         raise UserError("train.eval_every: the time to an accuracy is read from evaluations; set it, to a tenth of train.rl.steps say")
     outcomes = _outcomes(experiment, _chosen(bench.ARMS, arm), seed, measured_only)
     results, levels = bench.summarise(outcomes, level)
-    environment = machine()
+    environment = machines([o.versions for o in outcomes])
     found = bench.as_json(results, levels, environment)
     _write(out, "bench async", told(environment), found, bench.figures(outcomes))
     text = f"{told(environment)}\nThe timer covers: {bench.TIMER}.\n\n{bench.table(results, levels)}"

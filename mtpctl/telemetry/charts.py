@@ -29,12 +29,13 @@ COLOURS = 7
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve. `dots` marks each point, for what is measured now and then."""
+    """One curve. `dots` marks each point, for what is measured now and then; `colour` counts from 0, by default as the curves do."""
 
     label: str
     points: Points
     unit: Unit = "number"
     dots: bool = False
+    colour: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What to draw. In a `stack` the series are parts of a whole and share their steps."""
+    """What to draw. In a `stack` the series are parts of a whole and share their steps; `counts` says what the x axis counts."""
 
     title: str
     note: str
@@ -58,11 +59,16 @@ class Chart:
     scale: Literal["linear", "log"] = "linear"
     zero: bool = False
     stack: bool = False
+    counts: str = "step"
 
 
 def render_chart(chart: Chart) -> str:
     """A `<figure>`, or nothing where no series has a point that can be drawn."""
-    drawn = [(i % COLOURS, s, pts) for i, s in enumerate(chart.series) if (pts := _drawable(s.points, chart.scale))]
+    drawn = [
+        ((i if s.colour is None else s.colour) % COLOURS, s, pts)
+        for i, s in enumerate(chart.series)
+        if (pts := _drawable(s.points, chart.scale))
+    ]
     if not drawn:
         return ""
     layers = _stacked([pts for _, _, pts in drawn]) if chart.stack else [pts for _, _, pts in drawn]
@@ -107,7 +113,7 @@ def render_chart(chart: Chart) -> str:
         f'<figure class="card"><figcaption><h3>{escape(chart.title)}</h3><p>{escape(chart.note)}</p></figcaption>'
         f'<div class="{kind}"><div class="area"><svg viewBox="0 0 {_WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
         f'aria-label="{escape(chart.title)}">{"".join(shapes)}</svg>{"".join(marks)}{"".join(y_ticks)}'
-        f"{_x_labels(phases, x_axis)}{''.join(labels)}{_hits(drawn, phases, x_axis)}</div></div></figure>"
+        f"{_x_labels(phases, x_axis, chart.counts)}{''.join(labels)}{_hits(drawn, phases, x_axis, chart.counts)}</div></div></figure>"
     )
 
 
@@ -198,7 +204,7 @@ def _bands(phases: Sequence[Phase], axis: Axis) -> str:
     )
 
 
-def _x_labels(phases: Sequence[Phase], axis: Axis) -> str:
+def _x_labels(phases: Sequence[Phase], axis: Axis, counts: str) -> str:
     """Ticks count within each phase; the phase's name stands at its first step."""
     parts = []
     span = axis.high - axis.low
@@ -211,11 +217,11 @@ def _x_labels(phases: Sequence[Phase], axis: Axis) -> str:
         if len(phases) > 1:
             parts.append(f'<span class="phase" style="left:{100 * axis.place(begin):.2f}%">{escape(phase.name.upper())}</span>')
     name = phases[0].name.upper() if len(phases) == 1 else ""
-    return "".join(parts) + f'<span class="xname">{escape(name)} step</span>'
+    return "".join(parts) + f'<span class="xname">{escape(f"{name} {counts}")}</span>'
 
 
-def _hits(drawn: list[tuple[int, Series, Points]], phases: Sequence[Phase], axis: Axis) -> str:
-    """Strips over the drawing, one for each step (or few steps), that show its values while pointed at."""
+def _hits(drawn: list[tuple[int, Series, Points]], phases: Sequence[Phase], axis: Axis, counts: str) -> str:
+    """Strips over the drawing, one for each place on the x axis (or few), that show its values while pointed at."""
     steps = sorted({x for _, _, pts in drawn for x, _ in pts})
     if len(steps) > _MOST_HITS:
         steps = [steps[round(i * (len(steps) - 1) / (_MOST_HITS - 1))] for i in range(_MOST_HITS)]
@@ -235,6 +241,6 @@ def _hits(drawn: list[tuple[int, Series, Points]], phases: Sequence[Phase], axis
         inner = 100 * (place - left) / (right - left)
         parts.append(
             f'<div class="hit" style="left:{100 * left:.2f}%;width:{100 * (right - left):.2f}%"><i style="left:{inner:.0f}%"></i>'
-            f'<div class="tip{side}"><em>{escape(phase.name.upper())} step {x - phase.offset:g}</em>{rows}</div></div>'
+            f'<div class="tip{side}"><em>{escape(f"{phase.name.upper()} {counts}")} {x - phase.offset:g}</em>{rows}</div></div>'
         )
     return "".join(parts)

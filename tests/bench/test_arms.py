@@ -9,6 +9,7 @@ import pytest
 
 from mtpctl.bench.arms import WARM, Arm, Experiment
 from mtpctl.recipe import UserError, dump_resolved, load_recipe
+from mtpctl.telemetry.versions import collect_versions
 
 ARM = Arm("frozen", "", ("train.rl.train_mtp=false",))
 
@@ -31,6 +32,7 @@ def checkpoint(run: Path, name: str, ended: list[str]) -> None:
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"ended": ended}))
     (run / "checkpoints" / "latest").write_text(name)
+    (run / "versions.json").write_text(json.dumps(collect_versions()))
 
 
 def test_a_run_has_its_own_place_and_its_arms_keys(tmp_path: Path) -> None:
@@ -65,6 +67,7 @@ def measured(out: Path, run: str, updates: int) -> None:
     folder = out / run
     folder.mkdir(parents=True)
     (folder / "recipe.resolved.yaml").write_text(dump_resolved(experiment(out, "train.rl.steps=6").load(run, 0, ARM.sets)))
+    (folder / "versions.json").write_text(json.dumps(collect_versions()))
     rows = [{"session": 1, "time": float(step), "phase": "rl", "step": step, "timing_s/step": 2.0} for step in range(1, updates + 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -74,6 +77,7 @@ def test_one_that_kept_no_checkpoint_is_finished_when_it_has_all_its_updates(tmp
     measured(tmp_path, "frozen-0", 6)
     (outcome,) = experiment(tmp_path, "train.rl.steps=6", "train.keep_checkpoints=0").run([ARM], [0], say=print)
     assert outcome.updates == 6 and not (tmp_path / "frozen-0.log").exists()
+    assert outcome.versions == collect_versions()
 
 
 def test_what_is_measured_is_read_by_each_runs_own_recipe_and_nothing_starts(tmp_path: Path) -> None:

@@ -45,6 +45,21 @@ def test_series_are_labelled_with_where_they_end() -> None:
     assert ticks and all(tick and tick.endswith("%") for tick in ticks)
 
 
+def test_what_the_axis_counts_is_said() -> None:
+    figure = parse(
+        render_chart(Chart("A", "n", [Series("a", [(0, 0.5), (37.5, 0.6)], dots=True)], [Phase("rl", 0, 37.5, 0)], counts="seconds"))
+    )
+    text = "".join(figure.itertext())
+    assert "RL seconds 37.5" in text and "step" not in text
+
+
+def test_series_may_share_a_colour() -> None:
+    series = [Series(f"{arm} {seed}", [(0, 0.1), (1, 0.2)], colour=arm) for arm in range(2) for seed in range(2)]
+    figure = parse(render_chart(Chart("A", "n", series, RL)))
+    labels = [e.get("class") for e in figure.iter("span") if (e.get("class") or "").startswith("label")]
+    assert labels == ["label k0", "label k0", "label k1", "label k1"]
+
+
 def test_names_and_notes_are_escaped() -> None:
     html = render_chart(Chart("a <b>", "x & y", [Series("<script>", [(1, 1.0), (2, 2.0)])], RL))
     assert "<script>" not in html
