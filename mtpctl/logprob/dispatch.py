@@ -57,7 +57,7 @@ class Dispatcher:
         self.replicas, self.limits = replicas, limits
         self.queue = BoundedQueue(limits.queue_tokens)
         self.counters = Counters()
-        self._paused = False
+        self._paused_at: float | None = None
         self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -69,13 +69,19 @@ class Dispatcher:
 
     async def pause(self) -> None:
         """Hand out no more batches, and return once those under way are answered."""
-        self._paused = True
+        if self._paused_at is None:
+            self._paused_at = time.monotonic()
         await self._idle.wait()
 
-    def resume(self) -> None:
-        """Hand out batches again."""
-        self._paused = False
+    def resume(self) -> float:
+        """Hand out batches again. Returns the seconds since the pause, which count as stall; 0 where there was none."""
+        stood = 0.0
+        if self._paused_at is not None:
+            stood = time.monotonic() - self._paused_at
+        self._paused_at = None
+        self.counters.stall_s += stood
         self.settle()
+        return stood
 
     def close(self) -> None:
         """Hand out nothing any more; what waits or is under way fails."""
@@ -89,7 +95,7 @@ class Dispatcher:
         if self._closed:
             return
         self._refuse_hopeless()
-        while not self._paused and self._hand_out():
+        while self._paused_at is None and self._hand_out():
             pass
         self.queue.give_room()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -134,30 +135,48 @@ class LogprobServer:
         """Hand out no more batches, and return once those under way are answered. Requests go on queueing."""
         await self._dispatcher.pause()
 
-    def resume_serving(self) -> None:
-        """Hand out batches again."""
-        self._dispatcher.resume()
+    def resume_serving(self) -> float:
+        """Hand out batches again. Returns the seconds since `pause_serving`; 0 where nothing stood."""
+        return self._dispatcher.resume()
 
-    async def update(self, manifest: Manifest, *, verify: bool = False, deadline_s: float = 120.0) -> list[SyncReport]:
-        """Take every live replica to the version of `manifest`; one that dies over it is restarted with it.
+    @asynccontextmanager
+    async def standing(self, deadline_s: float = 120.0) -> AsyncIterator[None]:
+        """No batch is under way, and no replica comes, while the block runs; `take_in` or its end has the server go on.
 
-        Raises SyncError where a replica refuses the update and still has its old weights.
+        A replica whose pass does not end within `deadline_s` counts as dead, and its requests go to another one.
         """
         async with self.replicas.updating:
-            began = time.monotonic()
             try:
-                await self.pause_serving()
-                reports = await self.replicas.each(
-                    lambda replica: or_cancel(manifest, update_target(replica, manifest, verify=verify, deadline_s=deadline_s)),
-                    where=lambda replica: replica.version < manifest.version,
-                )
-                self.version = manifest.version
-                self.counters.updates += 1
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self.pause_serving(), deadline_s)
+                late = ReplicaDead(f"its pass did not end within {deadline_s:g} s, when weights were to change")
+                for seat, replica in self.replicas.live():
+                    if seat.busy:
+                        self.replicas.lost(seat, replica, late)
+                yield
             finally:
-                stall = time.monotonic() - began
-                self.counters.stall_s += stall
                 self.resume_serving()
+
+    async def take_in(self, manifest: Manifest, *, verify: bool = False, deadline_s: float = 120.0) -> list[SyncReport]:
+        """Take every live replica of a server that stands to the version of `manifest`; one that dies over it is restarted with it.
+
+        Serves again at its end, whatever that is. Raises SyncError where a replica refuses the update and still has its old weights.
+        """
+        try:
+            reports = await self.replicas.each(
+                lambda replica: or_cancel(manifest, update_target(replica, manifest, verify=verify, deadline_s=deadline_s)),
+                where=lambda replica: replica.version < manifest.version,
+            )
+            self.version = manifest.version
+            self.counters.updates += 1
+        finally:
+            stall = self.resume_serving()
         return [replace(report, stall_seconds=stall) for report in reports]
+
+    async def update(self, manifest: Manifest, *, verify: bool = False, deadline_s: float = 120.0) -> list[SyncReport]:
+        """Stand, and `take_in`."""
+        async with self.standing(deadline_s):
+            return await self.take_in(manifest, verify=verify, deadline_s=deadline_s)
 
     def members(self, version: int, ranks: int) -> list[str]:
         """A name for each rank of each live replica that lacks `version`, of `ranks` each; never given again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from pathlib import Path
 
@@ -13,9 +14,6 @@ from mtpctl.rollout import ReplicaPool
 from mtpctl.sync import Manifest, Section, Sent, SyncError, SyncReport
 from mtpctl.sync.transports import PUSHED
 from mtpctl.train.trainer import TrainerGroup
-
-ATTEMPTS = 2
-"""A pushed version is tried again once, with the receivers that are left: one that died is being replaced meanwhile."""
 
 
 class WeightSync:
@@ -39,17 +37,19 @@ class WeightSync:
         if verify is None:
             verify = options.verify == "always" or (options.verify == "first" and self.last is None)
         if options.transport in PUSHED:
-            ready, manifest = await self._push(version, verify)
+            manifest, publishing = await self._push(version, verify)
         else:
             manifest = await self.trainer.call("publish", version, str(self.store), verify, self._sections())
-            ready = time.perf_counter()
-            await self._receive(manifest, verify)
-            self.sent = Sent(manifest.nbytes, time.perf_counter() - ready)
+            publishing = time.perf_counter() - began
+            async with self._standing():
+                ready = time.perf_counter()
+                await self._receive(manifest, verify)
+                self.sent = Sent(manifest.nbytes, time.perf_counter() - ready)
         self.last = manifest
         seconds = time.perf_counter() - began
         return {
             "sync/seconds": seconds,
-            "sync/publish_seconds": ready - began,
+            "sync/publish_seconds": publishing,
             "sync/stall_seconds": max((report.stall_seconds for report in self.reports), default=0.0),
             "sync/gb_per_s": manifest.nbytes / seconds / 1e9,
         }
@@ -65,26 +65,35 @@ class WeightSync:
         found: list[Section] = ["adapter", "target", "draft"]
         return tuple(name for name in found if name in moving or (name == "target" and self.last is None))
 
-    async def _push(self, version: int, verify: bool) -> tuple[float, Manifest]:
-        """When the plan was announced, and the manifest. The store's copy is made when generation goes on already."""
+    def _standing(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """The log-prob server has done the passes that were under way, and begins none: what engines pause for must not wait for those."""
+        return contextlib.nullcontext() if self.server is None else self.server.standing(self.recipe.sync.deadline_s)
+
+    async def _push(self, version: int, verify: bool) -> tuple[Manifest, float]:
+        """The manifest, and the seconds that announcing took. The store's copy is made when generation goes on already."""
         await self.kept()
-        for attempt in range(ATTEMPTS):
+        try:
+            return await self._announce_and_send(version, verify)
+        except SyncError:
+            # Once more, with the receivers that are left: one that died is being replaced meanwhile.
+            return await self._announce_and_send(version, verify)
+
+    async def _announce_and_send(self, version: int, verify: bool) -> tuple[Manifest, float]:
+        async with self._standing():
+            began = time.perf_counter()
             members = self.rollout.members(self.recipe.rollout.tp)
             if self.server is not None:
                 members += self.server.members(version, self.recipe.logprob.parallel.world_size)
             manifest = await self.trainer.call("announce", version, str(self.store), members, verify, self._sections())
-            ready = time.perf_counter()
+            announcing = time.perf_counter() - began
             sending = asyncio.create_task(self.trainer.call("send"))
             try:
                 await self._receive(manifest, verify)
                 self.sent = await sending
-                break
-            except BaseException as error:
+            finally:
                 await asyncio.gather(sending, return_exceptions=True)
-                if not isinstance(error, SyncError) or attempt + 1 == ATTEMPTS:
-                    raise
         self._keeping = asyncio.create_task(self.trainer.call("keep"))
-        return ready, manifest
+        return manifest, announcing
 
     async def _receive(self, manifest: Manifest, verify: bool) -> None:
         options = self.recipe.sync
@@ -92,7 +101,7 @@ class WeightSync:
         pause = options.pause if self.recipe.async_.partial_rollout else "wait"
         updates = [self.rollout.update(manifest, mode=pause, verify=verify, deadline_s=options.deadline_s)]
         if self.server is not None:
-            updates.append(self.server.update(manifest, verify=verify, deadline_s=options.deadline_s))
+            updates.append(self.server.take_in(manifest, verify=verify, deadline_s=options.deadline_s))
         # All of them end before any error is told: a transfer that is tried again must find nobody in the one before.
         found = await within(
             asyncio.gather(*updates, return_exceptions=True), 2 * options.deadline_s, f"sync of version {manifest.version}"
