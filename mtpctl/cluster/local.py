@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator
 
 from mtpctl.recipe import ClusterResources, EnvironmentMissing
@@ -15,13 +17,14 @@ from mtpctl.recipe.schema import ClusterConfig
 def cluster(config: ClusterConfig, *, cpus: float, gpus: float) -> Iterator[None]:
     """Ray, with room for `cpus` and `gpus`, while the block runs.
 
-    Raises ClusterResources where there is less, EnvironmentMissing where the address does not answer.
+    SIGTERM does what it did before. Raises ClusterResources where there is less, EnvironmentMissing where the address does not answer.
     """
     import ray
 
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # A loaded machine may take longer than Ray's half minute to start its own processes.
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
             address=config.address,
@@ -36,6 +39,9 @@ def cluster(config: ClusterConfig, *, cpus: float, gpus: float) -> Iterator[None
     except Exception as error:  # Ray raises plain `Exception` where one of its own processes does not start.
         where = f"no Ray cluster answers at {config.address}" if config.address else "Ray did not start on this machine"
         raise EnvironmentMissing(f"cluster.address: {where}: {str(error).splitlines()[0]}") from error
+    if threading.current_thread() is threading.main_thread():
+        # Ray's own handler ends the process at once, and what it has started is left behind.
+        signal.signal(signal.SIGTERM, on_sigterm)
     try:
         have = ray.cluster_resources()
         for name, need, field in (("CPU", cpus, "num_cpus"), ("GPU", gpus, "num_gpus")):

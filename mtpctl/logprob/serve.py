@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import resource
-import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,8 +61,6 @@ def serve(recipe: Recipe, served: Served, bound: socket.socket, *, key: str | No
     with cluster(recipe.cluster, cpus=0, gpus=0), contextlib.closing(bound):
         import ray
 
-        # Where SIGTERM comes while replicas start, they are to be ended as Ctrl-C ends them; Ray has set its own handler.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
         there = ray.cluster_resources().get("GPU", 0)
         cuda = recipe.cluster.device != "cpu" and there >= ranks * recipe.logprob.gpus
         if recipe.cluster.device == "cuda" and not cuda:
