@@ -7,18 +7,20 @@ network or looks for a device.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from mtpctl import families
 from mtpctl.families import ModelShape
 from mtpctl.recipe.errors import UserError
-from mtpctl.recipe.model_source import has_weights, hf_config, model_folder
+from mtpctl.recipe.model_source import has_weights, hf_config, model_folder, tensor_names
 from mtpctl.recipe.schema import BYTE_VOCAB_SIZE, VLLM_ADAPTER_RANKS, ParallelConfig, Recipe, SglangConfig
 
 Complaints = Iterator[str]
 
 SECRET = re.compile(r"(?:(?:^|hf_|hub_|auth_|access_|api_|bearer_)token|secret|password|passwd|api_?key|credentials?)$", re.IGNORECASE)
+PACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 KV_HEADS = "key-value heads"
 URL_PASSWORD = re.compile(r"://[^/\s:@]+:[^/\s@]+@")
 
@@ -41,6 +43,7 @@ def complaints_of(recipe: Recipe) -> Complaints:
     yield from _stages(recipe)
     yield from _objective(recipe)
     yield from _sync(recipe)
+    yield from _updated_in_place(recipe, config or {})
     yield from _data(recipe)
     yield from _devices(recipe)
     yield from _paths(recipe)
@@ -161,6 +164,19 @@ def _sync(recipe: Recipe) -> Complaints:
         yield "sync.sections: adapter needs an engine that takes adapters; take rollout.engine_args.enable_lora: false out"
 
 
+def _updated_in_place(recipe: Recipe, config: Mapping[str, Any]) -> Complaints:
+    """Engines whose live weights a sync cannot write to. Without RL nobody needs to."""
+    rollout = recipe.rollout
+    if "rl" not in recipe.train.stages or isinstance(rollout, SglangConfig):
+        return
+    if method := rollout.engine_args.get("quantization"):
+        yield f"rollout.engine_args.quantization: weights of an engine that quantises ({method}) cannot be synced; leave it out"
+    elif config.get("quantization_config"):
+        yield "model.path: its weights are quantised, and so would be the engines', which cannot be synced; give a folder in bf16 or fp32"
+    if rollout.engine_args.get("pipeline_parallel_size", 1) != 1:
+        yield "rollout.engine_args.pipeline_parallel_size: an engine with pipeline stages cannot be synced; set rollout.tp instead"
+
+
 def _data(recipe: Recipe) -> Complaints:
     data = recipe.data
     if (data.path is None) == (data.task is None):
@@ -244,6 +260,13 @@ def _adapters(recipe: Recipe, shape: ModelShape) -> Complaints:
         yield f"train.lora.targets: must name layers, each once, got [{', '.join(lora.targets)}]; {shape.family} has {', '.join(known)}"
     elif unknown := [target for target in lora.targets if target not in known]:
         yield f"train.lora.targets: no layer of {shape.family} is a {unknown[0]}; it has {', '.join(known)}"
+    elif "adapter" in recipe.sync.sections and shape.moe and (folder := model_folder(recipe.model)) is not None:
+        packed = [target for target in ("linear_fc1", "linear_fc2") if target in lora.targets]
+        if packed and any(map(PACKED_EXPERTS.search, tensor_names(folder))):
+            yield (
+                f"train.lora.targets: {folder} packs a layer's experts in one tensor, of which PEFT names no adapter; "
+                f"leave {' and '.join(packed)} out, or sync target in place of adapter"
+            )
 
 
 def adapter_targets(shape: ModelShape) -> list[str]:

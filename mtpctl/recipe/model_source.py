@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from mtpctl.recipe.schema import ModelConfig
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+_MOST_HEADER = 100_000_000  # bytes, as the safetensors library has it
 
 
 def model_folder(model: ModelConfig) -> Path | None:
@@ -53,6 +55,19 @@ def hf_config(model: ModelConfig, *, fetch: bool = True) -> dict[str, Any] | Non
 def has_weights(folder: Path) -> bool:
     """Whether a model folder holds weight files."""
     return any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES)
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """Names of the tensors in a folder's safetensors files. What cannot be read is left out: whoever reads the weights says so."""
+    names: set[str] = set()
+    for index in folder.glob("*.safetensors.index.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            names.update(json.loads(index.read_bytes())["weight_map"])
+    if not names:
+        for file in folder.glob("*.safetensors"):
+            with contextlib.suppress(OSError, ValueError), file.open("rb") as opened:
+                names.update(json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), _MOST_HEADER))))
+    return names
 
 
 def _read(path: Path) -> dict[str, Any]:

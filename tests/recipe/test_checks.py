@@ -96,6 +96,12 @@ def test_our_overlays_fit(path: Path) -> None:
             ["sync.sections=[adapter]", "train.lora={}", "rollout.engine_args.enable_lora=false"],
             "sync.sections: adapter needs an engine that takes adapters",
         ),
+        (
+            ["rollout.engine_args.quantization=fp8"],
+            "rollout.engine_args.quantization: weights of an engine that quantises (fp8) cannot be synced",
+        ),
+        (["rollout.engine_args.pipeline_parallel_size=2"], "rollout.engine_args.pipeline_parallel_size: an engine with pipeline stages"),
+        (["model.config.quantization_config={quant_method: fp8}"], "model.path: its weights are quantised"),
         (["sync.release_kv=true"], "sync.release_kv: a CPU engine cannot give its KV cache back"),
         (["sync.release_kv=true", "cluster.device=auto"], "sync.release_kv: a CPU engine cannot give its KV cache back"),
         (
@@ -153,6 +159,10 @@ def test_the_rest_is_named() -> None:
 def test_sampling_that_renormalises_is_allowed_with_a_correction_and_without_rl() -> None:
     validate(load_recipe("tiny_mtp", sets=["rollout.top_p=0.9", "train.rl.correction.mode=truncate"]).recipe)
     validate(load_recipe("tiny_mtp", sets=["rollout.top_p=0.9", "train.stages=[sft]"]).recipe)
+
+
+def test_engines_that_cannot_be_synced_are_allowed_where_nobody_does() -> None:
+    validate(load_recipe("tiny_mtp", sets=["rollout.engine_args.quantization=fp8", "train.stages=[sft]"]).recipe)
 
 
 def test_names_of_special_tokens_are_no_secrets() -> None:
@@ -241,3 +251,37 @@ def test_a_hub_that_does_not_answer_is_missing_environment(monkeypatch: pytest.M
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
     with pytest.raises(EnvironmentMissing, match=r"nobody/nothing could not be had from the hub \(no route to host\)"):
         hf_config(ModelConfig(path="nobody/nothing"))
+
+
+MOE = {"architectures": ["Qwen3_5MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+PACKED = "model.layers.0.mlp.experts.gate_up_proj"
+ALONE = ["sync.sections=[adapter, draft]", "train.lora={rank: 4, alpha: 8}"]
+
+
+def with_experts(folder: Path, tensor: str, *, index: bool) -> None:
+    """A folder of a model with experts, whose files name this tensor."""
+    shared = {"shared_expert_intermediate_size": 64, "layer_types": ["full_attention"] * 4, "linear_conv_kernel_dim": 4}
+    config = load_recipe("tiny_mtp", sets=SIZES).recipe.model.config
+    (folder / "config.json").write_text(json.dumps({**(config or {}), **MOE, **DELTA, **shared, "model_type": "qwen3_5_moe_text"}))
+    if index:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {tensor: "model.safetensors"}}))
+        return
+    header = json.dumps({tensor: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+@pytest.mark.parametrize("index", [True, False], ids=["index", "header"])
+def test_packed_experts_have_no_adapter_of_their_own(folder: Path, index: bool) -> None:
+    with_experts(folder, PACKED, index=index)
+    (told,) = with_folder(folder, *ALONE)
+    assert told.startswith(f"train.lora.targets: {folder} packs a layer's experts in one tensor")
+    assert told.endswith("leave linear_fc1 and linear_fc2 out, or sync target in place of adapter")
+
+
+def test_an_adapter_of_packed_experts_may_be_merged_or_left_out(folder: Path) -> None:
+    with_experts(folder, PACKED, index=True)
+    assert with_folder(folder, "train.lora={rank: 4, alpha: 8}") == []
+    assert with_folder(folder, *ALONE, "train.lora.targets=[linear_qkv]") == []
+    with_experts(folder, "model.layers.0.mlp.experts.0.gate_proj.weight", index=True)
+    assert with_folder(folder, *ALONE) == []
