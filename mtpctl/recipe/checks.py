@@ -260,6 +260,11 @@ def _adapters(recipe: Recipe, shape: ModelShape) -> Complaints:
         yield f"train.lora.targets: must name layers, each once, got [{', '.join(lora.targets)}]; {shape.family} has {', '.join(known)}"
     elif unknown := [target for target in lora.targets if target not in known]:
         yield f"train.lora.targets: no layer of {shape.family} is a {unknown[0]}; it has {', '.join(known)}"
+    elif "adapter" in recipe.sync.sections and "linear_kv_up_proj" in lora.targets:
+        yield (
+            "train.lora.targets: linear_kv_up_proj: vLLM folds its weight into attention at the start, where an adapter does not reach; "
+            "leave it out, or sync target in place of adapter"
+        )
     elif "adapter" in recipe.sync.sections and shape.moe and (folder := model_folder(recipe.model)) is not None:
         packed = [target for target in ("linear_fc1", "linear_fc2") if target in lora.targets]
         if packed and any(map(PACKED_EXPERTS.search, tensor_names(folder))):

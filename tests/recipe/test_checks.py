@@ -285,3 +285,19 @@ def test_an_adapter_of_packed_experts_may_be_merged_or_left_out(folder: Path) ->
     assert with_folder(folder, *ALONE, "train.lora.targets=[linear_qkv]") == []
     with_experts(folder, "model.layers.0.mlp.experts.0.gate_proj.weight", index=True)
     assert with_folder(folder, *ALONE) == []
+
+
+def test_an_adapter_by_itself_does_not_reach_what_the_engine_folds_into_attention() -> None:
+    latent = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    }
+    fields = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **latent, **experts}
+    sets = [*SIZES, *(f"model.config.{key}={json.dumps(value)}" for key, value in fields.items()), *ALONE]
+    told = complaint(*sets, "train.lora.targets=[linear_proj, linear_kv_up_proj]")
+    assert told.startswith("train.lora.targets: linear_kv_up_proj: vLLM folds its weight into attention")
+    assert list(complaints_of(load_recipe("tiny_mtp", sets=[*sets, "train.lora.targets=[linear_proj]"]).recipe)) == []
