@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from megatron.core.transformer import MegatronModule
-from safetensors import safe_open
 from torch import Tensor
 
 from mtpctl.convert.bridge import WeightBridge
+from mtpctl.convert.folder_weights import FolderWeights
+from mtpctl.convert.tensor_files import CODES
 from mtpctl.model.lora import ROW, WHOLE
 from mtpctl.plan import ADAPTER_PREFIX
 from mtpctl.recipe import UserError
@@ -114,12 +115,10 @@ def fingerprint(folder: Path) -> str:
     Training moves every matrix, so that a few rows tell two bases apart without reading all of both.
     """
     lines = []
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in sorted(tensors.keys()):
-                part = tensors.get_slice(name)
-                shape = part.get_shape()
-                rows = sorted({i * (shape[0] - 1) // max(1, SAMPLED_ROWS - 1) for i in range(SAMPLED_ROWS)}) if shape else []
-                values = [part[row : row + 1].contiguous().view(torch.uint8).numpy().tobytes() for row in rows]
-                lines.append(f"{name} {part.get_dtype()} {shape} {hashlib.sha256(b''.join(values)).hexdigest()}")
+    weights = FolderWeights(folder)
+    for name, entry in weights.entries.items():
+        shape, tensor = list(entry.shape), weights.tensor(name)
+        rows = sorted({i * (shape[0] - 1) // max(1, SAMPLED_ROWS - 1) for i in range(SAMPLED_ROWS)}) if shape else []
+        values = [tensor[row : row + 1].contiguous().view(torch.uint8).numpy().tobytes() for row in rows]
+        lines.append(f"{name} {CODES[entry.dtype]} {shape} {hashlib.sha256(b''.join(values)).hexdigest()}")
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]

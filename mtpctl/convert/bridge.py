@@ -9,7 +9,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,8 @@ from mtpctl import families
 from mtpctl.compat import bridge_config, vllm_mimo
 from mtpctl.compat.transformer_engine import import_auto_bridge
 from mtpctl.convert import mappings
-from mtpctl.convert.hf_folder import HfFolder, tensor_names
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.model.lora import Adapter
 from mtpctl.recipe import UserError
 
@@ -37,7 +38,7 @@ class WeightBridge:
     def __init__(self, folder: HfFolder) -> None:
         vllm_mimo.install()
         self.folder = folder
-        self._bridge = AutoBridge.from_hf_pretrained(folder.path)
+        self._bridge = AutoBridge.from_hf_config(_hf_config(folder))
         self._known: tuple[Any, list[Any]] | None = None
         self._section_of = cache(partial(families.section_of, shape=folder.shape))
 
@@ -48,38 +49,49 @@ class WeightBridge:
         config.share_embeddings_and_output_weights = self.folder.shape.tied
         return config
 
-    def load(self, chunks: list[MegatronModule], path: str | Path | None = None) -> None:
-        """Fill the modules from the folder's weights. Raises UserError naming what the folder lacks."""
-        self._check_names(Path(path or self.folder.path), mtp=bool(chunks[0].config.mtp_num_layers))
+    def mapping(self) -> Any:
+        """Megatron-Bridge's own, for one pass over a model."""
+        return self._bridge._model_bridge
+
+    def told(self, names: Collection[str], weights: Mapping[str, Tensor] | None = None, path: Path | None = None) -> Any:
+        """What the bridge asks of a folder: config, names of tensors, and their values where it is to read them."""
+        state = _State(names, weights or {})
+        return SimpleNamespace(config=self._bridge.hf_pretrained, state=state, model_name_or_path=str(path or self.folder.path))
+
+    def load(self, chunks: list[MegatronModule], path: Path | None = None) -> None:
+        """Fill the modules from the weights of the folder, or of another folder of the same model, whatever it names and keeps them by.
+
+        MTP layers are read where the modules have them. Raises UserError naming what the folder lacks, and for another model's.
+        """
+        self.fill(chunks, ModelWeights(path or self.folder.path, mtp=bool(chunks[0].config.mtp_num_layers)))
+
+    def fill(self, chunks: list[MegatronModule], weights: ModelWeights) -> None:
+        """Fill the modules from weights that are open; each rank reads those of its own parameters, one parameter at a time."""
+        self._check_same(weights)
         missing = _Missing()
         logger = logging.getLogger("megatron.bridge.models.conversion.model_bridge")
         logger.addHandler(missing)
         try:
-            self._bridge.load_hf_weights(chunks, hf_path=path)
-        except ValueError as error:
-            raise UserError(f"model.path: {self.folder.path} does not fit its own config: {' '.join(str(error).split())}") from error
+            self.mapping().load_weights_hf_to_megatron(self.told(weights, weights, weights.folder.path), chunks)
         finally:
             logger.removeHandler(missing)
         if missing.names:
-            raise UserError(f"model.path: {self.folder.path} lacks {'; '.join(missing.names[:8])}")
+            raise RuntimeError(f"parameters of {self.folder.shape.architecture} that were not filled: {'; '.join(missing.names[:8])}")
 
-    def fill(self, chunks: list[MegatronModule], weights: Mapping[str, Tensor]) -> None:
-        """Fill the modules from tensors under the model's own names."""
-        state = _State(weights)
-        source = SimpleNamespace(config=self._bridge.hf_pretrained.config, state=state, model_name_or_path=str(self.folder.path))
-        self._bridge._model_bridge.load_weights_hf_to_megatron(source, chunks)
+    def _check_same(self, weights: ModelWeights) -> None:
+        """Raise UserError where these are another model's."""
+        here, there = self.folder.shape, weights.shape
+        if here.family != there.family:
+            raise UserError(f"{weights.folder.path}: holds a {there.family} ({there.architecture}), the model here is a {here.family}")
+        wanted = families.tensors(here)
+        for name in weights:
+            if weights.size(name) != wanted.get(name):
+                made = f"makes it {list(wanted[name])}" if name in wanted else "has no place for it"
+                raise UserError(f"{weights.folder.path}: holds {name} as {list(weights.size(name))}, the model here {made}")
 
-    def _check_names(self, path: Path, *, mtp: bool) -> None:
-        """The bridge fills what it finds; here every tensor of the model has to be there."""
-        shape = self.folder.shape
-        same, held = families.aliases(shape), tensor_names(path)
-        wanted = [name for name in families.tensors(shape) if name not in same and (mtp or families.section_of(name, shape) == "target")]
-        # Some folders pack the experts of a layer into one tensor.
-        lacks = [name for name in wanted if name not in held and ".mlp.experts." not in name]
-        if lacks and all(families.section_of(name, shape) == "draft" for name in lacks):
-            raise UserError(f"model.path: {path} names MTP layers but lacks {_listed(lacks)}; add them, or set mtp.mode: off")
-        if lacks:
-            raise UserError(f"model.path: {path} lacks {_listed(lacks)}")
+    @cached_property
+    def _stored(self) -> Any:
+        return self.told(families.tensors(self.folder.shape))
 
     def tasks(self, chunks: list[MegatronModule], *, dtype: torch.dtype | None = None) -> list[Any]:
         """What the bridge does for each parameter of the whole model, in the same order on every rank.
@@ -88,7 +100,7 @@ class WeightBridge:
         """
         parameters = tuple(id(parameter) for chunk in chunks for parameter in chunk.parameters())
         if self._known is None or self._known[0] != (parameters, dtype):
-            found = self._bridge._model_bridge.build_conversion_tasks(self._bridge.hf_pretrained, chunks, weight_dtype=dtype)
+            found = self.mapping().build_conversion_tasks(self._stored, chunks, weight_dtype=dtype)
             self._known = (parameters, dtype), [task for task in found if task is not None]
         return self._known[1]
 
@@ -124,8 +136,8 @@ class WeightBridge:
         ]
         conversions = map(_merged, tasks) if merged else tasks
         # The bridge knows no adapters of ours, and would look for its own in the whole model each time.
-        stream = self._bridge.export_hf_weights(
-            chunks, cpu=False, show_progress=False, conversion_tasks=conversions, merge_adapter_weights=False
+        stream = self.mapping().stream_weights_megatron_to_hf(
+            chunks, self._stored, cpu=False, show_progress=False, conversion_tasks=conversions, merge_adapter_weights=False
         )
         for name, tensor in stream:
             if name in (f"{shape.prefix}embed_tokens.weight", "lm_head.weight"):
@@ -135,7 +147,7 @@ class WeightBridge:
                     yield found, tensor
 
 
-class Names:
+class _Names:
     """The names of a folder's tensors, as the bridge asks for them."""
 
     def __init__(self, names: Collection[str]) -> None:
@@ -149,11 +161,11 @@ class Names:
 
 
 class _State(Mapping[str, Tensor]):
-    """Tensors as the bridge asks a folder for them."""
+    """Names and tensors as the bridge asks a folder for them."""
 
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, names: Collection[str], weights: Mapping[str, Tensor]) -> None:
+        self.source = _Names(names)
         self.weights = weights
-        self.source = Names(weights)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.weights[name]
@@ -163,6 +175,16 @@ class _State(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.weights)
+
+
+def _hf_config(folder: HfFolder) -> Any:
+    """transformers' own of the folder's fields; code that the folder may bring is not run."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = str(folder.config.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise UserError(f"{folder.path / 'config.json'}: model_type {kind!r} is none that transformers knows; it is that of the family")
+    return CONFIG_MAPPING[kind].from_dict(folder.config)
 
 
 def names_of(task: Any) -> tuple[str, ...]:
@@ -176,10 +198,6 @@ def _merged(task: Any) -> Any:
     if isinstance(getattr(task.megatron_module, "adapter", None), Adapter) and task.param_name.endswith(".weight"):
         return replace(task, param_weight=task.megatron_module.adapter.merged(task.param_weight))
     return task
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 class _Missing(logging.Handler):

@@ -1,4 +1,4 @@
-"""Hugging Face folders in: what is in one, checked before a byte of weights is read; and new ones with random weights."""
+"""Hugging Face folders in: what is in one, told before a byte of weights is read; and new ones with random weights."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from mtpctl import families
+from mtpctl.convert.folder_weights import FolderWeights
+from mtpctl.families import FAMILIES
 from mtpctl.recipe import UserError
 
 
 @dataclass(frozen=True)
 class HfFolder:
-    """A folder with `config.json` and safetensors weights.
+    """A folder with `config.json` and weights.
 
-    Raises UserError where the folder, its config or its weights are missing or cannot be read.
+    `config` is the file's, completed by what the weights tell: MTP layers that it does not name, a head that is tied without
+    its saying so. Raises UserError where the folder, its config or its weights are missing or cannot be read.
     """
 
     path: Path
@@ -29,7 +31,7 @@ class HfFolder:
 
     @classmethod
     def open(cls, path: str | Path, *, weights: bool = True) -> HfFolder:
-        """Read the config, and unless `weights=False` check that there are weights beside it."""
+        """Read the config and the names of the weights; with `weights=False` the config alone, as it is."""
         folder = Path(path)
         file = folder / "config.json"
         if not file.is_file():
@@ -38,18 +40,26 @@ class HfFolder:
             config = json.loads(file.read_text())
         except json.JSONDecodeError as error:
             raise UserError(f"{file}:{error.lineno}: not valid JSON: {error.msg}") from error
-        if weights and not any(folder.glob("*.safetensors")):
-            raise UserError(f"model.path: {folder} holds no *.safetensors weights; add them, or set model.init: random")
-        return cls(folder, config, families.shape_of(config))
+        given = cls(folder, config, families.shape_of(config))
+        return given.completed(FolderWeights(folder)) if weights else given
 
-
-def tensor_names(folder: Path) -> set[str]:
-    """Names of all tensors in a folder's safetensors files, read from their headers."""
-    names: set[str] = set()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            names |= set(tensors.keys())
-    return names
+    def completed(self, weights: FolderWeights) -> HfFolder:
+        """The folder with what its weights tell and its config does not."""
+        config = dict(self.config)
+        family = next(family for family in FAMILIES if family.name == self.shape.family)
+        if not self.shape.mtp_layers and family.mtp is not None:
+            depth = 0
+            names = family.mtp.layer + "input_layernorm.weight"
+            while family.mtp.name(names, depth, self.shape.layers) in weights:
+                depth += 1
+            if depth:
+                # Qwen3.5 has a word of its own for it.
+                config[families.MTP_COUNTS[family.name.startswith("qwen3.5")]] = depth
+        text = config.get("text_config") or {}
+        said = "tie_word_embeddings" in config or "tie_word_embeddings" in text
+        if not said and not self.shape.tied and not any(name.endswith("lm_head.weight") for name in weights.entries):
+            config["tie_word_embeddings"] = True
+        return self if config == self.config else HfFolder(self.path, config, families.shape_of(config))
 
 
 def create_hf_folder(config: dict[str, Any], path: str | Path, seed: int, *, dtype: torch.dtype = torch.float32) -> HfFolder:

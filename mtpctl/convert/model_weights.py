@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from mtpctl.convert.folder_weights import FolderWeights
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.layout import Stored
 from mtpctl.convert.tensor_files import CODES
-from mtpctl.families import FAMILIES, ModelShape
+from mtpctl.families import ModelShape
 from mtpctl.recipe import UserError
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
@@ -45,24 +46,24 @@ class Found:
 class ModelWeights(Mapping[str, Tensor]):
     """The tensors of the model, each a view of its file (a copy where it was FP8), without those that alias another.
 
-    `folder` has the config completed by what the weights tell: MTP layers that it does not name, a head that is tied
-    without its saying so. Raises UserError where config and weights contradict each other.
+    `folder` has the config completed by what the weights tell. With `mtp=False` the trunk's alone are there, and of MTP layers
+    it does not matter whether the folder has them, or how. Raises UserError where config and weights contradict each other.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, mtp: bool = True) -> None:
         given = HfFolder.open(path, weights=False)
         self.raw = FolderWeights(path)
-        self.folder = _completed(given, self.raw)
+        self.folder = given.completed(self.raw)
         self.shape = self.folder.shape
         _check_quantization(self.folder)
         self._prefix = _prefix_in(self.raw, self.shape)
         self._aliases = families.aliases(self.shape)
-        self._sizes = {name: size for name, size in families.tensors(self.shape).items() if name not in self._aliases}
-        self._places = {name: place for name in self._sizes if (place := self._find(name)) is not None}
-        lacks = [name for name in self._sizes if name not in self._places]
-        if lacks:
-            more = f" and {len(lacks) - 4} more" if len(lacks) > 4 else ""
-            raise UserError(f"{path}: the config asks for {', '.join(lacks[:4])}{more}, which the weights lack")
+        stored = {name: size for name, size in families.tensors(self.shape).items() if name not in self._aliases}
+        self._sizes = {name: size for name, size in stored.items() if mtp or not self._drafts(name)}
+        places = {name: place for name in stored if (place := self._find(name)) is not None}
+        self._places = {name: place for name, place in places.items() if name in self._sizes}
+        self._unread = {place.name for name, place in places.items() if name not in self._sizes}
+        self._check_names()
         self._check_sizes()
         self._check_rest()
 
@@ -83,6 +84,10 @@ class ModelWeights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._sizes)
 
+    def size(self, name: str) -> tuple[int, ...]:
+        """Of the tensor as `__getitem__` gives it."""
+        return self._sizes[name]
+
     def dtype(self, name: str) -> torch.dtype:
         """Of the tensor as `__getitem__` gives it."""
         dtype = self.raw.entries[self._places[name].name].dtype
@@ -90,8 +95,8 @@ class ModelWeights(Mapping[str, Tensor]):
 
     @property
     def quantized(self) -> bool:
-        """Whether some weights are FP8 in the folder."""
-        return any(entry.dtype in FP8 for entry in self.raw.entries.values())
+        """Whether some of these weights are FP8 in the folder."""
+        return any(self.raw.entries[place.name].dtype in FP8 for place in self._places.values())
 
     @cached_property
     def plain_dtype(self) -> torch.dtype:
@@ -172,20 +177,45 @@ class ModelWeights(Mapping[str, Tensor]):
         packed = size if name.endswith("down_proj.weight") else (2 * size[0], size[1])
         return (self.shape.moe.experts, *packed)
 
+    def _drafts(self, name: str) -> bool:
+        return families.section_of(name, self.shape) == "draft"
+
+    def _check_names(self) -> None:
+        lacks = [name for name in self._sizes if name not in self._places]
+        if not lacks:
+            return
+        listed = ", ".join(lacks[:4]) + (f" and {len(lacks) - 4} more" if len(lacks) > 4 else "")
+        if all(map(self._drafts, lacks)):
+            mend = "add them, train with mtp.mode: off, or take the layers out of config.json"
+            raise UserError(f"{self.folder.path}: config.json names MTP layers, and the weights lack {listed}; {mend}")
+        raise UserError(f"{self.folder.path}: the config asks for {listed}, which the weights lack")
+
     def _check_sizes(self) -> None:
         for name in self._sizes:
             place = self._places[name]
             held, wanted = self.raw.entries[place.name].shape, self._expected(name)
             if held != wanted:
                 raise UserError(f"{self.folder.path}: config.json makes {place.name} {list(wanted)}, the weights hold {list(held)}")
-            if self.raw.entries[place.name].dtype in FP8 and place.name + SCALE not in self.raw:
-                raise UserError(f"{self.folder.path}: {place.name} is FP8 without the scales {place.name}{SCALE}")
+            if self.raw.entries[place.name].dtype in FP8:
+                self._check_scales(place)
+
+    def _check_scales(self, place: Found) -> None:
+        scales = place.name + SCALE
+        if scales not in self.raw:
+            raise UserError(f"{self.folder.path}: {place.name} is FP8 without the scales {scales}; fetch the folder again")
+        held = self.raw.entries[scales].shape[place.expert is not None :]
+        sizes, block = self.raw.entries[place.name].shape[-2:], _block(self.folder.config)
+        wanted = tuple(-(-size // width) for size, width in zip(sizes, block, strict=True))
+        if prod(held) != 1 and held != wanted:
+            raise UserError(
+                f"{self.folder.path}: {scales} holds {list(held)}, blocks of {list(block)} in {list(sizes)} make {list(wanted)}"
+            )
 
     def _check_rest(self) -> None:
         """Raise UserError for tensors of the decoder that the config has no place for; others are carried along."""
         decoder = f"{self._prefix}layers."
         for name in self.extras:
-            if name.startswith(decoder) and not name.endswith("rotary_emb.inv_freq"):
+            if name.startswith(decoder) and name not in self._unread and not name.endswith("rotary_emb.inv_freq"):
                 layer = name.removeprefix(decoder).split(".")[0]
                 if layer.isdigit() and int(layer) >= self.shape.layers:
                     said = f"config.json says num_hidden_layers {self.shape.layers}"
@@ -197,10 +227,15 @@ class ModelWeights(Mapping[str, Tensor]):
         scale = self.raw.tensor(place.name + SCALE)
         if place.expert is not None:
             weight, scale = weight[place.expert], scale[place.expert]
-        if scale.numel() > 1:
-            rows, columns = _block(self.folder.config)
-            scale = scale.repeat_interleave(rows, 0)[: weight.shape[0]].repeat_interleave(columns, 1)[:, : weight.shape[1]]
-        return (weight.float() * scale.float()).to(self.plain_dtype)
+        if scale.numel() == 1:
+            return (weight.float() * scale.float()).to(self.plain_dtype)
+        rows, columns = _block(self.folder.config)
+        wide = scale.float().repeat_interleave(columns, 1)[:, : weight.shape[1]]
+        made = torch.empty(weight.shape, dtype=self.plain_dtype)
+        # A row of blocks at a time: the whole in fp32 would take four times the weight, twice.
+        for to, part, by in zip(made.split(rows), weight.split(rows), wide, strict=True):
+            to.copy_(part.float() * by)
+        return made
 
 
 def _block(config: Mapping[str, Any]) -> tuple[int, int]:
@@ -212,25 +247,6 @@ def _check_quantization(folder: HfFolder) -> None:
     method = (folder.config.get("quantization_config") or {}).get("quant_method", "fp8")
     if method != "fp8":
         raise UserError(f"{folder.path / 'config.json'}: quantization_config.quant_method {method!r} cannot be undone; only fp8 can")
-
-
-def _completed(given: HfFolder, raw: FolderWeights) -> HfFolder:
-    """The folder with what its weights tell and its config does not."""
-    config = dict(given.config)
-    family = next(family for family in FAMILIES if family.name == given.shape.family)
-    if not given.shape.mtp_layers and family.mtp is not None:
-        depth = 0
-        names = family.mtp.layer + "input_layernorm.weight"
-        while family.mtp.name(names, depth, given.shape.layers) in raw:
-            depth += 1
-        if depth:
-            # Qwen3.5 has a word of its own for it.
-            config[families.MTP_COUNTS[family.name.startswith("qwen3.5")]] = depth
-    text = config.get("text_config") or {}
-    said = "tie_word_embeddings" in config or "tie_word_embeddings" in text
-    if not said and not given.shape.tied and not any(name.endswith("lm_head.weight") for name in raw.entries):
-        config["tie_word_embeddings"] = True
-    return given if config == given.config else HfFolder(given.path, config, families.shape_of(config))
 
 
 def _prefix_in(raw: FolderWeights, shape: ModelShape) -> str:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mtpctl.convert.bridge import Names, WeightBridge, names_of
+from mtpctl.convert.bridge import WeightBridge, names_of
 
 Destination = Callable[[Tensor], Tensor]
 """From a live parameter to the tensor that its new value is written to: itself, or a copy that goes live later."""
@@ -28,11 +27,8 @@ class StreamMap:
     """
 
     def __init__(self, bridge: WeightBridge, chunks: list[torch.nn.Module], names: Collection[str]) -> None:
-        self.bridge = bridge._bridge._model_bridge
-        self.chunks = chunks
-        state = SimpleNamespace(source=Names(names))
-        folder = SimpleNamespace(config=bridge._bridge.hf_pretrained.config, state=state)
-        tasks = [task for task in self.bridge.build_conversion_tasks(folder, chunks) if task is not None]
+        self.bridge, self.chunks = bridge.mapping(), chunks
+        tasks = [task for task in self.bridge.build_conversion_tasks(bridge.told(names), chunks) if task is not None]
         self.tasks: list[Any] = [task for task in tasks if task.megatron_module is not None]
         self.known = {name for task in tasks for name in names_of(task)}
         """Names that some rank takes in."""

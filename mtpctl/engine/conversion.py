@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from mtpctl import families
 from mtpctl.convert import HfFolder
 from mtpctl.convert.carried import carried_files, carry, write_config, written_config
 from mtpctl.convert.dtypes import NAMES, cast, common, main_dtype
@@ -100,7 +100,8 @@ def _to_megatron(weights: ModelWeights, target: Path, wanted: Wanted, say: Say, 
     config = written_config(folder.config, folder.shape, main_dtype(types, sizes), mtp_layers=folder.shape.mtp_layers)
     extras = [stored for stored in layout if not stored.pieces]
     weights.check_aliases()
-    with _described(config, folder) as described, _growing(target, _conversion("megatron", weights.raw.files, types)) as journal:
+    described = HfFolder(folder.path, config, families.shape_of(config))
+    with _growing(target, _conversion("megatron", weights.raw.files, types)) as journal:
         beside = journal.work / HF
         with Skeleton(described, mtp=True) as skeleton:
             parameters = skeleton.parameters
@@ -145,8 +146,8 @@ def _to_hf(
         say(f"{checkpoint} was saved without MTP layers; the folder will have none")
     sizes = names_in(shape, mtp=mtp)
     files = sorted(path for path in checkpoint.iterdir() if path.is_file())
-    with _described(folder.config, folder) as described, contextlib.ExitStack() as stack:
-        with adapted(checkpoint, described, adapter) if adapter else Skeleton(described, mtp=mtp) as skeleton:
+    with contextlib.ExitStack() as stack:
+        with adapted(checkpoint, folder, adapter) if adapter else Skeleton(folder, mtp=mtp) as skeleton:
             reader = (
                 MergedReader(checkpoint, skeleton, needed_weights(checkpoint, reference.weights), adapter)
                 if adapter
@@ -180,13 +181,9 @@ def _to_hf(
             write_config(config, journal.work)
         verified = None
         if wanted.verify:
-            verified = verify_conversion(ModelWeights(journal.work), checkpoint, described, carried=reference.carried)
+            verified = verify_conversion(ModelWeights(journal.work), checkpoint, folder, carried=reference.carried)
         journal.publish()
     return len(layout), writer.nbytes, verified
-
-
-def _merged(checkpoint: Path, skeleton: Skeleton, reference: Reference, adapter: dict[str, Any]) -> MergedReader:
-    return MergedReader(checkpoint, skeleton, needed_weights(checkpoint, reference.weights), adapter)
 
 
 def _to_peft(checkpoint: Path, reference: Reference, adapter: dict[str, Any], target: Path, say: Say) -> _Made:
@@ -294,16 +291,6 @@ def _behind(journal: Journal) -> Iterator[Callable[[int, Any, Callable[[], None]
 
 
 # ------------------------------------------------------------------------------------------------------------- pieces
-
-
-@contextlib.contextmanager
-def _described(config: dict[str, Any], folder: HfFolder) -> Iterator[HfFolder]:
-    """A folder with this config on the disk, and code that it may name, for what reads them there."""
-    with tempfile.TemporaryDirectory(prefix="mtpctl-convert-") as made:
-        write_config(config, Path(made))
-        for code in folder.path.glob("*.py"):
-            shutil.copyfile(code, Path(made) / code.name)
-        yield HfFolder.open(made, weights=False)
 
 
 def _put_extras(writer: HfWriter, extras: list[Stored], weights: FolderWeights) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpctl.convert import HfFolder, create_hf_folder
+from mtpctl.convert import HfFolder, ModelWeights, create_hf_folder
 from mtpctl.data import ProblemSets, Tokenizer, check_fits_model, fit_problems, load_problem_sets, load_tokenizer, make_byte_tokenizer
 from mtpctl.recipe import EnvironmentMissing, Recipe, UserError
 
@@ -23,6 +23,11 @@ class Prepared:
 def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     """Find or make everything that the recipe names. Raises UserError for what is missing or does not fit."""
     model = model_of(recipe, run_dir)
+    if "rl" in recipe.train.stages and ModelWeights(model.path, mtp=recipe.mtp.mode != "off").quantized:
+        raise UserError(
+            f"model.path: {model.path} keeps weights as FP8, and engines that generate with it cannot be synced; take it through "
+            "mtpctl convert-hf to a checkpoint and back, and name that folder"
+        )
     tokenizer = tokenizer_of(recipe, model, run_dir)
     check_fits_model(tokenizer, model.shape.vocab)
     problems = load_problem_sets(recipe.data, recipe.seed)

@@ -1,0 +1,179 @@
+"""The engine reads a folder as the conversion does: what is converted trains as it is, and what is refused there is refused here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtpctl.convert import HfFolder, fingerprint
+from mtpctl.engine import NextToken
+from mtpctl.recipe import UserError
+from mtpctl.recipe.schema import MtpConfig
+from tests.convert.models import change_config, converted, model, quantize, tensors, write
+from tests.engine.tiny import GENTLE, engine, mimo, sequences
+
+
+def fp8(folder: Path) -> None:
+    model("deepseek-v3", folder)
+    quantize(folder)
+
+
+def fp8_dense(folder: Path) -> None:
+    mimo(folder)
+    quantize(folder)
+
+
+def pickled(folder: Path) -> None:
+    """Two shards with their index, as torch saves them."""
+    mimo(folder)
+    held = sorted(tensors(folder).items())
+    (folder / "model.safetensors").unlink()
+    shards = {"pytorch_model-00001-of-00002.bin": dict(held[::2]), "pytorch_model-00002-of-00002.bin": dict(held[1::2])}
+    for name, part in shards.items():
+        torch.save(part, folder / name)
+    index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def prefixed(folder: Path) -> None:
+    """Behind a wrapper's prefix, with a tower beside it."""
+    mimo(folder)
+    held = {f"language_model.{name}": value for name, value in tensors(folder).items()}
+    write(folder, held | {"visual.patch_embed.proj.weight": torch.randn(8, 3, 2, 2)})
+
+
+def packed(folder: Path) -> None:
+    from tests.convert import test_names_in_the_wild as wild
+
+    model("qwen3.5-moe", folder)
+    write(folder, wild.packed(tensors(folder), 6))
+
+
+def unnamed(folder: Path) -> None:
+    """A head that is the embedding, and MTP layers, without the config's saying so."""
+    model("qwen3-next", folder)
+    write(folder, {name: value for name, value in tensors(folder).items() if name != "lm_head.weight"})
+    change_config(folder, num_nextn_predict_layers=None, tie_word_embeddings=None)
+
+
+def updated(folder: Path) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Metrics and weights of one update."""
+    with engine(HfFolder.open(folder), mtp=MtpConfig(mode="joint")) as made:
+        made.set_optimizer(GENTLE)
+        metrics = made.update(sequences(), NextToken())
+        return {name: value for name, value in metrics.items() if "timing" not in name}, {n: v.clone() for n, v in made.export()}
+
+
+@pytest.mark.parametrize("given", [fp8, fp8_dense, pickled, prefixed, packed, unnamed])
+def test_an_update_is_that_of_the_converted_folder(tmp_path: Path, given: Callable[[Path], None]) -> None:
+    given(tmp_path / "hf")
+    converted(tmp_path / "hf", tmp_path / "checkpoint")
+    converted(tmp_path / "checkpoint", tmp_path / "back")
+    found, weights = updated(tmp_path / "hf")
+    expected, same = updated(tmp_path / "back")
+    assert found == expected and found["mtp/loss_1"] > 0
+    assert weights.keys() == same.keys()
+    assert all(torch.equal(value, same[name]) for name, value in weights.items())
+
+
+def test_weights_are_those_that_the_folder_means(tmp_path: Path) -> None:
+    """To the bit, with FP8 times its scales."""
+    model("glm4-moe", tmp_path)
+    meant = quantize(tmp_path)
+    with engine(HfFolder.open(tmp_path), train=False, mtp=MtpConfig(mode="load")) as made:
+        exported = dict(made.export())
+        assert exported.keys() == meant.keys()
+        assert all(torch.equal(value, meant[name].float()) for name, value in exported.items())
+
+
+@pytest.mark.parametrize("case", ["mimo", "deepseek-v3"])
+def test_without_mtp_nobody_looks_at_the_mtp_layers(tmp_path: Path, case: str) -> None:
+    """They may be there, be of another size, be FP8 without scales, or be gone."""
+    model(case, tmp_path)
+    whole = tensors(tmp_path)
+    drafts = [name for name in whole if "mtp_layers" in name or ".layers.3." in name]
+    changes: list[Callable[[str], dict[str, Tensor]]] = [
+        lambda name: {name: whole[name]},
+        lambda name: {name: whole[name][:1].clone()},
+        lambda name: {name: whole[name].to(torch.float8_e4m3fn)},
+        lambda name: {},
+    ]
+    assert drafts
+    for change in changes:
+        kept = {name: value for name, value in whole.items() if name not in drafts}
+        for name in drafts:
+            kept |= change(name)
+        write(tmp_path, kept)
+        with engine(HfFolder.open(tmp_path), train=False, mtp=MtpConfig(mode="off")) as made:
+            assert all(torch.equal(value, whole[name]) for name, value in made.export())
+
+
+def test_an_adapters_base_is_known_however_it_is_stored(tmp_path: Path) -> None:
+    """Pickled or not, the same weights have one fingerprint; others have another."""
+    mimo(tmp_path / "plain")
+    pickled(tmp_path / "pickled")
+    assert fingerprint(tmp_path / "plain") == fingerprint(tmp_path / "pickled")
+    held = tensors(tmp_path / "plain")
+    write(tmp_path / "plain", {name: value + 1 for name, value in held.items()})
+    assert fingerprint(tmp_path / "plain") != fingerprint(tmp_path / "pickled")
+
+
+class TestRefused:
+    @pytest.fixture
+    def started(self, tmp_path: Path) -> Iterator[Callable[[], None]]:
+        def start() -> None:
+            with engine(HfFolder.open(tmp_path / "hf"), mtp=MtpConfig(mode="joint")):
+                pass
+
+        yield start
+
+    def test_fp8_without_scales(self, tmp_path: Path, started: Callable[[], None]) -> None:
+        fp8_dense(tmp_path / "hf")
+        lost = "model.layers.0.mlp.up_proj.weight_scale_inv"
+        write(tmp_path / "hf", {name: value for name, value in tensors(tmp_path / "hf").items() if name != lost})
+        with pytest.raises(UserError, match=rf"model.layers.0.mlp.up_proj.weight is FP8 without the scales {lost}"):
+            started()
+
+    def test_fp8_with_scales_of_other_blocks(self, tmp_path: Path, started: Callable[[], None]) -> None:
+        fp8_dense(tmp_path / "hf")
+        change_config(tmp_path / "hf", quantization_config={"quant_method": "fp8", "weight_block_size": [8, 16]})
+        with pytest.raises(
+            UserError, match=r"q_proj.weight_scale_inv holds \[2, 2\] scales, blocks of \[8, 16\] in \[32, 32\] make \[4, 2\]$"
+        ):
+            started()
+
+    def test_a_shard_that_is_torn(self, tmp_path: Path, started: Callable[[], None]) -> None:
+        file = mimo(tmp_path / "hf").path / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-100])
+        with pytest.raises(UserError, match=r"model.safetensors: model\S+: its data ends at byte \d+, the file at \d+; the file is cut"):
+            started()
+
+    def test_a_pickled_shard_that_is_torn(self, tmp_path: Path, started: Callable[[], None]) -> None:
+        pickled(tmp_path / "hf")
+        file = tmp_path / "hf" / "pytorch_model-00002-of-00002.bin"
+        file.write_bytes(file.read_bytes()[:-100])
+        with pytest.raises(UserError, match=r"pytorch_model-00002-of-00002.bin: not readable as pickled tensors"):
+            started()
+
+    def test_a_shard_that_is_missing(self, tmp_path: Path, started: Callable[[], None]) -> None:
+        pickled(tmp_path / "hf")
+        (tmp_path / "hf" / "pytorch_model-00002-of-00002.bin").unlink()
+        with pytest.raises(UserError, match=r"index.json: lists pytorch_model-00002-of-00002.bin, which .* lacks; fetch what is missing"):
+            started()
+
+    def test_weights_of_another_model(self, tmp_path: Path) -> None:
+        """Of another family, or of other sizes; the engine keeps those that it has."""
+        model("qwen3", tmp_path / "qwen3")
+        mimo(tmp_path / "wide", intermediate_size=64)
+        with engine(mimo(tmp_path / "hf"), train=False, mtp=MtpConfig(mode="load")) as made:
+            before = {name: value.clone() for name, value in made.export()}
+            with pytest.raises(UserError, match=r"qwen3: holds a qwen3 \(Qwen3ForCausalLM\), the model here is a mimo$"):
+                made.load(tmp_path / "qwen3")
+            with pytest.raises(UserError, match=r"wide: holds \S+gate_proj.weight as \[64, 32\], the model here makes it \[48, 32\]$"):
+                made.load(tmp_path / "wide")
+            assert all(torch.equal(value, before[name]) for name, value in made.export())
