@@ -19,7 +19,7 @@ PINNED = "0.5.21"
 GROUP = "sglang.srt.plugins"
 
 
-def check_installed() -> None:
+def check_plugin() -> None:
     """Raise EnvironmentMissing where SGLang's processes, which look for installed plugins, would not find this one."""
     if not any(entry.value == f"{__name__}:register" for entry in entry_points(group=GROUP)):
         raise EnvironmentMissing(

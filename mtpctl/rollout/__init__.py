@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Generator, Health, SpecStats
     from mtpctl.rollout.sglang_engine import SglangEngine
     from mtpctl.rollout.sglang_settings import SglangSettings, sglang_engine_settings
-    from mtpctl.rollout.start import start_pool
+    from mtpctl.rollout.start import check_engine_installed, start_pool
     from mtpctl.rollout.vllm_engine import VllmEngine
     from mtpctl.rollout.vllm_settings import VllmSettings, engine_settings
 
@@ -30,6 +30,7 @@ _HOMES = {
     "SpecStats": "protocol",
     "VllmEngine": "vllm_engine",
     "VllmSettings": "vllm_settings",
+    "check_engine_installed": "start",
     "start_pool": "start",
     "start_replica": "actor",
     "engine_settings": "vllm_settings",
@@ -51,6 +52,7 @@ __all__ = [
     "SpecStats",
     "VllmEngine",
     "VllmSettings",
+    "check_engine_installed",
     "engine_settings",
     "sglang_engine_settings",
     "start_pool",

@@ -64,7 +64,7 @@ class SglangEngine(Engine):
 
         # SGLang logs what a plugin raises, and goes on without it.
         sglang_plugin.register()
-        sglang_plugin.check_installed()
+        sglang_plugin.check_plugin()
         check_options("SGLang", option_names(ServerArgs), settings.args)
         # In the loop's own thread: SGLang binds its sockets and its event loop where it is built.
         upstream = Upstream(**settings.args | {"weight_version": str(version)})

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from itertools import count
 from math import ceil
 from typing import Protocol
 
 from mtpctl.cluster import within
 from mtpctl.plan import Placement
-from mtpctl.recipe import Recipe
+from mtpctl.recipe import EnvironmentMissing, Recipe
 from mtpctl.recipe.schema import SglangConfig
 from mtpctl.rollout.actor import EngineSettings, Replica, start_replica
 from mtpctl.rollout.environments import Text, Turns, environment_of
@@ -24,6 +25,18 @@ class NamedText(Text, Protocol):
     """A tokenizer, and the folder or hub id that it is loaded from."""
 
     name: str
+
+
+def check_engine_installed(recipe: Recipe) -> None:
+    """Raise EnvironmentMissing where the engine's package is not on this machine, which is to run it, or has no environment of its own."""
+    rollout = recipe.rollout
+    if isinstance(rollout, SglangConfig):
+        if rollout.python is None:
+            raise EnvironmentMissing(
+                "rollout.python: SGLang lives in an environment of its own; scripts/sglang_environment.sh makes one; name its python"
+            )
+    elif recipe.cluster.address is None and find_spec(rollout.engine) is None:
+        raise EnvironmentMissing(f"rollout.engine: {rollout.engine} is not installed; install mtpctl with the extra [cpu] or [gpu]")
 
 
 async def start_pool(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import shutil
 import signal
 import zlib
@@ -14,9 +13,9 @@ from mtpctl.cluster import cluster, within
 from mtpctl.families import count
 from mtpctl.logprob import LogprobServer, start_server
 from mtpctl.plan import WEIGHT_BYTES, Placement, place
-from mtpctl.recipe import EnvironmentMissing, MtpctlError, Recipe, dump_resolved
+from mtpctl.recipe import MtpctlError, Recipe, dump_resolved
 from mtpctl.rl import make_checker
-from mtpctl.rollout import ReplicaPool, start_pool
+from mtpctl.rollout import ReplicaPool, check_engine_installed, start_pool
 from mtpctl.sync import VersionStore, default_root
 from mtpctl.telemetry import RunDirectory, Telemetry
 from mtpctl.train.buffer import SampleBuffer
@@ -34,7 +33,8 @@ INTERRUPTED = 130
 def run(recipe: Recipe, *, plain: bool = False) -> int:
     """Train as the recipe says. Returns the exit code: 0, or 130 after a stop that was asked for."""
     totals: dict[str, int] = {stage: getattr(recipe.train, stage).steps for stage in recipe.train.stages}
-    check_installed(recipe)
+    if "rl" in recipe.train.stages:
+        check_engine_installed(recipe)
     placement = place(recipe)
     fresh = not recipe.run_path.exists()
     with RunDirectory.create(recipe.run_path, dump_resolved(recipe)) as directory:
@@ -52,20 +52,6 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
             if finished:
                 telemetry.print_summary()
     return 0 if finished else INTERRUPTED
-
-
-def check_installed(recipe: Recipe) -> None:
-    """Raise EnvironmentMissing where the rollout engine's package is not here, or has no environment of its own."""
-    rollout = recipe.rollout
-    if "rl" not in recipe.train.stages:
-        return
-    if rollout.engine == "sglang":
-        if rollout.python is None:
-            raise EnvironmentMissing(
-                "rollout.python: SGLang lives in an environment of its own; scripts/sglang_environment.sh makes one; name its python"
-            )
-    elif importlib.util.find_spec(rollout.engine) is None:
-        raise EnvironmentMissing(f"rollout.engine: {rollout.engine} is not installed; install mtpctl with the extra [cpu] or [gpu]")
 
 
 class Run:

