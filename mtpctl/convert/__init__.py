@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mtpctl.convert.adapters import export_adapter, fingerprint, peft_config
-    from mtpctl.convert.bridge import WeightBridge
+    from mtpctl.convert.bridge import WeightBridge, names_of
     from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
     from mtpctl.convert.model_weights import ModelWeights
     from mtpctl.convert.stream import StreamMap, WeightStream
@@ -21,6 +21,7 @@ __all__ = [
     "create_hf_folder",
     "export_adapter",
     "fingerprint",
+    "names_of",
     "peft_config",
 ]
 
@@ -30,6 +31,7 @@ _HOMES = {
     "fingerprint": "adapters",
     "peft_config": "adapters",
     "WeightBridge": "bridge",
+    "names_of": "bridge",
     "HfFolder": "hf_folder",
     "create_hf_folder": "hf_folder",
     "StreamMap": "stream",

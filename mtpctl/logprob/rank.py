@@ -49,8 +49,9 @@ class ScoreRank:
         self._stream: Any = None
         self._reader: Any = None
         self._begun = False
-        self._folder: Any = None
+        # The adapter that is merged into the current version, and the one on its way in.
         self._adapter: Any = None
+        self._arriving: Any = None
         self._finished: set[str] = set()
 
     def address(self) -> str:
@@ -100,7 +101,9 @@ class ScoreRank:
         self.engine = engine
         self.tensors = families.tensors(shape)
         self._section_of = lambda name: families.section_of(name, shape)
-        self.map = StreamMap(engine.bridge, [engine.module], [*self.tensors, *families.aliases(shape)])
+        aliases = families.aliases(shape)
+        self.adaptable = {n: size for n, size in self.tensors.items() if n not in aliases and self._section_of(n) == "target"}
+        self.map = StreamMap(engine.bridge, [engine.module], [*self.tensors, *aliases])
         self._readers = Readers(engine.device)
         self.held = HeldWeights(engine.module, self.config.version, keep_previous=self.config.keep_previous)
         return Bounds(shape.max_positions, shape.vocab, engine.depths)
@@ -135,8 +138,7 @@ class ScoreRank:
     def begin_update(self, manifest: dict[str, Any], version: int, section: Section) -> None:
         """See `WeightTarget.begin_update`."""
         from mtpctl.convert import WeightStream
-        from mtpctl.logprob.adapter import AdapterOverBase
-        from mtpctl.model import TORCH_DTYPES
+        from mtpctl.logprob.adapter import MergedAdapter
 
         self._manifest = Manifest.from_dict(manifest)
         plan = self._manifest.sections[section]
@@ -144,7 +146,9 @@ class ScoreRank:
         reader = self._readers.open(self._manifest.transport, self._manifest.address)
         try:
             if section == "adapter":
-                self._adapter = AdapterOverBase(plan, self._base(), TORCH_DTYPES[self.config.precision])
+                if self.config.checkpoint is not None:
+                    raise PlanMismatch("an adapter goes over the weights of the model's folder, this log-prob replica serves a checkpoint")
+                self._arriving = MergedAdapter(plan, self.adaptable, self.engine.device)
             else:
                 self._check(entries, section)
             self.held.begin(version)
@@ -182,7 +186,7 @@ class ScoreRank:
         try:
             for bucket, data in self._reader.stream(self._section, [self._plan.buckets[index] for index in indices]):
                 if self._section == "adapter":
-                    self._adapter.receive(bucket, data)
+                    self._arriving.receive(bucket, data)
                     self._taken += 1
                 else:
                     # Conversion runs where the model is; of the update no more than a bucket is there beside it.
@@ -217,8 +221,13 @@ class ScoreRank:
         self._readers.settle()
         self._finished.add(self._section)
         if self._finished == set(self._manifest.sections):
-            if "adapter" in self._finished:
-                self._merge()
+            whole = "target" in self._finished
+            if whole:
+                self.held.forget_beneath()
+            if self._arriving is not None:
+                self._merge(self._arriving)
+            if whole or self._arriving is not None:
+                self._adapter, self._arriving = self._arriving, None
             self._finished = set()
             self.held.commit()
 
@@ -228,28 +237,24 @@ class ScoreRank:
         except ValueError as error:
             raise SyncError(str(error)) from error
 
-    def _merge(self) -> None:
+    def _merge(self, adapter: Any) -> None:
         """Write the weights as the adapter makes them, when all else of the version is in."""
-        from mtpctl.convert import WeightStream
+        from mtpctl.convert import WeightStream, names_of
 
-        stream = WeightStream(self.map, self._adapter.layers, self.held.destination)
-        for name, weight in self._adapter.merged(self.engine.device):
-            stream.add(name, weight)
+        tasks = self.map.tasks
+        self.held.keep_beneath(task.param_weight for task in tasks if not adapter.layers.keys().isdisjoint(names_of(task)))
+        # Also what an adapter before this one has changed and this one does not.
+        names = {name for task in tasks if self.held.adapted(task.param_weight) for name in names_of(task)}
+        stream = WeightStream(self.map, names, self.held.destination)
+        with self.held.showing_beneath():
+            for name, weight in self.engine.export(("target",), merged=False):
+                if name in names:
+                    stream.add(name, adapter.over(name, weight))
         self._close(stream)
-
-    def _base(self) -> Any:
-        """The weights beneath an adapter: those of the folder that the replica was started on."""
-        if self.config.random_seed is not None or self.config.checkpoint is not None:
-            raise PlanMismatch("an adapter goes over the weights of the model's folder, which this log-prob replica does not serve")
-        if self._folder is None:
-            from mtpctl.convert import ModelWeights
-
-            self._folder = ModelWeights(Path(self.config.model))
-        return self._folder
 
     def abort_update(self) -> None:
         """Give up the update, all its sections. Raises TargetDirty where the weights are mixed."""
-        self._stream, self._adapter, self._begun = None, None, False
+        self._stream, self._arriving, self._begun = None, None, False
         self._readers.fail("a log-prob replica broke off")
         self._finished = set()
         self.held.abort()
@@ -265,7 +270,13 @@ class ScoreRank:
         found = {name: checksum(tensor) for name, tensor in self.engine.export()}
         if self._adapter is None:
             return found
-        wrong = [name for name, weight in self._adapter.merged(self.engine.device) if found[name] != checksum(weight)]
+        wrong = []
+        with self.held.showing_beneath():
+            for name, weight in self.engine.export(("target",), merged=False):
+                if name in self._adapter.layers:
+                    if checksum(self._adapter.over(name, weight)) != found[name]:
+                        wrong.append(name)
+                    found[name] = checksum(weight)
         if wrong:
             raise WeightsDiffer(f"the adapter is not merged into these weights of the log-prob replica: {', '.join(wrong[:8])}")
         return found | self._adapter.checksums()

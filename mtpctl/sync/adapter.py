@@ -95,18 +95,19 @@ def check_fits(layers: dict[str, Layer], rank: int, model: nn.Module, *, rename:
 
 
 class AdapterReceiver(BucketsInOrder):
-    """Takes in the buckets of section `adapter`. Raises PlanMismatch where the plan is no adapter."""
+    """Takes in the buckets of section `adapter`, and keeps its tensors on `device`. Raises PlanMismatch where the plan is no adapter."""
 
-    def __init__(self, plan: SectionPlan) -> None:
+    def __init__(self, plan: SectionPlan, device: torch.device | str = "cpu") -> None:
         self.layers = layers_of(plan)
         super().__init__(plan)
+        self.device = device
         self.tensors: dict[str, torch.Tensor] = {}
 
     def receive(self, bucket: Bucket, data: torch.Tensor) -> None:
         """Copy a bucket's tensors out of `data`. Raises SyncError for a bucket out of order."""
         self.check_due(bucket)
         for entry, piece in pieces(bucket, data):
-            whole = self.tensors.setdefault(entry.name, torch.empty(entry.shape, dtype=piece.dtype))
+            whole = self.tensors.setdefault(entry.name, torch.empty(entry.shape, dtype=piece.dtype, device=self.device))
             whole.view(-1)[entry.part_start : entry.part_stop].copy_(piece)
         self.taken += 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from mtpctl.logprob import Replica, ScoreRank, ScoreRequest
-from mtpctl.sync import Manifest, PlanMismatch, WeightsDiffer, update_target
-from tests.logprob.conftest import Loop
+from mtpctl.logprob.adapter import MergedAdapter
+from mtpctl.sync import Manifest, PlanMismatch, SyncError, TargetDirty, WeightsDiffer, update_target
+from tests.logprob.conftest import LocalRanks, Loop, replica_config
 from tests.sync import adapters
 
 Tensors = dict[str, torch.Tensor]
@@ -29,10 +31,11 @@ def base(engine: Any, folder: Path) -> Iterator[Tensors]:
 
 @pytest.fixture
 def publish(tmp_path: Path) -> Callable[..., Manifest]:
-    """Publishes tensors as a version, in buckets that cut most of them."""
-    sends = adapters.publisher(tmp_path)
+    """Publishes tensors as a version, each by a sender of its own, in buckets that cut most of them."""
+    roots = (tmp_path / str(number) for number in count())
 
     def make(version: int, tensors: Tensors, sections: tuple[Any, ...]) -> Manifest:
+        sends = adapters.publisher(next(roots))
         sends.moving = sections
         return sends.publish(tensors.items(), version, checksums=True)
 
@@ -69,25 +72,129 @@ def test_versions_are_merged_over_the_folders_weights(
         assert run(logprobs(made, 2)) == scores[2]
 
 
-def test_a_weight_that_the_adapter_was_not_merged_into_is_told(
+def test_only_the_adapter_is_read_at_a_version(
     run: Loop, base: Tensors, publish: Callable[..., Manifest], replica: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also by a replica that starts late, which has what is beneath from its own start and not from a section `target`."""
+    made, delta = replica(), adapters.adapter(base, 1)
+    monkeypatch.setattr("mtpctl.convert.ModelWeights.__getitem__", lambda *_: pytest.fail("the folder was read"))
+    for version in (1, 2):
+        run(update_target(made, publish(version, delta | base, ("adapter", "draft")), verify=True))
+        found = exported(made)
+        for name, wanted in adapters.merged(base, delta).items():
+            torch.testing.assert_close(found[name], wanted, atol=1e-6, rtol=0)
+
+
+def test_an_adapter_of_other_layers_leaves_nothing_of_the_one_before(
+    run: Loop, base: Tensors, publish: Callable[..., Manifest], replica: Callable[..., Replica]
+) -> None:
+    """Also of one part of a fused layer alone, as PEFT's own adapters often are."""
     made = replica()
-    manifest = publish(1, adapters.adapter(base, 1) | base, ("adapter", "target", "draft"))
-    monkeypatch.setattr(ScoreRank, "_merge", lambda self: None)
-    with pytest.raises(WeightsDiffer, match=r"not merged into these weights .*: model\.layers\.0\."):
-        run(update_target(made, manifest, verify=True))
+    delta = adapters.adapter(base, 1)
+    run(update_target(made, publish(1, delta | base, ("adapter", "draft"))))
+    for version, kept in ((2, ("q_proj", "v_proj")), (3, ("k_proj", "up_proj"))):
+        part = {name: tensor for name, tensor in delta.items() if any(leaf in name for leaf in kept)}
+        run(update_target(made, publish(version, part | base, ("adapter", "draft")), verify=True))
+        found = exported(made)
+        for name, wanted in adapters.merged(base, part).items():
+            torch.testing.assert_close(found[name], wanted, atol=1e-6, rtol=0)
+
+
+def test_whole_weights_end_the_adapter_and_lie_beneath_the_next(
+    run: Loop, base: Tensors, publish: Callable[..., Manifest], replica: Callable[..., Replica], other_folder: Path
+) -> None:
+    made, delta, others = replica(), adapters.adapter(base, 1), load_file(other_folder / "model.safetensors")
+    run(update_target(made, publish(1, delta | base, ("adapter", "draft"))))
+    run(update_target(made, publish(2, others, ("target", "draft")), verify=True))
+    assert all(torch.equal(others[name], tensor) for name, tensor in exported(made).items())
+    run(update_target(made, publish(3, delta | others, ("adapter", "draft")), verify=True))
+    found = exported(made)
+    for name, wanted in adapters.merged(others, delta).items():
+        torch.testing.assert_close(found[name], wanted, atol=1e-6, rtol=0)
+
+
+def test_a_weight_that_the_adapter_was_not_merged_into_is_told(
+    run: Loop, base: Tensors, publish: Callable[..., Manifest], replica: Callable[..., Replica]
+) -> None:
+    made = replica()
+    run(update_target(made, publish(1, adapters.adapter(base, 1) | base, ("adapter", "target", "draft")), verify=True))
+    with torch.no_grad():
+        made.ranks.rank.engine.module.decoder.layers[0].mlp.linear_fc2.weight[0, 0] += 1e-6  # type: ignore[attr-defined]
+    with pytest.raises(WeightsDiffer, match=r"not merged into these weights .*: model\.layers\.0\.mlp\.down_proj\.weight$"):
+        run(made.checksums())
+
+
+@pytest.mark.parametrize("fault", ["adapter", "target", "draft", "merge"])
+@pytest.mark.parametrize("keep_previous", [False, True])
+def test_a_sync_that_breaks_off_leaves_the_old_version_or_ends_the_replica(
+    fault: str,
+    keep_previous: bool,
+    run: Loop,
+    base: Tensors,
+    publish: Callable[..., Manifest],
+    replica: Callable[..., Replica],
+    other_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what is tried again then gives the new one: nothing of the try before lies beneath it."""
+    made, others = replica(keep_previous=keep_previous), load_file(other_folder / "model.safetensors")
+    old, new = adapters.adapter(base, 1), adapters.adapter(base, 2)
+    run(update_target(made, publish(1, old | base, ("adapter", "target", "draft"))))
+    before = run(logprobs(made, 1))
+    sent = publish(2, new | others, ("adapter", "target", "draft"))
+    with monkeypatch.context() as patch:
+        if fault == "merge":
+            patch.setattr(MergedAdapter, "over", breaks_off_at(MergedAdapter.over, "model.layers.1.mlp.up_proj.weight"))
+        else:
+            lost = Path(sent.address) / f"{fault}-{sent.sections[fault].buckets[-1].index:05d}.bin"
+            lost.rename(lost.with_suffix(".lost"))
+        untouched = keep_previous or fault == "adapter"
+        with pytest.raises(SyncError if untouched else TargetDirty):
+            run(update_target(made, sent))
+    if not untouched:
+        return
+    assert made.versions[0] == 1 and run(logprobs(made, 1)) == before
+    run(made.checksums())
+    if fault != "merge":
+        lost.with_suffix(".lost").rename(lost)
+    run(update_target(made, sent, verify=True))
+    found = exported(made)
+    for name, wanted in adapters.merged(others, new).items():
+        torch.testing.assert_close(found[name], wanted, atol=1e-6, rtol=0)
+    if keep_previous:
+        assert run(logprobs(made, 1)) == before
+
+
+def breaks_off_at(merge: Callable[..., torch.Tensor], at: str) -> Callable[..., torch.Tensor]:
+    def over(self: MergedAdapter, name: str, weight: torch.Tensor) -> torch.Tensor:
+        if name == at:
+            raise SyncError("no memory")
+        return merge(self, name, weight)
+
+    return over
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(
-    run: Loop, base: Tensors, publish: Callable[..., Manifest], replica: Callable[..., Replica]
+    run: Loop, base: Tensors, publish: Callable[..., Manifest], replica: Callable[..., Replica], folder: Path
 ) -> None:
     made, before = replica(), exported(replica())
     wide = base | {"model.layers.0.mlp.up_proj.weight": torch.zeros(7, 64), "model.layers.9.mlp.up_proj.weight": torch.zeros(8, 64)}
-    manifest = publish(1, adapters.adapter(wide, 1), ("adapter",))
-    with pytest.raises(
-        PlanMismatch, match=r"makes \(7, 64\), the served model has \(128, 64\); .*layers\.9\.mlp\.up_proj\.weight is not a tensor"
+    good = adapters.adapter(base, 1)
+    drafter = {name.replace("model.layers.0.mlp.up_proj", "model.mtp_layers.0.mlp.up_proj"): tensor for name, tensor in good.items()}
+    for delta, why in (
+        (
+            adapters.adapter(wide, 1),
+            r"makes \(7, 64\), the served model has \(128, 64\); .*layers\.9\.mlp\.up_proj\.weight is not a tensor",
+        ),
+        (adapters.adapter(base, 1, rank=3), r"A \(3, 64\) and B \(64, 3\), which are not of rank 4"),
+        (drafter, r"model\.mtp_layers\.0\.mlp\.up_proj\.weight is not a tensor of the served model's trunk"),
+        ({name: tensor for name, tensor in good.items() if "lora_A" in name}, "has lora_A alone"),
     ):
-        run(update_target(made, manifest))
+        with pytest.raises(PlanMismatch, match=why):
+            run(update_target(made, publish(1, delta, ("adapter",))))
+    served = ScoreRank(replica_config(folder, checkpoint="checkpoint"), 0)
+    bounds = served.adopt(made.ranks.rank.engine)  # type: ignore[attr-defined]
+    with pytest.raises(PlanMismatch, match="this log-prob replica serves a checkpoint"):
+        run(update_target(Replica(LocalRanks(served), bounds, 0, keep_previous=False), publish(1, good, ("adapter",))))
     assert made.version == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in exported(made).items())

@@ -1,4 +1,4 @@
-"""A replica on a checkpoint that holds an adapter and MTP layers alone scores as the engine that wrote it."""
+"""A replica with an adapter against the trainer that has it: on its checkpoint, and after a sync."""
 
 from __future__ import annotations
 
@@ -10,11 +10,27 @@ import torch
 
 from mtpctl.convert import HfFolder
 from mtpctl.engine import EngineConfig, MegatronEngine, Rank
-from mtpctl.logprob import ScoreRank, ScoreRequest
-from mtpctl.recipe.schema import LoraConfig, MtpConfig
-from tests.logprob.conftest import replica_config
+from mtpctl.logprob import Replica, ScoreRank, ScoreRequest
+from mtpctl.recipe.schema import LoraConfig, MtpConfig, ParallelConfig
+from mtpctl.sync import checksum, update_target
+from tests.logprob.conftest import LocalRanks, Loop, replica_config
+from tests.sync import adapters
 
 REQUESTS = [ScoreRequest([(7 * i) % 300 for i in range(60)])]
+
+
+LORA = LoraConfig(rank=4, alpha=8)
+
+
+def trainer(folder: Path, precision: str) -> MegatronEngine:
+    """One whose adapter changes something."""
+    settings: dict[str, Any] = {"parallel": ParallelConfig(), "precision": precision, "mtp": MtpConfig(mode="isolated"), "train": False}
+    engine = MegatronEngine(HfFolder.open(folder), EngineConfig(**settings, lora=LORA), Rank(0, 1, ""))
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in engine.module.named_parameters():
+        if name.endswith("lora_b"):
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    return engine
 
 
 def scored(rank: ScoreRank, version: int) -> list[float]:
@@ -24,14 +40,8 @@ def scored(rank: ScoreRank, version: int) -> list[float]:
 
 
 def test_it_scores_what_was_trained(folder: Path, tmp_path: Path) -> None:
-    lora = LoraConfig(rank=4, alpha=8)
     config = replica_config(folder)
-    settings: dict[str, Any] = {"parallel": config.parallel, "precision": "fp32", "mtp": MtpConfig(mode="isolated"), "train": False}
-    engine = MegatronEngine(HfFolder.open(folder), EngineConfig(**settings, lora=lora), Rank(0, 1, ""))
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in engine.module.named_parameters():
-        if name.endswith("lora_b"):
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    engine = trainer(folder, "fp32")
     trained = ScoreRank(config, 0)
     trained.adopt(engine)
     wanted = scored(trained, 0)
@@ -39,7 +49,7 @@ def test_it_scores_what_was_trained(folder: Path, tmp_path: Path) -> None:
     engine.close()
 
     rank = ScoreRank(
-        replica_config(folder, mtp=MtpConfig(mode="isolated"), checkpoint=str(tmp_path / "checkpoint"), lora=lora, version=3), 0
+        replica_config(folder, mtp=MtpConfig(mode="isolated"), checkpoint=str(tmp_path / "checkpoint"), lora=LORA, version=3), 0
     )
     rank.build("")
     try:
@@ -52,3 +62,21 @@ def test_it_scores_what_was_trained(folder: Path, tmp_path: Path) -> None:
         assert scored(bare, 0) != pytest.approx(wanted, abs=0.1)
     finally:
         bare.engine.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_it_is_rounded_as_the_trainers_own_merge_is(precision: str, run: Loop, folder: Path, tmp_path: Path) -> None:
+    """To the bit: what the replica holds is what a trainer with this adapter would export merged."""
+    engine = trainer(folder, precision)
+    sent = {name: tensor.clone() for name, tensor in (*engine.export_adapter(), *engine.export(("draft",)))}
+    wanted = {name: checksum(tensor) for name, tensor in engine.export()}
+    engine.close()
+    sends = adapters.publisher(tmp_path, sections=("adapter", "draft"))
+    rank = ScoreRank(replica_config(folder, precision=precision), 0)
+    bounds = rank.build("")
+    try:
+        made = Replica(LocalRanks(rank), bounds, 0, keep_previous=False)
+        run(update_target(made, sends.publish(sent.items(), 1, checksums=True), verify=True))
+        assert {name: checksum(tensor) for name, tensor in rank.engine.export()} == wanted
+    finally:
+        rank.engine.close()

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from mtpctl import families
 from mtpctl.convert import HfFolder
 from mtpctl.logprob import Replica, ScoreRequest
+from mtpctl.logprob.weights import HeldWeights
 from mtpctl.sync import Manifest, PlanMismatch, Publisher, SyncError, TargetDirty, VersionConflict, VersionStore, update_target
 from tests.logprob.conftest import Loop, serve
 
@@ -210,3 +211,17 @@ def test_a_mixed_replica_is_replaced_by_one_at_the_published_version(
         await server.close()
 
     run(ask())
+
+
+@pytest.mark.parametrize("keep_previous", [False, True])
+def test_a_buffer_is_a_weight_like_others(keep_previous: bool) -> None:
+    """A router's bias is one."""
+    module = torch.nn.BatchNorm1d(2)
+    held = HeldWeights(module, 0, keep_previous=keep_previous)
+    held.begin(1)
+    held.destination(module.running_mean).fill_(7)  # type: ignore[arg-type]
+    held.commit()
+    assert module.running_mean.tolist() == [7, 7]  # type: ignore[union-attr, operator]
+    if keep_previous:
+        with held.using(0):
+            assert module.running_mean.tolist() == [0, 0]  # type: ignore[union-attr, operator]
