@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from mtpctl.families import ModelShape
 from mtpctl.plan.sharding import Stage, stages
+from mtpctl.plan.wire import adapted_weights
 from mtpctl.recipe.errors import ClusterResources, UserError
 from mtpctl.recipe.schema import ParallelConfig, Recipe
 
@@ -60,16 +61,17 @@ class EngineMemory:
 
 @dataclass(frozen=True, slots=True)
 class LogprobMemory:
-    """Bytes of one rank of a log-prob server."""
+    """Bytes of one rank of a log-prob server. beneath: its parts of the weights that an adapter, synced alone, is merged into."""
 
     weights: int
+    beneath: int
     activations: int
     workspace: int
 
     @property
     def total(self) -> int:
         """Bytes on the device."""
-        return self.weights + self.activations + self.workspace
+        return self.weights + self.beneath + self.activations + self.workspace
 
 
 def trainer_memory(recipe: Recipe, shape: ModelShape) -> TrainerMemory:
@@ -111,13 +113,16 @@ def engine_memory(recipe: Recipe, shape: ModelShape) -> EngineMemory:
 
 def logprob_memory(recipe: Recipe, shape: ModelShape) -> LogprobMemory:
     """The fullest rank of a log-prob server: weights without gradients, and one layer's activations at a time."""
-    server = recipe.logprob
+    server, lora = recipe.logprob, recipe.train.lora
     width = WEIGHT_BYTES[recipe.train.precision]
-    held = max(stage.parameters for stage in _stages(recipe, shape, server.parallel))
+    adapted = adapted_weights(shape, lora.targets) if lora is not None and "adapter" in recipe.sync.sections else {}
+    merged = stages(shape, server.parallel, mtp=False, only=adapted)
+    held = [(stage.parameters, under.parameters) for stage, under in zip(_stages(recipe, shape, server.parallel), merged, strict=True)]
     copies = 2 if server.keep_previous else 1
     elements = activation_width(shape, server.parallel) + passing_width(shape, server.parallel)
     one_layer = int(server.tokens_per_batch // server.parallel.cp * elements * width)
-    return LogprobMemory(held * width * copies, one_layer, _workspace(recipe, shape, server.tokens_per_batch, server.parallel))
+    weights, beneath = max(((whole * copies, under) for whole, under in held), key=sum)
+    return LogprobMemory(weights * width, beneath * width, one_layer, _workspace(recipe, shape, server.tokens_per_batch, server.parallel))
 
 
 def check_fits(recipe: Recipe, shape: ModelShape) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 from math import prod
 
@@ -39,18 +40,18 @@ def layers_of_stages(layers: int, parallel: ParallelConfig) -> list[range]:
     return [range(start, start + n) for start, n in zip(starts, counts, strict=True)]
 
 
-def stages(shape: ModelShape, parallel: ParallelConfig, *, mtp: bool) -> list[Stage]:
+def stages(shape: ModelShape, parallel: ParallelConfig, *, mtp: bool, only: Container[str] | None = None) -> list[Stage]:
     """Parameters of one rank, stage by stage.
 
     The first stage has the embedding; the last the final norm, the head and the MTP layers, and its own copy of the embedding
-    where the MTP layers or a tied head read it. `mtp=False` leaves the MTP layers out.
+    where the MTP layers or a tied head read it. `mtp=False` leaves the MTP layers out, `only` all but the tensors of these names.
     """
     same, whole = families.aliases(shape), families.tensors(shape)
     embedding = f"{shape.prefix}embed_tokens.weight"
     splits = layers_of_stages(shape.layers, parallel)
     held = [[0, 0] for _ in splits]
     for name, size in whole.items():
-        if name in same:
+        if name in same or (only is not None and name not in only):
             continue
         draft = families.section_of(name, shape) == "draft"
         if draft and not mtp:
@@ -63,7 +64,8 @@ def stages(shape: ModelShape, parallel: ParallelConfig, *, mtp: bool) -> list[St
         else:
             stage = next(i for i, split in enumerate(splits) if int(layer[1]) in split)
         held[stage][draft] += _of_one_rank(name, prod(size), parallel)
-    if len(splits) > 1 and ((mtp and shape.mtp_layers) or shape.tied):
+    copied = len(splits) > 1 and ((mtp and shape.mtp_layers) or shape.tied)
+    if copied and (only is None or embedding in only):
         held[-1][0] += _of_one_rank(embedding, prod(whole[embedding]), parallel)
     return [Stage(split, trunk, draft, i == len(splits) - 1) for i, (split, (trunk, draft)) in enumerate(zip(splits, held, strict=True))]
 

@@ -38,15 +38,23 @@ def wire_tensors(shape: ModelShape, section: str, dtype: str) -> list[TensorSpec
     ]
 
 
+def adapted_weights(shape: ModelShape, targets: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Weights `[rows, columns]` of every layer of the trunk that `train.lora.targets` name."""
+    leaves = {leaf for target in targets for leaf in ADAPTED[target]}
+    return {
+        name: size
+        for name, size in families.tensors(shape).items()
+        if name.endswith(".weight") and name.split(".")[-2] in leaves and families.section_of(name, shape) == "target"
+    }
+
+
 def adapter_tensors(shape: ModelShape, rank: int, targets: Sequence[str], dtype: str) -> list[TensorSpec]:
     """A `[rank, columns]` and B `[rows, rank]`, by PEFT's names, of every layer of the trunk that `targets` name."""
-    leaves = {leaf for target in targets for leaf in ADAPTED[target]}
     found = []
-    for name, size in families.tensors(shape).items():
-        layer, _, kind = name.rpartition(".")
-        if kind == "weight" and layer.rpartition(".")[2] in leaves and families.section_of(name, shape) == "target":
-            found.append(TensorSpec(f"{ADAPTER_PREFIX}{layer}.lora_A.weight", (rank, size[1]), dtype))
-            found.append(TensorSpec(f"{ADAPTER_PREFIX}{layer}.lora_B.weight", (size[0], rank), dtype))
+    for name, (rows, columns) in adapted_weights(shape, targets).items():
+        layer = ADAPTER_PREFIX + name.removesuffix(".weight")
+        found.append(TensorSpec(f"{layer}.lora_A.weight", (rank, columns), dtype))
+        found.append(TensorSpec(f"{layer}.lora_B.weight", (rows, rank), dtype))
     return found
 
 

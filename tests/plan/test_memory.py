@@ -16,6 +16,9 @@ from mtpctl.recipe.schema import ParallelConfig
 MIMO = families.shape_of(families.hub_config("XiaomiMiMo/MiMo-7B-RL"))
 
 
+SPLIT = ["logprob.parallel={tp: 2, pp: 2, pp_layout: [20, 16], sequence_parallel: false}"]
+
+
 def recipe(*sets: str, name: str = "mimo7b_mtp") -> Recipe:
     return load_recipe(name, sets=sets).recipe
 
@@ -161,6 +164,19 @@ def test_a_log_prob_rank_holds_one_layers_activations_and_both_versions_on_deman
     assert one.activations < 4 * GIB
 
 
+def test_a_log_prob_rank_keeps_its_part_of_what_lies_beneath_an_adapter_that_is_synced_alone() -> None:
+    lora = ["train.lora={rank: 16}", "sync.sections=[adapter, draft]"]
+    merged = plan.logprob_memory(recipe(lora[0]), MIMO)
+    alone, split, kept = (plan.logprob_memory(recipe(*lora, *sets), MIMO) for sets in ([], SPLIT, ["logprob.keep_previous=true"]))
+    layers = sum(prod(size) for name, size in families.tensors(MIMO).items() if name.startswith("model.layers.") and "_proj.weight" in name)
+    assert merged.beneath == 0 and alone.beneath == kept.beneath == 2 * layers
+    assert alone.total == merged.total + alone.beneath
+    # Two ranks of tensors in two stages, of 20 and 16 of the 36 layers.
+    assert split.beneath == 2 * layers * 20 // 36 // 2
+    some = plan.logprob_memory(recipe("train.lora={rank: 16, targets: [linear_fc2]}", lora[1]), MIMO)
+    assert some.beneath == 2 * MIMO.layers * MIMO.hidden * MIMO.ffn
+
+
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
@@ -168,6 +184,10 @@ def test_a_log_prob_rank_holds_one_layers_activations_and_both_versions_on_deman
         (["rollout.gpu_memory=0.1"], "rollout.gpu_memory: 13.9 GiB of the card do not hold 14.6 GiB of weights"),
         (["logprob.gpus=0.1", "rollout.gpu_memory=0.8"], "logprob.gpus: a rank needs .* GiB, its share is 14 GiB"),
         (["logprob.gpus=0.3", "rollout.gpu_memory=0.8"], "share a card and exceed it"),
+        (
+            ["train.lora={rank: 16}", "sync.sections=[adapter, draft]", "logprob.gpus=0.2", "rollout.gpu_memory=0.5"],
+            "logprob.gpus: a rank needs 3. GiB, its share is 28 GiB",
+        ),
     ],
 )
 def test_what_a_card_does_not_hold(sets: list[str], message: str) -> None:
