@@ -70,23 +70,6 @@ def change_config(path: Path, **fields: Any) -> None:
     (path / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
 
 
-def quantize(path: Path, block: int = 16) -> dict[str, Tensor]:
-    """Make the folder's projections FP8 with a scale for each block. Returns what they stand for, and the rest, in bf16."""
-    held = {name: value.bfloat16() for name, value in tensors(path).items()}
-    stored, meant = dict(held), dict(held)
-    generator = torch.Generator().manual_seed(3)
-    for name in [name for name in held if name.endswith("_proj.weight") and "eh_proj" not in name]:
-        rows, columns = held[name].shape
-        scale = torch.rand(-(-rows // block), -(-columns // block), generator=generator) + 0.5
-        whole = scale.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
-        stored[name] = (held[name].float() / whole).to(torch.float8_e4m3fn)
-        stored[f"{name}_scale_inv"] = scale
-        meant[name] = (stored[name].float() * whole).bfloat16()
-    write(path, stored)
-    change_config(path, quantization_config={"quant_method": "fp8", "weight_block_size": [block, block]}, dtype="bfloat16")
-    return meant
-
-
 def converted(source: Path, target: Path, **wanted: Any) -> Converted:
     """Convert, and forget what is told on the way."""
     return convert(source, target, Wanted(**wanted), say=lambda _: None, progress=lambda _done, _total: None)

@@ -1,7 +1,7 @@
 """Loads converted checkpoints under other layouts and saves them again: `python -m tests.convert.ranks ROOT CASE…`.
 
-A case is `model:tp=2,pp=1`; the model's folder lies in `ROOT/model/hf`, its checkpoint beside it. megatron-core is imported
-once; the ranks of a case are forked from there.
+A case is `model:tp=2,pp=1`; the model's folder lies in `ROOT/model/hf`, its checkpoint beside it. With `:folder` behind it the
+folder itself is loaded. megatron-core is imported once; the ranks of a case are forked from there.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def _rank(root: Path, case: str, rank: Rank, pipe: Any) -> None:
     home = root / case.split(":")[0]
     try:
         folder = HfFolder.open(home / "hf")
-        mtp = MtpConfig(mode="load")
-        with engine(folder, rank=rank, parallel=layout_of(case), train=False, mtp=mtp, random_seed=7) as made:
-            made.restore(home / "checkpoint")
+        mtp, seed = MtpConfig(mode="load"), None if case.endswith(":folder") else 7
+        with engine(folder, rank=rank, parallel=layout_of(case), train=False, mtp=mtp, random_seed=seed) as made:
+            if seed is not None:
+                made.restore(home / "checkpoint")
             made.save(saved_again(root, case))
         pipe.send("ok")
     except BaseException:

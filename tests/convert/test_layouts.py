@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mtpctl.convert import HfFolder
+from tests.convert.found import fp8, packed, prefixed
 from tests.convert.models import FAMILIES, assert_same_tensors, converted, model
 from tests.convert.ranks import saved_again
 from tests.engine.tiny import mimo
@@ -26,6 +27,14 @@ def through_ranks(root: Path, cases: list[str]) -> None:
         else:
             model(name, root / name / "hf")
         converted(root / name / "hf", root / name / "checkpoint")
+    under_ranks(root, cases)
+    for case in cases:
+        home, saved = root / case.split(":")[0], saved_again(root, case)
+        converted(saved, Path(f"{saved}-back"), model=home / "hf")
+        assert_same_tensors(Path(f"{saved}-back"), home / "hf")
+
+
+def under_ranks(root: Path, cases: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.convert.ranks", str(root), *cases],
         cwd=TREE,
@@ -35,10 +44,6 @@ def through_ranks(root: Path, cases: list[str]) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    for case in cases:
-        home, saved = root / case.split(":")[0], saved_again(root, case)
-        converted(saved, Path(f"{saved}-back"), model=home / "hf")
-        assert_same_tensors(Path(f"{saved}-back"), home / "hf")
 
 
 def test_a_few(tmp_path: Path) -> None:
@@ -55,3 +60,19 @@ def test_every_family(tmp_path: Path, name: str) -> None:
     if HfFolder.open(tmp_path / "probe" / "hf").shape.moe is not None:
         cases.append(f"{name}:dp=2,ep=2")
     through_ranks(tmp_path, cases)
+
+
+def test_folders_as_they_are_found(tmp_path: Path) -> None:
+    """Read by several ranks, they are the model that the conversion of one process makes of them."""
+    cases = ["fp8:tp=2:folder", "fp8:pp=2:folder", "packed:dp=2,ep=2:folder", "prefixed:tp=2:folder"]
+    for give in (fp8, packed, prefixed):
+        home = tmp_path / give.__name__
+        home.mkdir()
+        give(home / "hf")
+        converted(home / "hf", home / "checkpoint")
+        converted(home / "checkpoint", home / "plain", dtype="bf16")
+    under_ranks(tmp_path, cases)
+    for case in cases:
+        home, saved = tmp_path / case.split(":")[0], saved_again(tmp_path, case)
+        converted(saved, Path(f"{saved}-back"), model=home / "hf", dtype="bf16")
+        assert_same_tensors(Path(f"{saved}-back"), home / "plain")

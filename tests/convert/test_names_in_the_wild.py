@@ -13,7 +13,8 @@ from torch import Tensor
 from mtpctl.convert import HfFolder
 from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.recipe import UserError
-from tests.convert.models import assert_same_tensors, change_config, converted, model, quantize, tensors, write
+from tests.convert.found import pack, quantize
+from tests.convert.models import assert_same_tensors, change_config, converted, model, tensors, write
 from tests.engine.tiny import mimo
 
 Held = dict[str, Tensor]
@@ -25,24 +26,13 @@ def there_and_back(root: Path) -> Path:
     return root / "back"
 
 
-def packed(held: Held, experts: int, suffix: str = "") -> Held:
-    """Experts of each layer in one tensor."""
-    kept = {name: value for name, value in held.items() if ".mlp.experts." not in name}
-    for at in sorted({name.partition(".mlp.experts.")[0] for name in held if ".mlp.experts." in name}):
-        part = {kind: [held[f"{at}.mlp.experts.{e}.{kind}_proj.weight"] for e in range(experts)] for kind in ("gate", "up", "down")}
-        both = [torch.cat(pair) for pair in zip(part["gate"], part["up"], strict=True)]
-        kept[f"{at}.mlp.experts.gate_up_proj{suffix}"] = torch.stack(both)
-        kept[f"{at}.mlp.experts.down_proj{suffix}"] = torch.stack(part["down"])
-    return kept
-
-
 @pytest.mark.parametrize("suffix", ["", ".weight"])
 @pytest.mark.parametrize("case", ["qwen3-moe", "qwen3.5-moe"])
 def test_packed_experts(tmp_path: Path, case: str, suffix: str) -> None:
     model(case, tmp_path / "hf")
     plain = ModelWeights(tmp_path / "hf")
     before = {name: plain[name].clone() for name in plain}
-    write(tmp_path / "hf", packed(tensors(tmp_path / "hf"), 6, suffix))
+    write(tmp_path / "hf", pack(tensors(tmp_path / "hf"), 6, suffix))
     weights = ModelWeights(tmp_path / "hf")
     assert all(torch.equal(weights[name], value) for name, value in before.items())
     assert_same_tensors(there_and_back(tmp_path), tmp_path / "hf")
