@@ -46,7 +46,7 @@ def everything(
 
 def cycle_model(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where it goes; one that is there already is left.")],
-    shape: Annotated[str, typer.Option("--shape", help="mimo7b, or tiny for a CPU.")] = "mimo7b",
+    shape: Annotated[str, typer.Option("--shape", help="mimo7b, or tiny; default: mimo7b, on a CPU tiny.")] = "",
     acceptance: Annotated[float, typer.Option("--acceptance", min=0, max=1, help="Share of tokens that the drafter knows.")] = 0.75,
 ) -> None:
     """Make the model whose answers and acceptance are known: token t is followed by t + 1."""
@@ -55,6 +55,7 @@ def cycle_model(
     from mtpctl.bench.cycle_model import write_cycle_model
     from mtpctl.bench.rollout import config_of, known_shape
 
-    config = config_of(known_shape(shape))
-    write_cycle_model(folder, config, acceptance=acceptance, device="cuda" if torch.cuda.is_available() else "cpu")
+    cuda = torch.cuda.is_available()
+    config = config_of(known_shape(shape or ("mimo7b" if cuda else "tiny")))
+    write_cycle_model(folder, config, acceptance=acceptance, device="cuda" if cuda else "cpu")
     print(f"{folder}: drafts after tokens of the lower half of the vocabulary are right with {acceptance:.0%}")

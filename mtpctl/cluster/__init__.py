@@ -6,13 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mtpctl.cluster.deadlines import within
-from mtpctl.cluster.local import cluster
+from mtpctl.cluster.local import check_room, cluster
 from mtpctl.cluster.replicas import Lifecycle, Replicas, Seat, start_all
 
 if TYPE_CHECKING:
     from mtpctl.cluster.meeting import address_of, host_store, join_store
 
-__all__ = ["Lifecycle", "Replicas", "Seat", "address_of", "cluster", "host_store", "join_store", "start_all", "within"]
+__all__ = ["Lifecycle", "Replicas", "Seat", "address_of", "check_room", "cluster", "host_store", "join_store", "start_all", "within"]
 
 _MEETING = ("address_of", "host_store", "join_store")
 """They need torch, which importing this folder does not."""

@@ -13,12 +13,34 @@ from mtpctl.recipe import ClusterResources, EnvironmentMissing
 from mtpctl.recipe.schema import ClusterConfig
 
 
+def check_room(config: ClusterConfig, *, cpus: float, gpus: float) -> None:
+    """Raise ClusterResources where a cluster of this machine alone would have too few CPUs or GPUs."""
+    if config.address is not None:
+        return
+    cards = config.num_gpus
+    if cards is None and gpus:
+        import torch
+
+        cards = torch.cuda.device_count()
+    for name, need, have, field in (("CPU", cpus, config.num_cpus, "num_cpus"), ("GPU", gpus, cards, "num_gpus")):
+        if have is not None and need > have:
+            raise _too_few(name, need, have, field)
+
+
+def _too_few(name: str, need: float, have: float, field: str) -> ClusterResources:
+    return ClusterResources(
+        f"cluster.{field}: the recipe's actors need {need:g} {name}s and the cluster has {have:g}; "
+        f"ask for fewer replicas or ranks, or set cluster.{field} to share them"
+    )
+
+
 @contextlib.contextmanager
 def cluster(config: ClusterConfig, *, cpus: float, gpus: float) -> Iterator[None]:
     """Ray, with room for `cpus` and `gpus`, while the block runs.
 
     SIGTERM does what it did before. Raises ClusterResources where there is less, EnvironmentMissing where the address does not answer.
     """
+    check_room(config, cpus=cpus, gpus=gpus)
     import ray
 
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -46,10 +68,7 @@ def cluster(config: ClusterConfig, *, cpus: float, gpus: float) -> Iterator[None
         have = ray.cluster_resources()
         for name, need, field in (("CPU", cpus, "num_cpus"), ("GPU", gpus, "num_gpus")):
             if need > have.get(name, 0):
-                raise ClusterResources(
-                    f"cluster.{field}: the recipe's actors need {need:g} {name}s and the cluster has {have.get(name, 0):g}; "
-                    f"ask for fewer replicas or ranks, or set cluster.{field} to share them"
-                )
+                raise _too_few(name, need, have.get(name, 0), field)
         yield
     finally:
         ray.shutdown()

@@ -21,6 +21,7 @@ Complaints = Iterator[str]
 
 SECRET = re.compile(r"(?:(?:^|hf_|hub_|auth_|access_|api_|bearer_)token|secret|password|passwd|api_?key|credentials?)$", re.IGNORECASE)
 PACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
+ADDRESS = re.compile(r"auto|local|(?:\w+://)?\S+:[0-9]+\S*")
 KV_HEADS = "key-value heads"
 URL_PASSWORD = re.compile(r"://[^/\s:@]+:[^/\s@]+@")
 
@@ -172,7 +173,10 @@ def _updated_in_place(recipe: Recipe, config: Mapping[str, Any]) -> Complaints:
     if method := rollout.engine_args.get("quantization"):
         yield f"rollout.engine_args.quantization: weights of an engine that quantises ({method}) cannot be synced; leave it out"
     elif config.get("quantization_config"):
-        yield "model.path: its weights are quantised, and so would be the engines', which cannot be synced; give a folder in bf16 or fp32"
+        yield (
+            "model.path: its weights are quantised, and engines that generate with them cannot be synced; take it through "
+            "mtpctl convert-hf to a checkpoint and back, and name that folder"
+        )
     if rollout.engine_args.get("pipeline_parallel_size", 1) != 1:
         yield "rollout.engine_args.pipeline_parallel_size: an engine with pipeline stages cannot be synced; set rollout.tp instead"
 
@@ -197,7 +201,9 @@ def _data(recipe: Recipe) -> Complaints:
 
 
 def _devices(recipe: Recipe) -> Complaints:
-    device, transport = recipe.cluster.device, recipe.sync.transport
+    device, transport, address = recipe.cluster.device, recipe.sync.transport, recipe.cluster.address
+    if address is not None and not ADDRESS.fullmatch(address):
+        yield f"cluster.address: {address} is no address of a Ray cluster; write HOST:PORT, ray://HOST:PORT, or auto"
     if device == "cpu" and transport != "shm":
         yield f"sync.transport: {transport} needs CUDA; set shm for cluster.device: cpu"
     if transport == "nccl":

@@ -9,7 +9,7 @@ import signal
 import zlib
 from pathlib import Path
 
-from mtpctl.cluster import cluster, within
+from mtpctl.cluster import check_room, cluster, within
 from mtpctl.families import count
 from mtpctl.logprob import LogprobServer, start_server
 from mtpctl.plan import WEIGHT_BYTES, Placement, place
@@ -36,6 +36,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     if "rl" in recipe.train.stages:
         check_engine_installed(recipe)
     placement = place(recipe)
+    check_room(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus)
     fresh = not recipe.run_path.exists()
     with RunDirectory.create(recipe.run_path, dump_resolved(recipe)) as directory:
         try:

@@ -20,7 +20,7 @@ from mtpctl.rollout.offline import Progress, Prompt, answer_all, summary, wanted
 from mtpctl.rollout.sample_file import Origin, SampleFile
 from mtpctl.rollout.start import check_engine_installed, start_pool
 from mtpctl.sync import Manifest, VersionStore, default_root
-from mtpctl.train.prepare import model_of, tokenizer_of
+from mtpctl.train.prepare import makes_model, model_of, tokenizer_of
 from mtpctl.train.state import newest_version
 
 Say = Callable[[str], None]
@@ -106,12 +106,13 @@ def _source(recipe: Recipe, folder: Path) -> Source:
     """Find model, tokenizer and checkpoint; what has to be made on the way goes to `folder`."""
     checkpoint, version = None, 0
     home = folder
-    if recipe.model.config is not None:
+    if makes_model(recipe):
         home = recipe.run_path
         if not (home / "model").is_dir():
             raise UserError(
-                f"model.config: this recipe makes its model when it trains, and {home} holds no run of it yet; "
-                "run mtpctl train first, set run_dir to that of a run, or set model.path and model.config: null"
+                f"model.{'init' if recipe.model.config is None else 'config'}: this recipe makes its model when it trains, and "
+                f"{home} holds no run of it yet; run mtpctl train first, set run_dir to that of a run, or name weights: "
+                "model.path, with model.config: null and model.init: weights"
             )
         checkpoint, version = newest_version(home / "checkpoints")
     model = model_of(recipe, home)

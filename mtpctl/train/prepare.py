@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mtpctl.convert import HfFolder, ModelWeights, create_hf_folder
 from mtpctl.data import ProblemSets, Tokenizer, check_fits_model, fit_problems, load_problem_sets, load_tokenizer, make_byte_tokenizer
-from mtpctl.recipe import EnvironmentMissing, Recipe, UserError
+from mtpctl.recipe import EnvironmentMissing, Recipe, UserError, hf_config
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Prepared:
 
 def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     """Find or make everything that the recipe names. Raises UserError for what is missing or does not fit."""
+    # First what is read in a moment.
+    problems = load_problem_sets(recipe.data, recipe.seed)
     model = model_of(recipe, run_dir)
     if "rl" in recipe.train.stages and ModelWeights(model.path, mtp=recipe.mtp.mode != "off").quantized:
         raise UserError(
@@ -30,7 +32,6 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
         )
     tokenizer = tokenizer_of(recipe, model, run_dir)
     check_fits_model(tokenizer, model.shape.vocab)
-    problems = load_problem_sets(recipe.data, recipe.seed)
     context = recipe.rollout.context or model.shape.max_positions
     if context > model.shape.max_positions:
         raise UserError(f"rollout.context: {context} is more than the {model.shape.max_positions} positions of the model; lower it")
@@ -45,13 +46,22 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
 def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
     """The folder of the recipe's model: made in the run directory, or the one that is named, downloaded where it is a hub id."""
     config = recipe.model
-    if config.config is not None:
+    if makes_model(recipe):
         folder = run_dir / "model"
-        return HfFolder.open(folder) if folder.exists() else create_hf_folder(config.config, folder, recipe.seed)
+        if folder.exists():
+            return HfFolder.open(folder)
+        fields = hf_config(config)
+        assert fields is not None, "the hub was asked"
+        return create_hf_folder(fields, folder, recipe.seed)
     assert config.path is not None, "the recipe's checks let no model without path and config through"
     if Path(config.path).is_dir():
         return HfFolder.open(config.path)
     return HfFolder.open(_download(config.path))
+
+
+def makes_model(recipe: Recipe) -> bool:
+    """Whether the weights that a run begins with are drawn from its seed, into its directory."""
+    return recipe.model.config is not None or recipe.model.init == "random"
 
 
 def _download(hub_id: str) -> Path:
@@ -72,7 +82,7 @@ def tokenizer_of(recipe: Recipe, model: HfFolder, run_dir: Path) -> Tokenizer:
     """The tokenizer that the recipe names, or the one beside its model."""
     named = recipe.model.tokenizer
     if named != "bytes":
-        return load_tokenizer(named or model.path)
+        return load_tokenizer(named or (recipe.model.path if makes_model(recipe) else None) or model.path)
     # Beside a model that was made for this run, so that its folder can be served as it is; else in the run directory.
     folder = model.path if recipe.model.config is not None else run_dir / "tokenizer"
     if not (folder / "tokenizer.json").exists():

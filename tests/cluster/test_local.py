@@ -1,55 +1,28 @@
-"""A cluster for one run."""
+"""A cluster of this machine that would be too small is told of before Ray is started."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
-import time
 
 import pytest
 
-SCRIPT = """
-import signal, time
-from mtpctl.cluster import cluster
+from mtpctl.cluster import check_room, cluster
+from mtpctl.recipe import ClusterResources
 from mtpctl.recipe.schema import ClusterConfig
 
-signal.signal(signal.SIGTERM, signal.default_int_handler)
-try:
-    with cluster(ClusterConfig(device="cpu", num_cpus=1), cpus=1, gpus=0):
-        print("up", flush=True)
-        time.sleep(60)
-except KeyboardInterrupt:
-    print("interrupted", flush=True)
-"""
+
+@pytest.mark.parametrize(
+    ("config", "cpus", "gpus", "said"),
+    [
+        (ClusterConfig(num_cpus=1), 2, 0, r"cluster\.num_cpus: the recipe's actors need 2 CPUs and the cluster has 1; ask for fewer"),
+        (ClusterConfig(num_gpus=2), 1, 2.5, r"cluster\.num_gpus: the recipe's actors need 2\.5 GPUs and the cluster has 2; ask for fewer"),
+    ],
+)
+def test_too_little(config: ClusterConfig, cpus: float, gpus: float, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # importing it fails
+    with pytest.raises(ClusterResources, match=said), cluster(config, cpus=cpus, gpus=gpus):
+        pass
 
 
-@pytest.mark.timeout(120)
-def test_sigterm_ends_a_run_as_it_would_without_ray() -> None:
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "up\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.stdout.readline() == "interrupted\n"
-        assert process.wait(60) == 0
-        assert not _others(process.pid), "what Ray started has ended with it"
-    finally:
-        process.kill()
-
-
-def _others(session: int) -> list[int]:
-    """Processes of a session that still run a moment later."""
-    end = time.monotonic() + 10
-    while (found := [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _session(pid) == session]) and (
-        time.monotonic() < end
-    ):
-        time.sleep(0.2)
-    return found
-
-
-def _session(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
+def test_a_cluster_elsewhere_is_asked_when_it_answers() -> None:
+    check_room(ClusterConfig(address="head:6379", num_cpus=1), cpus=64, gpus=64)

@@ -139,6 +139,7 @@ def test_our_overlays_fit(path: Path) -> None:
         (["rollout.tp=3"], "rollout.tp: 3 does not divide 4 attention heads"),
         (["rollout.engine_args.hf_token=abc"], "rollout.engine_args.hf_token: secrets do not belong in a recipe"),
         (["cluster.address=ray://me:pw@host:1"], "cluster.address: carries a password"),
+        (["cluster.address=1.2.3.4"], "cluster.address: 1.2.3.4 is no address of a Ray cluster; write HOST:PORT"),
     ],
 )
 def test_what_does_not_fit(sets: list[str], message: str) -> None:
@@ -163,6 +164,11 @@ def test_sampling_that_renormalises_is_allowed_with_a_correction_and_without_rl(
 
 def test_engines_that_cannot_be_synced_are_allowed_where_nobody_does() -> None:
     validate(load_recipe("tiny_mtp", sets=["rollout.engine_args.quantization=fp8", "train.stages=[sft]"]).recipe)
+
+
+@pytest.mark.parametrize("address", ["auto", "local", "10.0.0.1:6379", "head.example.org:6379", "ray://head:10001", "[::1]:6379"])
+def test_addresses_that_ray_takes_are_left_to_it(address: str) -> None:
+    validate(load_recipe("tiny_mtp", sets=[f"cluster.address='{address}'"]).recipe)
 
 
 def test_names_of_special_tokens_are_no_secrets() -> None:

@@ -176,6 +176,12 @@ def test_a_recipe_that_makes_its_model_wants_a_run(tmp_path: Path, generated: li
     assert not (tmp_path / "nowhere").exists()
 
 
+def test_a_folder_whose_weights_are_not_to_be_loaded_answers_nothing_by_itself(run: Path, tmp_path: Path, generated: list[Any]) -> None:
+    drawn = recipe(tmp_path / "elsewhere", "model.config=null", f"model.path={run / 'model'}", "model.init=random")
+    with pytest.raises(UserError, match=r"model\.init: this recipe makes its model .* model\.init: weights"):
+        answer(drawn, write_prompts(tmp_path / "p.jsonl", {"prompt": "1"}), tmp_path / "o")
+
+
 def test_the_prompts_are_not_written_over(run: Path, tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "1"})
     before = prompts.read_bytes()
