@@ -17,14 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.profiler import record_function
 
 from mtpctl.convert import HfFolder, WeightBridge, export_adapter, fingerprint
-from mtpctl.engine import checkpoint
+from mtpctl.engine import checkpoint, data_parallel
 from mtpctl.engine import parallel as groups
 from mtpctl.engine.batch import MicroBatch, Sequence, check, pack, partition
 from mtpctl.engine.objective import Objective, Sums
@@ -106,16 +105,7 @@ class MegatronEngine:
         self.optimizer: Optimizer | None = None
         self.model: Any = model
         if config.train:
-            self.model = DistributedDataParallel(
-                self.transformer,
-                DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True,
-                    use_distributed_optimizer=config.distributed_optimizer,
-                    overlap_grad_reduce=False,
-                ),
-                model,
-            )
-            self.transformer.finalize_model_grads_func = _finish_gradients
+            self.model = data_parallel.wrapped(model, self.transformer, distributed_optimizer=config.distributed_optimizer)
         self.host = HostMemory(self.module.parameters()) if config.offload.params else None
         self._users = 0
         with self.resident():
@@ -185,7 +175,7 @@ class MegatronEngine:
                 result = self.optimizer.step(total_steps)
         if self.config.offload.grads:
             self.optimizer.inner.zero_grad()
-            release(self._gradients())
+            release(data_parallel.gradients(self.model))
         metrics |= {"actor/grad_norm": result.grad_norm} | ({"mtp/grad_norm": result.mtp_grad_norm} if self.trains_mtp else {})
         if not result.applied:
             metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -204,15 +194,12 @@ class MegatronEngine:
         drafts = self._draft_counts(sequences) if self.trains_mtp else []
         micros = self._micro_batches(sequences, self.depths if self.trains_mtp else 0)
         self.model.train()
-        hold(self._gradients())
+        hold(data_parallel.gradients(self.model))
         self.model.zero_grad_buffer()
         loss = partial(self._loss, objective=objective, temperature=temperature, denominator=denominator, drafts=drafts)
         sums = self._run(micros, loss, forward_only=False)
         metrics = objective.metrics({name: float(value) for name, value in sums.items() if not name.startswith("mtp/")})
         return metrics | {name: float(value) / drafts[int(name[-1]) - 1] for name, value in sums.items() if name.startswith("mtp/")}
-
-    def _gradients(self) -> list[Tensor]:
-        return [buffer.grad_data for buffer in [*self.model.buffers, *self.model.expert_parallel_buffers]]
 
     def _draft_counts(self, sequences: list[Sequence]) -> list[int]:
         """For each depth, how many supervised tokens a drafter can be asked for, in the whole batch."""
@@ -411,8 +398,3 @@ class MegatronEngine:
     def close(self) -> None:
         """Leave the process groups."""
         groups.stop()
-
-
-def _finish_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
-    """megatron-core's reductions, without its division by tokens: the losses were divided by global counts already."""
-    finalize_model_grads(model, None, **options)
