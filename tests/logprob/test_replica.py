@@ -20,6 +20,7 @@ from mtpctl.logprob.replica import RayRanks
 from mtpctl.recipe.schema import ClusterConfig, ParallelConfig
 from mtpctl.sync import Publisher, VersionStore
 from tests.logprob.conftest import Loop, replica_config
+from tests.sync import adapters
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -166,5 +167,38 @@ def test_tensor_parallel_ranks_answer_as_one_does(run: Loop, ray_cluster: None, 
         assert a.logprobs == pytest.approx(b.logprobs, abs=2e-5) and wide.replicas.restarts == 1
         await single.close()
         await wide.close()
+
+    run(ask(), 270)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_ranks_merge_an_adapter_each_into_its_part(
+    layout: dict[str, int], run: Loop, ray_cluster: None, folder: Path, tmp_path: Path
+) -> None:
+    """Version after version, and after a death, over what the folder holds."""
+    base = load_file(folder / "model.safetensors")
+    sends = adapters.publisher(tmp_path / "versions")
+    sends.moving = ("adapter", "draft")
+
+    async def ask() -> None:
+        single, split = [await started(folder, 1, sends.store, parallel=ParallelConfig(**one)) for one in ({}, layout)]
+        last: list[float] = []
+        for version in (1, 2):
+            manifest = sends.publish((adapters.adapter(base, version) | base).items(), version, checksums=True)
+            for server in (single, split):
+                (report,) = await server.update(manifest, verify=True)
+                assert report.verified == len(manifest.sections["adapter"].checksums) + len(manifest.sections["draft"].checksums)
+            asked = requests(1)[0]
+            a, b = await asyncio.gather(single.score(asked), split.score(asked))
+            assert a.version == b.version == version and a.logprobs == pytest.approx(b.logprobs, abs=2e-5)
+            assert a.logprobs != pytest.approx(last, abs=1e-3)
+            last = a.logprobs
+        assert split.replicas.seats[0].replica is not None
+        os.kill((await pids(split.replicas.seats[0].replica))[1], signal.SIGKILL)
+        b = await split.score(asked)
+        assert b.version == 2 and b.logprobs == pytest.approx(last, abs=2e-5) and split.replicas.restarts == 1
+        await single.close()
+        await split.close()
 
     run(ask(), 270)
