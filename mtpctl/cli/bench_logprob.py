@@ -32,26 +32,28 @@ def logprob(
     json: Json = False,
 ) -> None:
     """Tokens/s, latency, memory and answers of the log-prob server beside the engine's bare pass. Exit code 6 when a bound is missed."""
+    from mtpctl.recipe.errors import ThresholdMissed, UserError
+
+    if precision not in ("", "fp32", "bf16"):
+        raise UserError(f"--precision: {precision} is neither fp32 nor bf16")
     import torch
 
     from mtpctl.bench.machine import machine, told
-    from mtpctl.recipe.errors import ThresholdMissed, UserError
     from mtpctl.recipe.model_source import hf_config
     from mtpctl.recipe.schema import ClusterConfig, ModelConfig
 
     cuda = torch.cuda.is_available()
     precision = precision or ("bf16" if cuda else "fp32")
-    if precision not in ("fp32", "bf16"):
-        raise UserError(f"--precision: {precision} is neither fp32 nor bf16")
     try:
         least, most = (int(part) for part in (lengths or ("512:4096" if cuda else "64:512")).split(":"))
     except ValueError:
         raise UserError(f"--lengths: {lengths} is not LEAST:MOST, as in 512:4096") from None
+    named = hf_config(ModelConfig(path=model or "XiaomiMiMo/MiMo-7B-RL"), fetch=False)
     from mtpctl.bench import logprob as bench
     from mtpctl.bench.train_step import shape_folder
     from mtpctl.cluster import cluster
 
-    config = hf_config(ModelConfig(path=model or "XiaomiMiMo/MiMo-7B-RL"), fetch=False) if model or cuda else bench.TOY
+    config = named if model or cuda else bench.TOY
     if config is None:
         raise UserError(f"--model: {model} is neither a folder with config.json nor a hub id whose sizes are known")
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:

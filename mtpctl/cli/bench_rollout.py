@@ -25,22 +25,23 @@ def rollout(
     drafts: Annotated[int, typer.Option("--drafts", min=1, max=8, help="Most draft tokens a step.")] = 3,
     acceptance: Annotated[float, typer.Option("--acceptance", min=0, max=1, help="Share of tokens that the drafter knows.")] = 0.75,
     prompt: Annotated[int, typer.Option("--prompt", min=2, help="Prompt tokens.")] = 128,
-    tokens: Annotated[int, typer.Option("--tokens", min=8, help="Response tokens.")] = 384,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=8, help="Response tokens; default: 384, of tiny 192.")] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds that count, after one that warms up.")] = 3,
     eager: Annotated[bool, typer.Option("--eager", help="No compilation and no CUDA graphs.")] = False,
     json: Json = False,
 ) -> None:
     """Tokens/s through mtpctl's pool beside vLLM's own, idle places, and speculation at k drafts. Exit code 6 when a bound is missed."""
-    import torch
-
-    from mtpctl.bench import rollout as bench
-    from mtpctl.bench.machine import machine, told
     from mtpctl.recipe.errors import ThresholdMissed, UserError
 
     parts = part or ["path", "speculation"]
     for name in parts:
         if name not in ("path", "speculation"):
             raise UserError(f"--part: must be path or speculation, got {name}")
+    import torch
+
+    from mtpctl.bench import rollout as bench
+    from mtpctl.bench.machine import machine, told
+
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     named = bench.known_shape(shape or ("mimo7b" if device == "cuda" else "tiny"))
     if named == "mimo7b" and device == "cpu":
@@ -53,7 +54,7 @@ def rollout(
             folder=model or Path(scratch) / "model",
             batches=tuple(sorted(set(batch or (8, 64, 256)))),
             prompt=prompt,
-            tokens=tokens,
+            tokens=tokens or (192 if named == "tiny" else 384),
             drafts=drafts,
             acceptance=acceptance,
             rounds=rounds,

@@ -28,6 +28,13 @@ def sync_weights(
     json: Json = False,
 ) -> None:
     """Weights from a trainer to an engine under load: wire, whole sync, stall, memory. Exit code 6 when a bound is missed."""
+    from mtpctl.recipe.errors import EnvironmentMissing, ThresholdMissed, UserError
+
+    for name in transport or ():
+        if name not in ("shm", "ipc", "nccl"):
+            raise UserError(f"--transport: must be shm, ipc or nccl, got {name}")
+    if shared and "nccl" in (transport or ()):
+        raise UserError("--transport: nccl takes no card twice; with --shared measure ipc or shm")
     import torch
 
     from mtpctl import families
@@ -35,15 +42,11 @@ def sync_weights(
     from mtpctl.bench.machine import machine, told
     from mtpctl.bench.sync_results import Options, as_json, table
     from mtpctl.recipe import load_recipe
-    from mtpctl.recipe.errors import EnvironmentMissing, ThresholdMissed, UserError
 
     cuda = torch.cuda.is_available()
     chosen = transport or ((["ipc"] if shared else ["nccl", "ipc"]) if cuda else ["shm"])
-    for name in chosen:
-        if name not in ("shm", "ipc", "nccl"):
-            raise UserError(f"--transport: must be shm, ipc or nccl, got {name}")
-    if shared and "nccl" in chosen:
-        raise UserError("--transport: nccl takes no card twice; with --shared measure ipc or shm")
+    if not cuda and chosen != ["shm"]:
+        raise EnvironmentMissing(f"--transport: {next(name for name in chosen if name != 'shm')} needs CUDA; on a CPU measure shm")
     if cuda and not shared and torch.cuda.device_count() < 2:
         raise EnvironmentMissing("two cards are needed, this machine has one; with --shared trainer and engine share it")
     tiny = load_recipe("tiny_mtp").recipe.model.config

@@ -42,6 +42,8 @@ def convert_hf(
             raise UserError(f"{name}: {value!r} is not one of {', '.join(known)}")
     if inspect == (target is not None):
         raise UserError("--inspect takes no DST" if inspect else "DST is missing; name the folder to make")
+    if not source.is_dir():
+        raise UserError(f"{source}: there is no such folder")
     # It reads and writes, and takes no card from anybody.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if target is None:

@@ -23,13 +23,19 @@ def rollout(
     recipe: RecipeArgument,
     prompts: Annotated[Path, typer.Option("--prompts", metavar="FILE", help="JSONL or Parquet with `prompt`, and `answer` where known.")],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="JSONL to write, or to go on with.")],
-    n: Annotated[int, typer.Option("--n", metavar="N", help="Responses to each prompt.")] = 1,
+    n: Annotated[int, typer.Option("--n", metavar="N", help="Responses to each prompt.", min=1)] = 1,
     sets: Sets = None,
     overlay: Overlays = None,
     as_json: Json = False,
 ) -> None:
     """Generate with the recipe's model and engines. The same command again makes what is missing in the file."""
+    from mtpctl.recipe import UserError
+
     loaded = load(recipe, overlay, sets)
+    if not prompts.is_file():
+        raise UserError(f"--prompts: no file {prompts}; give a .jsonl or .parquet file")
+    if out.is_dir() or not out.parent.is_dir():
+        raise UserError(f"--out: {out} {'is a folder' if out.is_dir() else 'lies in a folder that is not there'}; name a file to write")
     from mtpctl.train.offline import rollout as generate
 
     with _progress() as progress:

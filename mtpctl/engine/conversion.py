@@ -259,8 +259,11 @@ def _conversion(to: To, files: list[Path], types: dict[str, torch.dtype]) -> dic
 @contextlib.contextmanager
 def _growing(target: Path, conversion: dict[str, Any]) -> Iterator[Journal]:
     """The journal of the target; where nothing came of it, nothing is left of it."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    journal = Journal(target, conversion)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        journal = Journal(target, conversion)
+    except OSError as error:
+        raise UserError(f"{target}: cannot be made ({error.strerror}); name another DST") from error
     try:
         yield journal
     except BaseException:

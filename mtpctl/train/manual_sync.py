@@ -77,25 +77,29 @@ def sync_by_hand(recipe: Recipe, source: Source, urls: list[str], *, verify: boo
     """Do it. Raises what starting and syncing raise."""
     if not urls:
         check_engine_installed(recipe)
+    engines = asyncio.run(_serving(recipe, urls))
     placement = place(recipe)
-    seats = placement.of("trainer") if urls else placement.actors
+    seats = placement.of("trainer") if engines else placement.actors
     cpus, gpus = sum(seat.cpus for seat in seats), sum(seat.gpus for seat in seats)
     with tempfile.TemporaryDirectory(prefix="mtpctl-sync-") as scratch, cluster(recipe.cluster, cpus=cpus, gpus=gpus):
-        return asyncio.run(_sync(recipe, placement, source, urls, Path(scratch), verify=verify, repeat=repeat, say=say))
+        return asyncio.run(_sync(recipe, placement, source, engines, Path(scratch), verify=verify, repeat=repeat, say=say))
+
+
+async def _serving(recipe: Recipe, urls: list[str]) -> list[ServedEngine]:
+    return [await ServedEngine.find(url, recipe.sync.sections, release_kv=recipe.sync.release_kv) for url in urls]
 
 
 async def _sync(
     recipe: Recipe,
     placement: Placement,
     source: Source,
-    urls: list[str],
+    engines: list[ServedEngine],
     scratch: Path,
     *,
     verify: bool,
     repeat: int,
     say: Callable[[str], None],
 ) -> list[Synced]:
-    engines = [await ServedEngine.find(url, recipe.sync.sections, release_kv=recipe.sync.release_kv) for url in urls]
     model = model_of(recipe, source.run or scratch)
     size = count(model.shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
     store = VersionStore(default_root(f"sync-{os.getpid()}", size, scratch / "versions"))
@@ -105,14 +109,14 @@ async def _sync(
         pool: Any = ServedEngines(engines)
         trainer = TrainerGroup(recipe, placement)
         starting: list[Any] = [trainer.build(model.path)]
-        if not urls:
+        if not engines:
             context = recipe.rollout.context or model.shape.max_positions
             starting.append(start_pool(recipe, model=str(model.path), context=context, placement=placement, latest=store.latest))
             if recipe.logprob.standalone:
                 seat = placement.of("logprob")[0]
                 started = start_server(recipe, model.path, device=placement.device, cpus=seat.cpus, gpus=seat.gpus, published=store)
                 starting.append(within(started, recipe.cluster.actor_deadline_s, "log-prob server, start"))
-        say("starting the trainer" + ("" if urls else ", engines and log-prob server"))
+        say("starting the trainer" + ("" if engines else ", engines and log-prob server"))
         told, *rest = await asyncio.gather(*starting)
         for actor in rest:
             stack.push_async_callback(actor.close)
@@ -122,8 +126,8 @@ async def _sync(
             await trainer.call("restore", str(source.checkpoint))
         say(f"trainer ready: {told['parameters']:,} parameters" + (f", of {source.checkpoint.name}" if source.checkpoint else ""))
         weights = WeightSync(recipe, trainer, pool, server, store.root)
-        first = pool.version + 1 if urls else 1
-        targets = len(urls) or recipe.rollout.replicas + (recipe.logprob.replicas if server is not None else 0)
+        first = pool.version + 1 if engines else 1
+        targets = len(engines) or recipe.rollout.replicas + (recipe.logprob.replicas if server is not None else 0)
         return [await _one(weights, version, verify or version == first, targets) for version in range(first, first + repeat)]
 
 

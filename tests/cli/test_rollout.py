@@ -18,7 +18,10 @@ ROW = {"tokens": [1, 2, 3], "speculation": {"drafted": 4, "accepted": 1, "accept
 
 
 @pytest.fixture
-def rollout(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def rollout(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.chdir(tmp_path)
+    Path("p.jsonl").touch()
+
     def call(found: dict[str, Any], *arguments: str) -> tuple[int, str, str, list[Any]]:
         handed: list[Any] = []
 
@@ -57,7 +60,7 @@ def test_arguments_are_handed_on_with_the_recipe_as_set(rollout: Any) -> None:
 
 
 def test_progress_goes_to_the_error_stream_and_the_summary_to_the_output(rollout: Any) -> None:
-    _, out, err, _ = rollout(found(), "tiny_mtp", "--prompts", "p", "--out", "o")
+    _, out, err, _ = rollout(found(), "tiny_mtp", "--prompts", "p.jsonl", "--out", "o")
     assert err.splitlines()[:2] == ["model: as it is", "4/40 samples, acceptance 25.0%"] and len(err.splitlines()) == 11
     assert out.splitlines() == [
         "1 samples in o.jsonl, 1 of them made now",
@@ -69,7 +72,7 @@ def test_progress_goes_to_the_error_stream_and_the_summary_to_the_output(rollout
 
 
 def test_json(rollout: Any) -> None:
-    _, out, _, _ = rollout(found(), "tiny_mtp", "--prompts", "p", "--out", "o", "--json")
+    _, out, _, _ = rollout(found(), "tiny_mtp", "--prompts", "p.jsonl", "--out", "o", "--json")
     assert json.loads(out) == found()
 
 
@@ -78,3 +81,16 @@ def test_both_files_must_be_named(rollout: Any, missing: str) -> None:
     arguments = [part for option in ("--prompts", "--out") if option != missing for part in (option, "x")]
     code, _, err, handed = rollout(found(), "tiny_mtp", *arguments)
     assert (code, handed) == (2, []) and missing in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--prompts", "nowhere.jsonl", "--out", "o"], "error: --prompts: no file nowhere.jsonl; give a .jsonl or .parquet file"),
+        (["--prompts", "p.jsonl", "--out", "."], "error: --out: . is a folder; name a file to write"),
+        (["--prompts", "p.jsonl", "--out", "no/where"], "error: --out: no/where lies in a folder that is not there; name a file to write"),
+    ],
+)
+def test_files_that_cannot_serve_are_told_before_anything_is_imported(rollout: Any, arguments: list[str], told: str) -> None:
+    code, _, err, handed = rollout(found(), "tiny_mtp", *arguments)
+    assert (code, err.strip(), handed) == (2, told, [])
