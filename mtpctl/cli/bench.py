@@ -86,6 +86,7 @@ def train_step(
     json: Json = False,
 ) -> None:
     """Forward and backward of an update with MTP on one device, weights random: fused log-probs beside materialised logits."""
+    bench_update.check_step(precision, tokens, samples)
     import tempfile
     from pathlib import Path
 

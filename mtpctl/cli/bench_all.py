@@ -54,8 +54,12 @@ def cycle_model(
 
     from mtpctl.bench.cycle_model import write_cycle_model
     from mtpctl.bench.rollout import config_of, known_shape
+    from mtpctl.recipe.errors import UserError
 
     cuda = torch.cuda.is_available()
     config = config_of(known_shape(shape or ("mimo7b" if cuda else "tiny")))
-    write_cycle_model(folder, config, acceptance=acceptance, device="cuda" if cuda else "cpu")
+    try:
+        write_cycle_model(folder, config, acceptance=acceptance, device="cuda" if cuda else "cpu")
+    except OSError as error:
+        raise UserError(f"FOLDER: {folder} cannot be written ({error.strerror}); name another") from error
     print(f"{folder}: drafts after tokens of the lower half of the vocabulary are right with {acceptance:.0%}")
