@@ -87,7 +87,9 @@ def create_hf_folder(config: dict[str, Any], path: str | Path, seed: int, *, dty
     # safetensors keeps no two names of one memory.
     tensors |= {name: tensors[same[name]].clone() for name in families.tensors(shape) if name in same}
     save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
-    config = {**config, "torch_dtype": str(dtype).removeprefix("torch.")}
+    # What was drawn is not quantised, whatever the folder was whose fields these are.
+    kept = {name: value for name, value in config.items() if name != "quantization_config"}
+    config = {**kept, "torch_dtype": str(dtype).removeprefix("torch.")}
     (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     aside.rename(folder)
     return HfFolder(folder, config, shape)

@@ -93,11 +93,6 @@ class ModelWeights(Mapping[str, Tensor]):
         dtype = self.raw.entries[self._places[name].name].dtype
         return self.plain_dtype if dtype in FP8 else dtype
 
-    @property
-    def quantized(self) -> bool:
-        """Whether some of these weights are FP8 in the folder."""
-        return any(self.raw.entries[place.name].dtype in FP8 for place in self._places.values())
-
     @cached_property
     def plain_dtype(self) -> torch.dtype:
         """What FP8 weights are dequantised to: the dtype that the config names."""

@@ -25,11 +25,8 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     # First what is read in a moment.
     problems = load_problem_sets(recipe.data, recipe.seed)
     model = model_of(recipe, run_dir)
-    if "rl" in recipe.train.stages and ModelWeights(model.path, mtp=recipe.mtp.mode != "off").quantized:
-        raise UserError(
-            f"model.path: {model.path} keeps weights as FP8, and engines that generate with it cannot be synced; take it through "
-            "mtpctl convert-hf to a checkpoint and back, and name that folder"
-        )
+    # What is wrong with names, sizes or scales is told here, and not by ranks that were started for it.
+    ModelWeights(model.path, mtp=recipe.mtp.mode != "off")
     tokenizer = tokenizer_of(recipe, model, run_dir)
     check_fits_model(tokenizer, model.shape.vocab)
     context = recipe.rollout.context or model.shape.max_positions
