@@ -144,6 +144,8 @@ class TensorFiles:
         if entry.file not in self._maps:
             with entry.file.open("rb") as stream:
                 self._maps[entry.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            # A larger window of reading ahead: without it a file that is not in the page cache comes at two thirds of the speed.
+            self._maps[entry.file].madvise(mmap.MADV_SEQUENTIAL)
         with warnings.catch_warnings():
             # torch has no read-only tensors and says so.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
