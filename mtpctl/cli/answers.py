@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import os
 import sys
@@ -22,20 +23,28 @@ def answer(text: str = "", *, end: str = "\n") -> None:
 def stdout_is_for_answers() -> Iterator[None]:
     """Until it ends, what libraries, native code and child processes write to stdout goes to stderr; `answer` still reaches stdout."""
     global _kept
-    sys.stdout.flush()
+    stdout = sys.stdout
+    _empty(stdout)
     before = os.dup(1)
     try:
         # Under a test's capture it is no file, or another one.
-        real = sys.stdout.fileno() == 1
+        real = stdout.fileno() == 1
     except io.UnsupportedOperation:
         real = False
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, before)
-        _kept = undo.enter_context(open(os.dup(before), "w", encoding=sys.stdout.encoding)) if real else sys.stdout
+        _kept = undo.enter_context(open(os.dup(before), "w", encoding=stdout.encoding)) if real else stdout
         os.dup2(2, 1)
         undo.callback(os.dup2, before, 1)
+        undo.callback(_empty, stdout)  # what was held back is no answer either
         undo.enter_context(contextlib.redirect_stdout(sys.stderr))
         try:
             yield
         finally:
             _kept = None
+
+
+def _empty(stdout: TextIO) -> None:
+    """Write out what Python and native code hold back for stdout."""
+    stdout.flush()
+    ctypes.CDLL(None).fflush(None)

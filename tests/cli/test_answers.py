@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 PROGRAM = """
-import os, subprocess, sys
+import ctypes, os, subprocess, sys
 import typer
 from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json
 
 app = typer.Typer()
+early = sys.stdout
 
 @app.command()
 def loud(as_json: Json = False) -> None:
     print("a library")
     os.system("echo a child")
     os.write(1, b"native code\\n")
+    ctypes.CDLL(None).printf(b"native code that buffers\\n")
+    early.write("a library that took stdout before\\n")
     answer('{"answer": 1}')
 
 app(sys.argv[1:])
@@ -28,18 +32,24 @@ app(sys.argv[1:])
 
 
 def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=60, check=True)
+    # What is buffered has to come out in the right place as well.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+
+
+NOISE = ["a child", "a library", "a library that took stdout before", "native code", "native code that buffers"]
 
 
 def test_with_json_what_others_write_goes_to_stderr() -> None:
     done = ran("--json")
     assert json.loads(done.stdout) == {"answer": 1}
-    assert sorted(done.stderr.splitlines()) == ["a child", "a library", "native code"]
+    assert sorted(done.stderr.splitlines()) == NOISE
 
 
 def test_without_it_everything_is_where_it_was() -> None:
     done = ran()
-    assert sorted(done.stdout.splitlines()) == ["a child", "a library", "native code", '{"answer": 1}']
+    assert sorted(done.stdout.splitlines()) == [*NOISE, '{"answer": 1}']
     assert done.stderr == ""
 
 
