@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 PACKAGES = (
@@ -29,6 +31,9 @@ PACKAGES = (
 )
 
 NVIDIA_SMI_S = 10.0
+_END_S = 1.0
+DRIVER = Path("/proc/driver/nvidia/version")
+"""There where the driver is, and so a card."""
 
 
 def collect_versions() -> dict[str, Any]:
@@ -51,20 +56,38 @@ def collect_versions() -> dict[str, Any]:
 
 
 def visible_cards() -> list[str]:
-    """Names of the cards that this process may use, as the driver's own tool tells them; none where there is no such tool.
+    """Names of the cards that this process may use, as the driver's own tool tells them; none where there is no driver.
 
-    Where it does not answer in time, that is told in a name's place: a run does not wait for what is written beside it.
+    Where the tool does not tell, that stands in a name's place: a run does not wait for what is written beside it.
     """
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return []
-    query = [tool, "--query-gpu=index,uuid,name", "--format=csv,noheader"]
-    try:
-        told = subprocess.run(query, capture_output=True, text=True, check=False, timeout=NVIDIA_SMI_S)
-    except subprocess.TimeoutExpired:
-        return [f"unknown card (nvidia-smi did not answer within {NVIDIA_SMI_S:g} s)"]
-    rows = [[part.strip() for part in line.split(",", 2)] for line in told.stdout.splitlines() if line.count(",") >= 2]
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    tool = shutil.which("nvidia-smi")
+    if allowed == "":
+        return []
+    if tool is None:
+        return _untold("there is no nvidia-smi")
+    try:
+        asked = subprocess.Popen(
+            [tool, "--query-gpu=index,uuid,name", "--format=csv,noheader"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+    except OSError as error:
+        return _untold(f"nvidia-smi does not run: {error.strerror}")
+    try:
+        told, _ = asked.communicate(timeout=NVIDIA_SMI_S)
+    except subprocess.TimeoutExpired:
+        # What stands in a call of the driver cannot be ended, and is not waited for.
+        asked.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            asked.wait(_END_S)
+        return [f"unknown card (nvidia-smi did not answer within {NVIDIA_SMI_S:g} s)"]
+    rows = [[part.strip() for part in line.split(",", 2)] for line in told.splitlines() if line.count(",") >= 2]
+    if not rows:
+        return _untold(f"nvidia-smi told none, exit code {asked.returncode}")
     if allowed is None:
         return [name for _, _, name in rows]
-    return [name for want in allowed.split(",") for index, uuid, name in rows if want and (want == index or uuid.startswith(want))]
+    wanted = [want.strip() for want in allowed.split(",")]
+    return [name for want in wanted for index, uuid, name in rows if want and (want == index or uuid.startswith(want))]
+
+
+def _untold(why: str) -> list[str]:
+    return [f"unknown card ({why})"] if DRIVER.exists() else []

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -27,6 +30,7 @@ def two_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (None, ["NVIDIA H200", "NVIDIA H100 80GB HBM3"]),
         ("1", ["NVIDIA H100 80GB HBM3"]),
+        ("1, 0", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"]),
         ("GPU-bb,GPU-aa", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"]),
         ("", []),
     ],
@@ -44,3 +48,40 @@ def test_a_tool_that_does_not_answer_is_told_of(two_cards: Path, monkeypatch: py
     two_cards.write_text("#!/bin/sh\nexec sleep 5\n")
     monkeypatch.setattr(versions, "NVIDIA_SMI_S", 0.1)
     assert visible_cards() == ["unknown card (nvidia-smi did not answer within 0.1 s)"]
+
+
+def test_a_tool_that_cannot_be_ended_is_not_waited_for(two_cards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one is that stands in a call of the driver."""
+    pids: list[int] = []
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: pids.append(process.pid))
+    two_cards.write_text("#!/bin/sh\nexec sleep 20\n")
+    monkeypatch.setattr(versions, "NVIDIA_SMI_S", 0.1)
+    began = time.monotonic()
+    try:
+        assert visible_cards() == ["unknown card (nvidia-smi did not answer within 0.1 s)"]
+        assert time.monotonic() - began < 5
+    finally:
+        os.kill(*pids, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("tool", "why"),
+    [
+        (None, "there is no nvidia-smi"),
+        ("", "nvidia-smi does not run: Exec format error"),  # as a container keeps it that ran with cards once
+        ("#!/bin/sh\necho 'has failed: no driver'; exit 9\n", "nvidia-smi told none, exit code 9"),
+    ],
+)
+def test_a_card_that_the_tool_does_not_tell_of_is_no_processor(
+    two_cards: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tool: str | None, why: str
+) -> None:
+    if tool is None:
+        two_cards.unlink()
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        two_cards.write_text(tool)
+    driver = tmp_path / "version"
+    monkeypatch.setattr(versions, "DRIVER", driver)
+    assert visible_cards() == [], "without a driver there is none"
+    driver.touch()
+    assert visible_cards() == [f"unknown card ({why})"]
