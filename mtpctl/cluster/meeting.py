@@ -16,8 +16,14 @@ _CONNECT_S = 20.0
 
 def host_store(host: str = "") -> TCPStore:
     """A store at a free port of `host`, by default this host as others reach it. It is there for as long as it is held."""
-    host = host or socket.gethostbyname(socket.gethostname())
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
+    return TCPStore(host or _own_address(), 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
+
+
+def _own_address() -> str:
+    """Where Ray reaches this host, in a process of Ray's; else where its name leads, which often is its loopback."""
+    import ray
+
+    return str(ray.util.get_node_ip_address()) if ray.is_initialized() else socket.gethostbyname(socket.gethostname())
 
 
 def address_of(store: TCPStore) -> str:

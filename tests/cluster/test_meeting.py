@@ -38,6 +38,17 @@ def test_others_join_at_the_address_that_was_told() -> None:
     assert other.exitcode == 0
 
 
+def test_in_a_cluster_the_address_is_the_one_that_ray_reaches_the_host_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host's own name often leads to its loopback, where no other host finds it."""
+    monkeypatch.setattr("socket.gethostbyname", lambda _: "127.0.0.1")
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.2")
+    store = host_store()
+    assert address_of(store).startswith("127.0.0.2:")
+    join_store(address_of(store)).set("greeting", "hello")
+    assert store.get("greeting") == b"hello"
+
+
 def test_a_store_keeps_its_port_until_it_is_let_go() -> None:
     store = host_store("127.0.0.1")
     address = address_of(store)
