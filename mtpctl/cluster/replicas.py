@@ -14,19 +14,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mtpctl.cluster.deadlines import told
+from mtpctl.recipe import RuntimeFailure
+
+KEPT_S = 60.0
+"""Seconds, those of updates not counted, in which what the others serve can be had: a pushed version reaches the store after it is live."""
+_LOOK_S = 0.02
 
 
 @dataclass(frozen=True)
 class Lifecycle[R]:
     """What to do with a replica of type R.
 
-    start: a fresh one for the seat of this number. bring_up: what a fresh one takes in before it serves, called while no update
-    is under way. end: end it, whatever is left of it, within `end_s` seconds. changed: called when a seat was filled or given up.
-    dead: errors that say that a replica is gone. max_restarts: failures of a seat beyond which it is given up.
+    start: a fresh one for the seat of this number. bring_up: have a fresh one take in what the others serve, called while no update is
+    under way; False where that cannot be had yet. end: end it, whatever is left of it, within `end_s` seconds. changed: called when a
+    seat was filled or given up. dead: errors that say that a replica is gone. max_restarts: failures of a seat beyond which it is given up.
     """
 
     start: Callable[[int], Awaitable[R]]
-    bring_up: Callable[[R], Awaitable[None]]
+    bring_up: Callable[[R], Awaitable[bool]]
     end: Callable[[R], Awaitable[None]]
     changed: Callable[[], Awaitable[None]]
     dead: tuple[type[Exception], ...]
@@ -143,14 +148,25 @@ class Replicas[R]:
     async def _fill(self, seat: Seat[R]) -> None:
         fresh = await self._lifecycle.start(seat.index)
         try:
-            async with self.updating:
-                await self._lifecycle.bring_up(fresh)
-                seat.replica = fresh
-                seat.fills += 1
+            waited = 0.0
+            while not await self._brought_up(seat, fresh):
+                if waited > KEPT_S:
+                    raise RuntimeFailure(f"what the others serve could not be had within {KEPT_S:g} s")
+                # Without the lock: the version may come with the next update, which is the last one's second try.
+                await asyncio.sleep(_LOOK_S)
+                waited += _LOOK_S
         except BaseException:
             await self._lifecycle.end(fresh)
             raise
         self.restarts += 1
+
+    async def _brought_up(self, seat: Seat[R], fresh: R) -> bool:
+        async with self.updating:
+            if not await self._lifecycle.bring_up(fresh):
+                return False
+            seat.replica = fresh
+            seat.fills += 1
+            return True
 
     def _failed(self, seat: Seat[R], error: Exception) -> None:
         seat.failures += 1

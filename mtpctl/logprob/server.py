@@ -19,11 +19,9 @@ from mtpctl.logprob.dispatch import Dispatcher, ServerLimits
 from mtpctl.logprob.protocol import Bounds, Late, QueueFull, ReplicaDead, Scored, ScoreRequest
 from mtpctl.logprob.queue import Waiting
 from mtpctl.logprob.replica import END_S, Replica
-from mtpctl.sync import Manifest, SyncReport, TargetDirty, or_cancel, reached, update_target
+from mtpctl.sync import Manifest, SyncReport, TargetDirty, or_cancel, update_target
 
 Starter = Callable[[int], Awaitable[Replica]]
-GRACE_S = 60.0
-"""Seconds in which the version that the others serve must have reached the store."""
 
 
 class Published(Protocol):
@@ -118,15 +116,16 @@ class LogprobServer:
 
     # --------------------------------------------------------------------------------------------------------- control
 
-    async def _bring_up(self, replica: Replica) -> None:
-        """Take a fresh replica to the versions that the others serve; never beyond, where the newest is still on its way."""
+    async def _bring_up(self, replica: Replica) -> bool:
+        """Take a fresh replica to the versions that the others serve, once they are kept; never beyond, to one that is on its way."""
         kept = self._published
-        if kept is not None and self.counters.updates:
-            await reached(lambda: max(kept.versions(), default=0), self.version, GRACE_S)
         published = kept.versions() if kept is not None else []
+        if kept is not None and self.counters.updates and max(published, default=0) < self.version:
+            return False
         for version in [v for v in published if replica.version < v <= self.version][-1 - replica.keep_previous :]:
             assert kept is not None
             await update_target(replica, kept.open(version))
+        return True
 
     async def _changed(self) -> None:
         self._dispatcher.settle()

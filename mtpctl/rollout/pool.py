@@ -25,7 +25,7 @@ from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Health, SpecS
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import PauseMode, TargetDirty
-from mtpctl.sync.session import SyncReport, or_cancel, reached
+from mtpctl.sync.session import SyncReport, or_cancel
 
 AFFINITY_SLACK = 8
 GRACE_S = 60.0
@@ -197,13 +197,16 @@ class ReplicaPool:
         async with self._room:
             self._room.notify_all()
 
-    async def _bring_up(self, fresh: Replica) -> None:
-        """Take a restarted replica to where the others are."""
-        await reached(lambda: manifest.version if (manifest := self._latest()) is not None else 0, self._version, GRACE_S)
-        if (manifest := self._latest()) is not None:
+    async def _bring_up(self, fresh: Replica) -> bool:
+        """Take a restarted replica to where the others are, where that is kept."""
+        manifest = self._latest()
+        if (0 if manifest is None else manifest.version) < self._version:
+            return False
+        if manifest is not None:
             await fresh.update(manifest, mode="keep", verify=False, deadline_s=GRACE_S)
         if self._paused is not None:
             await fresh.pause(self._paused)
+        return True
 
     # ------------------------------------------------------------------------------------------------- control
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mtpctl.sync.protocol import PauseMode, PlanMismatch, Section, SyncError, TargetDirty, VersionConflict, WeightsDiffer, WeightTarget
     from mtpctl.sync.publisher import Publisher
     from mtpctl.sync.sender import Sender
-    from mtpctl.sync.session import SyncReport, check_checksums, or_cancel, reached, update_target
+    from mtpctl.sync.session import SyncReport, check_checksums, or_cancel, update_target
     from mtpctl.sync.store import VersionStore, default_root
     from mtpctl.sync.transports import Sent
 
@@ -31,7 +31,6 @@ _HOMES = {
     "Sender": "sender",
     "SyncReport": "session",
     "or_cancel": "session",
-    "reached": "session",
     "check_checksums": "session",
     "update_target": "session",
     "VersionStore": "store",
@@ -59,7 +58,6 @@ __all__ = [
     "checksum",
     "default_root",
     "or_cancel",
-    "reached",
     "update_target",
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -43,18 +43,6 @@ def _published_checksums(manifest: Manifest, holds: Collection[str]) -> dict[str
     if not wanted:
         raise SyncError(f"version {manifest.version} was published without checksums to compare with")
     return wanted
-
-
-async def reached(newest: Callable[[], int], version: int, deadline_s: float) -> None:
-    """Return once the newest kept version is `version` at least: a pushed one reaches the store a little after it is live.
-
-    Raises SyncError after `deadline_s`.
-    """
-    until = time.monotonic() + deadline_s
-    while newest() < version:
-        if time.monotonic() > until:
-            raise SyncError(f"weight version {version} did not reach the version store within {deadline_s:g} s")
-        await asyncio.sleep(0.02)
 
 
 async def or_cancel[T](manifest: Manifest, update: Awaitable[T]) -> T:

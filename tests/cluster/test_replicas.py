@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import mtpctl.cluster.replicas as module
 from mtpctl.cluster import Lifecycle, Replicas, start_all
 
 
@@ -33,6 +34,7 @@ class Fleet:
         self.started: list[Fake] = []
         self.failing = 0
         self.bringing_up: Callable[[Fake], None] = lambda _: None
+        self.kept = True
         self.changes = 0
 
     async def start(self, index: int) -> Fake:
@@ -46,8 +48,9 @@ class Fleet:
     async def end(self, replica: Fake) -> None:
         replica.ended = True
 
-    async def bring_up(self, replica: Fake) -> None:
+    async def bring_up(self, replica: Fake) -> bool:
         self.bringing_up(replica)
+        return self.kept
 
     async def changed(self) -> None:
         self.changes += 1
@@ -97,6 +100,35 @@ async def test_a_fresh_replica_takes_its_seat_only_when_it_was_brought_up_and_ne
         assert not replicas.live() and fleet.started[1].version == 0
     await until(lambda: bool(replicas.live()))
     assert replicas.live()[0][1].version == 7
+
+
+@in_loop
+async def test_an_update_may_bring_what_a_fresh_replica_waits_for() -> None:
+    """As the second try of a version that the others have from the first, and that no store has yet."""
+    fleet = Fleet()
+    fleet.kept = False
+    replicas = await fleet.replicas(1)
+    replicas.lost(*replicas.live()[0], Gone())
+    await until(lambda: len(fleet.started) == 2)
+    async with asyncio.timeout(2), replicas.updating:
+        fleet.kept = True
+    await until(lambda: bool(replicas.live()))
+    assert replicas.live()[0][1] is fleet.started[1]
+
+
+@in_loop
+async def test_what_never_comes_is_not_waited_for_without_end() -> None:
+    fleet, before = Fleet(), module.KEPT_S
+    fleet.kept = False
+    replicas = await fleet.replicas(1, max_restarts=0)
+    module.KEPT_S = 0.05
+    try:
+        replicas.lost(*replicas.live()[0], Gone())
+        replicas.seats[0].failures = 0
+        await until(lambda: bool(replicas.hopeless()))
+    finally:
+        module.KEPT_S = before
+    assert "what the others serve could not be had within 0.05 s" in replicas.hopeless() and fleet.started[1].ended
 
 
 @in_loop
