@@ -23,8 +23,8 @@ from mtpctl.model.rope import Rope
 
 @dataclass
 class Hidden:
-    """What the last pipeline stage returns, for the t tokens of this rank: a chunk of T with context parallelism, and with
-    sequence parallelism split over tp as well.
+    """What the last pipeline stage returns, for the t tokens of this rank: `Packing.tokens`, and with sequence parallelism split over
+    tp as well.
 
     trunk: [t, H], the state after the final norm, which the LM head reads.
     mtp: one [t, H] a depth; empty where MTP was not asked for.
