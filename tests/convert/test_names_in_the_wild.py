@@ -107,7 +107,9 @@ def test_fp8_is_dequantised_block_by_block(tmp_path: Path) -> None:
 
 
 def test_other_quantisations_are_refused(tmp_path: Path) -> None:
-    folder = mimo(tmp_path / "hf", quantization_config={"quant_method": "gptq"}).path
+    folder = mimo(tmp_path / "hf").path
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(UserError, match="quant_method 'gptq' cannot be undone; only fp8 can"):
         converted(folder, tmp_path / "checkpoint")
 

@@ -6,23 +6,19 @@ megatron-core is imported once; the ranks of a case are forked from there.
 from __future__ import annotations
 
 import gc
-import multiprocessing
-import os
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mtpctl.cluster import address_of, host_store
 from mtpctl.compat import cpu_device
 from mtpctl.engine import MegatronEngine, NextToken, Rank, Sequence
 from tests.engine.cases import CASES, MODELS, Case
 from tests.engine.tiny import GENTLE, engine, gradients, mimo, sequences
+from tests.forked import run_ranks
 
 DEADLINE_S = 300
 
@@ -66,42 +62,19 @@ def poisoned_update(made: MegatronEngine, batch: list[Sequence]) -> None:
     weight.data.copy_(kept)
 
 
-def _rank(work: Callable[..., Any], case: Case, rank: Rank, root: Path, pipe: Any) -> None:
-    try:
-        found = work(case, rank, root)
-        # Plain tensors: those of the queue's own shared memory would end with this process.
-        plain = {part: {name: value.tolist() for name, value in found[part].items()} for part in ("weights", "gradients")}
-        pipe.send(("ok", found | plain))
-    except BaseException:
-        pipe.send(("error", traceback.format_exc()))
-    pipe.close()
-    os._exit(0)  # nothing of what was forked is this process's to tear down
-
-
 def run(case: Case, root: Path) -> Any:
     """What rank 0 found, or the error of the first rank that failed; every rank must find the same metrics and scores."""
-    meeting = host_store("127.0.0.1")
-    fork = multiprocessing.get_context("fork")
-    world = case.parallel.world_size
-    ends, processes = [], []
-    for number in range(world):
-        ours, theirs = fork.Pipe(duplex=False)
-        place = Rank(number, world, address_of(meeting), deadline_s=DEADLINE_S)
-        processes.append(fork.Process(target=_rank, args=(found_by, case, place, root, theirs)))
-        processes[-1].start()
-        theirs.close()
-        ends.append(ours)
-    answers = [end.recv() if end.poll(DEADLINE_S) else ("error", "no answer in time") for end in ends]
-    for process in processes:
-        process.join(5)
-        if process.is_alive():
-            process.kill()
-    errors = [answer for kind, answer in answers if kind == "error"]
-    if errors:
-        # Where one rank fails, the others lose their connection to it.
-        return min(errors, key=lambda text: "Connection closed" in text or "no answer" in text)
-    first = answers[0][1]
-    for _, other in answers[1:]:
+
+    def plain(rank: Rank) -> dict[str, Any]:
+        found = found_by(case, rank, root)
+        # Plain tensors: those of the queue's own shared memory would end with this process.
+        return found | {part: {name: value.tolist() for name, value in found[part].items()} for part in ("weights", "gradients")}
+
+    answers, error = run_ranks(case.parallel.world_size, plain, DEADLINE_S)
+    if error:
+        return error
+    first = answers[0]
+    for other in answers[1:]:
         for name in ("sft/loss", "actor/grad_norm", "skipped", "mtp/loss_1", "mtp/grad_norm"):
             if other["metrics"].get(name) != first["metrics"].get(name):
                 return f"ranks differ in {name}: {other['metrics'].get(name)} and {first['metrics'].get(name)}"

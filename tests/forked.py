@@ -1,0 +1,47 @@
+"""Ranks of one case, forked from a process that has imported what they need, so that each begins at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from mtpctl.cluster import address_of, host_store
+from mtpctl.engine import Rank
+
+
+def run_ranks(world: int, work: Callable[[Rank], Any], deadline_s: float) -> tuple[list[Any], str]:
+    """What `work` found on each rank; or nothing, and the error of the first that failed."""
+    fork = multiprocessing.get_context("fork")
+    ends, processes = [], []
+    for number in range(world):
+        ours, theirs = fork.Pipe()
+        processes.append(fork.Process(target=_rank, args=(work, number, world, deadline_s, theirs)))
+        processes[-1].start()
+        theirs.close()
+        ends.append(ours)
+    # Only now: the store has a thread, and what is forked beside a running thread may wait for ever for a lock that it held.
+    meeting = host_store("127.0.0.1")
+    for end in ends:
+        end.send(address_of(meeting))
+    answers = [end.recv() if end.poll(deadline_s) else ("error", "no answer in time") for end in ends]
+    for process in processes:
+        process.join(5)
+        if process.is_alive():
+            process.kill()
+    # Where one rank fails, the others lose their connection to it.
+    errors = [answer for kind, answer in answers if kind == "error"]
+    if errors:
+        return [], min(errors, key=lambda text: "Connection closed" in text or "no answer" in text)
+    return [answer for _, answer in answers], ""
+
+
+def _rank(work: Callable[[Rank], Any], number: int, world: int, deadline_s: float, pipe: Any) -> None:
+    try:
+        pipe.send(("ok", work(Rank(number, world, pipe.recv(), deadline_s=deadline_s))))
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+    pipe.close()
+    os._exit(0)  # nothing of what was forked is this process's to tear down
