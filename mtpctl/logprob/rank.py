@@ -233,7 +233,9 @@ class ScoreRank:
 
     def _close(self, stream: Any) -> None:
         try:
-            stream.finish()
+            # Copies that other pipeline stages have of an embedding are brought up to date in the module.
+            with self.held.showing_incoming():
+                stream.finish()
         except ValueError as error:
             raise SyncError(str(error)) from error
 

@@ -104,6 +104,18 @@ class HeldWeights:
                 self.parameters[place].data = tensor
             self._aside = {}
 
+    @contextmanager
+    def showing_incoming(self) -> Iterator[None]:
+        """The incoming version is live while the block runs: for what works on the module itself."""
+        if self.spare is None:
+            yield  # it is
+            return
+        self._change_places()
+        try:
+            yield
+        finally:
+            self._change_places()
+
     def commit(self) -> None:
         """The incoming version is whole: it becomes the current one."""
         assert self.incoming is not None

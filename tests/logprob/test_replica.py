@@ -15,11 +15,12 @@ import pytest
 from safetensors.torch import load_file
 
 from mtpctl.cluster import cluster
+from mtpctl.convert import create_hf_folder
 from mtpctl.logprob import LogprobServer, Replica, Scored, ScoreRequest, ServerLimits, start_replica
 from mtpctl.logprob.replica import RayRanks
-from mtpctl.recipe.schema import ClusterConfig, ParallelConfig
+from mtpctl.recipe.schema import ClusterConfig, MtpConfig, ParallelConfig
 from mtpctl.sync import Publisher, VersionStore
-from tests.logprob.conftest import Loop, replica_config
+from tests.logprob.conftest import CONFIG, Loop, replica_config
 from tests.sync import adapters
 
 pytestmark = pytest.mark.timeout(280)
@@ -200,5 +201,33 @@ def test_ranks_merge_an_adapter_each_into_its_part(
         assert b.version == 2 and b.logprobs == pytest.approx(last, abs=2e-5) and split.replicas.restarts == 1
         await single.close()
         await split.close()
+
+    run(ask(), 270)
+
+
+@pytest.mark.slow
+def test_a_tied_head_on_a_stage_of_its_own_is_that_of_the_new_version(run: Loop, ray_cluster: None, tmp_path: Path) -> None:
+    """Also where the update lies beside the version before until it is whole."""
+    tied = {**CONFIG, "tie_word_embeddings": True}
+    model, others = (create_hf_folder(tied, tmp_path / str(seed), seed=seed).path for seed in (3, 9))
+    weights = {name: value for name, value in load_file(others / "model.safetensors").items() if ".mtp_layers." not in name}
+    same = {"lm_head.weight": "model.embed_tokens.weight"}
+    sends = Publisher(VersionStore(tmp_path / "versions"), bucket_bytes=1 << 16, sections=("target",))
+    target = {name: value for name, value in weights.items() if name not in same}
+    sends.learn(iter(target.items()), same)
+    manifest = sends.publish(iter(target.items()), 1)
+    layout = {"mtp": MtpConfig(mode="off"), "parallel": ParallelConfig(pp=2), "keep_previous": True}
+
+    async def ask() -> None:
+        updated, fresh = await started(model, 1, **layout), await started(others, 1, **layout)
+        (asked,) = requests(1)
+        before = await updated.score(asked)
+        await updated.update(manifest)
+        a, b = await asyncio.gather(updated.score(asked), fresh.score(asked))
+        assert a.version == 1 and a.logprobs == pytest.approx(b.logprobs, abs=2e-5)
+        (replica,) = (replica for _, replica in updated.replicas.live())
+        assert (await replica.score([asked], 0))[0].logprobs == before.logprobs
+        await updated.close()
+        await fresh.close()
 
     run(ask(), 270)
