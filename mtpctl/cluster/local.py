@@ -15,7 +15,8 @@ from mtpctl.recipe.schema import ClusterConfig
 
 def check_room(config: ClusterConfig, *, cpus: float, gpus: float) -> None:
     """Raise ClusterResources where a cluster of this machine alone would have too few CPUs or GPUs."""
-    if config.address is not None:
+    # Without an address Ray takes the environment's, before it starts anything.
+    if config.address is not None or os.environ.get("RAY_ADDRESS"):
         return
     cards = config.num_gpus
     if cards is None and gpus:

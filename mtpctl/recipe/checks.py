@@ -206,7 +206,7 @@ def _devices(recipe: Recipe) -> Complaints:
         yield f"cluster.address: {address} is no address of a Ray cluster; write HOST:PORT, ray://HOST:PORT, or auto"
     if device == "cpu" and transport != "shm":
         yield f"sync.transport: {transport} needs CUDA; set shm for cluster.device: cpu"
-    if transport == "nccl":
+    if transport == "nccl" and "rl" in recipe.train.stages:
         scores = recipe.logprob.gpus if recipe.logprob.standalone else 1
         shares = {"train.gpus": recipe.train.gpus, "rollout.gpus": recipe.rollout.gpus, "logprob.gpus": scores}
         for field in [field for field, share in shares.items() if share and share < 1][-1:]:

@@ -26,3 +26,9 @@ def test_too_little(config: ClusterConfig, cpus: float, gpus: float, said: str, 
 
 def test_a_cluster_elsewhere_is_asked_when_it_answers() -> None:
     check_room(ClusterConfig(address="head:6379", num_cpus=1), cpus=64, gpus=64)
+
+
+def test_so_is_one_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does for what `ray job submit` starts, on a head without cards perhaps."""
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    check_room(ClusterConfig(), cpus=64, gpus=64)

@@ -163,7 +163,9 @@ def test_sampling_that_renormalises_is_allowed_with_a_correction_and_without_rl(
 
 
 def test_engines_that_cannot_be_synced_are_allowed_where_nobody_does() -> None:
-    validate(load_recipe("tiny_mtp", sets=["rollout.engine_args.quantization=fp8", "train.stages=[sft]"]).recipe)
+    sft = ["train.stages=[sft]"]
+    validate(load_recipe("tiny_mtp", sets=["rollout.engine_args.quantization=fp8", *sft]).recipe)
+    validate(load_recipe("tiny_mtp", sets=["sync.transport=nccl", "cluster.device=cuda", "train.gpus=0.5", *sft]).recipe)
 
 
 @pytest.mark.parametrize("address", ["auto", "local", "10.0.0.1:6379", "head.example.org:6379", "ray://head:10001", "[::1]:6379"])
