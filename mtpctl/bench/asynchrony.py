@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mtpctl.bench.arms import Arm, Outcome, share_of
+from mtpctl.bench.arms import Arm, Experiment, Outcome, share_of
 from mtpctl.bench.mtp import mean_curve
 from mtpctl.telemetry import History
 from mtpctl.telemetry.charts import Chart, Phase, Points, Series, render_chart
@@ -58,6 +58,14 @@ class Result:
     trainer_idle: float
     rollout_idle: float
     staleness: float
+
+
+def evaluated(experiment: Experiment) -> Experiment:
+    """With evaluations, from which the time to an accuracy is read: where the recipe has none, ten over RL."""
+    train = experiment.load("probe", 0).train
+    if train.eval_every:
+        return experiment
+    return replace(experiment, sets=[*experiment.sets, f"train.eval_every={max(1, train.rl.steps // 10)}"])
 
 
 def summarise(outcomes: list[Outcome], level: float | None) -> tuple[list[Result], dict[int, float]]:

@@ -80,12 +80,10 @@ def asynchrony(
     """Synchronous, streaming, stale, partial rollouts, log-prob server: time to the same held-out accuracy. Exit code 6 below the bound."""
     from mtpctl.bench import asynchrony as bench
     from mtpctl.bench.machine import machines, told
-    from mtpctl.recipe.errors import ThresholdMissed, UserError
+    from mtpctl.recipe.errors import ThresholdMissed
 
-    experiment = _experiment(recipe, out, sets, overlay)
-    if not measured_only and not experiment.load("probe", 0).train.eval_every:
-        raise UserError("train.eval_every: the time to an accuracy is read from evaluations; set it, to a tenth of train.rl.steps say")
-    outcomes = _outcomes(experiment, _chosen(bench.ARMS, arm), seed, measured_only)
+    arms, experiment = _chosen(bench.ARMS, arm), _experiment(recipe, out, sets, overlay)
+    outcomes = _outcomes(experiment if measured_only else bench.evaluated(experiment), arms, seed, measured_only)
     results, levels = bench.summarise(outcomes, level)
     environment = machines([o.versions for o in outcomes])
     found = bench.as_json(results, levels, environment)

@@ -30,19 +30,25 @@ def sync_weights(
 
     loaded = load(recipe, overlay, sets).recipe
     validate(loaded)
-    if plan:
-        told = _plan(loaded)
-        answer(json.dumps(told, indent=1) if as_json else _rendered(told))
+    if plan and source is None:
+        _tell(_plan(loaded), as_json)
         return
+    # This imports torch, which a plan of the recipe's own model can do without.
     from mtpctl.train.manual_sync import Source, render, sync_by_hand
     from mtpctl.train.manual_sync import as_json as everything
 
     found = Source.parse(source)
-
+    if plan:
+        _tell(_plan(loaded), as_json)
+        return
     if not as_json:
         answer(_rendered(_plan(loaded)))
     done = sync_by_hand(loaded, found, to or [], verify=verify, repeat=repeat, say=partial(print, flush=True))
     answer(everything(done) if as_json else render(done))
+
+
+def _tell(told: dict[str, Any], as_json: bool) -> None:
+    answer(json.dumps(told, indent=1) if as_json else _rendered(told))
 
 
 def _plan(recipe: Any) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def _layout(stages: list[int], depths: int) -> list[list[str]]:
 
 def _check_fit(shape: ModelShape, parallel: ParallelConfig) -> None:
     if shape.delta and parallel.cp > 1:
-        raise UserError(f"train.parallel.cp: {parallel.cp} chunks would cut the linear attention of {shape.family}; it runs with cp 1")
+        raise UserError(f"train.parallel.cp: {parallel.cp} blocks would cut the linear attention of {shape.family}; it runs with cp 1")
     if shape.out_bias or shape.mlp_bias:
         field = "attention_bias" if shape.out_bias else "mlp_bias"
         raise UserError(f"model config: {field} puts a bias on the output projections of {shape.family}, which is not supported")

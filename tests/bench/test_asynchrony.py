@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from mtpctl.bench.arms import Outcome
-from mtpctl.bench.asynchrony import ARMS, accuracy, best_speedup, server_gains, summarise, table, time_to
+from mtpctl.bench.arms import Experiment, Outcome
+from mtpctl.bench.asynchrony import ARMS, accuracy, best_speedup, evaluated, server_gains, summarise, table, time_to
 from mtpctl.plan import Placement
 from mtpctl.plan.placement import Actor
 from mtpctl.telemetry import History, Row
@@ -62,6 +64,12 @@ def test_an_arm_without_an_evaluation_after_an_update_sets_no_level() -> None:
     del early.rows[1].metrics["eval/accuracy"]
     results, levels = summarise([outcome("synchronous", run(10, [0, 0.8])), outcome("partial", early)], None)
     assert levels == {0: 0.8} and results[1].to_level_s is None
+
+
+@pytest.mark.parametrize(("sets", "every"), [([], 8), (["train.rl.steps=6"], 1), (["train.eval_every=3"], 3)])
+def test_a_recipe_without_evaluations_gets_ten(tmp_path: Path, sets: list[str], every: int) -> None:
+    experiment = evaluated(Experiment("tiny_mtp", (), ["train.eval_every=0", *sets], tmp_path))
+    assert experiment.load("stale-0", 0).train.eval_every == every
 
 
 def test_speed_ups_are_per_unit_too() -> None:

@@ -123,6 +123,8 @@ CASES = [
     _case("pp2-mtp-alone", pp=2, pp_layout=[3, 0]),
     _case("dp2", dp=2, poisoned=True),
     _case("cp2", cp=2, poisoned=True),
+    _case("cp4-small-blocks", cp=4, fields={"tokens_per_microbatch": 8}),
+    _case("cp2-pp2", cp=2, pp=2),
     _case("dp2-sharded", dp=2, fields=SHARDED, saved=True),
     *(
         _case(f"{name}-tied-{mode}", "tied", mode, **p)
