@@ -49,7 +49,7 @@ class Packing(PackedSeqParams):
     cu_seqlens_q, cu_seqlens_kv: int32 [parts here + 1], where each part's queries and keys start, and the end.
     max_seqlen_q, max_seqlen_kv: longest part, in queries and keys.
     starts: int64 [samples + 1], where each sample of the whole row starts, and T.
-    tokens: int64 [t], the tokens of the row that are this rank's; here: int64 [T], the inverse, -1 for those of other ranks.
+    tokens: int64 [t], the tokens of the row that are this rank's.
     sight: of the blocks in the order that ranks hold them, which are seen, and from which token on; empty without context parallelism.
     position_ids: of this rank's tokens, restarting at 0 with each sample.
     lengths: of each part here, in queries and in keys.
@@ -57,7 +57,6 @@ class Packing(PackedSeqParams):
 
     starts: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long))
     tokens: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
-    here: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     sight: list[tuple[int, int]] = field(default_factory=list)
     position_ids: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     lengths: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
@@ -93,18 +92,21 @@ class Packing(PackedSeqParams):
             "max_seqlen_q": max(queries),
             "max_seqlen_kv": max(keys),
         }
-        tokens = torch.cat([torch.arange(block * size, (block + 1) * size) for block in own])
-        here = torch.full((total,), -1)
-        here[tokens] = torch.arange(len(tokens))
         return cls(
             **arguments,
             starts=torch.tensor(starts, device=device),
-            tokens=tokens.to(device),
-            here=here.to(device),
+            tokens=torch.cat([torch.arange(block * size, (block + 1) * size, device=device) for block in own]),
             sight=sight,
             position_ids=torch.cat(positions).to(device),
             lengths=(queries, keys),
         )
+
+    @cached_property
+    def here(self) -> Tensor:
+        """int64 [T]: where each token of the row lies among this rank's, -1 for those of other ranks."""
+        found = torch.full((int(self.starts[-1]),), -1, device=self.tokens.device)
+        found[self.tokens] = torch.arange(len(self.tokens), device=self.tokens.device)
+        return found
 
     def seen(self, gathered: Tensor) -> Tensor:
         """Of the keys or values [T, …] of all ranks, one rank's after another's, those that this rank's queries attend to, part by part."""

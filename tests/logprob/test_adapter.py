@@ -46,6 +46,13 @@ def exported(replica: Replica) -> Tensors:
     return {name: tensor.clone() for name, tensor in replica.ranks.rank.engine.export()}  # type: ignore[attr-defined]
 
 
+def assert_holds(replica: Replica, wanted: Tensors) -> None:
+    """The replica's weights are these, among others."""
+    found = exported(replica)
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=0)
+
+
 async def logprobs(replica: Replica, version: int) -> list[float]:
     (scored,) = await replica.score([ScoreRequest(IDS)], version)
     return list(scored.logprobs)
@@ -63,10 +70,8 @@ def test_versions_are_merged_over_the_folders_weights(
         manifest = publish(version, delta | base | drafts, sections)
         report = run(update_target(made, manifest, verify=True))
         assert report.verified == len(delta) + (len(base) if version == 1 else len(drafts))
-        found = exported(made)
         # Never over what an adapter before it has left: nothing adds up over versions.
-        for name, wanted in (adapters.merged(base, delta) | drafts).items():
-            torch.testing.assert_close(found[name], wanted, atol=1e-6, rtol=0)
+        assert_holds(made, adapters.merged(base, delta) | drafts)
         scores[version] = run(logprobs(made, version))
     if keep_previous:
         assert run(logprobs(made, 2)) == scores[2]
@@ -80,9 +85,7 @@ def test_only_the_adapter_is_read_at_a_version(
     monkeypatch.setattr("mtpctl.convert.ModelWeights.__getitem__", lambda *_: pytest.fail("the folder was read"))
     for version in (1, 2):
         run(update_target(made, publish(version, delta | base, ("adapter", "draft")), verify=True))
-        found = exported(made)
-        for name, wanted in adapters.merged(base, delta).items():
-            torch.testing.assert_close(found[name], wanted, atol=1e-6, rtol=0)
+        assert_holds(made, adapters.merged(base, delta))
 
 
 def test_an_adapter_of_other_layers_leaves_nothing_of_the_one_before(
@@ -95,9 +98,7 @@ def test_an_adapter_of_other_layers_leaves_nothing_of_the_one_before(
     for version, kept in ((2, ("q_proj", "v_proj")), (3, ("k_proj", "up_proj"))):
         part = {name: tensor for name, tensor in delta.items() if any(leaf in name for leaf in kept)}
         run(update_target(made, publish(version, part | base, ("adapter", "draft")), verify=True))
-        found = exported(made)
-        for name, wanted in adapters.merged(base, part).items():
-            torch.testing.assert_close(found[name], wanted, atol=1e-6, rtol=0)
+        assert_holds(made, adapters.merged(base, part))
 
 
 def test_whole_weights_end_the_adapter_and_lie_beneath_the_next(
@@ -108,9 +109,7 @@ def test_whole_weights_end_the_adapter_and_lie_beneath_the_next(
     run(update_target(made, publish(2, others, ("target", "draft")), verify=True))
     assert all(torch.equal(others[name], tensor) for name, tensor in exported(made).items())
     run(update_target(made, publish(3, delta | others, ("adapter", "draft")), verify=True))
-    found = exported(made)
-    for name, wanted in adapters.merged(others, delta).items():
-        torch.testing.assert_close(found[name], wanted, atol=1e-6, rtol=0)
+    assert_holds(made, adapters.merged(others, delta))
 
 
 def test_a_weight_that_the_adapter_was_not_merged_into_is_told(
@@ -158,9 +157,7 @@ def test_a_sync_that_breaks_off_leaves_the_old_version_or_ends_the_replica(
     if fault != "merge":
         lost.with_suffix(".lost").rename(lost)
     run(update_target(made, sent, verify=True))
-    found = exported(made)
-    for name, wanted in adapters.merged(others, new).items():
-        torch.testing.assert_close(found[name], wanted, atol=1e-6, rtol=0)
+    assert_holds(made, adapters.merged(others, new))
     if keep_previous:
         assert run(logprobs(made, 1)) == before
 
