@@ -113,11 +113,3 @@ def _special(shape: ModelShape, acceptance: float, device: str, seed: int) -> di
         f"{layer}self_attn.o_proj.weight": torch.zeros(hidden, shape.heads * shape.head_dim, device=device),
         shape.mtp.name(shape.mtp.projection, 0, shape.layers): projection,
     }
-
-
-def draft_share(shape: ModelShape) -> float:
-    """Matrix elements that one draft token reads, over those of a step of the target: MTP layer and head over layers and head."""
-    sizes = families.count(shape)
-    head = sizes["head"] or sizes["embedding"]
-    trunk = sizes["total"] - sizes["mtp"] - sizes["embedding"] - sizes["head"]
-    return (sizes["mtp"] + head) / (trunk + head)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mtpctl import families
-from mtpctl.bench.cycle_model import draft_share, write_cycle_model
+from mtpctl.bench.cycle_model import write_cycle_model
 from mtpctl.bench.rollout_load import Load, Run, make_load, send, start_offline
 from mtpctl.cluster import cluster, within
 from mtpctl.families import hub_config
@@ -32,6 +32,9 @@ PATH_BOUND = 0.95
 IDLE_BOUND = 0.03
 AUTO_BOUND = 0.98
 """Throughput of speculation.auto, once it has looked, over no speculation, at least."""
+GAIN_BOUND = 0.9
+"""Share of `allowed_gain` that one draft reaches up to `GAIN_BATCH` requests, at least."""
+GAIN_BATCH = 64
 START_S = 420.0
 RUN_S = 300.0
 TIMER = "the first request sent to the last answer received, prompts' prefill included; engine start and one round of warming up excluded"
@@ -57,7 +60,10 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One row: the median of the rounds, beside what it is held against (`ratio`), with the bound that it missed, if any."""
+    """One row: the median of the rounds, beside what it is held against (`ratio`), with the bound that it missed, if any.
+
+    `draft_s`: seconds of device time that a step spends on all its drafts.
+    """
 
     what: str
     load: str
@@ -67,6 +73,7 @@ class Result:
     ratio: float | None = None
     accept_rate: float | None = None
     accept_length: float | None = None
+    draft_s: float | None = None
     allowed: float | None = None
     idle: float | None = None
     drafts: int | None = None
@@ -91,6 +98,11 @@ TINY: dict[str, Any] = {
     "hidden_act": "silu",
     "torch_dtype": "float32",
 }
+
+
+def allowed_gain(tokens: float, draft_s: float, step_s: float) -> float:
+    """What speculation gains where checking drafts is free: `tokens` of a step, over what drafting adds to a step of `step_s` without."""
+    return tokens / (1 + draft_s / step_s)
 
 
 def known_shape(text: str) -> Literal["mimo7b", "tiny"]:
@@ -199,7 +211,7 @@ class Bench:
         misses = []
         ratio = None if against is None else median / against
         if ratio is not None and bound is not None and ratio < bound:
-            misses.append(f"{ratio:.3f} of {against:,.0f} tokens/s, bound {bound}")
+            misses.append(f"{ratio:.3f} of {against:,.0f} tokens/s, bound {bound:.3g}")
         wrong = sum(run.wrong for run in runs)
         if wrong:
             misses.append(f"{wrong} answers are not the model's")
@@ -261,15 +273,15 @@ async def measure_speculation(bench: Bench) -> None:
         for load in bench.loads():
             runs = await bench.rounds(load, lambda load=load: send(pool, load, vocab))  # type: ignore[misc]
             off[load.name] = bench.add("no speculation", load, runs).tokens_per_s
-    share = draft_share(bench.shape)
     async with bench.pool(options.drafts, auto=True) as pool:
         for load in bench.loads():
             for drafts in range(options.drafts + 1):
                 await pool.speculate(drafts)
-                runs = await bench.rounds(load, lambda load=load: send(pool, load, vocab), warm=drafts == 0)  # type: ignore[misc]
-                length = runs[-1].stats.accept_length
-                allowed = length / (1 + drafts * share)
-                bench.add(f"{drafts} drafts", load, runs, off[load.name], allowed=allowed, drafts=drafts)
+                runs = await bench.rounds(load, lambda load=load: send(pool, load, vocab))  # type: ignore[misc]
+                draft_s = (await pool.speculate())[0]["draft_s"][drafts] if drafts else 0.0
+                allowed = allowed_gain(runs[-1].stats.accept_length, draft_s, load.batch / off[load.name])
+                bound = GAIN_BOUND * allowed if drafts == 1 and load.batch <= GAIN_BATCH else None
+                bench.add(f"{drafts} drafts", load, runs, off[load.name], bound, allowed=allowed, draft_s=draft_s, drafts=drafts)
         for hopeless in (False, True):
             for load in bench.loads(hopeless=hopeless):
                 await _auto(bench, pool, load, off[load.name], hopeless)
@@ -284,7 +296,8 @@ async def _auto(bench: Bench, pool: ReplicaPool, load: Load, off: float, hopeles
     runs = await bench.rounds(load, lambda: send(pool, load, bench.shape.vocab), warm=False)
     state = (await pool.speculate())[0]
     bench.add(what, load, runs, off, AUTO_BOUND, drafts=state["drafts"])
-    bench.say(f"  {state['told']}")
+    if state["told"]:
+        bench.say(f"  {state['told']}")
 
 
 def run(options: Options, parts: list[str], say: Say) -> list[Result]:
@@ -304,7 +317,7 @@ def _cluster(options: Options) -> Iterator[None]:
         yield
 
 
-HEAD = "| what | load | tokens/s (least – most) | ratio | accepted | tokens a step | allowed gain | places empty |"
+HEAD = "| what | load | tokens/s (least – most) | ratio | accepted | tokens a step | drafting, ms a step | allowed gain | places empty |"
 
 
 def line(result: Result) -> str:
@@ -317,7 +330,8 @@ def line(result: Result) -> str:
     chosen = f" → {r.drafts} drafts" if r.what.startswith("auto") and r.drafts is not None else ""
     return (
         f"| {r.what}{chosen} | {r.load} | {r.tokens_per_s:,.0f} ({r.least:,.0f} – {r.most:,.0f}) | {number(r.ratio, '.3f')} "
-        f"| {number(r.accept_rate, '.1%')} | {number(r.accept_length, '.2f')} | {number(r.allowed, '.2f')} | {number(r.idle, '.2%')} |"
+        f"| {number(r.accept_rate, '.1%')} | {number(r.accept_length, '.2f')} "
+        f"| {number(r.draft_s and r.draft_s * 1e3, '.2f')} | {number(r.allowed, '.2f')} | {number(r.idle, '.2%')} |"
     )
 
 

@@ -5,7 +5,7 @@ large vocabulary that is a tenth of the step, head included, so that "off" would
 Here such a step leaves the drafter out. What is generated meanwhile has no entries in the drafter's cache, so requests that span a
 switch back on are drafted less well until they end. What is accepted is right all the same: the target decides.
 
-The engine core also learns to answer for its scheduler, `EngineCore.mtpctl_speculation`.
+The engine core also learns to answer for its scheduler and of what drafting takes, `EngineCore.mtpctl_speculation`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mtpctl.compat.vllm_draft_times import TIMES
 from mtpctl.compat.vllm_version import UpstreamMoved, require_pinned
 
 _MARK = "_mtpctl_skips"
@@ -34,8 +35,8 @@ def install() -> bool:
     require_pinned(__name__)
 
     def mtpctl_speculation(self: Any, drafts: int | None, look_again: bool) -> dict[str, Any]:
-        answer: dict[str, Any] = self.scheduler.speculation(drafts, look_again)
-        return answer
+        times: dict[int, float] = self.model_executor.collective_rpc("mtpctl_draft_s")[0]
+        return {**self.scheduler.speculation(drafts, look_again), "draft_s": times}
 
     core.mtpctl_speculation = mtpctl_speculation
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
@@ -57,9 +58,15 @@ def _patch(owner: Any, instead: Any) -> None:
         raise UpstreamMoved(f"{__name__}: {owner.__name__}.propose no longer takes num_speculative_tokens; find the new way to skip it")
 
     def propose(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("num_speculative_tokens") == 0 and not kwargs.get("dummy_run") and not kwargs.get("is_profile"):
+        drafts = kwargs.get("num_speculative_tokens")
+        if drafts is None or kwargs.get("dummy_run") or kwargs.get("is_profile"):
+            return upstream(self, *args, **kwargs)
+        if drafts == 0:
             return instead(self, *args, **kwargs)
-        return upstream(self, *args, **kwargs)
+        end = TIMES.begin(drafts, self.device)
+        result = upstream(self, *args, **kwargs)
+        end()
+        return result
 
     setattr(propose, _MARK, True)
     owner.propose = propose

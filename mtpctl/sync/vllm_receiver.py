@@ -19,6 +19,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from mtpctl.compat import vllm_derived, vllm_packed
+from mtpctl.compat.vllm_draft_times import TIMES
 from mtpctl.sync.adapter import AdapterReceiver, check_fits
 from mtpctl.sync.manifest import SectionPlan, buckets_from
 from mtpctl.sync.memory import card_memory
@@ -205,6 +206,10 @@ class WorkerExtension:
     def mtpctl_drafts(self) -> bool:
         """Whether this engine has a drafter whose weights can be updated."""
         return self.vllm_config.speculative_config is not None
+
+    def mtpctl_draft_s(self) -> dict[int, float]:
+        """See `DraftTimes.take`."""
+        return TIMES.take()
 
     def mtpctl_memory(self, reset: str = "") -> dict[str, int]:
         """See `card_memory`."""

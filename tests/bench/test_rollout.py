@@ -11,10 +11,9 @@ from safetensors import safe_open
 from torch.nn import functional as F
 
 from mtpctl import families
-from mtpctl.bench.cycle_model import answer, draft_share, write_cycle_model
-from mtpctl.bench.rollout import TINY, Result, line, verdict
+from mtpctl.bench.cycle_model import answer, write_cycle_model
+from mtpctl.bench.rollout import TINY, Result, allowed_gain, line, verdict
 from mtpctl.bench.rollout_load import make_load
-from mtpctl.families import hub_config
 from mtpctl.recipe import UserError
 
 VOCAB, HALF = 1024, 512
@@ -84,17 +83,19 @@ def test_loads_stay_in_their_half() -> None:
     assert make_load("l", 8, 8, prompt=4, tokens=100, spread=0.0, vocab=VOCAB).lengths == [100] * 8
 
 
-def test_a_draft_of_mimo_7b_reads_an_eighth_of_a_step() -> None:
-    assert draft_share(families.shape_of(hub_config("XiaomiMiMo/MiMo-7B-RL"))) == pytest.approx(0.1188, abs=1e-3)
+def test_drafting_as_long_as_the_step_halves_what_its_tokens_gain() -> None:
+    assert allowed_gain(1.75, draft_s=0.0, step_s=0.004) == 1.75
+    assert allowed_gain(1.75, draft_s=0.001, step_s=0.004) == pytest.approx(1.4)
+    assert allowed_gain(1.5, draft_s=0.004, step_s=0.004) == pytest.approx(0.75)
 
 
 def test_rows_and_verdict_name_what_was_missed() -> None:
     rows = [
         Result("0 drafts", "batch 8", 100.0, 99.0, 101.0, 1.0, allowed=1.0, drafts=0),
-        Result("2 drafts", "batch 8", 150.0, 149.0, 151.0, 1.5, 0.7, 2.2, 1.8, drafts=2),
+        Result("2 drafts", "batch 8", 150.0, 149.0, 151.0, 1.5, 0.7, 2.2, 0.0021, 1.8, drafts=2),
         Result("auto", "batch 8", 90.0, 89.0, 91.0, 0.9, drafts=0, misses=("0.900 of 100 tokens/s, bound 0.98",)),
     ]
-    assert line(rows[1]) == "| 2 drafts | batch 8 | 150 (149 – 151) | 1.500 | 70.0% | 2.20 | 1.80 | – |"
+    assert line(rows[1]) == "| 2 drafts | batch 8 | 150 (149 – 151) | 1.500 | 70.0% | 2.20 | 2.10 | 1.80 | – |"
     assert line(rows[2]).startswith("| auto → 0 drafts | batch 8 | 90 ")
     assert verdict(rows) == [
         "batch 8: best with 2 drafts, 1.50 of no speculation",
