@@ -318,6 +318,7 @@ def _cluster(options: Options) -> Iterator[None]:
 
 
 HEAD = "| what | load | tokens/s (least – most) | ratio | accepted | tokens a step | drafting, ms a step | allowed gain | places empty |"
+RULE = "|---" * HEAD.count(" | ") + "|---|"
 
 
 def line(result: Result) -> str:

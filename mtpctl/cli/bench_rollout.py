@@ -61,7 +61,7 @@ def rollout(
             device=device,
             eager=eager,
         )
-        say(f"{told(machine())}\nThe timer covers: {bench.TIMER}.\n{bench.HEAD}\n{'|---' * 8}|")
+        say(f"{told(machine())}\nThe timer covers: {bench.TIMER}.\n{bench.HEAD}\n{bench.RULE}")
         results = bench.run(options, parts, say)
     for line in bench.verdict(results):
         say(line)
