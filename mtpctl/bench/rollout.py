@@ -1,7 +1,7 @@
 """`mtpctl bench rollout`: what mtpctl's way to an engine costs, and what speculation is worth on this card.
 
-`path`: the same requests through vLLM's offline `LLM.generate` and through mtpctl's pool and actor, same model, settings and card, one
-after the other; and, at full load with a queue, the share of the engine's places that stood empty.
+`path`: the same requests through vLLM's offline `LLM.generate` and through mtpctl's pool and actor, same model, settings and card, in
+turn; and, at full load with a queue, the share of the engine's places that stood empty.
 
 `speculation`: an engine without speculation beside one that may draft up to k tokens, held at 0, 1, … k and then left to choose
 (`rollout.speculation.auto`), at every batch size; with a drafter that is right on a chosen share of tokens, and with one that never is.
@@ -11,21 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from mtpctl import families
-from mtpctl.bench.cycle_model import write_cycle_model
-from mtpctl.bench.rollout_load import Load, Run, make_load, send, start_offline
+from mtpctl.bench.rollout_engines import Bench, Once, Options, all_of
+from mtpctl.bench.rollout_load import Load, Run
 from mtpctl.cluster import cluster, within
-from mtpctl.families import hub_config
-from mtpctl.plan.placement import Actor, Placement
-from mtpctl.recipe import Recipe, UserError
 from mtpctl.recipe.schema import ClusterConfig
-from mtpctl.rollout import ReplicaPool, engine_settings, start_pool
+from mtpctl.rollout import ReplicaPool
 
 PATH_BOUND = 0.95
 """Throughput through mtpctl over vLLM's own, at least."""
@@ -35,32 +30,18 @@ AUTO_BOUND = 0.98
 GAIN_BOUND = 0.9
 """Share of `allowed_gain` that one draft reaches up to `GAIN_BATCH` requests, at least."""
 GAIN_BATCH = 64
-START_S = 420.0
 RUN_S = 300.0
-TIMER = "the first request sent to the last answer received, prompts' prefill included; engine start and one round of warming up excluded"
+TIMER = (
+    "the first request sent to the last answer received, prompts' prefill included; engine start and one round of warming up excluded. "
+    "All engines are on the card at once and take turns; a ratio is the median of the rounds' own"
+)
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """What to measure. `tokens` of an answer, `prompt` tokens before it; `drafts` the most a step may draft."""
-
-    shape: Literal["mimo7b", "tiny"]
-    folder: Path
-    batches: tuple[int, ...]
-    prompt: int
-    tokens: int
-    drafts: int
-    acceptance: float
-    rounds: int
-    device: Literal["cpu", "cuda"]
-    eager: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Result:
-    """One row: the median of the rounds, beside what it is held against (`ratio`), with the bound that it missed, if any.
+    """One row: the median of the rounds, and of the rounds' ratios to what it is held against, with the bound that it missed, if any.
 
     `draft_s`: seconds of device time that a step spends on all its drafts.
     """
@@ -71,6 +52,7 @@ class Result:
     least: float
     most: float
     ratio: float | None = None
+    ratios: tuple[float, ...] = ()
     accept_rate: float | None = None
     accept_length: float | None = None
     draft_s: float | None = None
@@ -81,243 +63,155 @@ class Result:
     misses: tuple[str, ...] = ()
 
 
-TINY: dict[str, Any] = {
-    "architectures": ["MiMoForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_nextn_predict_layers": 1,
-    "vocab_size": 1024,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 640000.0,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "torch_dtype": "float32",
-}
-
-
 def allowed_gain(tokens: float, draft_s: float, step_s: float) -> float:
     """What speculation gains where checking drafts is free: `tokens` of a step, over what drafting adds to a step of `step_s` without."""
     return tokens / (1 + draft_s / step_s)
 
 
-def known_shape(text: str) -> Literal["mimo7b", "tiny"]:
-    """A shape by its name on the command line. Raises UserError for another."""
-    if text == "mimo7b":
-        return "mimo7b"
-    if text == "tiny":
-        return "tiny"
-    raise UserError(f"--shape: must be mimo7b or tiny, got {text}")
+async def in_turn(load: Load, ways: Mapping[str, Once], rounds: int, *, warm: bool = True) -> dict[str, list[Run]]:
+    """The load sent each way, `rounds` times after one that warms up; every other round goes backwards, so that drift falls on all."""
+    found: dict[str, list[Run]] = {name: [] for name in ways}
+    for number in range(-1 if warm else 0, rounds):
+        names = list(ways)[:: 1 if number % 2 == 0 else -1]
+        for name in names:
+            run = await within(ways[name](load), RUN_S, f"{name}, {load.name}")
+            if number >= 0:
+                found[name].append(run)
+    return found
 
 
-def config_of(shape: Literal["mimo7b", "tiny"]) -> dict[str, Any]:
-    """config.json fields; `model_type` is one that every vLLM reads without a stand-in."""
-    return TINY if shape == "tiny" else hub_config("XiaomiMiMo/MiMo-7B-RL") | {"model_type": "qwen2"}
+def row(what: str, load: Load, runs: list[Run], against: list[Run] | None = None, bound: float | None = None, **more: Any) -> Result:
+    """A row from its rounds, those `against` which it is held, round by round, and the bounds that it misses."""
+    rates = [run.tokens_per_s for run in runs]
+    ratios = tuple(run.tokens_per_s / other.tokens_per_s for run, other in zip(runs, against or runs, strict=True)) if against else ()
+    ratio = statistics.median(ratios) if ratios else None
+    misses = []
+    if ratio is not None and bound is not None and ratio < bound:
+        misses.append(f"{ratio:.3f}, bound {bound:.3g}")
+    wrong = sum(run.wrong for run in runs)
+    if wrong:
+        misses.append(f"{wrong} answers are not the model's")
+    idles = [run.idle for run in runs if run.idle is not None]
+    idle = statistics.median(idles) if idles else None
+    if idle is not None and idle > IDLE_BOUND:
+        misses.append(f"places empty {idle:.1%} of the time, bound {IDLE_BOUND:.0%}")
+    stats = runs[-1].stats
+    if stats.drafted:
+        more |= {"accept_rate": stats.accept_rate, "accept_length": stats.accept_length}
+    median = statistics.median(rates)
+    return Result(what, load.name, median, min(rates), max(rates), ratio, ratios, idle=idle, wrong=wrong, misses=tuple(misses), **more)
 
 
-class Bench:
-    """The pieces that both parts share: model, loads, engines one at a time."""
+class Table:
+    """Rows, each of which is said as it is measured."""
 
-    def __init__(self, options: Options, say: Say) -> None:
-        self.options, self.say = options, say
-        self.config = config_of(options.shape)
-        self.shape = families.shape_of(self.config)
-        most = self.shape.vocab // 4 - 1
-        if options.tokens > most:
-            raise UserError(f"--tokens: {options.tokens} is too long for a vocabulary of {self.shape.vocab}; at most {most}")
-        self.results: list[Result] = []
-        write_cycle_model(options.folder, self.config, acceptance=options.acceptance, device=options.device)
-        say(f"model: {options.folder}, {families.count(self.shape)['total']:,} parameters")
+    def __init__(self, say: Say) -> None:
+        self.rows: list[Result] = []
+        self.say = say
 
-    def recipe(self, drafts: int, auto: bool) -> Recipe:
-        """One engine for the largest batch. CUDA graphs are captured for the batches used and a few below."""
-        options = self.options
-        most = max(options.batches)
-        rollout: dict[str, Any] = {
-            "engine": "vllm",
-            "max_in_flight": most,
-            "max_tokens": 2 * options.tokens,
-            "threads": 1 if options.device == "cpu" else 0,
-            "eager": options.eager,
-            "speculation": {"num_tokens": drafts, "auto": auto},
-        }
-        if options.device == "cuda" and not options.eager:
-            counts = sorted({1, 2, 4, *options.batches, *range(32, most + 1, 32)})
-            widths = range(1, drafts + 2) if auto else [drafts + 1]
-            sizes = sorted({count * width for count in counts for width in widths} | set(counts))
-            rollout["engine_args"] = {"compilation_config": {"cudagraph_capture_sizes": sizes}}
-        precision = "fp32" if options.device == "cpu" else "bf16"
-        return Recipe.model_validate(
-            {
-                "model": {"path": str(options.folder)},
-                "train": {"precision": precision},
-                "rollout": rollout,
-                "sync": {"transport": "shm"},
-                "cluster": {"device": options.device, "actor_deadline_s": START_S},
-            }
-        )
-
-    @property
-    def context(self) -> int:
-        """Tokens of the longest prompt and answer, and a little."""
-        return self.options.prompt + 2 * self.options.tokens + 64
-
-    @property
-    def seat(self) -> Actor:
-        """Where the engine sits."""
-        cuda = self.options.device == "cuda"
-        return Actor("rollout", 0, 0, 0, 1.0, 1.0 if cuda else 0.0)
-
-    def loads(self, *, hopeless: bool = False) -> list[Load]:
-        """All at once, for every batch size."""
-        return [self._load(f"batch {batch}", batch, batch, 0.0, hopeless) for batch in self.options.batches]
-
-    def queued(self) -> Load:
-        """Four times the largest batch, answers of different lengths: places are refilled all the time."""
-        most = max(self.options.batches)
-        return self._load(f"{most} in flight, {4 * most} in all", most, 4 * most, 0.5, False)
-
-    def _load(self, name: str, batch: int, count: int, spread: float, hopeless: bool) -> Load:
-        options = self.options
-        return make_load(
-            name, batch, count, prompt=options.prompt, tokens=options.tokens, spread=spread, vocab=self.shape.vocab, hopeless=hopeless
-        )
-
-    @asynccontextmanager
-    async def pool(self, drafts: int, auto: bool = False) -> Any:
-        """A pool of one engine, and its end."""
-        recipe = self.recipe(drafts, auto)
-        placement = Placement(self.options.device, (self.seat,), 1)
-        pool = await start_pool(recipe, model=str(self.options.folder), context=self.context, placement=placement, latest=lambda: None)
-        try:
-            yield pool
-        finally:
-            await pool.close()
-
-    async def rounds(self, load: Load, once: Callable[[], Awaitable[Run]], *, warm: bool = True) -> list[Run]:
-        """One round to warm up, and the rounds that count."""
-        if warm:
-            await within(once(), RUN_S, f"{load.name}, warming up")
-        return [await within(once(), RUN_S, load.name) for _ in range(self.options.rounds)]
-
-    def add(self, what: str, load: Load, runs: list[Run], against: float | None = None, bound: float | None = None, **more: Any) -> Result:
-        """A row from its rounds, and the bounds that it misses."""
-        rates = [run.tokens_per_s for run in runs]
-        median = statistics.median(rates)
-        misses = []
-        ratio = None if against is None else median / against
-        if ratio is not None and bound is not None and ratio < bound:
-            misses.append(f"{ratio:.3f} of {against:,.0f} tokens/s, bound {bound:.3g}")
-        wrong = sum(run.wrong for run in runs)
-        if wrong:
-            misses.append(f"{wrong} answers are not the model's")
-        idles = [run.idle for run in runs if run.idle is not None]
-        idle = statistics.median(idles) if idles else None
-        if idle is not None and idle > IDLE_BOUND:
-            misses.append(f"places empty {idle:.1%} of the time, bound {IDLE_BOUND:.0%}")
-        stats = runs[-1].stats
-        if stats.drafted:
-            more |= {"accept_rate": stats.accept_rate, "accept_length": stats.accept_length}
-        result = Result(what, load.name, median, min(rates), max(rates), ratio, idle=idle, wrong=wrong, misses=tuple(misses), **more)
-        self.results.append(result)
+    def add(self, result: Result) -> None:
+        """One more."""
+        self.rows.append(result)
         self.say(line(result))
-        return result
 
 
-async def measure_path(bench: Bench) -> None:
-    """vLLM's own offline generation, then the same through the pool."""
-    import ray
+THEIRS, OURS, BARE = "vLLM LLM.generate", "mtpctl", "vLLM LLM.generate, no log-probs"
+OFF = "no speculation"
 
-    options = bench.options
-    recipe = bench.recipe(0, False)
-    settings = engine_settings(
-        recipe.rollout.model_copy(update={"context": bench.context}),  # type: ignore[arg-type]
-        model=str(options.folder),
-        precision=recipe.train.precision,
-        device=options.device,
-    )
-    loads = [*bench.loads(), bench.queued()]
-    actor = start_offline(settings, {"num_cpus": 1, "num_gpus": bench.seat.gpus})
-    theirs: dict[str, float] = {}
-    first = True
+
+async def measure_path(bench: Bench, table: Table, loads: list[Load], offline: Any, plain: ReplicaPool) -> None:
+    """vLLM's own offline generation, and the same through the pool."""
+    both: dict[str, Once] = {THEIRS: lambda load: offline(load, True), OURS: bench.through(plain)}
+    largest = bench.loads()[-1]
     for load in loads:
+        ways = both | ({BARE: lambda load: offline(load, False)} if load == largest else {})
+        found = await in_turn(load, ways, bench.options.rounds)
+        for name, runs in found.items():
+            table.add(row(name, load, runs, found[THEIRS] if name != THEIRS else None, PATH_BOUND if name == OURS else None))
 
-        async def offline(load: Load = load, logprobs: bool = True) -> Run:
-            run: Run = await actor.send.remote(load, bench.shape.vocab, logprobs)
+
+async def measure_speculation(bench: Bench, table: Table, plain: ReplicaPool, drafting: ReplicaPool) -> None:
+    """No speculation in one engine; 0 to k drafts, and the engine's own choice, in another."""
+    for load in bench.loads():
+        await _fixed(bench, table, load, plain, drafting)
+    for hopeless in (False, True):
+        for load in bench.loads(hopeless=hopeless):
+            await _auto(bench, table, load, plain, drafting, "auto, no draft right" if hopeless else "auto")
+
+
+async def _fixed(bench: Bench, table: Table, load: Load, plain: ReplicaPool, drafting: ReplicaPool) -> None:
+    numbers = range(bench.options.drafts + 1)
+    times: dict[int, list[float]] = {drafts: [] for drafts in numbers if drafts}
+    once = bench.through(drafting)
+
+    def with_drafts(drafts: int) -> Once:
+        async def send(load: Load) -> Run:
+            await drafting.speculate(drafts)
+            run = await once(load)
+            if drafts:
+                times[drafts].append((await drafting.speculate())[0]["draft_s"][drafts])
             return run
 
-        if first:
-            await within(offline(), START_S, "vLLM, start and first round")
-            first = False
-        theirs[load.name] = bench.add("vLLM LLM.generate", load, await bench.rounds(load, offline)).tokens_per_s
-    largest = loads[-2]
-    bare = await bench.rounds(largest, lambda: offline(largest, False), warm=False)
-    bench.add("vLLM LLM.generate, no log-probs", largest, bare, theirs[largest.name])
-    ray.kill(actor)
-    async with bench.pool(0) as pool:
-        for load in loads:
-            runs = await bench.rounds(load, lambda load=load: send(pool, load, bench.shape.vocab))  # type: ignore[misc]
-            bench.add("mtpctl", load, runs, theirs[load.name], PATH_BOUND)
+        return send
+
+    named = {drafts: f"{drafts} drafts" for drafts in numbers}
+    ways = {OFF: bench.through(plain)} | {named[drafts]: with_drafts(drafts) for drafts in numbers}
+    found = await in_turn(load, ways, bench.options.rounds)
+    table.add(off := row(OFF, load, found[OFF]))
+    for drafts in numbers:
+        runs = found[named[drafts]]
+        draft_s = statistics.median(times[drafts]) if drafts else 0.0
+        allowed = allowed_gain(runs[-1].stats.accept_length, draft_s, load.batch / off.tokens_per_s)
+        bound = GAIN_BOUND * allowed if drafts == 1 and load.batch <= GAIN_BATCH else None
+        table.add(row(named[drafts], load, runs, found[OFF], bound, allowed=allowed, draft_s=draft_s, drafts=drafts))
 
 
-async def measure_speculation(bench: Bench) -> None:
-    """No speculation in one engine; 0 to k drafts, and the engine's own choice, in another."""
-    options = bench.options
-    vocab = bench.shape.vocab
-    off: dict[str, float] = {}
-    async with bench.pool(0) as pool:
-        for load in bench.loads():
-            runs = await bench.rounds(load, lambda load=load: send(pool, load, vocab))  # type: ignore[misc]
-            off[load.name] = bench.add("no speculation", load, runs).tokens_per_s
-    async with bench.pool(options.drafts, auto=True) as pool:
-        for load in bench.loads():
-            for drafts in range(options.drafts + 1):
-                await pool.speculate(drafts)
-                runs = await bench.rounds(load, lambda load=load: send(pool, load, vocab))  # type: ignore[misc]
-                draft_s = (await pool.speculate())[0]["draft_s"][drafts] if drafts else 0.0
-                allowed = allowed_gain(runs[-1].stats.accept_length, draft_s, load.batch / off[load.name])
-                bound = GAIN_BOUND * allowed if drafts == 1 and load.batch <= GAIN_BATCH else None
-                bench.add(f"{drafts} drafts", load, runs, off[load.name], bound, allowed=allowed, draft_s=draft_s, drafts=drafts)
-        for hopeless in (False, True):
-            for load in bench.loads(hopeless=hopeless):
-                await _auto(bench, pool, load, off[load.name], hopeless)
-
-
-async def _auto(bench: Bench, pool: ReplicaPool, load: Load, off: float, hopeless: bool) -> None:
+async def _auto(bench: Bench, table: Table, load: Load, plain: ReplicaPool, drafting: ReplicaPool, what: str) -> None:
     """The engine's own choice: the round in which it looks, then what it settles on."""
-    await pool.speculate(-1)
-    what = "auto, no draft right" if hopeless else "auto"
-    looking = await within(send(pool, load, bench.shape.vocab), RUN_S, load.name)
-    bench.add(f"{what}, looking", load, [looking], off)
-    runs = await bench.rounds(load, lambda: send(pool, load, bench.shape.vocab), warm=False)
-    state = (await pool.speculate())[0]
-    bench.add(what, load, runs, off, AUTO_BOUND, drafts=state["drafts"])
+    ways = {OFF: bench.through(plain), what: bench.through(drafting)}
+    await drafting.speculate(-1)
+    looking = await in_turn(load, ways, 1, warm=False)
+    table.add(row(f"{what}, looking", load, looking[what], looking[OFF]))
+    found = await in_turn(load, ways, bench.options.rounds, warm=False)
+    state = (await drafting.speculate())[0]
+    table.add(row(what, load, found[what], found[OFF], AUTO_BOUND, drafts=state["drafts"]))
     if state["told"]:
-        bench.say(f"  {state['told']}")
+        table.say(f"  {state['told']}")
 
 
 def run(options: Options, parts: list[str], say: Say) -> list[Result]:
     """Measure the parts that are named. Every row is said as it is measured."""
-    bench = Bench(options, say)
+    path, speculation = "path" in parts, "speculation" in parts
+    bench = Bench(options, say, at_once=1 + path + speculation)
+    table = Table(say)
+
+    async def measure() -> None:
+        wanted = [bench.pool(0), *([bench.offline()] if path else []), *([bench.pool(options.drafts)] if speculation else [])]
+        async with all_of(*wanted) as (plain, *others):
+            if path:
+                await measure_path(bench, table, bench.loads(), others[0], plain)
+            if speculation:
+                await measure_speculation(bench, table, plain, others[-1])
+            if path:
+                # The longest, and the least in doubt.
+                await measure_path(bench, table, [bench.queued()], others[0], plain)
+
     with _cluster(options):
-        for part, measure in (("path", measure_path), ("speculation", measure_speculation)):
-            if part in parts:
-                asyncio.run(measure(bench))
-    return bench.results
+        asyncio.run(measure())
+    return table.rows
 
 
 @contextmanager
 def _cluster(options: Options) -> Iterator[None]:
     gpus = 1 if options.device == "cuda" else 0
-    with cluster(ClusterConfig(device=options.device, num_cpus=None if gpus else 2), cpus=1, gpus=gpus):
+    with cluster(ClusterConfig(device=options.device, num_cpus=None if gpus else 4), cpus=3, gpus=gpus):
         yield
 
 
-HEAD = "| what | load | tokens/s (least – most) | ratio | accepted | tokens a step | drafting, ms a step | allowed gain | places empty |"
+HEAD = (
+    "| what | load | tokens/s (least – most) | ratio (least – most) | accepted | tokens a step | drafting, ms a step "
+    "| allowed | places empty |"
+)
 RULE = "|---" * HEAD.count(" | ") + "|---|"
 
 
@@ -329,8 +223,9 @@ def line(result: Result) -> str:
 
     r = result
     chosen = f" → {r.drafts} drafts" if r.what.startswith("auto") and r.drafts is not None else ""
+    spread = f" ({min(r.ratios):.3f} – {max(r.ratios):.3f})" if r.ratios else ""
     return (
-        f"| {r.what}{chosen} | {r.load} | {r.tokens_per_s:,.0f} ({r.least:,.0f} – {r.most:,.0f}) | {number(r.ratio, '.3f')} "
+        f"| {r.what}{chosen} | {r.load} | {r.tokens_per_s:,.0f} ({r.least:,.0f} – {r.most:,.0f}) | {number(r.ratio, '.3f')}{spread} "
         f"| {number(r.accept_rate, '.1%')} | {number(r.accept_length, '.2f')} "
         f"| {number(r.draft_s and r.draft_s * 1e3, '.2f')} | {number(r.allowed, '.2f')} | {number(r.idle, '.2%')} |"
     )
@@ -340,7 +235,7 @@ def verdict(results: list[Result]) -> list[str]:
     """The best number of drafts at each load, and every bound that was missed."""
     lines = []
     for load in dict.fromkeys(r.load for r in results if r.what.endswith(" drafts")):
-        best = max((r for r in results if r.load == load and r.what.endswith(" drafts")), key=lambda r: r.tokens_per_s)
+        best = max((r for r in results if r.load == load and r.what.endswith(" drafts")), key=lambda r: r.ratio or 0.0)
         lines.append(f"{load}: best with {best.what}, {best.ratio:.2f} of no speculation")
     lines += [f"MISSED {r.what}, {r.load}: {'; '.join(r.misses)}" for r in results if r.misses]
     return lines

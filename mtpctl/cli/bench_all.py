@@ -53,7 +53,7 @@ def cycle_model(
     import torch
 
     from mtpctl.bench.cycle_model import write_cycle_model
-    from mtpctl.bench.rollout import config_of, known_shape
+    from mtpctl.bench.rollout_engines import config_of, known_shape
     from mtpctl.recipe.errors import UserError
 
     cuda = torch.cuda.is_available()

@@ -41,15 +41,16 @@ def rollout(
 
     from mtpctl.bench import rollout as bench
     from mtpctl.bench.machine import machine, told
+    from mtpctl.bench.rollout_engines import Options, known_shape
 
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
-    named = bench.known_shape(shape or ("mimo7b" if device == "cuda" else "tiny"))
+    named = known_shape(shape or ("mimo7b" if device == "cuda" else "tiny"))
     if named == "mimo7b" and device == "cpu":
         raise UserError("--shape: mimo7b has 7.8 billion parameters and this machine no card; take tiny")
 
     say = partial(print, flush=True)
     with tempfile.TemporaryDirectory(prefix="mtpctl-bench-") as scratch:
-        options = bench.Options(
+        options = Options(
             shape=named,
             folder=model or Path(scratch) / "model",
             batches=tuple(sorted(set(batch or (8, 64, 256)))),

@@ -3,11 +3,13 @@
 A step with k draft tokens takes a time `t(k)` that depends on how many requests run together, and yields `1 + a(1) + … + a(k)`
 tokens a request, where `a(i)` is how often the draft at position i is accepted. Both are seen while requests are served: the
 acceptance on every step that verifies drafts, the time of a k that is not in use by trying it for a few steps. What is kept is
-the k of the highest `(1 + a(1) + … + a(k)) / t(k)`; with a limit of 1 that is speculation on or off.
+the k of the highest `(1 + a(1) + … + a(k)) / t(k)`; with a limit of 1 that is speculation on or off. Until times were seen, a draft is
+taken to cost `PRIOR` of a step, so that drafts which are never right are not made. What slows a step that is in use, as longer
+contexts and a busy host do, is taken to slow the others alike.
 
 Trying what turns out slower costs throughput. `LOSS_SHARE` bounds that cost to a share of all steps, beyond the first look: after
 a look that lost n steps' worth of work the next one is due n / `LOSS_SHARE` steps later, and a load that was not seen before takes
-the answer of the nearest one until there is allowance for a look of its own.
+the times of the nearest one until there is allowance for a look of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +23,10 @@ SETTLE = 6
 """Steps after a change that are not timed: those under way still have the old number of drafts, and graphs are warmed."""
 WINDOW = 16
 """Timed steps of one try."""
+PRIOR = 0.05
+"""What a draft is taken to add to a step, as a share of it, until that was timed."""
+SEEN = 256
+"""Request-steps after which acceptance is believed before the first look."""
 LOSS_SHARE = 0.005
 """Share of all steps that looking may cost."""
 MARGIN = 0.01
@@ -144,7 +150,7 @@ class SpeculationSwitch:
         due = self._look_at is None or self._steps >= self._look_at
         allowed = self._first_loss is None or self._lost - self._first_loss <= LOSS_SHARE * self._steps
         if allowed and self._steady >= WINDOW and (due or known.chosen is None):
-            self._begin(step.requests)
+            self._begin(step.requests, known)
             return
         want = self._best(known.times, self._current) if len(known.times) == self.limit + 1 else self._nearest(load)
         self._use(want, step.requests, known)
@@ -156,16 +162,20 @@ class SpeculationSwitch:
             self._accepted[position] = keep * self._accepted[position] + step.accepted[position]
 
     def _follow(self, step: Step, known: _Load) -> None:
-        """Keep the time of what is in use up to date: contexts grow."""
+        """Keep times up to date by what is in use: contexts grow, for every number of drafts."""
         if self._settling:
             self._settling -= 1
-        elif step.drafts == self._current and step.drafts in known.times:
-            known.times[step.drafts] += (step.seconds - known.times[step.drafts]) / (4 * WINDOW) if _usual(step, known) else 0.0
+        elif step.drafts == self._current and step.drafts in known.times and _usual(step, known):
+            slower = 1 + (step.seconds / known.times[step.drafts] - 1) / (4 * WINDOW)
+            known.times = {drafts: slower * seconds for drafts, seconds in known.times.items()}
 
-    def _begin(self, requests: int) -> None:
-        """Try every number of drafts, beginning with the most: that tells the acceptance of all."""
+    def _begin(self, requests: int, known: _Load) -> None:
+        """Try every number of drafts, beginning with the most: that tells the acceptance of all.
+
+        A first look that was given up goes on where it was.
+        """
         self._look_requests, self._tried = requests, 0
-        self._trying = deque(range(self.limit, -1, -1))
+        self._trying = deque(drafts for drafts in range(self.limit, -1, -1) if known.chosen is not None or drafts not in known.times)
         self._change(self._trying[0])
 
     def _try(self, step: Step, load: int) -> None:
@@ -191,12 +201,11 @@ class SpeculationSwitch:
         self._end(step.requests, known)
 
     def _give_up(self, load: int) -> None:
-        """The load became another one: what was tried does not compare, and counts as lost."""
+        """The load became another one: what was being tried does not compare, and after the first look it counts as lost."""
         self._trying.clear()
         self._timed.clear()
-        self._lost += self._tried
-        if self._first_loss is None:
-            self._first_loss = 0.0
+        if self._first_loss is not None:
+            self._lost += self._tried
         self._change(self._nearest(load))
 
     def _end(self, requests: int, known: _Load) -> None:
@@ -247,13 +256,13 @@ class SpeculationSwitch:
         return best
 
     def _nearest(self, load: int) -> int:
-        """The choice at the nearest load that has one; all drafts where none has."""
-        chosen = {other: known.chosen for other, known in self._loads.items() if known.chosen is not None}
-        if not chosen:
+        """What yields most by the times of the nearest load that was looked at, or by what a draft is taken to cost where none was."""
+        looked_at = {other: known.times for other, known in self._loads.items() if known.chosen is not None}
+        if looked_at:
+            return self._best(looked_at[min(looked_at, key=lambda other: abs(other - load))], self._current)
+        if self._verified[0] < SEEN:
             return self.limit
-        found = chosen[min(chosen, key=lambda other: abs(other - load))]
-        assert found is not None
-        return found
+        return self._best({drafts: 1 + PRIOR * drafts for drafts in range(self.limit + 1)}, self._current)
 
 
 def _bucket(requests: int) -> int:

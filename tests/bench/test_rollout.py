@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from torch.nn import functional as F
 
 from mtpctl import families
 from mtpctl.bench.cycle_model import answer, write_cycle_model
-from mtpctl.bench.rollout import TINY, Result, allowed_gain, line, verdict
-from mtpctl.bench.rollout_load import make_load
+from mtpctl.bench.rollout import Result, allowed_gain, in_turn, line, row, verdict
+from mtpctl.bench.rollout_engines import TINY, Once, all_of
+from mtpctl.bench.rollout_load import Load, Run, make_load
 from mtpctl.recipe import UserError
 
 VOCAB, HALF = 1024, 512
@@ -89,15 +91,81 @@ def test_drafting_as_long_as_the_step_halves_what_its_tokens_gain() -> None:
     assert allowed_gain(1.5, draft_s=0.004, step_s=0.004) == pytest.approx(0.75)
 
 
+LOAD = Load("batch 8", 8, [], [])
+
+
+def test_every_way_warms_up_and_every_other_round_goes_backwards() -> None:
+    sent: list[str] = []
+
+    def way(name: str) -> Once:
+        async def once(load: Load) -> Run:
+            sent.append(name)
+            return Run(1.0, len(sent), 0)
+
+        return once
+
+    found = asyncio.run(in_turn(LOAD, {"a": way("a"), "b": way("b")}, 2))
+    assert sent == ["b", "a", "a", "b", "b", "a"]
+    assert {name: [run.tokens for run in runs] for name, runs in found.items()} == {"a": [3, 6], "b": [4, 5]}
+    assert asyncio.run(in_turn(LOAD, {"a": way("a")}, 1, warm=False))["a"][0].tokens == 7
+
+
+def test_a_ratio_is_of_runs_that_were_made_together() -> None:
+    ours, theirs = [Run(1.0, tokens, 0) for tokens in (100, 200, 90)], [Run(1.0, tokens, 0) for tokens in (100, 100, 100)]
+    found = row("ours", LOAD, ours, theirs, 0.95)
+    assert (found.tokens_per_s, found.least, found.most) == (100, 90, 200)
+    assert found.ratios == (1.0, 2.0, 0.9) and found.ratio == 1.0 and not found.misses
+    slowed = row("ours", LOAD, [Run(2.0, 100, 0), Run(1.0, 90, 0)], [Run(2.0, 100, 0), Run(1.0, 100, 0)], 0.96)
+    assert slowed.misses == ("0.950, bound 0.96",)
+    assert row("theirs", LOAD, theirs).ratio is None
+
+
+def test_wrong_answers_and_empty_places_are_misses() -> None:
+    found = row("ours", LOAD, [Run(1.0, 100, 2, idle=0.1), Run(1.0, 100, 0, idle=0.04), Run(1.0, 100, 0, idle=0.02)])
+    assert found.misses == ("2 answers are not the model's", "places empty 4.0% of the time, bound 3%")
+
+
+class Engine:
+    def __init__(self, log: list[str], name: str, fails: bool = False) -> None:
+        self.log, self.name, self.fails = log, name, fails
+
+    async def __aenter__(self) -> str:
+        if self.fails:
+            raise RuntimeError(f"{self.name} does not start")
+        await asyncio.sleep(0)
+        self.log.append(f"+{self.name}")
+        return self.name
+
+    async def __aexit__(self, *error: object) -> None:
+        self.log.append(f"-{self.name}")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_engines_that_started_are_ended_whatever_became_of_the_others(fails: bool) -> None:
+    log: list[str] = []
+
+    async def use() -> None:
+        async with all_of(Engine(log, "a"), Engine(log, "b", fails), Engine(log, "c")) as found:
+            log.append("".join(found))
+
+    if fails:
+        with pytest.raises(RuntimeError, match="b does not start"):
+            asyncio.run(use())
+        assert log == ["+a", "+c", "-a", "-c"]
+    else:
+        asyncio.run(use())
+        assert log == ["+a", "+b", "+c", "abc", "-a", "-b", "-c"]
+
+
 def test_rows_and_verdict_name_what_was_missed() -> None:
     rows = [
-        Result("0 drafts", "batch 8", 100.0, 99.0, 101.0, 1.0, allowed=1.0, drafts=0),
-        Result("2 drafts", "batch 8", 150.0, 149.0, 151.0, 1.5, 0.7, 2.2, 0.0021, 1.8, drafts=2),
-        Result("auto", "batch 8", 90.0, 89.0, 91.0, 0.9, drafts=0, misses=("0.900 of 100 tokens/s, bound 0.98",)),
+        Result("0 drafts", "batch 8", 100.0, 99.0, 101.0, 1.0, (1.0,), allowed=1.0, drafts=0),
+        Result("2 drafts", "batch 8", 150.0, 149.0, 151.0, 1.5, (1.4, 1.5, 1.6), 0.7, 2.2, 0.0021, 1.8, drafts=2),
+        Result("auto", "batch 8", 90.0, 89.0, 91.0, 0.9, drafts=0, misses=("0.900, bound 0.98",)),
     ]
-    assert line(rows[1]) == "| 2 drafts | batch 8 | 150 (149 – 151) | 1.500 | 70.0% | 2.20 | 2.10 | 1.80 | – |"
+    assert line(rows[1]) == "| 2 drafts | batch 8 | 150 (149 – 151) | 1.500 (1.400 – 1.600) | 70.0% | 2.20 | 2.10 | 1.80 | – |"
     assert line(rows[2]).startswith("| auto → 0 drafts | batch 8 | 90 ")
     assert verdict(rows) == [
         "batch 8: best with 2 drafts, 1.50 of no speculation",
-        "MISSED auto, batch 8: 0.900 of 100 tokens/s, bound 0.98",
+        "MISSED auto, batch 8: 0.900, bound 0.98",
     ]

@@ -164,6 +164,49 @@ def test_a_look_that_the_load_outruns_is_given_up_and_paid_for() -> None:
     assert engine.settled() == 0
 
 
+def test_drafts_that_are_never_right_stop_before_the_first_look() -> None:
+    engine = Simulated(accept=0.0)
+    engine.run(8, 64)
+    assert (engine.switch.drafts(), engine.switch.looking, engine.switch.looks) == (0, False, 0)
+    useful = Simulated(accept=0.7)
+    useful.run(8, 64)
+    assert useful.switch.drafts() == 3
+
+
+@pytest.mark.parametrize("accept", [0.0, 0.7])
+def test_a_first_look_that_is_outrun_goes_on_with_the_next_batch(accept: float) -> None:
+    # Batches of so few steps that no look fits into one.
+    engine = Simulated(accept=accept)
+    for _ in range(8):
+        engine.run(60, 64)
+        engine.run(2, 3)
+    engine.run(1, 64)
+    assert engine.switch.looks == 1
+    assert engine.switch.drafts() == (3 if accept else 0)
+
+
+class Growing(Simulated):
+    """Contexts grow, and steps with them."""
+
+    age = 0
+
+    def step_s(self, drafts: int, requests: int) -> float:
+        self.age += 1
+        return (self.base_s + self.draft_s * drafts) * (1 + self.age / 400)
+
+
+def test_contexts_that_grow_do_not_bring_back_what_does_not_pay() -> None:
+    engine = Growing(limit=1, accept=0.0)
+    engine.run(100, 64)
+    looks = engine.switch.looks
+    drafted = 0
+    for _ in range(1000):
+        drafted += engine.switch.drafts() and not engine.switch.looking
+        engine.run(1, 64)
+    assert drafted == 0
+    assert engine.switch.looks <= looks + 2
+
+
 def test_a_fixed_number_is_not_questioned() -> None:
     engine = Simulated(accept=0.0)
     engine.switch.fix(2)
