@@ -125,6 +125,9 @@ def _environment(cpu: bool, in_loop: bool, threads: int) -> dict[str, str]:
     if not cpu:
         # A process that has touched CUDA cannot be forked, and what the caller did before is not ours to know.
         found["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        # Nothing in a step gains by more threads, and those that wait for work spin, at the cost of the one that launches it. What a
+        # scheduler or a launcher has set for training is not meant for this.
+        found["OMP_NUM_THREADS"] = str(threads or 1)
     if cpu:
         # vLLM compiles single functions even in eager mode, which takes seconds and a C++ compiler.
         found["TORCH_COMPILE_DISABLE"] = "1"

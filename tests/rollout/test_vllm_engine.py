@@ -228,6 +228,15 @@ def test_a_broken_off_update_returns_to_the_version_before(engine: VllmEngine, r
     run(engine.update(weights.publish(), verify=True))
 
 
+def test_a_step_takes_as_many_prompt_tokens_as_in_offline_generation(engine: VllmEngine) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    tokens, _ = EngineArgs.get_batch_defaults(1)
+    found = engine._llm.vllm_config.scheduler_config.max_num_batched_tokens
+    assert found == tokens[UsageContext.LLM_CLASS] > tokens[UsageContext.OPENAI_API_SERVER]
+
+
 def test_spec_stats_count_what_was_drafted(engine: VllmEngine, run: Loop) -> None:
     before = run(engine.spec_stats())
     drafted, tokens = before.drafted, before.tokens
