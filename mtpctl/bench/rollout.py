@@ -43,14 +43,13 @@ Say = Callable[[str], None]
 class Result:
     """One row: the median of the rounds, and of the rounds' ratios to what it is held against, with the bound that it missed, if any.
 
-    `draft_s`: seconds of device time that a step spends on all its drafts.
+    `rates` and `ratios` are the rounds' own. `draft_s`: seconds of device time that a step spends on all its drafts.
     """
 
     what: str
     load: str
     tokens_per_s: float
-    least: float
-    most: float
+    rates: tuple[float, ...]
     ratio: float | None = None
     ratios: tuple[float, ...] = ()
     accept_rate: float | None = None
@@ -82,7 +81,7 @@ async def in_turn(load: Load, ways: Mapping[str, Once], rounds: int, *, warm: bo
 
 def row(what: str, load: Load, runs: list[Run], against: list[Run] | None = None, bound: float | None = None, **more: Any) -> Result:
     """A row from its rounds, those `against` which it is held, round by round, and the bounds that it misses."""
-    rates = [run.tokens_per_s for run in runs]
+    rates = tuple(run.tokens_per_s for run in runs)
     ratios = tuple(run.tokens_per_s / other.tokens_per_s for run, other in zip(runs, against or runs, strict=True)) if against else ()
     ratio = statistics.median(ratios) if ratios else None
     misses = []
@@ -98,8 +97,7 @@ def row(what: str, load: Load, runs: list[Run], against: list[Run] | None = None
     stats = runs[-1].stats
     if stats.drafted:
         more |= {"accept_rate": stats.accept_rate, "accept_length": stats.accept_length}
-    median = statistics.median(rates)
-    return Result(what, load.name, median, min(rates), max(rates), ratio, ratios, idle=idle, wrong=wrong, misses=tuple(misses), **more)
+    return Result(what, load.name, statistics.median(rates), rates, ratio, ratios, idle=idle, wrong=wrong, misses=tuple(misses), **more)
 
 
 class Table:
@@ -172,11 +170,12 @@ async def _auto(bench: Bench, table: Table, load: Load, plain: ReplicaPool, draf
     await drafting.speculate(-1)
     looking = await in_turn(load, ways, 1, warm=False)
     table.add(row(f"{what}, looking", load, looking[what], looking[OFF]))
+    await drafting.speculate()
     found = await in_turn(load, ways, bench.options.rounds, warm=False)
     state = (await drafting.speculate())[0]
+    steps = ", ".join(f"{count} with {drafts}" for drafts, count in sorted(state["steps"].items()))
     table.add(row(what, load, found[what], found[OFF], AUTO_BOUND, drafts=state["drafts"]))
-    if state["told"]:
-        table.say(f"  {state['told']}")
+    table.say(f"  steps by their drafts: {steps}; {state['told'] or 'no look came to its end'}")
 
 
 def run(options: Options, parts: list[str], say: Say) -> list[Result]:
@@ -225,7 +224,8 @@ def line(result: Result) -> str:
     chosen = f" → {r.drafts} drafts" if r.what.startswith("auto") and r.drafts is not None else ""
     spread = f" ({min(r.ratios):.3f} – {max(r.ratios):.3f})" if r.ratios else ""
     return (
-        f"| {r.what}{chosen} | {r.load} | {r.tokens_per_s:,.0f} ({r.least:,.0f} – {r.most:,.0f}) | {number(r.ratio, '.3f')}{spread} "
+        f"| {r.what}{chosen} | {r.load} | {r.tokens_per_s:,.0f} ({min(r.rates):,.0f} – {max(r.rates):,.0f}) "
+        f"| {number(r.ratio, '.3f')}{spread} "
         f"| {number(r.accept_rate, '.1%')} | {number(r.accept_length, '.2f')} "
         f"| {number(r.draft_s and r.draft_s * 1e3, '.2f')} | {number(r.allowed, '.2f')} | {number(r.idle, '.2%')} |"
     )

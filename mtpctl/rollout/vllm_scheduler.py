@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -33,6 +34,7 @@ class SwitchingScheduler(Scheduler):
         self._tables = [[drafts] * size for drafts in range(self.num_spec_tokens + 1)]
         self._last: tuple[float, int] | None = None
         self._choice = ""
+        self._steps: Counter[int] = Counter()
 
     def _say(self, choice: Choice) -> None:
         self._choice = str(choice)
@@ -40,7 +42,9 @@ class SwitchingScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """See `Scheduler.schedule`."""
-        self.dynamic_sd_lookup = self._tables[self.switch.drafts()]
+        drafts = self.switch.drafts()
+        self._steps[drafts] += 1
+        self.dynamic_sd_lookup = self._tables[drafts]
         return super().schedule(*args, **kwargs)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
@@ -63,12 +67,17 @@ class SwitchingScheduler(Scheduler):
         self.switch.observe(Step(requests, drafts, now - last[0], accepted))
 
     def speculation(self, drafts: int | None, look_again: bool) -> dict[str, Any]:
-        """Fix the number of drafts (None: leave it as it is; -1: choose again), and say what is being done."""
+        """Fix the number of drafts (None: leave it as it is; -1: choose again), and say what is being done.
+
+        `steps` counts those since the last call, by the drafts that were asked for.
+        """
         if drafts is not None:
             self.switch.fix(None if drafts < 0 else drafts)
         if look_again:
             self.switch.look_again()
+        steps, self._steps = dict(self._steps), Counter()
         return {
+            "steps": steps,
             "drafts": self.switch.drafts(),
             "looking": self.switch.looking,
             "looks": self.switch.looks,

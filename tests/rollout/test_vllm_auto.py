@@ -79,9 +79,11 @@ def test_a_fixed_number_is_what_is_drafted_and_none_runs_no_drafter(
         assert counts.accepted == counts.drafted
         assert counts.drafted == pytest.approx(60 * drafts / (1 + drafts), abs=2 * drafts)
     assert (forwards > 0) == (drafts > 0)
-    times = run(engine.speculate())["draft_s"]
-    assert set(times) == {drafts} - {0}
-    assert all(0 < seconds < 1 for seconds in times.values())
+    state = run(engine.speculate())
+    assert set(state["draft_s"]) == {drafts} - {0}
+    assert all(0 < seconds < 1 for seconds in state["draft_s"].values())
+    assert set(state["steps"]) == {drafts} and state["steps"][drafts] >= 70 // (1 + drafts)
+    assert run(engine.speculate())["steps"] == {}
 
 
 def test_a_drafter_that_is_never_right_is_switched_off(engine: VllmEngine, run: Loop, load: Callable[[Tensors], None]) -> None:
