@@ -56,14 +56,15 @@ class SwitchingScheduler(Scheduler):
         """A step counts if it, and the one before it, which it waited for, only decoded with equally many drafts."""
         now = time.perf_counter()
         requests = len(scheduled.num_scheduled_tokens)
-        drafted = {len(scheduled.scheduled_spec_decode_tokens.get(each, ())) for each in scheduled.num_scheduled_tokens}
-        drafts = drafted.pop() if len(drafted) == 1 else -1
-        whole = drafts >= 0 and scheduled.total_num_scheduled_tokens == requests * (1 + drafts)
+        drafts = scheduled.num_spec_tokens_to_schedule
+        # What is done a request here, hundreds of times a step, delays the next step: so it is left to sets and counters.
+        drafting = sum(map(bool, scheduled.scheduled_spec_decode_tokens.values()))
+        whole = set(scheduled.num_scheduled_tokens.values()) == {1 + drafts} and drafting == (requests if drafts else 0)
         last, self._last = self._last, (now, drafts) if whole else None
-        if not whole or last is None or last[1] != drafts or drafts != scheduled.num_spec_tokens_to_schedule:
+        if not whole or last is None or last[1] != drafts:
             return
-        lengths = [len(tokens) for tokens in output.sampled_token_ids]
-        accepted = tuple(sum(length > position + 1 for length in lengths) for position in range(drafts))
+        lengths = Counter(map(len, output.sampled_token_ids))
+        accepted = tuple(sum(count for length, count in lengths.items() if length > position + 1) for position in range(drafts))
         self.switch.observe(Step(requests, drafts, now - last[0], accepted))
 
     def speculation(self, drafts: int | None, look_again: bool) -> dict[str, Any]:
