@@ -3,7 +3,8 @@
 Where a step asks for no draft tokens, vLLM runs its drafter all the same, to keep the drafter's KV cache whole: on a model with a
 large vocabulary that is a tenth of the step, head included, so that "off" would be slower than an engine that never speculates.
 Here such a step leaves the drafter out. What is generated meanwhile has no entries in the drafter's cache, so requests that span a
-switch back on are drafted less well until they end. What is accepted is right all the same: the target decides.
+switch back on are drafted less well until they end. What is accepted is right all the same: the target decides. The first model runner,
+which CPUs have, also draws the tokens of such a step as if drafts were to be rejected, which takes three times as long as drawing them.
 
 The engine core also learns to answer for its scheduler and of what drafting takes, `EngineCore.mtpctl_speculation`.
 """
@@ -42,6 +43,7 @@ def install() -> bool:
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
     _patch(SpecDecodeBaseProposer, _without_drafts)
+    _draw_plainly()
     if HAS_TRITON:
         from vllm.v1.worker.gpu.spec_decode.multi_module_mtp.speculator import MultiModuleMTPSpeculator
         from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
@@ -70,6 +72,21 @@ def _patch(owner: Any, instead: Any) -> None:
 
     setattr(propose, _MARK, True)
     owner.propose = propose
+
+
+def _draw_plainly() -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    runner: Any = GPUModelRunner
+    upstream = runner._sample
+    if list(inspect.signature(upstream).parameters) != ["self", "logits", "spec_decode_metadata"]:
+        raise UpstreamMoved(f"{__name__}: GPUModelRunner._sample takes other arguments; find the new way to draw without drafts")
+
+    def sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+        none = spec_decode_metadata is not None and spec_decode_metadata.max_spec_len == 0
+        return upstream(self, logits, None if none else spec_decode_metadata)
+
+    runner._sample = sample
 
 
 def _without_drafts(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

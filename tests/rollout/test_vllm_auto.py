@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -61,24 +62,28 @@ def test_a_fixed_number_is_what_is_drafted_and_none_runs_no_drafter(
     engine: VllmEngine, run: Loop, load: Callable[[Tensors], None], monkeypatch: pytest.MonkeyPatch, drafts: int
 ) -> None:
     load(cycle_tensors(CONFIG, STEP, STEP))
-    drafter = engine._llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
-    forwards = 0
-    upstream = drafter.model.forward
+    runner = engine._llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    called: Counter[str] = Counter()
 
-    def forward(*args: object, **kwargs: object) -> object:
-        nonlocal forwards
-        forwards += 1
-        return upstream(*args, **kwargs)
+    def watch(name: str, module: torch.nn.Module) -> None:
+        upstream = module.forward
+
+        def forward(*args: object, **kwargs: object) -> object:
+            called[name] += 1
+            return upstream(*args, **kwargs)
+
+        monkeypatch.setattr(module, "forward", forward)
 
     run(engine.speculate(drafts))
     run(answers(engine, 4, 10))
-    monkeypatch.setattr(drafter.model, "forward", forward)
+    watch("drafter", runner.drafter.model)
+    watch("rejection", runner.rejection_sampler)
     for sample in run(answers(engine, 4, 61)):
         assert sample.response_ids == [(sample.prompt_ids[-1] + STEP * (place + 1)) % 128 for place in range(61)]
         counts = sample.speculation
         assert counts.accepted == counts.drafted
         assert counts.drafted == pytest.approx(60 * drafts / (1 + drafts), abs=2 * drafts)
-    assert (forwards > 0) == (drafts > 0)
+    assert (called["drafter"] > 0, called["rejection"] > 0) == (drafts > 0, drafts > 0)
     state = run(engine.speculate())
     assert set(state["draft_s"]) == {drafts} - {0}
     assert all(0 < seconds < 1 for seconds in state["draft_s"].values())
