@@ -31,9 +31,14 @@ class Group:
 
 
 class SampleBuffer:
-    """Complete groups that wait for the trainer, in the order they were completed or, if `ordered`, drawn."""
+    """Complete groups that wait for the trainer, in the order they were completed or, if `ordered`, drawn.
+
+    A group that was sent out is in flight until it is `put` or `drop`ped, its rewards included. `again` holds groups that a
+    checkpoint left unfinished and that were not sent out anew yet.
+    """
 
     def __init__(self, *, ordered: bool = False) -> None:
+        self.again: list[Group] = []
         self._ordered = ordered
         self._ready: list[Group] = []
         self._open: dict[str, Group] = {}
@@ -54,22 +59,26 @@ class SampleBuffer:
         self._open[group.group_id] = group
 
     def add(self, sample: Sample) -> Group | None:
-        """A sample came back. Returns its group once that is complete; the caller keeps it or drops it."""
+        """A sample came back. Returns its group once that is complete; the caller puts it or drops it."""
         group = self._open[sample.group_id]
         group.samples.append(sample)
         if not group.complete:
             return None
-        del self._open[sample.group_id]
         group.samples.sort(key=lambda s: s.index)
         return group
 
     async def put(self, group: Group) -> None:
         """A complete group is ready to be trained on."""
         async with self._changed:
+            self._open.pop(group.group_id, None)
             self._ready.append(group)
             if self._ordered:
                 self._ready.sort(key=lambda g: g.number)
             self._changed.notify_all()
+
+    def drop(self, group: Group) -> None:
+        """A complete group is not to be trained on."""
+        del self._open[group.group_id]
 
     async def take(self, count: int) -> list[Group]:
         """The next `count` groups, waiting until there are as many."""
@@ -79,16 +88,17 @@ class SampleBuffer:
             return taken
 
     def unfinished(self) -> list[Group]:
-        """Groups still in flight, to be asked for again after a restart, in the order they were drawn."""
-        return sorted(self._open.values(), key=lambda g: g.number)
+        """Groups in flight and those still to be sent out anew, to be asked for after a restart, in the order they were drawn."""
+        return sorted([*self._open.values(), *self.again], key=lambda g: g.number)
 
     def save(self, path: Path) -> None:
-        """Write the waiting groups, and the problems of those in flight, one line each; whole or not at all."""
+        """Write the waiting groups, and the problems of the unfinished ones, one line each; whole or not at all."""
         aside = path.with_suffix(".partial")
+        kept = [(group, group.samples) for group in self._ready] + [(group, []) for group in self.unfinished()]
         with aside.open("w") as file:
-            for group in [*self._ready, *self.unfinished()]:
+            for group, held in kept:
                 problem = [group.problem.prompt_id, group.problem.prompt, group.problem.answer, group.problem.solution]
-                samples = [s.to_dict() for s in group.samples] if group.complete else []
+                samples = [s.to_dict() for s in held]
                 file.write(json.dumps({"number": group.number, "problem": problem, "size": group.size, "samples": samples}) + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -63,7 +63,6 @@ class RlStage:
         self.cursor = PromptCursor(prepared.problems.train, recipe.seed, shuffle=recipe.data.shuffle)
         self.clock = BusyClock()
         self.acceptance = AcceptanceWatch()
-        self._again: list[Group] = []
         self._gate = asyncio.Event()
         self._dropped = 0
         self._barren = 0
@@ -77,7 +76,7 @@ class RlStage:
         """Take up groups that a checkpoint kept: complete ones wait for the trainer, the others are asked for anew."""
         for group in complete:
             await self.buffer.put(group)
-        self._again = again
+        self.buffer.again = again
         self.admission.synced(len(complete))
 
     async def run(self) -> None:
@@ -114,8 +113,8 @@ class RlStage:
                 yield self._request(group, index)
 
     def _next_group(self) -> Group:
-        if self._again:
-            return self._again.pop(0)
+        if self.buffer.again:
+            return self.buffer.again.pop(0)
         problem = next(self.cursor)
         self.state.cursor = self.cursor.state_dict()
         return Group(self.cursor.drawn - 1, problem, self.recipe.train.rl.group_size)
@@ -159,6 +158,7 @@ class RlStage:
                     f"train.rl.dynamic_sampling: {self._barren} groups in a row had no signal (the last rewards were all {rewards[0]:g}); "
                     "take easier or harder problems or a longer train.sft, or set it to false"
                 )
+            self.buffer.drop(group)
             self.admission.drop()
             self._gate.set()
             return
@@ -196,14 +196,17 @@ class RlStage:
 
     async def _batch(self) -> list[Group] | None:
         """The next batch; None where a stop is asked for first."""
+        if self.state.stopping.is_set():
+            return None
         count, deadline = self.recipe.train.rl.prompts_per_step, self.recipe.cluster.step_deadline_s
         batch = asyncio.create_task(within(self.buffer.take(count), deadline, f"rollout, batch of step {self.state.step + 1}"))
         stop = asyncio.create_task(self.state.stopping.wait())
         await asyncio.wait({batch, stop}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
-        if self.state.stopping.is_set():
+        if not batch.done():
             batch.cancel()
             return None
+        # Groups that were taken are in no checkpoint: they are trained on, even where a stop came at the same moment.
         return await batch
 
     async def publish(self) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from mtpctl.data import Problem, ProblemSets
 from mtpctl.recipe import Recipe, RuntimeFailure
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.telemetry import Telemetry
+from mtpctl.train.buffer import Group, SampleBuffer
 from mtpctl.train.prepare import Prepared
 from mtpctl.train.rl import BARREN_BATCHES, RlStage
 from mtpctl.train.state import RunState
@@ -196,3 +198,75 @@ def test_a_stop_is_taken_at_the_next_step(tmp_path: Path) -> None:
 
     state = asyncio.run(scenario())
     assert state.step == len(world.batches) < 1000
+
+
+def numbers_of(groups: list[Group]) -> set[int]:
+    return {group.number for group in groups}
+
+
+def kept_by(stage: RlStage, path: Path) -> set[int]:
+    """Numbers of the groups that a checkpoint of this moment would hold."""
+    stage.buffer.save(path)
+    complete, again = SampleBuffer.load(path)
+    return numbers_of(complete) | numbers_of(again)
+
+
+def test_a_stop_loses_no_group(tmp_path: Path) -> None:
+    """Also where the next batch is there already."""
+    recipe, world = recipe_of(steps=1000, staleness=2.0), World()
+
+    async def scenario() -> RlStage:
+        stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
+
+        async def update(method: str, *args: Any) -> dict[str, float]:
+            world.batches.append(args[0])
+            while stage.buffer.ready < 4:
+                await asyncio.sleep(0.001)
+            if len(world.batches) == 3:
+                stage.state.stopping.set()
+            return {"skipped": 0.0, "perf/tokens": 1.0}
+
+        stage.trainer.call = update  # type: ignore[method-assign, assignment]
+        await asyncio.wait_for(stage.run(), 5)
+        return stage
+
+    stage = asyncio.run(scenario())
+    trained = {int(s.group_id) for batch in world.batches for s in batch}
+    assert len(world.batches) == 3
+    assert trained | kept_by(stage, tmp_path / "buffer.jsonl") == set(range(stage.cursor.drawn))
+
+
+def test_a_group_that_is_being_rewarded_is_in_flight(tmp_path: Path) -> None:
+    """It counts for staleness, and a checkpoint has it asked for again."""
+    world, checking, checked = World(), threading.Event(), threading.Event()
+
+    def slow(response: str, answer: str) -> float:
+        checking.set()
+        checked.wait(5)
+        return float(response == answer)
+
+    async def scenario() -> None:
+        stage = stage_of(recipe_of(steps=1, staleness=0.0), world, tmp_path, lambda s: str(s.index))
+        stage.checker = slow
+        running = asyncio.create_task(stage.run())
+        assert await asyncio.to_thread(checking.wait, 5)
+        while stage.cursor.drawn < 4:
+            await asyncio.sleep(0.001)
+        assert stage.buffer.pending == 4
+        assert kept_by(stage, tmp_path / "buffer.jsonl") == {0, 1, 2, 3}
+        assert SampleBuffer.load(tmp_path / "buffer.jsonl")[0] == []
+        checked.set()
+        await asyncio.wait_for(running, 5)
+
+    asyncio.run(scenario())
+
+
+def test_groups_that_wait_to_be_asked_for_again_are_in_the_next_checkpoint_too(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stage = stage_of(recipe_of(), World(), tmp_path, lambda s: str(s.index))
+        again = [Group(number, Problem(f"p{number}", str(number), "1"), 2) for number in range(3)]
+        await stage.resume_buffer([], again)
+        stage.buffer.begin(stage._next_group())
+        assert kept_by(stage, tmp_path / "buffer.jsonl") == {0, 1, 2}
+
+    asyncio.run(scenario())
