@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +121,13 @@ class Alone:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
+    def standing(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
     def members(self, ranks: int) -> list[str]:
         return [f"engine {rank}" for rank in range(ranks)]
 
-    async def update(self, manifest: Manifest, **options: Any) -> list[SyncReport]:
+    async def take_in(self, manifest: Manifest, **options: Any) -> list[SyncReport]:
         from mtpctl.sync import or_cancel
 
         report: SyncReport = await or_cancel(manifest, self.engine.update(manifest, **options))

@@ -8,8 +8,8 @@ that dies is taken out, ended for good, and another one started in its seat.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,8 +26,9 @@ class Lifecycle[R]:
     """What to do with a replica of type R.
 
     start: a fresh one for the seat of this number. bring_up: have a fresh one take in what the others serve, called while no update is
-    under way; False where that cannot be had yet. end: end it, whatever is left of it, within `end_s` seconds. changed: called when a
-    seat was filled or given up. dead: errors that say that a replica is gone. max_restarts: failures of a seat beyond which it is given up.
+    under way, and within `bring_up_s` seconds, since updates wait for it; False where that cannot be had yet. end: end it, whatever is
+    left of it; after `end_s` seconds it is cancelled, and leaves nothing behind even so. changed: called when a seat was filled or given
+    up. dead: errors that say that a replica is gone. max_restarts: failures of a seat beyond which it is given up.
     """
 
     start: Callable[[int], Awaitable[R]]
@@ -37,6 +38,7 @@ class Lifecycle[R]:
     dead: tuple[type[Exception], ...]
     max_restarts: int
     end_s: float
+    bring_up_s: float
 
 
 @dataclass(slots=True)
@@ -73,7 +75,11 @@ async def start_all[R](start: Callable[[int], Awaitable[R]], end: Callable[[R], 
 
 
 class Replicas[R]:
-    """The seats, and the restarts going on in them. `updating` is held while all change together, and while one is brought up."""
+    """The seats, and the restarts going on in them. `updating` is held while all change together, and while one is brought up.
+
+    They change together in a block of `standing`. Where what they take in is sent to named receivers, `members` names those that are
+    there, and `take_in` asks these very ones, also one that has died since: its answer tells the others not to wait for it.
+    """
 
     def __init__(self, replicas: list[R], lifecycle: Lifecycle[R]) -> None:
         self.seats = [Seat(index, replica) for index, replica in enumerate(replicas)]
@@ -81,6 +87,7 @@ class Replicas[R]:
         self.restarts = 0
         self._lifecycle = lifecycle
         self._closed = False
+        self._named: list[tuple[Seat[R], R]] | None = None
 
     def live(self) -> list[tuple[Seat[R], R]]:
         """Seats with a replica that serves."""
@@ -100,12 +107,35 @@ class Replicas[R]:
         self._failed(seat, error)
         seat.restarting = asyncio.create_task(self._restart(seat, replica))
 
-    async def each[T](self, call: Callable[[R], Awaitable[T]], where: Callable[[R], bool] = lambda _: True) -> list[T]:
-        """The answers of the live replicas for which `where` holds, asked at once; one that turns out dead is restarted.
+    @asynccontextmanager
+    async def standing(self) -> AsyncIterator[None]:
+        """No replica comes while the block runs."""
+        async with self.updating:
+            self._named = None
+            yield
+
+    def members(self, kind: str, ranks: int, where: Callable[[R], bool] = lambda _: True) -> list[str]:
+        """A name for each rank of each live replica for which `where` holds, of `ranks` each; never given again.
+
+        Whoever is named in a block of `standing` is whom its next `take_in` asks.
+        """
+        self._named = [(seat, replica) for seat, replica in self.live() if where(replica)]
+        return [f"{kind} {seat.index}.{seat.fills}.{rank}" for seat, _ in self._named for rank in range(ranks)]
+
+    async def take_in[T](self, call: Callable[[R], Awaitable[T]], where: Callable[[R], bool] = lambda _: True) -> list[T]:
+        """The answers of those that `members` named, or where it was not asked of the live replicas for which `where` holds. See `each`."""
+        assert self.updating.locked(), "replicas change in a block of `standing`"
+        asked, self._named = self._named, None
+        return await self._ask([(seat, replica) for seat, replica in self.live() if where(replica)] if asked is None else asked, call)
+
+    async def each[T](self, call: Callable[[R], Awaitable[T]]) -> list[T]:
+        """The answers of the live replicas, asked at once; one that turns out dead is restarted.
 
         Raises the first other error, after every replica has answered.
         """
-        asked = [(seat, replica) for seat, replica in self.live() if where(replica)]
+        return await self._ask(self.live(), call)
+
+    async def _ask[T](self, asked: list[tuple[Seat[R], R]], call: Callable[[R], Awaitable[T]]) -> list[T]:
         answers: list[T] = []
         refused: list[BaseException] = []
         found = await asyncio.gather(*(call(replica) for _, replica in asked), return_exceptions=True)
@@ -121,20 +151,24 @@ class Replicas[R]:
         return answers
 
     async def close(self) -> None:
-        """Start none any more, and end every replica."""
+        """Start none any more, and end every replica, also those that are on their way out or in."""
         self._closed = True
-        for seat in self.seats:
-            if seat.restarting is not None:
-                seat.restarting.cancel()
-        ended = await asyncio.gather(*(self._lifecycle.end(replica) for _, replica in self.live()), return_exceptions=True)
+        restarting = [seat.restarting for seat in self.seats if seat.restarting is not None]
+        for task in restarting:
+            task.cancel()
+        ended = await asyncio.gather(*(self._end(replica) for _, replica in self.live()), return_exceptions=True)
+        await asyncio.gather(*restarting, return_exceptions=True)
         for result in ended:
-            if isinstance(result, BaseException) and not isinstance(result, self._lifecycle.dead):
+            if isinstance(result, BaseException) and not isinstance(result, (*self._lifecycle.dead, TimeoutError)):
                 raise result
+
+    async def _end(self, replica: R) -> None:
+        await asyncio.wait_for(self._lifecycle.end(replica), self._lifecycle.end_s)
 
     async def _restart(self, seat: Seat[R], dead: R) -> None:
         with suppress(Exception):
             # Whatever is left of it: it failed already, and why is kept as the seat's reason.
-            await asyncio.wait_for(self._lifecycle.end(dead), self._lifecycle.end_s)
+            await self._end(dead)
         while seat.failures <= self._lifecycle.max_restarts:
             try:
                 await self._fill(seat)
@@ -156,13 +190,19 @@ class Replicas[R]:
                 await asyncio.sleep(_LOOK_S)
                 waited += _LOOK_S
         except BaseException:
-            await self._lifecycle.end(fresh)
+            with suppress(*self._lifecycle.dead, TimeoutError):
+                await self._end(fresh)
             raise
         self.restarts += 1
 
     async def _brought_up(self, seat: Seat[R], fresh: R) -> bool:
         async with self.updating:
-            if not await self._lifecycle.bring_up(fresh):
+            within = self._lifecycle.bring_up_s
+            try:
+                brought_up = await asyncio.wait_for(self._lifecycle.bring_up(fresh), within)
+            except TimeoutError as error:
+                raise RuntimeFailure(f"it did not take in what the others serve within {within:g} s") from error
+            if not brought_up:
                 return False
             seat.replica = fresh
             seat.fills += 1

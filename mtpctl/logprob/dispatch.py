@@ -26,12 +26,14 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """tokens_per_batch: of a forward pass; queue_tokens: that may wait; batch_deadline_s: a replica that takes longer is dead."""
+    """tokens_per_batch: of a forward pass; queue_tokens: that may wait; batch_deadline_s: a replica that takes longer is dead;
+    sync_deadline_s: of a version that a fresh replica takes in."""
 
     tokens_per_batch: int
     queue_tokens: int
     batch_deadline_s: float = 600.0
     max_restarts: int = 3
+    sync_deadline_s: float = 120.0
 
 
 @dataclass(slots=True)

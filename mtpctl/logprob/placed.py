@@ -47,5 +47,5 @@ async def start_server(
     async def start(index: int) -> Replica:
         return await start_replica(config, name=f"log-prob replica {index}", cpus=cpus, gpus=gpus)
 
-    limits = ServerLimits(options.tokens_per_batch, options.queue_tokens)
+    limits = ServerLimits(options.tokens_per_batch, options.queue_tokens, sync_deadline_s=recipe.sync.deadline_s)
     return await LogprobServer.start(start, options.replicas, limits, published=published)

@@ -46,6 +46,8 @@ class LogprobServer:
             dead=(ReplicaDead, TargetDirty),
             max_restarts=limits.max_restarts,
             end_s=END_S,
+            # It may be two versions, and one that breaks off is given as long again to return to what was before.
+            bring_up_s=3 * limits.sync_deadline_s,
         )
         self.replicas = Replicas(replicas, lifecycle)
         self._published = published
@@ -124,7 +126,7 @@ class LogprobServer:
             return False
         for version in [v for v in published if replica.version < v <= self.version][-1 - replica.keep_previous :]:
             assert kept is not None
-            await update_target(replica, kept.open(version))
+            await update_target(replica, kept.open(version), deadline_s=self.limits.sync_deadline_s)
         return True
 
     async def _changed(self) -> None:
@@ -144,7 +146,7 @@ class LogprobServer:
 
         A replica whose pass does not end within `deadline_s` counts as dead, and its requests go to another one.
         """
-        async with self.replicas.updating:
+        async with self.replicas.standing():
             try:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self.pause_serving(), deadline_s)
@@ -157,12 +159,12 @@ class LogprobServer:
                 self.resume_serving()
 
     async def take_in(self, manifest: Manifest, *, verify: bool = False, deadline_s: float = 120.0) -> list[SyncReport]:
-        """Take every live replica of a server that stands to the version of `manifest`; one that dies over it is restarted with it.
+        """Take every replica of a server that stands to the version of `manifest`; one that dies over it is restarted with it.
 
         Serves again at its end, whatever that is. Raises SyncError where a replica refuses the update and still has its old weights.
         """
         try:
-            reports = await self.replicas.each(
+            reports = await self.replicas.take_in(
                 lambda replica: or_cancel(manifest, update_target(replica, manifest, verify=verify, deadline_s=deadline_s)),
                 where=lambda replica: replica.version < manifest.version,
             )
@@ -178,9 +180,11 @@ class LogprobServer:
             return await self.take_in(manifest, verify=verify, deadline_s=deadline_s)
 
     def members(self, version: int, ranks: int) -> list[str]:
-        """A name for each rank of each live replica that lacks `version`, of `ranks` each; never given again."""
-        live = [seat for seat, replica in self.replicas.live() if replica.version < version]
-        return [f"log-prob {seat.index}.{seat.fills}.{rank}" for seat in live for rank in range(ranks)]
+        """A name for each rank of each live replica that lacks `version`, of `ranks` each; never given again.
+
+        In `standing`, these are whom `take_in` asks.
+        """
+        return self.replicas.members("log-prob", ranks, lambda replica: replica.version < version)
 
     def held(self) -> list[int]:
         """Weight versions that some replica can answer under."""

@@ -265,7 +265,9 @@ class RayReplica:
             await self._call(self._handle.shutdown.remote())
         except EngineDead:
             return
-        ray.kill(self._handle)
+        finally:
+            # Also where it hangs and its caller gives up: what it holds is needed by the one that takes its place.
+            ray.kill(self._handle)
 
 
 async def start_replica(settings: EngineSettings, *, name: str, version: int = 0, options: dict[str, Any] | None = None) -> RayReplica:
@@ -280,5 +282,9 @@ async def start_replica(settings: EngineSettings, *, name: str, version: int = 0
         environment["py_executable"] = str(Path(settings.python).expanduser())
     actor = ray.remote(RolloutActor).options(max_concurrency=CONCURRENCY, runtime_env=environment, **(options or {}))
     replica = RayReplica(actor.remote(settings, version), name)
-    await replica._call(replica._handle.start.remote())
+    try:
+        await replica._call(replica._handle.start.remote())
+    except BaseException:
+        ray.kill(replica._handle)
+        raise
     return replica

@@ -14,6 +14,7 @@ import asyncio
 import copy
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +47,7 @@ class ReplicaPool:
         *,
         max_in_flight: int,
         max_restarts: int,
+        sync_deadline_s: float,
         turns: Turns | None = None,
     ) -> None:
         self._replicas = Replicas(
@@ -58,9 +60,12 @@ class ReplicaPool:
                 dead=(EngineDead, TargetDirty),
                 max_restarts=max_restarts,
                 end_s=GRACE_S,
+                # An update that breaks off is given as long again to return to the weights before.
+                bring_up_s=2 * sync_deadline_s,
             ),
         )
         self._latest = latest
+        self._sync_deadline_s = sync_deadline_s
         self._max_in_flight = max_in_flight
         self._turns = turns
         self._groups: Counter[tuple[int, str]] = Counter()
@@ -72,15 +77,24 @@ class ReplicaPool:
 
     @classmethod
     async def start(
-        cls, start: Starter, count: int, *, latest: Latest, max_in_flight: int, max_restarts: int = 3, turns: Turns | None = None
+        cls,
+        start: Starter,
+        count: int,
+        *,
+        latest: Latest,
+        max_in_flight: int,
+        max_restarts: int = 3,
+        sync_deadline_s: float = 120.0,
+        turns: Turns | None = None,
     ) -> ReplicaPool:
         """Start `count` replicas with `start(index)`, at once.
 
-        `latest` gives the newest published version, which a restarted replica takes in before it serves. `turns` goes on with
-        responses of several turns; none: a response is one turn.
+        `latest` gives the newest published version, which a restarted replica takes in before it serves, within `sync_deadline_s`.
+        `turns` goes on with responses of several turns; none: a response is one turn.
         """
         replicas = await start_all(start, lambda replica: replica.shutdown(), count)
-        return cls(replicas, start, latest, max_in_flight=max_in_flight, max_restarts=max_restarts, turns=turns)
+        options = {"max_in_flight": max_in_flight, "max_restarts": max_restarts}
+        return cls(replicas, start, latest, **options, sync_deadline_s=sync_deadline_s, turns=turns)
 
     # ------------------------------------------------------------------------------------------------- generation
 
@@ -203,30 +217,40 @@ class ReplicaPool:
         if (0 if manifest is None else manifest.version) < self._version:
             return False
         if manifest is not None:
-            await fresh.update(manifest, mode="keep", verify=False, deadline_s=GRACE_S)
+            await fresh.update(manifest, mode="keep", verify=False, deadline_s=self._sync_deadline_s)
         if self._paused is not None:
             await fresh.pause(self._paused)
         return True
 
     # ------------------------------------------------------------------------------------------------- control
 
-    async def update(
+    def standing(self) -> AbstractAsyncContextManager[None]:
+        """No replica comes while the block runs; generation goes on."""
+        return self._replicas.standing()
+
+    def members(self, ranks: int) -> list[str]:
+        """A name for each rank of each live replica, of `ranks` each; never given again. In `standing`, these are whom `take_in` asks."""
+        return self._replicas.members("rollout", ranks)
+
+    async def take_in(
         self, manifest: Manifest, *, mode: PauseMode = "keep", verify: bool = False, deadline_s: float = 120.0
     ) -> list[SyncReport]:
-        """Take every live replica to the version of `manifest`, at once. One that dies on the way is restarted with it.
+        """In `standing`: take every replica to the version of `manifest`, at once. One that dies on the way is restarted with it.
 
         Raises SyncError where a replica refuses the update and still has its old weights.
         """
-        async with self._replicas.updating:
-            reports = await self._replicas.each(
-                lambda replica: or_cancel(manifest, replica.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s))
-            )
-            self._version = manifest.version
-            return reports
+        reports = await self._replicas.take_in(
+            lambda replica: or_cancel(manifest, replica.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s))
+        )
+        self._version = manifest.version
+        return reports
 
-    def members(self, ranks: int) -> list[str]:
-        """A name for each rank of each live replica, of `ranks` each; never given again."""
-        return [f"rollout {seat.index}.{seat.fills}.{rank}" for seat, _ in self._replicas.live() for rank in range(ranks)]
+    async def update(
+        self, manifest: Manifest, *, mode: PauseMode = "keep", verify: bool = False, deadline_s: float = 120.0
+    ) -> list[SyncReport]:
+        """Stand, and `take_in`."""
+        async with self.standing():
+            return await self.take_in(manifest, mode=mode, verify=verify, deadline_s=deadline_s)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """See `Generator.pause`. Requests that come back cut wait here for `resume`."""

@@ -89,5 +89,13 @@ async def start_pool(
 
     # A few requests wait inside each engine, so that no place of it stands empty while an answer travels back.
     room = rollout.max_in_flight + ceil(WAITING_SHARE * rollout.max_in_flight)
-    starting = ReplicaPool.start(start, rollout.replicas, latest=latest, max_in_flight=room, max_restarts=rollout.max_restarts, turns=turns)
+    starting = ReplicaPool.start(
+        start,
+        rollout.replicas,
+        latest=latest,
+        max_in_flight=room,
+        max_restarts=rollout.max_restarts,
+        sync_deadline_s=recipe.sync.deadline_s,
+        turns=turns,
+    )
     return await within(starting, recipe.cluster.actor_deadline_s, "rollout, start")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from mtpctl.cluster import within
@@ -65,9 +66,17 @@ class WeightSync:
         found: list[Section] = ["adapter", "target", "draft"]
         return tuple(name for name in found if name in moving or (name == "target" and self.last is None))
 
-    def _standing(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """The log-prob server has done the passes that were under way, and begins none: what engines pause for must not wait for those."""
-        return contextlib.nullcontext() if self.server is None else self.server.standing(self.recipe.sync.deadline_s)
+    @contextlib.asynccontextmanager
+    async def _standing(self) -> AsyncIterator[None]:
+        """No replica comes, so that those who are named are those who meet; it is waited for before the server stands.
+
+        The log-prob server has done the passes that were under way, and begins none: what engines pause for must not wait for those.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self.rollout.standing())
+            if self.server is not None:
+                await stack.enter_async_context(self.server.standing(self.recipe.sync.deadline_s))
+            yield
 
     async def _push(self, version: int, verify: bool) -> tuple[Manifest, float]:
         """The manifest, and the seconds that announcing took. The store's copy is made when generation goes on already."""
@@ -99,7 +108,7 @@ class WeightSync:
         options = self.recipe.sync
         # Without partial rollouts no response spans two versions: those in flight end before the weights change.
         pause = options.pause if self.recipe.async_.partial_rollout else "wait"
-        updates = [self.rollout.update(manifest, mode=pause, verify=verify, deadline_s=options.deadline_s)]
+        updates = [self.rollout.take_in(manifest, mode=pause, verify=verify, deadline_s=options.deadline_s)]
         if self.server is not None:
             updates.append(self.server.take_in(manifest, verify=verify, deadline_s=options.deadline_s))
         # All of them end before any error is told: a transfer that is tried again must find nobody in the one before.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,8 +35,10 @@ class Fleet:
         self.started: list[Fake] = []
         self.failing = 0
         self.bringing_up: Callable[[Fake], None] = lambda _: None
+        self.bringing_up_takes = self.ending_takes = partial(asyncio.sleep, 0)
         self.kept = True
         self.changes = 0
+        self.end_s = self.bring_up_s = 1.0
 
     async def start(self, index: int) -> Fake:
         await asyncio.sleep(0)
@@ -47,16 +50,20 @@ class Fleet:
 
     async def end(self, replica: Fake) -> None:
         replica.ended = True
+        await self.ending_takes()
 
     async def bring_up(self, replica: Fake) -> bool:
         self.bringing_up(replica)
+        await self.bringing_up_takes()
         return self.kept
 
     async def changed(self) -> None:
         self.changes += 1
 
     async def replicas(self, count: int, *, max_restarts: int = 3) -> Replicas[Fake]:
-        lifecycle = Lifecycle(self.start, self.bring_up, self.end, self.changed, (Gone,), max_restarts, end_s=1.0)
+        lifecycle = Lifecycle(
+            self.start, self.bring_up, self.end, self.changed, (Gone,), max_restarts, end_s=self.end_s, bring_up_s=self.bring_up_s
+        )
         return Replicas(await start_all(self.start, self.end, count), lifecycle)
 
 
@@ -164,11 +171,70 @@ async def test_all_are_asked_at_once_and_one_that_refuses_is_heard_after_the_oth
     fleet = Fleet()
     replicas = await fleet.replicas(3)
     assert await replicas.each(Fake.ask) == ["here"] * 3
-    assert await replicas.each(Fake.ask, where=lambda replica: replica.index > 0) == ["here"] * 2
     fleet.started[0].answer, fleet.started[1].answer = ValueError("other shapes"), Gone()
     with pytest.raises(ValueError, match="other shapes"):
         await replicas.each(Fake.ask)
     assert [seat.state for seat in replicas.seats] == ["serving", "restarting", "serving"]
+
+
+@in_loop
+async def test_whoever_is_named_is_asked_and_nobody_comes_in_between() -> None:
+    fleet = Fleet()
+    replicas = await fleet.replicas(3)
+    async with replicas.standing():
+        assert replicas.members("fake", 2, lambda replica: replica.index > 0) == ["fake 1.0.0", "fake 1.0.1", "fake 2.0.0", "fake 2.0.1"]
+        fleet.started[1].answer = Gone()
+        replicas.lost(*replicas.live()[1], Gone())
+        await until(lambda: len(fleet.started) == 4)
+        asked: list[Fake] = []
+
+        async def ask(replica: Fake) -> str:
+            asked.append(replica)
+            return await replica.ask()
+
+        assert await replicas.take_in(ask) == ["here"]
+        assert asked == fleet.started[1:3], "the dead one too: others may wait for it"
+        assert len(await replicas.take_in(Fake.ask)) == 2, "names are for once"
+    await until(lambda: len(replicas.live()) == 3)
+    assert replicas.members("fake", 1) == ["fake 0.0.0", "fake 1.1.0", "fake 2.0.0"]
+    async with replicas.standing():
+        assert await replicas.take_in(Fake.ask, where=lambda replica: replica.index > 1) == ["here"], "nor are they for another block"
+
+
+@in_loop
+async def test_updates_do_not_wait_for_one_that_hangs_while_it_is_brought_up() -> None:
+    fleet = Fleet()
+    fleet.bring_up_s = 0.05
+    replicas = await fleet.replicas(1, max_restarts=1)
+    fleet.bringing_up_takes = asyncio.Event().wait
+    replicas.lost(*replicas.live()[0], Gone())
+    await until(lambda: bool(replicas.hopeless()))
+    assert replicas.hopeless() == "0: RuntimeFailure: it did not take in what the others serve within 0.05 s"
+    async with asyncio.timeout(1), replicas.standing():
+        assert all(replica.ended for replica in fleet.started)
+
+
+@in_loop
+async def test_what_does_not_end_is_not_waited_for_at_the_close() -> None:
+    fleet = Fleet()
+    fleet.end_s = 0.05
+    replicas = await fleet.replicas(2)
+    fleet.ending_takes = asyncio.Event().wait
+    replicas.lost(*replicas.live()[0], Gone())
+    async with asyncio.timeout(1):
+        await replicas.close()
+
+
+@in_loop
+async def test_close_ends_one_that_is_being_brought_up() -> None:
+    fleet = Fleet()
+    replicas = await fleet.replicas(1)
+    fleet.bringing_up_takes = asyncio.Event().wait
+    replicas.lost(*replicas.live()[0], Gone())
+    await until(lambda: len(fleet.started) == 2)
+    await asyncio.sleep(0.01)
+    await replicas.close()
+    assert fleet.started[1].ended
 
 
 @in_loop

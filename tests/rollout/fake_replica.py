@@ -8,6 +8,8 @@ from typing import Any
 from mtpctl.rollout import ABORTED, DEADLINE, EngineDead, Health, SpecStats
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync import Manifest, PauseMode, SyncReport
+from mtpctl.sync.transports import PUSHED
+from mtpctl.sync.transports.control import Address, join
 
 VOCABULARY = 50
 
@@ -80,6 +82,10 @@ class FakeReplica:
 
     async def update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> SyncReport:
         await self.pause(mode)
+        if manifest.transport in PUSHED:
+            # As a transport does: nothing moves before all who are expected have met.
+            await asyncio.to_thread(join, Address.parse(manifest.address))
+            self._check()
         self.version = manifest.version
         await self.resume()
         return SyncReport(manifest.version, manifest.nbytes, 0.0)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from mtpctl.cluster import host_store
 from mtpctl.recipe import RuntimeFailure, UserError
 from mtpctl.rollout import EngineDead, ReplicaPool
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync import Manifest, SyncError, SyncReport
+from mtpctl.sync.transports.control import Address
 from tests.rollout.conftest import in_loop
 from tests.rollout.fake_replica import VOCABULARY, FakeReplica
 
@@ -122,6 +127,54 @@ async def test_a_replica_that_dies_in_an_update_is_replaced_with_it() -> None:
     while not all(health.alive for health in await pool.health()):
         await asyncio.sleep(0.005)
     assert [health.version for health in await pool.health()] == [5, 5]
+
+
+@contextlib.contextmanager
+def pushed(version: int, deadline_s: float = 5.0) -> Iterator[Callable[[list[str]], Manifest]]:
+    """A pushed version, for so many receivers as are named: they have to meet at a sender that is there."""
+    meeting = host_store("127.0.0.1")
+
+    def announce(members: list[str]) -> Manifest:
+        address = Address(meeting.host, meeting.port, f"group-{version}", len(members), deadline_s)
+        return Manifest(version, "nccl", str(address), {})
+
+    yield announce
+
+
+@in_loop
+async def test_a_replica_that_comes_back_while_a_push_is_announced_takes_no_part_in_it() -> None:
+    fleet = Fleet()
+    pool = await fleet.pool(2)
+    fleet.live[1].die()
+    await pool.speculate()  # notices it
+    with pushed(1) as announce:
+        async with pool.standing():
+            members = pool.members(1)
+            while len(fleet.made[1]) < 2:
+                await asyncio.sleep(0.001)
+            reports = await pool.take_in(manifest := announce(members))
+    assert members == ["rollout 0.0.0"] and [report.version for report in reports] == [1]
+    fleet.latest = replace(manifest, transport="shm")
+    while not all(health.alive for health in await pool.health()):
+        await asyncio.sleep(0.005)
+    assert [health.version for health in await pool.health()] == [1, 1]
+    assert pool.members(1) == ["rollout 0.0.0", "rollout 1.1.0"]
+
+
+@in_loop
+async def test_nobody_waits_for_a_named_replica_that_died_before_the_push() -> None:
+    fleet = Fleet()
+    pool = await fleet.pool(2)
+    began = time.monotonic()
+    with pushed(1, deadline_s=60.0) as announce:
+        async with pool.standing():
+            manifest = announce(pool.members(1))
+            fleet.live[1].die()
+            await pool.speculate()  # notices it
+            with pytest.raises(SyncError, match="a receiver of the weights gave up: the fake was killed"):
+                await pool.take_in(manifest)
+    assert time.monotonic() - began < 5
+    assert (await pool.health())[0].version == 0
 
 
 @in_loop

@@ -91,6 +91,24 @@ async def test_requests_of_one_turn_go_in_one_call_and_their_answers_come_in_one
     assert handle.calls.count("collect") <= 2
 
 
+def test_the_process_of_an_engine_that_hangs_is_ended_when_its_shutdown_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it holds, a card, is what the one that takes its place waits for."""
+    killed: list[Any] = []
+    monkeypatch.setattr("ray.kill", killed.append)
+
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    async def drive(handle: Any) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(RayReplica(handle, "null").shutdown(), 0.05)
+
+    handle = Handle()
+    handle.shutdown = handle._remote(hang, "shutdown")  # type: ignore[attr-defined]
+    asyncio.run(drive(handle))
+    assert killed == [handle]
+
+
 @in_loop
 async def test_an_error_reaches_the_one_who_asked() -> None:
     replica = RayReplica(Handle(), "null")

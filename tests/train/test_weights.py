@@ -7,6 +7,7 @@ as a transport has it; the trainer only says what it would send.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -15,14 +16,17 @@ from typing import Any, cast
 
 import pytest
 
+from mtpctl.cluster import host_store
 from mtpctl.logprob import LogprobServer, ScoreRequest
 from mtpctl.recipe import Recipe, RuntimeFailure
 from mtpctl.rollout import ReplicaPool
 from mtpctl.sync import Manifest, Sent, SyncError, SyncReport
+from mtpctl.sync.transports.control import Address
 from mtpctl.train.trainer import TrainerGroup
 from mtpctl.train.weights import WeightSync
 from tests.logprob.conftest import serve
 from tests.logprob.fakes import Started, Store, manifest
+from tests.rollout.fake_replica import FakeReplica
 
 PASS_S = 0.6
 LONG = ScoreRequest([1] * 100)
@@ -57,7 +61,10 @@ class Engine:
     def members(self, ranks: int) -> list[str]:
         return [f"rollout 0.0.{rank}" for rank in range(ranks)]
 
-    async def update(self, sent: Manifest, **options: Any) -> list[SyncReport]:
+    def standing(self) -> contextlib.AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
+
+    async def take_in(self, sent: Manifest, **options: Any) -> list[SyncReport]:
         self.paused_at.append(time.monotonic())
         if self.refusals:
             self.refusals -= 1
@@ -196,3 +203,81 @@ async def test_a_sync_that_is_given_up_leaves_nothing_standing(transport: str, r
     assert (await scoring).version == 0 and world.engine.paused_at == []
     await world.serves(0)
     await world.server.close()
+
+
+class Announcing(Trainer):
+    """Takes its time over saying what it would send, to receivers who have to meet."""
+
+    def __init__(self, meanwhile: Callable[[], Awaitable[None]]) -> None:
+        super().__init__()
+        self.meanwhile, self.meeting = meanwhile, host_store("127.0.0.1")
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if method != "announce":
+            return await super().call(method, *args)
+        self.members.append(args[2])
+        await self.meanwhile()
+        address = Address(self.meeting.host, self.meeting.port, f"group-{len(self.members)}", len(args[2]), 30.0)
+        return Manifest(args[0], "nccl", str(address), {})
+
+
+def over_a_pool(test: Callable[[Path, list[FakeReplica], ReplicaPool], Awaitable[None]]) -> Callable[[Path], None]:
+    """A coroutine as a test, with a pool of two engines that are made up; `made` has every one that was started."""
+
+    async def drive(root: Path) -> None:
+        made: list[FakeReplica] = []
+
+        async def start(index: int) -> FakeReplica:
+            await asyncio.sleep(0.2 * (len(made) > 1))
+            made.append(FakeReplica())
+            return made[-1]
+
+        pool = await ReplicaPool.start(start, 2, latest=lambda: manifest(0), max_in_flight=4)
+        await asyncio.wait_for(test(root, made, pool), 15)
+        await pool.close()
+
+    def inner(tmp_path: Path) -> None:
+        asyncio.run(drive(tmp_path))
+
+    inner.__doc__ = test.__doc__
+    return inner
+
+
+def pushing(root: Path, trainer: Trainer, pool: ReplicaPool) -> WeightSync:
+    recipe = Recipe.model_validate({"sync": {"transport": "nccl", "deadline_s": 30.0, "verify": "never"}})
+    return WeightSync(recipe, cast(TrainerGroup, trainer), pool, None, root)
+
+
+@over_a_pool
+async def test_an_engine_that_comes_back_while_a_version_is_announced_waits_for_the_next_one(
+    root: Path, made: list[FakeReplica], pool: ReplicaPool
+) -> None:
+    """It was not named, so that those who were would not be complete with it, and the first try would be for nothing."""
+
+    async def until_it_is_back() -> None:
+        while len(made) < 3:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
+
+    trainer = Announcing(until_it_is_back)
+    made[1].die()
+    await pool.spec_stats()  # notices it
+    await pushing(root, trainer, pool)(1)
+    assert trainer.members == [["rollout 0.0.0"]]
+    assert [replica.version for replica in made] == [1, 0, 0]
+
+
+@over_a_pool
+async def test_an_engine_that_dies_while_a_version_is_announced_has_the_others_try_again_at_once(
+    root: Path, made: list[FakeReplica], pool: ReplicaPool
+) -> None:
+    async def dying() -> None:
+        made[1].die()
+        await pool.spec_stats()  # notices it
+
+    trainer = Announcing(dying)
+    began = time.monotonic()
+    await pushing(root, trainer, pool)(1)
+    assert time.monotonic() - began < 10, "and not after the deadline of a transfer that waits for it"
+    assert trainer.members == [["rollout 0.0.0", "rollout 1.0.0"], ["rollout 0.0.0"]]
+    assert made[0].version == 1
