@@ -140,12 +140,17 @@ class MegatronEngine:
         self.base = fingerprint(path) if seed is None else f"random weights of seed {seed}"
 
     def set_optimizer(self, config: OptimizerConfig) -> None:
-        """Start with a fresh optimizer: one for SFT, one for RL. MTP layers that are not trained are not its business."""
+        """Start with a fresh optimizer: one for SFT, one for RL. MTP layers that are not trained are not its business.
+
+        But where it is sharded: it wants all that the gradient buffers were made for, and lets MTP layers stand still.
+        """
         assert self.config.train
         self.optimizer = None  # the last one's memory goes before the next one's is taken
+        buffered = self.config.mtp.mode in ("joint", "isolated")
+        held = self.trains_mtp or (buffered and self.config.distributed_optimizer)
         for name, parameter in self.module.named_parameters():
             if name.startswith("mtp."):
-                parameter.requires_grad_(self.trains_mtp)
+                parameter.requires_grad_(held)
         with self.resident():
             self.optimizer = Optimizer(
                 self.model,
@@ -154,6 +159,7 @@ class MegatronEngine:
                 bf16=self.config.precision == "bf16",
                 distributed=self.config.distributed_optimizer,
                 offload=self.config.offload.optimizer,
+                mtp_frozen=held and not self.trains_mtp,
             )
 
     # ------------------------------------------------------------------------------------------------------- updates

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import ParamKey, get_megatron_optimizer
+from megatron.core.optimizer import ParamKey, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from torch import Tensor
 
@@ -33,7 +33,10 @@ class StepResult:
 
 
 class Optimizer:
-    """Adam over a model's parameters in two groups, the trunk's and the MTP head's, each with its own clip and rate."""
+    """Adam over a model's parameters in two groups, the trunk's and the MTP head's, each with its own clip and rate.
+
+    Weight decay leaves norms and biases alone. With `mtp_frozen` parameters of the MTP head are there, and do not move.
+    """
 
     def __init__(
         self,
@@ -44,33 +47,33 @@ class Optimizer:
         bf16: bool,
         distributed: bool,
         offload: bool = False,
+        mtp_frozen: bool = False,
     ) -> None:
         self.config, self.mtp_clip, self.model = config, mtp_clip, model
         self.steps = 0
         for name, parameter in model.named_parameters():
             if ".mtp." in name:
                 parameter.grad_norm_group = "mtp"  # type: ignore[attr-defined]
-        overrides: dict[ParamKey, Any] = {}
-        if config.mtp_lr is not None:
-            overrides[ParamKey(name="*.mtp.*")] = {"max_lr": config.mtp_lr, "min_lr": config.mtp_lr * config.min_lr_ratio}
+        settings = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.lr * config.min_lr_ratio,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            weight_decay=config.weight_decay,
+            clip_grad=0.0,
+            bf16=bf16,
+            params_dtype=torch.bfloat16 if bf16 else torch.float32,
+            use_distributed_optimizer=distributed,
+        )
+        # Overrides that are given take the place of the standard ones, which keep decay from norms and biases.
+        overrides: dict[ParamKey, Any] = dict(get_standard_config_overrides(settings))
+        mtp_lr = 0.0 if mtp_frozen else config.mtp_lr
+        if mtp_lr is not None:
+            overrides[ParamKey(name="*.mtp.*")] = {"max_lr": mtp_lr, "min_lr": mtp_lr * config.min_lr_ratio}
         with cpu_device.cuda_type_names():
-            self.inner = get_megatron_optimizer(
-                MegatronOptimizerConfig(
-                    optimizer="adam",
-                    lr=config.lr,
-                    min_lr=config.lr * config.min_lr_ratio,
-                    adam_beta1=config.betas[0],
-                    adam_beta2=config.betas[1],
-                    adam_eps=config.eps,
-                    weight_decay=config.weight_decay,
-                    clip_grad=0.0,
-                    bf16=bf16,
-                    params_dtype=torch.bfloat16 if bf16 else torch.float32,
-                    use_distributed_optimizer=distributed,
-                ),
-                [model],
-                config_overrides=overrides or None,
-            )
+            self.inner = get_megatron_optimizer(settings, [model], config_overrides=overrides)
         self.host: HostMemory | None = None
         if offload:
             for part in self._parts():
@@ -119,6 +122,8 @@ class Optimizer:
         share = self.rate(total_steps)
         for group in self.inner.param_groups:
             group["lr"] = group.get("max_lr", self.config.lr) * share
+            # megatron-core leaves the multiplier to its own scheduler, which has no part here.
+            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         overflow = self.inner.prepare_grads()
         norms = {name: self._norm(name) for name in (None, "mtp")}
         finite = not overflow and all(math.isfinite(norm) for norm in norms.values())

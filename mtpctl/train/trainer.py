@@ -75,9 +75,10 @@ class TrainerRank:
             elif train.keep_checkpoints:
                 self.engine.optimizer = None  # the last stage's is no part of the policy
                 self.engine.save(Path(reference))
-            with self.engine.resident():
-                self.reference = [p.detach().clone() for p in self._moving()]
         self.engine.set_optimizer(train.sft.optimizer if stage == "sft" else train.rl.optimizer)
+        if stage == "rl" and train.rl.kl_coef:
+            with self.engine.resident():  # what moves is known once the optimizer is set
+                self.reference = [p.detach().clone() for p in self._moving()]
 
     def _restore_reference(self, path: Path) -> None:
         if not path.exists():

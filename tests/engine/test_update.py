@@ -105,6 +105,33 @@ def test_modes_that_do_not_train_mtp(tmp_path, mode):
     assert all(torch.equal(exported[name], weights[name]) is ("mtp" in name) for name in exported)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_mtp_that_one_stage_trains_and_the_next_one_does_not(tmp_path, sharded):
+    """As a supervised stage and RL with `train_mtp: false` do, after which every MTP weight is as the first one left it."""
+    with engine(mimo(tmp_path / "model"), distributed_optimizer=sharded) as made:
+        made.set_optimizer(GENTLE)
+        made.update(sequences(), NextToken())
+        before = {name: value.clone() for name, value in made.export()}
+        made.trains_mtp = False
+        made.set_optimizer(GENTLE.model_copy(update={"weight_decay": 0.1, "mtp_lr": 1e-2}))
+        metrics = made.update(sequences(), NextToken())
+        assert not [name for name in metrics if name.startswith("mtp/")]
+        assert all(torch.equal(value, before[name]) is ("mtp" in name) for name, value in made.export())
+
+
+@pytest.mark.parametrize("mtp_lr", [None, 1e-2])
+def test_weight_decay_is_of_matrices_alone(tmp_path, mtp_lr):
+    """Nothing supervised, so nothing but decay: by each group's own rate, and not of norms and biases."""
+    with engine(mimo(tmp_path / "model")) as made:
+        made.set_optimizer(GENTLE.model_copy(update={"weight_decay": 0.1, "mtp_lr": mtp_lr}))
+        before = {name: value.clone() for name, value in made.export()}
+        made.update([Sequence([3, 5, 7], 1, [0, 0])], NextToken())
+        for name, value in made.export():
+            rate = mtp_lr if mtp_lr and "mtp" in name else GENTLE.lr
+            kept = 1 - 0.1 * rate if value.dim() > 1 else 1.0
+            torch.testing.assert_close(value, kept * before[name], rtol=1e-6, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
 def test_cutting_the_batch_another_way_leaves_loss_and_gradients(tmp_path):
     """Every sequence alone, a few packed, all packed: 1e-6 over all gradients together."""
     folder = mimo(tmp_path / "model", num_nextn_predict_layers=2)

@@ -33,7 +33,9 @@ class Engine:
         self.module.weight.data.fill_(float(path.read_text()))
 
     def set_optimizer(self, config: Any) -> None:
-        pass
+        self.module.weight.requires_grad_()
+        if self.module.bias is not None:
+            self.module.bias.requires_grad_(self.trains_mtp)
 
 
 def began(value: float, reference: Path, *, resumed: bool = False, keep: int = 2) -> tuple[float, float]:
@@ -65,3 +67,15 @@ def test_where_no_checkpoint_is_kept_the_reference_is_not_written_either(tmp_pat
 def test_a_run_that_began_without_a_penalty_cannot_go_on_with_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train\.rl\.kl_coef: .*reference is not there"):
         began(1.0, tmp_path / "reference", resumed=True)
+
+
+@pytest.mark.parametrize("train_mtp", [True, False])
+def test_the_reference_is_of_what_rl_moves(tmp_path: Path, train_mtp: bool) -> None:
+    """Which may be less than the stage before moved."""
+    recipe = Recipe.model_validate({"train": {"keep_checkpoints": 0, "rl": {"kl_coef": 0.1, "train_mtp": train_mtp}}})
+    rank = TrainerRank(recipe.model_dump_json(by_alias=True), 0, 1)
+    rank.engine = Engine(1.0)  # type: ignore[assignment]
+    rank.engine.module = torch.nn.Linear(1, 1)  # its bias stands for the MTP layers
+    rank.begin_stage("rl", str(tmp_path / "reference"), False)
+    assert rank.reference is not None
+    assert [p.shape for p in rank.reference] == [p.shape for p in rank._moving()]
