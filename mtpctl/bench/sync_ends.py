@@ -121,7 +121,7 @@ class Alone:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
-    def standing(self) -> AbstractAsyncContextManager[None]:
+    def standing(self, mode: str) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
     def members(self, ranks: int) -> list[str]:

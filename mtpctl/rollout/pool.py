@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -69,8 +69,10 @@ class ReplicaPool:
         self._max_in_flight = max_in_flight
         self._turns = turns
         self._groups: Counter[tuple[int, str]] = Counter()
-        self._running = asyncio.Event()
+        self._running, self._admitting = asyncio.Event(), asyncio.Event()
         self._running.set()
+        self._admitting.set()
+        self._under_way = 0
         self._room = asyncio.Condition()
         self._paused: PauseMode | None = None
         self._version = 0
@@ -146,6 +148,15 @@ class ReplicaPool:
 
     async def sample(self, request: GenerationRequest) -> Sample:
         """One request's finished sample, turn after turn, whatever happens to the replicas on the way."""
+        await self._admitting.wait()
+        self._under_way += 1
+        try:
+            return await self._whole(request)
+        finally:
+            self._under_way -= 1
+            await self._changed()
+
+    async def _whole(self, request: GenerationRequest) -> Sample:
         clock = asyncio.get_running_loop().time
         until = clock() + request.deadline_s
         if self._turns is not None:
@@ -224,9 +235,22 @@ class ReplicaPool:
 
     # ------------------------------------------------------------------------------------------------- control
 
-    def standing(self) -> AbstractAsyncContextManager[None]:
-        """No replica comes while the block runs; generation goes on."""
-        return self._replicas.standing()
+    @asynccontextmanager
+    async def standing(self, mode: PauseMode = "keep") -> AsyncIterator[None]:
+        """No replica comes while the block runs, and with `wait` no response is under way: new ones are begun when it ends.
+
+        Responses are waited for here, where each has its own deadline, goes on elsewhere if its replica dies, and may have turns to come.
+        """
+        if mode == "wait":
+            self._admitting.clear()
+        try:
+            async with self._room:
+                await self._room.wait_for(lambda: mode != "wait" or not self._under_way)
+            async with self._replicas.standing():
+                yield
+        finally:
+            if mode == "wait":
+                self._admitting.set()
 
     def members(self, ranks: int) -> list[str]:
         """A name for each rank of each live replica, of `ranks` each; never given again. In `standing`, these are whom `take_in` asks."""
@@ -249,7 +273,7 @@ class ReplicaPool:
         self, manifest: Manifest, *, mode: PauseMode = "keep", verify: bool = False, deadline_s: float = 120.0
     ) -> list[SyncReport]:
         """Stand, and `take_in`."""
-        async with self.standing():
+        async with self.standing(mode):
             return await self.take_in(manifest, mode=mode, verify=verify, deadline_s=deadline_s)
 
     async def pause(self, mode: PauseMode = "keep") -> None:

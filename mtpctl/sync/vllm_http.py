@@ -179,8 +179,8 @@ class ServedEngines:
         """The newest version that one of them has."""
         return max(engine.target.version for engine in self.engines)
 
-    def standing(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Servers come with the command that names them, and none later."""
+    def standing(self, mode: PauseMode) -> contextlib.AbstractAsyncContextManager[None]:
+        """Servers come with the command that names them, and none later. Whose requests they answer, they know: `take_in` pauses them."""
         return contextlib.nullcontext()
 
     def members(self, ranks: int) -> list[str]:

@@ -12,7 +12,7 @@ from mtpctl.cluster import within
 from mtpctl.logprob import LogprobServer
 from mtpctl.recipe import Recipe
 from mtpctl.rollout import ReplicaPool
-from mtpctl.sync import Manifest, Section, Sent, SyncError, SyncReport
+from mtpctl.sync import Manifest, PauseMode, Section, Sent, SyncError, SyncReport
 from mtpctl.sync.transports import PUSHED
 from mtpctl.train.trainer import TrainerGroup
 
@@ -66,14 +66,19 @@ class WeightSync:
         found: list[Section] = ["adapter", "target", "draft"]
         return tuple(name for name in found if name in moving or (name == "target" and self.last is None))
 
+    @property
+    def _pause(self) -> PauseMode:
+        """Without partial rollouts no response spans two versions: those in flight end before the weights change."""
+        return self.recipe.sync.pause if self.recipe.async_.partial_rollout else "wait"
+
     @contextlib.asynccontextmanager
     async def _standing(self) -> AsyncIterator[None]:
-        """No replica comes, so that those who are named are those who meet; it is waited for before the server stands.
+        """No replica comes, so that those who are named are those who meet; that, and responses that have to end, are waited for first.
 
         The log-prob server has done the passes that were under way, and begins none: what engines pause for must not wait for those.
         """
         async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(self.rollout.standing())
+            await stack.enter_async_context(self.rollout.standing(self._pause))
             if self.server is not None:
                 await stack.enter_async_context(self.server.standing(self.recipe.sync.deadline_s))
             yield
@@ -106,9 +111,7 @@ class WeightSync:
 
     async def _receive(self, manifest: Manifest, verify: bool) -> None:
         options = self.recipe.sync
-        # Without partial rollouts no response spans two versions: those in flight end before the weights change.
-        pause = options.pause if self.recipe.async_.partial_rollout else "wait"
-        updates = [self.rollout.take_in(manifest, mode=pause, verify=verify, deadline_s=options.deadline_s)]
+        updates = [self.rollout.take_in(manifest, mode=self._pause, verify=verify, deadline_s=options.deadline_s)]
         if self.server is not None:
             updates.append(self.server.take_in(manifest, verify=verify, deadline_s=options.deadline_s))
         # All of them end before any error is told: a transfer that is tried again must find nobody in the one before.

@@ -178,6 +178,27 @@ async def test_nobody_waits_for_a_named_replica_that_died_before_the_push() -> N
 
 
 @in_loop
+async def test_a_version_that_waits_for_responses_waits_for_all_their_turns_wherever_they_go_on() -> None:
+    class TwoTurns:
+        stop = ()
+
+        async def go_on(self, sample: Sample) -> bool:
+            await asyncio.sleep(0.05)
+            return len(sample.response_ids) < 20
+
+    fleet = Fleet()
+    pool = await fleet.pool(1, turns=TwoTurns())
+    asked = [GenerationRequest(Sample("p", "g", [0]), 100, stop_token_ids=[10, 30])]
+    task = asyncio.ensure_future(collect(pool, asked))
+    await asyncio.sleep(0.03)
+    fleet.live[0].die()
+    await pool.update(MANIFESTS[1], mode="wait")
+    (sample,) = await task
+    assert [span.version for span in sample.version_spans] == [0] and sample.response_ids[-1] == 30
+    assert [health.version for health in await pool.health()] == [1]
+
+
+@in_loop
 async def test_a_refused_update_is_told() -> None:
     class Refusing(FakeReplica):
         async def update(self, manifest: Manifest, **_: Any) -> SyncReport:

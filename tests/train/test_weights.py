@@ -20,6 +20,7 @@ from mtpctl.cluster import host_store
 from mtpctl.logprob import LogprobServer, ScoreRequest
 from mtpctl.recipe import Recipe, RuntimeFailure
 from mtpctl.rollout import ReplicaPool
+from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync import Manifest, Sent, SyncError, SyncReport
 from mtpctl.sync.transports.control import Address
 from mtpctl.train.trainer import TrainerGroup
@@ -61,7 +62,7 @@ class Engine:
     def members(self, ranks: int) -> list[str]:
         return [f"rollout 0.0.{rank}" for rank in range(ranks)]
 
-    def standing(self) -> contextlib.AbstractAsyncContextManager[None]:
+    def standing(self, mode: str) -> contextlib.AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
 
     async def take_in(self, sent: Manifest, **options: Any) -> list[SyncReport]:
@@ -241,6 +242,23 @@ def over_a_pool(test: Callable[[Path, list[FakeReplica], ReplicaPool], Awaitable
 
     inner.__doc__ = test.__doc__
     return inner
+
+
+@over_a_pool
+async def test_without_partial_rollouts_a_response_may_take_longer_than_a_sync(
+    root: Path, made: list[FakeReplica], pool: ReplicaPool
+) -> None:
+    """They have a deadline of their own. None of them sees two versions, and what is asked for meanwhile is of the new one."""
+    chosen = {"sync": {"transport": "shm", "deadline_s": 0.1, "verify": "never"}, "async": {"partial_rollout": False}}
+    sync = WeightSync(Recipe.model_validate(chosen), cast(TrainerGroup, Trainer()), pool, None, root)
+    long = asyncio.create_task(pool.sample(GenerationRequest(Sample("long", "g", [0]), 1000)))
+    await asyncio.sleep(0.05)
+    syncing = asyncio.create_task(sync(1))
+    await asyncio.sleep(0.05)
+    later = asyncio.create_task(pool.sample(GenerationRequest(Sample("later", "g", [0]), 10)))
+    await asyncio.gather(syncing, long, later)
+    assert [[span.version for span in (await task).version_spans] for task in (long, later)] == [[0], [1]]
+    assert len((await long).response_ids) == 1000
 
 
 def pushing(root: Path, trainer: Trainer, pool: ReplicaPool) -> WeightSync:
