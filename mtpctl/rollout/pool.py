@@ -30,7 +30,7 @@ from mtpctl.sync.session import SyncReport, or_cancel
 
 AFFINITY_SLACK = 8
 GRACE_S = 60.0
-"""Seconds beyond a request's own deadline after which a replica that has not answered counts as dead."""
+"""Seconds beyond the deadline of what it was asked after which a replica that has not answered counts as dead."""
 
 Starter = Callable[[int], Awaitable[Replica]]
 Latest = Callable[[], Manifest | None]
@@ -263,9 +263,16 @@ class ReplicaPool:
 
         Raises SyncError where a replica refuses the update and still has its old weights.
         """
-        reports = await self._replicas.take_in(
-            lambda replica: or_cancel(manifest, replica.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s))
-        )
+
+        async def take_in(replica: Replica) -> SyncReport:
+            # As long for the update as for a way back from it, and a while to pause and to resume.
+            seconds = 2 * deadline_s + GRACE_S
+            try:
+                return await asyncio.wait_for(replica.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s), seconds)
+            except TimeoutError as error:
+                raise EngineDead(f"the update to version {manifest.version} had no answer within {seconds:g} s") from error
+
+        reports = await self._replicas.take_in(lambda replica: or_cancel(manifest, take_in(replica)))
         self._version = manifest.version
         return reports
 

@@ -64,7 +64,8 @@ async def update_target(
 ) -> SyncReport:
     """Take `target` to the version of `manifest`, all sections, or leave it where it was. `holds`: sections whose checksums it can tell.
 
-    The caller has paused a target that generates. A fault at any point aborts the update, and so does `deadline_s`.
+    The caller has paused a target that generates. A fault at any point aborts the update, and so does `deadline_s`, which the way back
+    is given once more.
     Raises SyncError (the old version is live again), or TargetDirty where the target could not return to it; and with `verify`
     WeightsDiffer where the new version is live and not what was sent: the target serves no more.
     """
@@ -81,7 +82,16 @@ async def update_target(
             await within(target.receive(*section.buckets))
             await within(target.finish_update())
     except BaseException as error:
-        await target.abort_update()
+        try:
+            await asyncio.wait_for(target.abort_update(), deadline_s)
+        except (TimeoutError, asyncio.CancelledError) as late:
+            # Wherever it was on its way back, it is not known to be at the end of it.
+            target.distrust()
+            if isinstance(late, asyncio.CancelledError):
+                raise
+            raise TargetDirty(
+                f"the sync to version {manifest.version} broke off, and giving it up took longer than {deadline_s:g} s"
+            ) from error
         if isinstance(error, TimeoutError):
             raise SyncError(f"the sync to version {manifest.version} took longer than sync.deadline_s = {deadline_s}") from error
         raise

@@ -199,6 +199,24 @@ async def test_a_version_that_waits_for_responses_waits_for_all_their_turns_wher
 
 
 @in_loop
+async def test_a_replica_that_hangs_in_an_update_is_replaced_and_the_others_go_on() -> None:
+    class Hanging(FakeReplica):
+        async def update(self, manifest: Manifest, **_: Any) -> SyncReport:
+            await asyncio.Event().wait()
+            raise AssertionError("unreachable")
+
+    fleet = Fleet(lambda index: Hanging() if index == 1 and len(fleet.made) < 2 else FakeReplica())
+    pool = await fleet.pool(2)
+    fleet.latest = MANIFESTS[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mtpctl.rollout.pool.GRACE_S", 0.05)
+        assert [report.version for report in await pool.update(MANIFESTS[1], deadline_s=0.05)] == [1]
+    while not all(health.alive for health in await pool.health()):
+        await asyncio.sleep(0.005)
+    assert [health.version for health in await pool.health()] == [1, 1]
+
+
+@in_loop
 async def test_a_refused_update_is_told() -> None:
     class Refusing(FakeReplica):
         async def update(self, manifest: Manifest, **_: Any) -> SyncReport:
