@@ -5,7 +5,7 @@ Sizes: T tokens of a micro-batch, R response tokens among them, D MTP depths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -53,7 +53,8 @@ class MicroBatch:
 
     input_ids [T]; rows and labels [R]: hidden state at `rows[r]` predicts `labels[r]`; mask [R]; seq_ids [R], the
     sequence of each response token within this micro-batch; columns: name → [R]; order: the sequences' places in the
-    list they came from; drafts: one `DraftRows` a depth, over tokens that a drafter can be asked for.
+    list they came from; drafts: one `DraftRows` a depth, over tokens that a drafter can be asked for. idle: it stands in on a
+    rank that has nothing to do while others work; no loss sees its tokens, and nobody asks for their scores.
     """
 
     input_ids: Tensor
@@ -66,6 +67,7 @@ class MicroBatch:
     order: list[int]
     lengths: list[int]
     drafts: list[DraftRows]
+    idle: bool = False
 
 
 def check(sequences: list[Sequence], shape: ModelShape) -> None:
@@ -82,7 +84,7 @@ def check(sequences: list[Sequence], shape: ModelShape) -> None:
 
 
 def partition(lengths: list[int], tokens_per_microbatch: int, dp: int) -> list[list[list[int]]]:
-    """Indices of sequences, for each dp rank a list of micro-batches; every rank gets equally many.
+    """Indices of sequences, for each dp rank a list of micro-batches; every rank gets equally many, of which the last may be empty.
 
     Longest first into the least loaded of as few micro-batches as fit the budget; a sequence longer than the budget
     stands alone. Deterministic, so that every rank computes the same partition. Raises ValueError on an empty list.
@@ -152,3 +154,10 @@ def pack(
         lengths=[len(s.token_ids) - s.prompt_length for s in chosen],
         drafts=drafts,
     )
+
+
+def idle(sequences: list[Sequence], depths: int, device: torch.device | str, **layout: int) -> MicroBatch:
+    """The shortest of the sequences with nothing to train, laid out as `pack` does."""
+    shortest = min(sequences, key=lambda s: len(s.token_ids))
+    unseen = replace(shortest, loss_mask=[0] * len(shortest.loss_mask))
+    return replace(pack([unseen], [0], depths, device, **layout), idle=True)

@@ -25,7 +25,7 @@ from torch.profiler import record_function
 from mtpctl.convert import HfFolder, WeightBridge, export_adapter, fingerprint
 from mtpctl.engine import checkpoint, data_parallel
 from mtpctl.engine import parallel as groups
-from mtpctl.engine.batch import MicroBatch, Sequence, check, pack, partition
+from mtpctl.engine.batch import MicroBatch, Sequence, check, idle, pack, partition
 from mtpctl.engine.objective import Objective, Sums
 from mtpctl.engine.offload import HostMemory, hold, release
 from mtpctl.engine.optimizer import Optimizer
@@ -342,13 +342,21 @@ class MegatronEngine:
         dp, dp_rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         parts = partition(lengths, self.config.tokens_per_microbatch, dp)[dp_rank]
         cp, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-        split = self.config.parallel.tp if self.transformer.sequence_parallel else 1
-        return [pack(sequences, part, depths, self.device, cp_rank=cp_rank, cp=cp, tp=split) for part in parts if part]
+        layout = {"cp_rank": cp_rank, "cp": cp, "tp": self.config.parallel.tp if self.transformer.sequence_parallel else 1}
+        if self.config.parallel.ep == 1:
+            # A rank may be done before the others, but takes part in what they do together in the end.
+            parts = [part for part in parts if part] or [[]]
+        return [
+            pack(sequences, part, depths, self.device, **layout) if part else idle(sequences, depths, self.device, **layout)
+            for part in parts
+        ]
 
     def _run(self, micros: list[MicroBatch], loss: Any, *, forward_only: bool) -> Sums:
         """Run the pipeline schedule over the micro-batches. Returns the metric sums over all of them and all dp ranks."""
 
         def finish(micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Tensor, Sums]:
+            if micro.idle and forward_only:
+                return hidden.trunk.sum(), torch.zeros((), dtype=torch.int), {}
             with record_function("mtpctl/log-probs and losses"):
                 total, sums = loss(micro, hidden)
             return total, torch.zeros((), dtype=torch.int), sums

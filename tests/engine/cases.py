@@ -69,7 +69,8 @@ MODELS: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True)
 class Case:
     """like: the case of one process that it must equal; restore: the case whose checkpoint it begins from;
-    poisoned: before its second update stands one in which a weight of its last rank is NaN."""
+    poisoned: before its second update stands one in which a weight of its last rank is NaN; few: three sequences too long to be
+    packed, one of them without a token to draft."""
 
     name: str
     parallel: ParallelConfig
@@ -79,6 +80,7 @@ class Case:
     saved: bool = False
     restore: str = ""
     poisoned: bool = False
+    few: bool = False
 
     @property
     def bound(self) -> float:
@@ -95,12 +97,13 @@ def _case(
     saved: bool = False,
     restore: str = "",
     poisoned: bool = False,
+    few: bool = False,
     like: str = "",
     **parallel: Any,
 ) -> Case:
     mtp = MtpConfig(mode=mode, loss_scale=0.3, clip_grad=0)  # type: ignore[arg-type]
     settings = {"mtp": mtp, "tokens_per_microbatch": 50, **(fields or {})}
-    return Case(name, ParallelConfig(**parallel), model, settings, like or f"{model}-{mode}", saved, restore, poisoned)
+    return Case(name, ParallelConfig(**parallel), model, settings, like or f"{model}-{mode}", saved, restore, poisoned, few)
 
 
 SHARDED = {"distributed_optimizer": True}
@@ -141,6 +144,10 @@ CASES = [
     _case("deepseek-sp2", "deepseek", tp=2, sequence_parallel=True),
     _case("deepseek-ep2", "deepseek", dp=2, ep=2),
     _case("deepseek-tp2-ep2", "deepseek", tp=2, sequence_parallel=True, dp=2, ep=2),
+    *(
+        _case(name, "deepseek", fields={"tokens_per_microbatch": 16}, few=True, like="deepseek-few", **p)
+        for name, p in (("deepseek-few", {}), ("deepseek-few-ep2", {"dp": 2, "ep": 2}), ("deepseek-few-dp4", {"dp": 4}))
+    ),
     _case("deepseek-pp2", "deepseek", pp=2),
     _case("deepseek-cp2", "deepseek", cp=2),
     _case("deepseek-to-ep2", "deepseek", dp=2, ep=2, restore="deepseek-joint"),

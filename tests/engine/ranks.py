@@ -33,7 +33,11 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
     folder = mimo(root / case.model / f"{rank.rank}-{case.name}", **MODELS[case.model])
     with engine(folder, rank=rank, parallel=case.parallel, **case.fields) as made:
         stood = time.perf_counter()
-        batch = sequences(9, seed=3, vocab=61)
+        batch = (
+            [*sequences(2, seed=3, vocab=61, low=14, high=16), Sequence([3, 5, 7, 9], 3, [1])]
+            if case.few
+            else sequences(9, seed=3, vocab=61)
+        )
         made.set_optimizer(SMOOTH)
         if case.restore:
             assert made.restore(root / case.restore) == {"step": 1}
