@@ -11,6 +11,7 @@ import asyncio
 import os
 import traceback
 from collections.abc import Awaitable, Coroutine
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,7 +59,7 @@ class RolloutActor:
         self._engine: Any = None
         self._answers: list[tuple[int, Sample | Exception]] = []
         self._answered = asyncio.Event()
-        self._working: set[asyncio.Task[None]] = set()
+        self._working: dict[int, asyncio.Task[None]] = {}
 
     async def start(self) -> Health:
         """Load the engine that the settings are for: neither is imported elsewhere."""
@@ -75,8 +76,14 @@ class RolloutActor:
     async def submit(self, requests: list[tuple[int, GenerationRequest]]) -> None:
         """Begin with these, each under a number. `collect` hands the answers out."""
         for number, request in requests:
-            self._working.add(task := asyncio.ensure_future(self._generate(number, request)))
-            task.add_done_callback(self._working.discard)
+            self._working[number] = task = asyncio.ensure_future(self._generate(number, request))
+            task.add_done_callback(lambda _, number=number: self._working.pop(number))  # type: ignore[misc]
+
+    async def drop(self, numbers: list[int]) -> None:
+        """Nobody waits for these requests any more: end those that are under way, so that their places are free."""
+        for number in numbers:
+            if (task := self._working.get(number)) is not None:
+                task.cancel()
 
     async def _generate(self, number: int, request: GenerationRequest) -> None:
         answer: Sample | Exception
@@ -157,6 +164,7 @@ class RayReplica:
         self._numbers = count()
         self._waiting: dict[int, asyncio.Future[Sample]] = {}
         self._unsent: list[tuple[int, GenerationRequest]] = []
+        self._left: list[int] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._collecting = False
 
@@ -171,7 +179,7 @@ class RayReplica:
             raise error.as_instanceof_cause() from None
 
     async def generate(self, request: GenerationRequest) -> Sample:
-        """See `Engine.generate`. A caller that gives up leaves the request to end by itself; its answer is dropped."""
+        """See `Engine.generate`. Where the caller gives up, the engine does too."""
         number = next(self._numbers)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         self._unsent.append((number, request))
@@ -182,6 +190,11 @@ class RayReplica:
             self._begin(self._collect())
         try:
             return await self._waiting[number]
+        except asyncio.CancelledError:
+            self._left.append(number)
+            if len(self._left) == 1:
+                self._begin(self._drop())
+            raise
         finally:
             del self._waiting[number]
 
@@ -196,6 +209,12 @@ class RayReplica:
             await self._call(self._handle.submit.remote(requests))
         except Exception as error:
             self._fail(error, [number for number, _ in requests])
+
+    async def _drop(self) -> None:
+        """Everything that was given up before this task got its turn, in one call."""
+        numbers, self._left = self._left, []
+        with suppress(EngineDead):
+            await self._call(self._handle.drop.remote(numbers))
 
     async def _collect(self) -> None:
         """Hand answers out for as long as any is awaited."""

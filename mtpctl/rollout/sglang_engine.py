@@ -93,7 +93,9 @@ class SglangEngine(Engine):
                     raise RuntimeError("an SGLang process has died")
             output: dict[str, Any] = asked.result()
         finally:
-            asked.cancel()
+            if asked.cancel():
+                # Who waited is gone; the scheduler would go on.
+                self._manager.abort_request(rid=name)
             async with self._drained:
                 self._submitted.discard(name)
                 self._drained.notify_all()

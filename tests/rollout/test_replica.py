@@ -22,13 +22,18 @@ class NullEngine:
 
     def __init__(self) -> None:
         self.release = asyncio.Event()
+        self.under_way = 0
 
     async def generate(self, request: GenerationRequest) -> Sample:
         sample = request.sample
         if sample.prompt_id == "bad":
             raise UserError("no room for it")
         if sample.prompt_id == "late":
-            await self.release.wait()
+            self.under_way += 1
+            try:
+                await self.release.wait()
+            finally:
+                self.under_way -= 1
         sample.append([7] * request.max_tokens, [-0.5] * request.max_tokens, 0)
         sample.finish_reason = "length"
         return sample
@@ -56,6 +61,7 @@ class Handle:
         self.calls: list[str] = []
         self._death = asyncio.Event()
         self.submit = self._remote(self.actor.submit, "submit")
+        self.drop = self._remote(self.actor.drop, "drop")
         self.collect = self._remote(self.actor.collect, "collect")
 
     def die(self) -> None:
@@ -142,12 +148,19 @@ async def test_a_dead_actor_leaves_nobody_waiting() -> None:
 
 
 @in_loop
-async def test_an_answer_that_nobody_awaits_any_more_is_dropped() -> None:
+async def test_what_nobody_awaits_any_more_is_ended_in_the_engine() -> None:
     handle = Handle()
     replica = RayReplica(handle, "null")
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(replica.generate(request("late")), 0.01)
-    handle.actor._engine.release.set()
+    given_up = [asyncio.ensure_future(replica.generate(request("late"))) for _ in range(50)]
+    await asyncio.sleep(0.01)
+    for task in given_up:
+        task.cancel()
+    at_once = asyncio.ensure_future(replica.generate(request("late")))
+    await asyncio.sleep(0)
+    at_once.cancel()
+    await asyncio.sleep(0.01)
+    assert handle.actor._engine.under_way == 0 and handle.actor._working == {}
+    assert handle.calls.count("drop") <= 2
     assert (await asyncio.wait_for(replica.generate(request("next")), 5)).prompt_id == "next"
 
 
