@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 from mtpctl.data import Problem, encode_prompt
@@ -27,9 +29,12 @@ async def evaluate(recipe: Recipe, prepared: Prepared, generator: Generator, che
             yield request_of(recipe, prepared, problem, group_id=f"eval-{number}", index=0, seed=number)
 
     samples, hits = [], 0.0
-    async for sample in generator.generate(requests()):
-        hits += checker(prepared.tokenizer.decode(sample.response_ids), problems[sample.prompt_id].answer)
-        samples.append(sample)
+    async with contextlib.aclosing(generator.generate(requests())) as answers:
+        async for sample in answers:
+            text = prepared.tokenizer.decode(sample.response_ids)
+            # A checker may take its seconds, in which rollouts, deadlines and stops go on.
+            hits += await asyncio.to_thread(checker, text, problems[sample.prompt_id].answer)
+            samples.append(sample)
     metrics = {"eval/accuracy": hits / len(samples), "eval/problems": float(len(samples))}
     metrics |= {name.replace("rollout/", "eval/"): value for name, value in speculation(samples).items()}
     metrics["eval/length_mean"] = sum(len(s.response_ids) for s in samples) / len(samples)

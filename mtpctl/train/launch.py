@@ -134,7 +134,7 @@ class Run:
             model=folder,
             context=self.prepared.context,
             placement=self.placement,
-            latest=self.store.latest,
+            published=self.store,
             tokenizer=self.prepared.tokenizer,
         )
         stack.push_async_callback(pool.close)

@@ -111,7 +111,7 @@ async def _sync(
         starting: list[Any] = [trainer.build(model.path)]
         if not engines:
             context = recipe.rollout.context or model.shape.max_positions
-            starting.append(start_pool(recipe, model=str(model.path), context=context, placement=placement, latest=store.latest))
+            starting.append(start_pool(recipe, model=str(model.path), context=context, placement=placement, published=store))
             if recipe.logprob.standalone:
                 seat = placement.of("logprob")[0]
                 started = start_server(recipe, model.path, device=placement.device, cpus=seat.cpus, gpus=seat.gpus, published=store)

@@ -32,18 +32,18 @@ def speculation(samples: list[Sample]) -> dict[str, float]:
     return metrics
 
 
-def of_samples(samples: list[Sample], version: int, max_tokens: int) -> dict[str, float]:
-    """Reward, length and staleness of a batch that is trained on at weight version `version`."""
+def of_samples(samples: list[Sample], version: int) -> dict[str, float]:
+    """Reward, length and staleness of a batch that is trained on at weight version `version`; entropy where the model sampled."""
     rewards = [s.reward or 0.0 for s in samples]
     lengths = [len(s.response_ids) for s in samples]
-    staleness = [version - min(span.version for span in s.version_spans) for s in samples]
+    staleness = [version - min((span.version for span in s.version_spans), default=version) for s in samples]
     partial = sum(len(s.version_spans) > 1 for s in samples)
-    entropies = [x for s in samples for x in s.old_entropy or []]
+    entropies = [x for s in samples for x, sampled in zip(s.old_entropy or [], s.loss_mask, strict=False) if sampled]
     metrics = {
         "reward/mean": sum(rewards) / len(rewards),
         "response/length_mean": sum(lengths) / len(lengths),
         "response/length_max": float(max(lengths)),
-        "response/truncated_fraction": sum(n >= max_tokens for n in lengths) / len(lengths),
+        "response/truncated_fraction": sum(s.finish_reason == "length" for s in samples) / len(samples),
         "async/staleness_mean": sum(staleness) / len(staleness),
         "async/staleness_max": float(max(staleness)),
         "async/partial_ratio": partial / len(samples),

@@ -159,7 +159,7 @@ def _generate(
                 model=str(source.model.path),
                 context=source.context,
                 placement=placement,
-                latest=store.latest,
+                published=store,
                 seed=seed,
                 tokenizer=source.tokenizer,
             )

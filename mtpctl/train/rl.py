@@ -96,6 +96,8 @@ class RlStage:
             if isinstance(error, Exception):
                 raise error
         if self.state.step == self.recipe.train.rl.steps:
+            if self.state.step % self.recipe.async_.sync_every:
+                await self.publish()
             await self._evaluate()
 
     # ------------------------------------------------------------------------------------------------------- rollout
@@ -129,7 +131,7 @@ class RlStage:
         # Scoring runs beside generation: one task a sample, so that no sample waits for another one's scores.
         async with asyncio.TaskGroup() as taken, contextlib.aclosing(self.generator.generate(self._feed())) as samples:
             async for sample in samples:
-                self._generated += len(sample.response_ids)
+                self._generated += sum(sample.loss_mask)
                 taken.create_task(self._take(sample))
 
     async def _take(self, sample: Sample) -> None:
@@ -137,7 +139,7 @@ class RlStage:
             if self.recipe.sync.on_collapse == "error":
                 raise RuntimeFailure(f"sync.on_collapse: {collapse}")
             self.telemetry.event("alarm", str(collapse))
-        if self.score is not None:
+        if self.score is not None and sample.response_ids:
             sample = await self.score(sample)
         group = self.buffer.add(sample)
         if group is not None:
@@ -180,7 +182,7 @@ class RlStage:
             metrics = await self.trainer.call("rl_step", samples, self.state.version)
             updated = time.perf_counter()
             bad = check_applied(metrics, bad, self.recipe.train.max_bad_steps)
-            metrics |= of_samples(samples, self.state.version, self.recipe.rollout.max_tokens)
+            metrics |= of_samples(samples, self.state.version)
             self.state.step += 1
             if self.state.step % self.recipe.async_.sync_every == 0:
                 metrics |= await self.publish()

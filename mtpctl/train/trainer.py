@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from pathlib import Path
 from typing import Any
 
 from mtpctl.cluster import within
 from mtpctl.plan import Placement
-from mtpctl.recipe import Recipe, UserError
+from mtpctl.recipe import Recipe, RuntimeFailure, UserError
 from mtpctl.samples import Sample
 from mtpctl.sync import Manifest, Section, Sent
 from mtpctl.train.profile import UpdateProfile
@@ -24,6 +25,7 @@ class TrainerRank:
         self.recipe = Recipe.model_validate_json(recipe_json)
         self.rank, self.world_size = rank, world_size
         self.reference: list[Any] | None = None
+        self.ahead = False  # of the version published last
         self.saving: Any = None
         self.profile = UpdateProfile(self.recipe.run_path / "logs", rank) if self.recipe.telemetry.profile else None
 
@@ -120,7 +122,11 @@ class TrainerRank:
 
         recipe, rl = self.recipe, self.recipe.train.rl
         began = time.perf_counter()
-        unscored = [s for s in samples if s.old_logprobs is None]
+        # One that its deadline left without a token has a reward, which its group's baseline counts, and nothing to train on.
+        answered = [s for s in samples if s.response_ids]
+        if not answered:
+            raise RuntimeFailure("rollout.deadline_s: no response of a whole batch has a token; raise it, or lower rollout.max_in_flight")
+        unscored = [s for s in answered if s.old_logprobs is None]
         if rl.old_logprobs == "behaviour":
             for sample in unscored:
                 sample.old_logprobs = sample.behaviour_logprobs
@@ -128,23 +134,22 @@ class TrainerRank:
             with record_function("mtpctl/old log-probs"):
                 self.score(unscored, version)
         scored = time.perf_counter()
-        reference = self._reference_logprobs(samples) if self.reference is not None else [None] * len(samples)
+        reference = iter(self._reference_logprobs(answered)) if self.reference is not None else itertools.repeat(None)
         gains = advantages(samples, rl, recipe.rollout.max_tokens)
-        sequences = [training_sequence(s, gain, ref) for s, gain, ref in zip(samples, gains, reference, strict=True)]
+        sequences = [
+            training_sequence(s, gain, next(reference)) if s.response_ids else None for s, gain in zip(samples, gains, strict=True)
+        ]
         objective = PolicyObjective(rl)
         parts, size = [], len(sequences) // rl.minibatches
         for start in range(0, size * rl.minibatches, size):
-            parts.append(
-                self.engine.update(
-                    sequences[start : start + size],
-                    objective,
-                    temperature=recipe.rollout.temperature,
-                    total_steps=rl.steps * rl.minibatches,
+            if batch := [s for s in sequences[start : start + size] if s is not None]:
+                parts.append(
+                    self.engine.update(batch, objective, temperature=recipe.rollout.temperature, total_steps=rl.steps * rl.minibatches)
                 )
-            )
         metrics = mean_of(parts)
         metrics |= {"timing_s/old_log_prob": scored - began, "timing_s/update": time.perf_counter() - scored}
-        metrics |= self._mismatch(samples, version)
+        metrics |= self._mismatch(samples, exact=not (unscored and self.ahead))
+        self.ahead = True
         metrics["perf/tokens"] = sum(part["perf/tokens"] for part in parts)
         return metrics
 
@@ -168,8 +173,11 @@ class TrainerRank:
                 parameter.copy_(value)
         return [s.logprobs for s in scores]
 
-    def _mismatch(self, samples: list[Sample], version: int) -> dict[str, float]:
-        """`rollout_corr/*` over all tokens, and the difference over those that the scoring weights themselves sampled."""
+    def _mismatch(self, samples: list[Sample], *, exact: bool) -> dict[str, float]:
+        """`rollout_corr/*` over all tokens, and the difference over those that the scoring weights themselves sampled.
+
+        Not `exact`: the scoring weights were no version's, so that they sampled none.
+        """
         import torch
 
         from mtpctl.rl import mismatch_metrics, mismatch_sums
@@ -186,16 +194,18 @@ class TrainerRank:
             [float(span.version == s.old_version) for s in samples for span in s.version_spans for _ in range(span.end - span.start)]
         )
         same = same * mask
-        if same.sum():
+        if exact and same.sum():
             metrics["rollout_corr/abs_diff_same_version"] = float(((old - behaviour).abs() * same).sum() / same.sum())
         return metrics
 
     def publish(self, version: int, store: str, checksums: bool, sections: tuple[Section, ...]) -> Manifest | None:
         """See `WeightSource.publish`."""
+        self.ahead = False
         return self.weights.publish(version, store, checksums, sections)
 
     def announce(self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]) -> Manifest | None:
         """See `WeightSource.announce`."""
+        self.ahead = False
         return self.weights.announce(version, store, members, checksums, sections)
 
     def send(self) -> Sent | None:

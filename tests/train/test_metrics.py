@@ -17,12 +17,27 @@ def sample(*versions: tuple[int, int], reward: float = 1.0) -> Sample:
 
 
 def test_staleness_is_counted_from_the_oldest_weights_that_made_a_token() -> None:
-    metrics = of_samples([sample((2, 3), (2, 5)), sample((4, 5), reward=0.0)], version=5, max_tokens=4)
+    metrics = of_samples([sample((2, 3), (2, 5)), sample((4, 5), reward=0.0)], version=5)
     assert metrics["async/staleness_mean"] == 1.0
     assert metrics["async/staleness_max"] == 2.0
     assert metrics["async/partial_ratio"] == 0.5
     assert metrics["reward/mean"] == 0.5
-    assert metrics["response/truncated_fraction"] == 1.0
+
+
+def test_cut_off_is_what_the_engine_cut_at_whatever_limit() -> None:
+    """The prompt may leave less room in the context than `max_tokens`; and an end may come at the last token."""
+    cut, ended, empty = sample((3, 1)), sample((4, 1)), sample()
+    cut.finish_reason, ended.finish_reason, empty.finish_reason = "length", "stop", "deadline"
+    metrics = of_samples([cut, ended, empty], version=2)
+    assert metrics["response/truncated_fraction"] == pytest.approx(1 / 3)
+    assert metrics["async/staleness_mean"] == pytest.approx(2 / 3)
+
+
+def test_entropy_is_of_what_the_model_sampled() -> None:
+    answered = sample((2, 1))
+    answered.append([8, 8], [0.0, 0.0], 1, trained=False)
+    answered.old_entropy = [1.0, 3.0, 9.0, 9.0]
+    assert of_samples([answered], version=1)["actor/entropy"] == 2.0
 
 
 def test_acceptance_is_counted_over_drafts_and_by_position_over_steps() -> None:

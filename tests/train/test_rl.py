@@ -6,7 +6,7 @@ import asyncio
 import math
 import threading
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -270,3 +270,40 @@ def test_groups_that_wait_to_be_asked_for_again_are_in_the_next_checkpoint_too(t
         assert kept_by(stage, tmp_path / "buffer.jsonl") == {0, 1, 2}
 
     asyncio.run(scenario())
+
+
+def test_the_last_evaluation_is_of_the_last_update_in_a_thread_of_its_own(tmp_path: Path) -> None:
+    """Also where the last updates were not due to be synced yet; a checker that takes its time holds nothing else up."""
+    world, seen = World(), []
+
+    def checker(response: str, answer: str) -> float:
+        seen.append((threading.current_thread() is threading.main_thread(), world.version, len(world.batches)))
+        return float(response == answer)
+
+    async def scenario() -> None:
+        stage = stage_of(recipe_of(steps=6, sync_every=4), world, tmp_path, lambda s: str(s.index))
+        stage.prepared = replace(stage.prepared, problems=ProblemSets(stage.prepared.problems.train, [Problem("e0", "0", "1")], []))
+        stage.checker = checker
+        await asyncio.wait_for(stage.run(), 20)
+
+    asyncio.run(scenario())
+    assert seen[-1] == (False, 2, 6)
+    assert not any(on_the_loop for on_the_loop, _, _ in seen)
+
+
+def test_a_response_without_a_token_is_rewarded_and_not_scored(tmp_path: Path) -> None:
+    """What a deadline may leave."""
+    world, scored = World(), []
+
+    async def score(sample: Sample) -> Sample:
+        scored.append(len(sample.response_ids))
+        return sample
+
+    async def scenario() -> None:
+        stage = stage_of(recipe_of(), world, tmp_path, lambda s: str(s.index) if s.index else "")
+        stage.score = score
+        await asyncio.wait_for(stage.run(), 20)
+
+    asyncio.run(scenario())
+    assert set(scored) == {1}
+    assert [s.reward for s in world.batches[0]] == [0.0, 1.0] * 4

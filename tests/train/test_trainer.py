@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.recipe import Recipe, UserError
+from mtpctl.engine import Scores, Sequence
+from mtpctl.recipe import Recipe, RuntimeFailure, UserError
+from mtpctl.samples import Sample
 from mtpctl.train.trainer import TrainerRank
 
 
@@ -79,3 +81,59 @@ def test_the_reference_is_of_what_rl_moves(tmp_path: Path, train_mtp: bool) -> N
     rank.begin_stage("rl", str(tmp_path / "reference"), False)
     assert rank.reference is not None
     assert [p.shape for p in rank.reference] == [p.shape for p in rank._moving()]
+
+
+class Recorder(Engine):
+    """Keeps what it is to train on, and scores every token alike."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.batches: list[list[Sequence]] = []
+
+    def update(self, sequences: list[Sequence], objective: Any, **options: Any) -> dict[str, float]:
+        self.batches.append(sequences)
+        return {"skipped": 0.0, "perf/tokens": 1.0}
+
+    def score(self, sequences: list[Sequence], **options: Any) -> list[Scores]:
+        return [Scores([-1.5] * sum(s.loss_mask), [1.0] * sum(s.loss_mask)) for s in sequences]
+
+
+def recorder(**rl: Any) -> tuple[TrainerRank, Recorder]:
+    recipe = Recipe.model_validate({"train": {"rl": {"steps": 1, "group_size": 2, "advantage": "grpo_no_std", **rl}}})
+    rank, engine = TrainerRank(recipe.model_dump_json(by_alias=True), 0, 1), Recorder()
+    rank.engine = engine  # type: ignore[assignment]
+    return rank, engine
+
+
+def batch(*lengths: int) -> list[Sample]:
+    """Groups of two, the second right, whose responses have these lengths."""
+    made = []
+    for i, length in enumerate(lengths):
+        sample = Sample(f"p{i // 2}", str(i // 2), [1, 2], index=i % 2, reward=float(i % 2))
+        sample.append([3] * length, [-1.0] * length, 1)
+        made.append(sample)
+    return made
+
+
+def test_a_response_without_a_token_counts_for_its_group_and_is_not_trained_on() -> None:
+    rank, engine = recorder(minibatches=2)
+    rank.rl_step(batch(2, 0, 1, 3), 1)
+    assert [[s.columns["advantage"] for s in part] for part in engine.batches] == [[[-0.5, -0.5]], [[-0.5], [0.5] * 3]]
+    with pytest.raises(RuntimeFailure, match=r"rollout\.deadline_s: no response of a whole batch has a token"):
+        rank.rl_step(batch(0, 0), 1)
+
+
+def test_mismatch_under_one_version_is_told_where_the_trainer_scores_with_that_version() -> None:
+    """Between two syncs its weights have moved on, and the difference is not the engines'."""
+    rank, _ = recorder()
+    rank.weights = Weights()  # type: ignore[assignment]
+    name = "rollout_corr/abs_diff_same_version"
+    assert rank.rl_step(batch(2, 2), 1)[name] == 0.5
+    assert name not in rank.rl_step(batch(2, 2), 1)
+    rank.publish(2, "", False, ("target",))
+    assert rank.rl_step(batch(2, 2), 1)[name] == 0.5
+
+
+class Weights:
+    def publish(self, *args: Any) -> None:
+        pass
