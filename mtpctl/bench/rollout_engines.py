@@ -157,9 +157,7 @@ class Bench:
         """A pool of one engine, and its end; with any drafts, how many it makes is its own choice until somebody says."""
         seat = Actor("rollout", 0, 0, 0, 1.0, self._gpus)
         placement = Placement(self.options.device, (seat,), 1)
-        pool = await start_pool(
-            self.recipe(drafts), model=str(self.options.folder), context=self.context, placement=placement, latest=lambda: None
-        )
+        pool = await start_pool(self.recipe(drafts), model=str(self.options.folder), context=self.context, placement=placement)
         try:
             yield pool
         finally:

@@ -8,8 +8,9 @@ from typing import Literal
 from mtpctl.logprob.dispatch import ServerLimits
 from mtpctl.logprob.rank import ReplicaConfig
 from mtpctl.logprob.replica import Replica, start_replica
-from mtpctl.logprob.server import LogprobServer, Published
+from mtpctl.logprob.server import LogprobServer
 from mtpctl.recipe import Recipe
+from mtpctl.sync import Published
 
 
 async def start_server(

@@ -12,24 +12,15 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Protocol
 
 from mtpctl.cluster import Lifecycle, Replicas, start_all
 from mtpctl.logprob.dispatch import Dispatcher, ServerLimits
 from mtpctl.logprob.protocol import Bounds, Late, QueueFull, ReplicaDead, Scored, ScoreRequest
 from mtpctl.logprob.queue import Waiting
 from mtpctl.logprob.replica import END_S, Replica
-from mtpctl.sync import Manifest, SyncReport, TargetDirty, or_cancel, update_target
+from mtpctl.sync import Manifest, Published, SyncReport, TargetDirty, or_cancel, update_target
 
 Starter = Callable[[int], Awaitable[Replica]]
-
-
-class Published(Protocol):
-    """Where a replica that starts late finds the weights: a `VersionStore`."""
-
-    def versions(self) -> list[int]: ...
-
-    def open(self, version: int) -> Manifest: ...
 
 
 class LogprobServer:

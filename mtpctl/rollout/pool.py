@@ -25,7 +25,7 @@ from mtpctl.rollout.environments import Turns
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Health, SpecStats
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import PauseMode, TargetDirty
+from mtpctl.sync.protocol import PauseMode, Published, TargetDirty
 from mtpctl.sync.session import SyncReport, or_cancel
 
 AFFINITY_SLACK = 8
@@ -33,7 +33,6 @@ GRACE_S = 60.0
 """Seconds beyond the deadline of what it was asked after which a replica that has not answered counts as dead."""
 
 Starter = Callable[[int], Awaitable[Replica]]
-Latest = Callable[[], Manifest | None]
 
 
 class ReplicaPool:
@@ -43,7 +42,7 @@ class ReplicaPool:
         self,
         replicas: list[Replica],
         start: Starter,
-        latest: Latest,
+        published: Published | None,
         *,
         max_in_flight: int,
         max_restarts: int,
@@ -64,7 +63,7 @@ class ReplicaPool:
                 bring_up_s=2 * sync_deadline_s,
             ),
         )
-        self._latest = latest
+        self._published = published
         self._sync_deadline_s = sync_deadline_s
         self._max_in_flight = max_in_flight
         self._turns = turns
@@ -83,20 +82,20 @@ class ReplicaPool:
         start: Starter,
         count: int,
         *,
-        latest: Latest,
         max_in_flight: int,
+        published: Published | None = None,
         max_restarts: int = 3,
         sync_deadline_s: float = 120.0,
         turns: Turns | None = None,
     ) -> ReplicaPool:
         """Start `count` replicas with `start(index)`, at once.
 
-        `latest` gives the newest published version, which a restarted replica takes in before it serves, within `sync_deadline_s`.
+        `published`: where a restarted replica finds the version that the others serve, which it takes in first, within `sync_deadline_s`.
         `turns` goes on with responses of several turns; none: a response is one turn.
         """
         replicas = await start_all(start, lambda replica: replica.shutdown(), count)
         options = {"max_in_flight": max_in_flight, "max_restarts": max_restarts}
-        return cls(replicas, start, latest, **options, sync_deadline_s=sync_deadline_s, turns=turns)
+        return cls(replicas, start, published, **options, sync_deadline_s=sync_deadline_s, turns=turns)
 
     # ------------------------------------------------------------------------------------------------- generation
 
@@ -223,11 +222,11 @@ class ReplicaPool:
             self._room.notify_all()
 
     async def _bring_up(self, fresh: Replica) -> bool:
-        """Take a restarted replica to where the others are, where that is kept."""
-        manifest = self._latest()
-        if (0 if manifest is None else manifest.version) < self._version:
-            return False
-        if manifest is not None:
+        """Take a restarted replica to where the others are, once that is kept; never beyond, to a version that is on its way."""
+        if self._version:
+            if self._published is None or self._version not in self._published.versions():
+                return False
+            manifest = self._published.open(self._version)
             await fresh.update(manifest, mode="keep", verify=False, deadline_s=self._sync_deadline_s)
         if self._paused is not None:
             await fresh.pause(self._paused)

@@ -13,9 +13,10 @@ from mtpctl.recipe import EnvironmentMissing, Recipe
 from mtpctl.recipe.schema import SglangConfig
 from mtpctl.rollout.actor import EngineSettings, Replica, start_replica
 from mtpctl.rollout.environments import Text, Turns, environment_of
-from mtpctl.rollout.pool import Latest, ReplicaPool
+from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.sglang_settings import sglang_engine_settings
 from mtpctl.rollout.vllm_settings import engine_settings
+from mtpctl.sync.protocol import Published
 
 WAITING_SHARE = 1 / 16
 """Requests that wait in an engine, over those that it works on."""
@@ -45,14 +46,14 @@ async def start_pool(
     model: str,
     context: int,
     placement: Placement,
-    latest: Latest,
+    published: Published | None = None,
     seed: int | None = None,
     tokenizer: NamedText | None = None,
 ) -> ReplicaPool:
     """Start the recipe's engines on the model in the folder `model`, each with a random stream of its own.
 
     `tokenizer` is what stop strings and an environment need; `seed` stands in for the recipe's. A replica that restarts takes in
-    `latest`, and does not repeat the draws of the one before it.
+    what the others serve from `published`, and does not repeat the draws of the one before it.
 
     Raises RuntimeFailure where an engine does not start in time, UserError for what an engine cannot do.
     """
@@ -92,7 +93,7 @@ async def start_pool(
     starting = ReplicaPool.start(
         start,
         rollout.replicas,
-        latest=latest,
+        published=published,
         max_in_flight=room,
         max_restarts=rollout.max_restarts,
         sync_deadline_s=recipe.sync.deadline_s,

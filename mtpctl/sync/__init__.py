@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mtpctl.sync.checksums import checksum
     from mtpctl.sync.manifest import Manifest, SectionPlan
-    from mtpctl.sync.protocol import PauseMode, PlanMismatch, Section, SyncError, TargetDirty, VersionConflict, WeightsDiffer, WeightTarget
+    from mtpctl.sync.protocol import (
+        PauseMode,
+        PlanMismatch,
+        Published,
+        Section,
+        SyncError,
+        TargetDirty,
+        VersionConflict,
+        WeightsDiffer,
+        WeightTarget,
+    )
     from mtpctl.sync.publisher import Publisher
     from mtpctl.sync.sender import Sender
     from mtpctl.sync.session import SyncReport, check_checksums, or_cancel, update_target
@@ -21,6 +31,7 @@ _HOMES = {
     "SectionPlan": "manifest",
     "PauseMode": "protocol",
     "PlanMismatch": "protocol",
+    "Published": "protocol",
     "Section": "protocol",
     "SyncError": "protocol",
     "TargetDirty": "protocol",
@@ -42,6 +53,7 @@ __all__ = [
     "Manifest",
     "PauseMode",
     "PlanMismatch",
+    "Published",
     "Publisher",
     "Section",
     "SectionPlan",

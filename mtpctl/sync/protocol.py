@@ -39,6 +39,18 @@ class WeightsDiffer(RuntimeFailure):
     """What is live after an update is not what was sent. Nothing may be served from it, and starting anew would hide the reason."""
 
 
+class Published(Protocol):
+    """Where a replica that starts late finds the weights that its fellows serve: a `VersionStore`."""
+
+    def versions(self) -> list[int]:
+        """Versions that are there, oldest first."""
+        ...
+
+    def open(self, version: int) -> Manifest:
+        """One of them."""
+        ...
+
+
 class WeightTarget(Protocol):
     """A generator or a log-prob replica, as the sender of weights sees it."""
 

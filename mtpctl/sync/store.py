@@ -44,11 +44,6 @@ class VersionStore:
         found = self.root.glob(f"v*/{_MANIFEST}")
         return sorted(int(path.parent.name[1:]) for path in found)
 
-    def latest(self) -> Manifest | None:
-        """The newest published version, or None before the first."""
-        versions = self.versions()
-        return self.open(versions[-1]) if versions else None
-
     def open(self, version: int) -> Manifest:
         """A published version. Raises VersionConflict where it is not, or no longer, here."""
         try:

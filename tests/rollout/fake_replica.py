@@ -7,7 +7,7 @@ from typing import Any
 
 from mtpctl.rollout import ABORTED, DEADLINE, EngineDead, Health, SpecStats
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync import Manifest, PauseMode, SyncReport
+from mtpctl.sync import Manifest, PauseMode, SyncReport, VersionConflict
 from mtpctl.sync.transports import PUSHED
 from mtpctl.sync.transports.control import Address, join
 
@@ -81,6 +81,8 @@ class FakeReplica:
             self.in_flight -= 1
 
     async def update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> SyncReport:
+        if manifest.version <= self.version and manifest.transport not in PUSHED:
+            raise VersionConflict(f"weight version {manifest.version} is not newer than the live {self.version}")
         await self.pause(mode)
         if manifest.transport in PUSHED:
             # As a transport does: nothing moves before all who are expected have met.

@@ -60,7 +60,7 @@ def pool(kind: Kind, run: Loop, start_engine: Callable[[EngineSettings], Engine]
     async def start(index: int) -> Any:
         return replica
 
-    return run(ReplicaPool.start(start, 1, latest=lambda: None, max_in_flight=16))
+    return run(ReplicaPool.start(start, 1, max_in_flight=16))
 
 
 @pytest.fixture(scope="module")

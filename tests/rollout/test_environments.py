@@ -124,7 +124,7 @@ async def play(replica: Any, environment: Any, seconds: float = 60.0) -> Sample:
     async def start(index: int) -> Any:
         return replica
 
-    pool = await ReplicaPool.start(start, 1, latest=lambda: None, max_in_flight=4, turns=Turns(environment, Bytes(), 8))
+    pool = await ReplicaPool.start(start, 1, max_in_flight=4, turns=Turns(environment, Bytes(), 8))
 
     async def one() -> AsyncIterator[GenerationRequest]:
         yield GenerationRequest(Sample("p", "g", [1]), 500, deadline_s=seconds)
@@ -186,7 +186,7 @@ def test_a_real_engine_hands_over_at_the_stop_string_and_goes_on_behind_the_answ
             return engine
 
         playing = Turns(environment, load_tokenizer(folder), 8)
-        pool = await ReplicaPool.start(start, 1, latest=lambda: None, max_in_flight=4, turns=playing)
+        pool = await ReplicaPool.start(start, 1, max_in_flight=4, turns=playing)
         return await pool.sample(GenerationRequest(Sample("p", "g", [*b"Q?"]), 64, stop_token_ids=[EOS]))
 
     sample = run(drive())

@@ -73,7 +73,7 @@ def test_twenty_kills_at_random_moments_lose_and_double_nothing() -> None:
         return alive[-1]
 
     async def drive() -> list[Sample]:
-        pool = await ReplicaPool.start(start, 2, latest=lambda: None, max_in_flight=16, max_restarts=2 * KILLS)
+        pool = await ReplicaPool.start(start, 2, max_in_flight=16, max_restarts=2 * KILLS)
         draw, killed = random.Random(0), 0
         samples: list[Sample] = []
 
@@ -129,7 +129,7 @@ def test_replicas_on_two_hosts_share_the_work_and_outlive_one_of_them() -> None:
         return await start_fake(index, num_cpus=0.5, scheduling_strategy="SPREAD")
 
     async def drive() -> tuple[set[str], list[Sample]]:
-        pool = await ReplicaPool.start(start, 2, latest=lambda: None, max_in_flight=16)
+        pool = await ReplicaPool.start(start, 2, max_in_flight=16)
         live = [replica for _, replica in pool._replicas.live()]
         nodes = {await replica._handle.node.remote() for replica in live}  # type: ignore[attr-defined]
 

@@ -24,12 +24,25 @@ from tests.rollout.fake_replica import VOCABULARY, FakeReplica
 MANIFESTS = {version: Manifest(version, "shm", "/nowhere", {}) for version in range(100)}
 
 
+class Published:
+    """Versions that are kept."""
+
+    def __init__(self) -> None:
+        self.there: list[Manifest] = []
+
+    def versions(self) -> list[int]:
+        return [manifest.version for manifest in self.there]
+
+    def open(self, version: int) -> Manifest:
+        return next(manifest for manifest in self.there if manifest.version == version)
+
+
 class Fleet:
-    """Fakes by seat, newest last, and the version that a fresh one should take in."""
+    """Fakes by seat, newest last, and the versions that a fresh one may take in."""
 
     def __init__(self, make: Callable[[int], FakeReplica] | None = None) -> None:
         self.made: dict[int, list[FakeReplica]] = {}
-        self.latest: Manifest | None = None
+        self.published = Published()
         self.make = make or (lambda index: FakeReplica())
 
     async def start(self, index: int) -> FakeReplica:
@@ -39,7 +52,7 @@ class Fleet:
         return replica
 
     async def pool(self, count: int, **options: Any) -> ReplicaPool:
-        return await ReplicaPool.start(self.start, count, latest=lambda: self.latest, **{"max_in_flight": 8, **options})
+        return await ReplicaPool.start(self.start, count, published=self.published, **{"max_in_flight": 8, **options})
 
     @property
     def live(self) -> list[FakeReplica]:
@@ -107,7 +120,7 @@ async def test_a_restarted_replica_serves_the_newest_version() -> None:
     fleet = Fleet()
     pool = await fleet.pool(1)
     await pool.update(MANIFESTS[3])
-    fleet.latest = MANIFESTS[3]
+    fleet.published.there = [MANIFESTS[3]]
     fleet.live[0].die()
     samples = await collect(pool, requests(4))
     assert_all_once(samples, 4)
@@ -121,7 +134,7 @@ async def test_a_replica_that_dies_in_an_update_is_replaced_with_it() -> None:
     fleet = Fleet()
     pool = await fleet.pool(2)
     fleet.live[1].die()
-    fleet.latest = MANIFESTS[5]
+    fleet.published.there = [MANIFESTS[5]]
     reports = await pool.update(MANIFESTS[5])
     assert len(reports) == 1
     while not all(health.alive for health in await pool.health()):
@@ -154,7 +167,7 @@ async def test_a_replica_that_comes_back_while_a_push_is_announced_takes_no_part
                 await asyncio.sleep(0.001)
             reports = await pool.take_in(manifest := announce(members))
     assert members == ["rollout 0.0.0"] and [report.version for report in reports] == [1]
-    fleet.latest = replace(manifest, transport="shm")
+    fleet.published.there = [replace(manifest, transport="shm")]
     while not all(health.alive for health in await pool.health()):
         await asyncio.sleep(0.005)
     assert [health.version for health in await pool.health()] == [1, 1]
@@ -207,13 +220,29 @@ async def test_a_replica_that_hangs_in_an_update_is_replaced_and_the_others_go_o
 
     fleet = Fleet(lambda index: Hanging() if index == 1 and len(fleet.made) < 2 else FakeReplica())
     pool = await fleet.pool(2)
-    fleet.latest = MANIFESTS[1]
+    fleet.published.there = [MANIFESTS[1]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mtpctl.rollout.pool.GRACE_S", 0.05)
         assert [report.version for report in await pool.update(MANIFESTS[1], deadline_s=0.05)] == [1]
     while not all(health.alive for health in await pool.health()):
         await asyncio.sleep(0.005)
     assert [health.version for health in await pool.health()] == [1, 1]
+
+
+@in_loop
+async def test_a_replica_that_comes_back_takes_what_the_others_serve_and_not_what_is_on_its_way() -> None:
+    """What is published next is sent to all of them, and would not be new to one that has it."""
+    fleet = Fleet()
+    pool = await fleet.pool(2)
+    fleet.published.there = [MANIFESTS[1]]
+    await pool.update(MANIFESTS[1])
+    fleet.published.there = [MANIFESTS[1], MANIFESTS[2]]
+    fleet.live[1].die()
+    await pool.speculate()  # notices it
+    while not all(health.alive for health in await pool.health()):
+        await asyncio.sleep(0.005)
+    assert [health.version for health in await pool.health()] == [1, 1]
+    assert len(await pool.update(MANIFESTS[2])) == 2
 
 
 @in_loop

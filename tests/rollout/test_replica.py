@@ -179,7 +179,7 @@ def test_what_a_request_costs_beside_its_engine(capsys: pytest.CaptureFixture[st
         return replica
 
     async def drive() -> list[float]:
-        pool = await ReplicaPool.start(start, 1, latest=lambda: None, max_in_flight=272)
+        pool = await ReplicaPool.start(start, 1, max_in_flight=272)
         taken = []
         for _ in range(6):
             began = time.perf_counter()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mtpctl.plan import Bucket
-from mtpctl.sync import PlanMismatch, SyncError
+from mtpctl.sync import Manifest, PlanMismatch, SyncError, VersionStore
 from mtpctl.sync.transports import cancel
 from mtpctl.sync.transports.shm import Writer as StoreWriter
 from tests.sync.pushing import CONTEXT, Die, Receiver, in_process, model, receivers, sender
@@ -25,6 +25,10 @@ TRANSPORTS = ["ipc", "nccl"]
 @pytest.fixture(scope="module")
 def pair() -> Iterator[list[Receiver]]:
     yield from receivers(2)
+
+
+def newest(store: VersionStore) -> Manifest:
+    return store.open(store.versions()[-1])
 
 
 def equal(taken: Any, version: int) -> bool:
@@ -62,7 +66,7 @@ def test_what_was_sent_is_kept_for_those_who_come_later(tmp_path: Path, pair: li
     assert sends.store.versions() == []
     sends.keep(model(1).items())
     sends.flush()
-    kept = sends.store.latest()
+    kept = newest(sends.store)
     assert kept is not None and (kept.version, kept.transport) == (1, "shm")
     pair[1].take(kept)
     assert equal(pair[1].taken(), 1)
@@ -126,7 +130,7 @@ def test_the_store_waits_while_a_version_is_on_its_way(tmp_path: Path, pair: lis
     sends.send(model(2).items())
     assert equal(pair[0].taken(), 2)
     sends.flush()
-    kept = sends.store.latest()
+    kept = newest(sends.store)
     assert kept is not None and kept.version == 1
     pair[1].take(kept)
     assert equal(pair[1].taken(), 1)

@@ -233,7 +233,7 @@ def over_a_pool(test: Callable[[Path, list[FakeReplica], ReplicaPool], Awaitable
             made.append(FakeReplica())
             return made[-1]
 
-        pool = await ReplicaPool.start(start, 2, latest=lambda: manifest(0), max_in_flight=4)
+        pool = await ReplicaPool.start(start, 2, max_in_flight=4)
         await asyncio.wait_for(test(root, made, pool), 15)
         await pool.close()
 
