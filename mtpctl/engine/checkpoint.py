@@ -35,6 +35,7 @@ from mtpctl.recipe import RuntimeFailure, UserError
 
 _ENGINE = "engine.json"
 _FORMAT = 1
+_ASIDE = ".replaced"
 _MOST_RANKS = 64
 """Over which a vocabulary may be divided."""
 
@@ -122,12 +123,22 @@ class Save:
                 steps, optimizer, adapter = self._contents
                 write_record(self.folder, steps=steps, optimizer=optimizer, adapter=adapter, state=self._state)
                 _flush(self.folder)
-                shutil.rmtree(self.path, ignore_errors=True)
-                self.folder.rename(self.path)
-                _flush(self.path.parent)
+                _replace(self.path, self.folder)
             except OSError as failure:
                 error = failure
         _agree(self.path, error)
+
+
+def _replace(path: Path, whole: Path) -> None:
+    """Put `whole` in the place of `path`. What was there is moved aside first: taking a large folder away takes seconds, in which
+    neither of the two would be there."""
+    aside = path.with_name(path.name + _ASIDE)
+    shutil.rmtree(aside, ignore_errors=True)
+    if path.exists():
+        path.rename(aside)
+    whole.rename(path)
+    _flush(path.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def write_record(folder: Path, *, steps: int, optimizer: bool, adapter: dict[str, Any] | None, state: dict[str, Any]) -> None:
@@ -190,9 +201,11 @@ def publish_checkpoint(path: Path, *, keep: int) -> None:
     """Make `path` the one that `latest_checkpoint` finds, and drop all but the `keep` newest beside it."""
     point_to(path)
     _flush(path.parent)
-    others = [p for p in path.parent.iterdir() if (p / _ENGINE).is_file() and p.name != path.name and not p.name.endswith(".partial")]
+    others = [
+        p for p in path.parent.iterdir() if (p / _ENGINE).is_file() and p.name != path.name and not p.name.endswith((".partial", _ASIDE))
+    ]
     others.sort(key=lambda p: (p / _ENGINE).stat().st_mtime_ns, reverse=True)
-    for old in others[keep - 1 :]:
+    for old in [*others[keep - 1 :], *path.parent.glob(f"*{_ASIDE}")]:
         shutil.rmtree(old)
 
 

@@ -139,6 +139,8 @@ class RlStage:
             if self.recipe.sync.on_collapse == "error":
                 raise RuntimeFailure(f"sync.on_collapse: {collapse}")
             self.telemetry.event("alarm", str(collapse))
+        # An environment's last answer may reach beyond the context. Nothing came after it, and no model reads that far.
+        sample.cut(self.prepared.context - len(sample.prompt_ids))
         if self.score is not None and sample.response_ids:
             sample = await self.score(sample)
         group = self.buffer.add(sample)

@@ -122,6 +122,27 @@ def test_torn_save_leaves_the_last_checkpoint_as_it_was(tmp_path, monkeypatch):
         assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "model"]
 
 
+def test_kill_while_the_one_before_is_taken_away_leaves_a_whole_one(tmp_path, monkeypatch):
+    """As a stop saves once more at the step that was just saved."""
+
+    class Killed(BaseException):
+        pass
+
+    def take_away(path, **_):
+        if path.exists():
+            (path / "engine.json").unlink()
+            raise Killed
+
+    with engine(mimo(tmp_path / "model")) as made:
+        made.save(tmp_path / "checkpoint", {"step": 1})
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(shutil, "rmtree", take_away)
+            made.save(tmp_path / "checkpoint", {"step": 2})
+        assert made.restore(tmp_path / "checkpoint") == {"step": 2}
+        publish_checkpoint(tmp_path / "checkpoint", keep=1)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "latest", "model"]
+
+
 class TestLatest:
     """`latest` names the newest whole checkpoint."""
 

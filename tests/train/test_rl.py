@@ -307,3 +307,9 @@ def test_a_response_without_a_token_is_rewarded_and_not_scored(tmp_path: Path) -
     asyncio.run(scenario())
     assert set(scored) == {1}
     assert [s.reward for s in world.batches[0]] == [0.0, 1.0] * 4
+
+
+def test_nothing_beyond_the_context_is_scored_or_trained_on(tmp_path: Path) -> None:
+    """Where an environment's last answer reaches."""
+    world = run(recipe_of(), tmp_path, lambda s: str(s.index) if s.index else "0" * 100)
+    assert max(len(s.prompt_ids) + len(s.response_ids) for batch in world.batches for s in batch) == 64
