@@ -76,14 +76,22 @@ class SampleBuffer:
                 self._ready.sort(key=lambda g: g.number)
             self._changed.notify_all()
 
-    def drop(self, group: Group) -> None:
+    async def drop(self, group: Group) -> None:
         """A complete group is not to be trained on."""
-        del self._open[group.group_id]
+        async with self._changed:
+            del self._open[group.group_id]
+            self._changed.notify_all()
 
     async def take(self, count: int) -> list[Group]:
-        """The next `count` groups, waiting until there are as many."""
+        """The next `count` groups, waiting until there are as many, and if `ordered` until none that was drawn before them is missing."""
+
+        def there() -> bool:
+            if len(self._ready) < count:
+                return False
+            return not self._ordered or all(group.number > self._ready[count - 1].number for group in self.unfinished())
+
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self._ready) >= count)
+            await self._changed.wait_for(there)
             taken, self._ready = self._ready[:count], self._ready[count:]
             return taken
 

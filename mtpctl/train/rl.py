@@ -82,7 +82,8 @@ class RlStage:
     async def run(self) -> None:
         """All updates that are left, with held-out evaluations before and after."""
         self.state.buffer = self.buffer
-        if self.state.step == 0:
+        # A run that was resumed may have ended in the evaluation that was due, or it is logged twice, of the same weights.
+        if self.state.step == 0 or self._evaluation_due():
             await self._evaluate()
         rollout = asyncio.create_task(self._collect(), name="rollout")
         training = asyncio.create_task(self._train(), name="training")
@@ -162,7 +163,7 @@ class RlStage:
                     f"train.rl.dynamic_sampling: {self._barren} groups in a row had no signal (the last rewards were all {rewards[0]:g}); "
                     "take easier or harder problems or a longer train.sft, or set it to false"
                 )
-            self.buffer.drop(group)
+            await self.buffer.drop(group)
             self.admission.drop()
             self._gate.set()
             return
@@ -192,7 +193,7 @@ class RlStage:
             metrics |= self._step_metrics(metrics, updated - began, len(groups))
             self.telemetry.log(self.state.step, metrics, "rl")
             await self.state.checkpoint_if_due(self.trainer)
-            if self.recipe.train.eval_every and self.state.step % self.recipe.train.eval_every == 0 and self.state.step < rl.steps:
+            if self._evaluation_due():
                 await self._evaluate()
                 # Evaluations are timed on their own; neither their time nor what was generated in it counts as an update's.
                 self.clock.read()
@@ -248,6 +249,11 @@ class RlStage:
             "async/buffer_groups": float(self.buffer.ready),
             "async/version": float(self.state.version),
         }
+
+    def _evaluation_due(self) -> bool:
+        """Whether one belongs between the update before and the next one."""
+        every = self.recipe.train.eval_every
+        return bool(every) and self.state.step % every == 0 and self.state.step < self.recipe.train.rl.steps
 
     async def _evaluate(self) -> None:
         """Held-out accuracy of the published weights, logged at the current step; nothing without held-out problems."""

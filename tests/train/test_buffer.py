@@ -85,3 +85,22 @@ def test_a_saved_buffer_keeps_complete_groups_and_asks_again_for_those_in_flight
         assert [(g.number, g.problem.answer, g.samples) for g in again] == [(1, "2", [])]
 
     asyncio.run(scenario())
+
+
+def test_an_ordered_batch_waits_for_what_was_drawn_before_it() -> None:
+    """Whatever is complete first: put or dropped, a group of a lower number is waited for, and one of a higher number is not."""
+
+    async def scenario() -> None:
+        buffer = SampleBuffer(ordered=True)
+        groups = [group(number, size=1) for number in range(4)]
+        for each in groups:
+            buffer.begin(each)
+        await buffer.put(groups[2])
+        await buffer.put(groups[1])
+        taking = asyncio.create_task(buffer.take(2))
+        await asyncio.sleep(0.01)
+        assert not taking.done()
+        await buffer.drop(groups[0])
+        assert [g.number for g in await asyncio.wait_for(taking, 1)] == [1, 2]
+
+    asyncio.run(scenario())

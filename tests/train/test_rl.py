@@ -313,3 +313,18 @@ def test_nothing_beyond_the_context_is_scored_or_trained_on(tmp_path: Path) -> N
     """Where an environment's last answer reaches."""
     world = run(recipe_of(), tmp_path, lambda s: str(s.index) if s.index else "0" * 100)
     assert max(len(s.prompt_ids) + len(s.response_ids) for batch in world.batches for s in batch) == 64
+
+
+@pytest.mark.parametrize(("resumed_at", "evaluated"), [(0, [0, 2, 4, 6]), (2, [2, 4, 6]), (3, [4, 6])])
+def test_a_resumed_run_makes_up_for_the_evaluation_it_may_have_ended_in(tmp_path: Path, resumed_at: int, evaluated: list[int]) -> None:
+    recipe, world = recipe_of(steps=6), World()
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"eval_every": 2})})
+
+    async def scenario() -> None:
+        stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
+        stage.prepared = replace(stage.prepared, problems=ProblemSets(stage.prepared.problems.train, [Problem("e0", "0", "1")], []))
+        stage.state.step = resumed_at
+        await asyncio.wait_for(stage.run(), 20)
+
+    asyncio.run(scenario())
+    assert [step for step, metrics in world.rows if "eval/accuracy" in metrics] == evaluated
