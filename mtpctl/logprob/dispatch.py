@@ -86,15 +86,17 @@ class Dispatcher:
         return stood
 
     def close(self) -> None:
-        """Hand out nothing any more; what waits or is under way fails."""
+        """Hand out nothing any more; what waits, is under way or comes fails."""
         self._closed = True
-        self.refuse(lambda item: True, RuntimeFailure("the log-prob server has ended"))
+        self.settle()
         for task in self._tasks:
             task.cancel()
 
     def settle(self) -> None:
         """Hand out what can be handed out, and refuse what nobody will ever answer. Called whenever something changed."""
         if self._closed:
+            self.refuse(lambda item: True, _ended())
+            self.queue.give_room()
             return
         self._refuse_hopeless()
         while self._paused_at is None and self._hand_out():
@@ -128,6 +130,11 @@ class Dispatcher:
         except (ReplicaDead, TimeoutError) as error:
             self.replicas.lost(seat, replica, error)
             self._again(batch, error, died=True)
+        except asyncio.CancelledError:
+            for item in batch:
+                if not item.answer.done():
+                    item.answer.set_exception(_ended())
+            raise
         except Exception as error:
             # The pass failed. Ranks that stand in a collective of it will not answer, and then the replica is lost too.
             await self.check_alive(seat, replica)
@@ -203,6 +210,10 @@ class Dispatcher:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _ended() -> RuntimeFailure:
+    return RuntimeFailure("the log-prob server has ended")
 
 
 def _wants(request: ScoreRequest, version: int, current: int) -> bool:

@@ -238,6 +238,17 @@ async def test_when_no_replica_can_be_started_any_more_requests_end() -> None:
 
 
 @settled
+async def test_nobody_waits_for_a_server_that_has_ended() -> None:
+    server = await serve(Started(seconds=1e-3), tokens_per_batch=100, queue_tokens=100)
+    tasks = [asyncio.create_task(server.score(request(100))) for _ in range(4)]
+    await asyncio.sleep(0.02)
+    await server.close()
+    tasks.append(asyncio.create_task(server.score(request(100))))
+    answers = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 2)
+    assert [str(answer) for answer in answers] == ["the log-prob server has ended"] * 5, "under way, waiting, waiting for room, late"
+
+
+@settled
 async def test_a_replica_that_dies_at_rest_is_noticed() -> None:
     start = Started()
     server = await serve(start)
