@@ -130,8 +130,10 @@ class Optimizer:
         if finite:
             for name, clip in ((None, self.config.clip_grad), ("mtp", self.mtp_clip)):
                 if clip and norms[name] > clip:
-                    grads = [p.grad for p in self.inner.get_parameters() if getattr(p, "grad_norm_group", None) == name]
-                    torch._foreach_mul_([g for g in grads if g is not None], clip / norms[name])
+                    held = [p for p in self.inner.get_parameters() if getattr(p, "grad_norm_group", None) == name]
+                    # A pipeline stage without MTP layers has none of theirs, nor has a rank whose shard holds others.
+                    if grads := [p.grad for p in held if p.grad is not None]:
+                        torch._foreach_mul_(grads, clip / norms[name])
             self._apply()
             self.steps += 1
         return StepResult(finite, norms[None], norms["mtp"], self.config.lr * share)

@@ -70,7 +70,7 @@ MODELS: dict[str, dict[str, Any]] = {
 class Case:
     """like: the case of one process that it must equal; restore: the case whose checkpoint it begins from;
     poisoned: before its second update stands one in which a weight of its last rank is NaN; few: three sequences too long to be
-    packed, one of them without a token to draft."""
+    packed, one of them without a token to draft; clipped: trunk and MTP have clips under their norms, rates of their own and decay."""
 
     name: str
     parallel: ParallelConfig
@@ -81,6 +81,7 @@ class Case:
     restore: str = ""
     poisoned: bool = False
     few: bool = False
+    clipped: bool = False
 
     @property
     def bound(self) -> float:
@@ -98,12 +99,13 @@ def _case(
     restore: str = "",
     poisoned: bool = False,
     few: bool = False,
+    clipped: bool = False,
     like: str = "",
     **parallel: Any,
 ) -> Case:
-    mtp = MtpConfig(mode=mode, loss_scale=0.3, clip_grad=0)  # type: ignore[arg-type]
+    mtp = MtpConfig(mode=mode, loss_scale=0.3, clip_grad=0.02 if clipped else 0)  # type: ignore[arg-type]
     settings = {"mtp": mtp, "tokens_per_microbatch": 50, **(fields or {})}
-    return Case(name, ParallelConfig(**parallel), model, settings, like or f"{model}-{mode}", saved, restore, poisoned, few)
+    return Case(name, ParallelConfig(**parallel), model, settings, like or f"{model}-{mode}", saved, restore, poisoned, few, clipped)
 
 
 SHARDED = {"distributed_optimizer": True}
@@ -133,6 +135,15 @@ CASES = [
         _case(f"{name}-tied-{mode}", "tied", mode, **p)
         for mode in ("joint", "isolated")
         for name, p in (("tp2", {"tp": 2}), ("pp2", {"pp": 2}))
+    ),
+    *(
+        _case(name, "tied", clipped=True, like="tied-clipped", fields=fields, **p)
+        for name, fields, p in (
+            ("tied-clipped", {}, {}),
+            ("tied-clipped-pp2", {}, {"pp": 2}),
+            ("tied-clipped-sp2", {}, {"tp": 2, "sequence_parallel": True}),
+            ("tied-clipped-dp2-sharded", SHARDED, {"dp": 2}),
+        )
     ),
     _case("sp2-isolated", mode="isolated", tp=2, sequence_parallel=True),
     _case("sp2-pp2", tp=2, sequence_parallel=True, pp=2, saved=True),

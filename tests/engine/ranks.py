@@ -25,6 +25,8 @@ DEADLINE_S = 300
 SMOOTH = GENTLE.model_copy(update={"lr": 1e-3, "eps": 1e-2})
 """An Adam whose steps do not hang on the sign of gradients that are almost nothing."""
 
+CLIPPED = SMOOTH.model_copy(update={"clip_grad": 0.3, "mtp_lr": 5e-3, "weight_decay": 0.1})
+
 
 def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
     """After a first update, or from another layout's checkpoint of that moment: scores, and a second update's metrics,
@@ -38,7 +40,7 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
             if case.few
             else sequences(9, seed=3, vocab=61)
         )
-        made.set_optimizer(SMOOTH)
+        made.set_optimizer(CLIPPED if case.clipped else SMOOTH)
         if case.restore:
             assert made.restore(root / case.restore) == {"step": 1}
         else:
