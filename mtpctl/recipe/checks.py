@@ -22,6 +22,7 @@ Complaints = Iterator[str]
 SECRET = re.compile(r"(?:(?:^|hf_|hub_|auth_|access_|api_|bearer_)token|secret|password|passwd|api_?key|credentials?)$", re.IGNORECASE)
 PACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 ADDRESS = re.compile(r"auto|local|(?:\w+://)?\S+:[0-9]+\S*")
+TOKENIZER_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 KV_HEADS = "key-value heads"
 URL_PASSWORD = re.compile(r"://[^/\s:@]+:[^/\s@]+@")
 
@@ -46,6 +47,7 @@ def complaints_of(recipe: Recipe) -> Complaints:
     yield from _sync(recipe)
     yield from _updated_in_place(recipe, config or {})
     yield from _data(recipe)
+    yield from _kernels(recipe)
     yield from _devices(recipe)
     yield from _paths(recipe)
     if shape is not None:
@@ -78,11 +80,15 @@ def _model(recipe: Recipe, shape: ModelShape | None) -> Complaints:
             yield f"model.config.vocab_size: {shape.vocab} is too small for the byte tokenizer's {BYTE_VOCAB_SIZE} ids"
         if recipe.data.chat_template:
             yield "data.chat_template: the byte tokenizer has no chat template; set it to false"
+    elif (named := recipe.model.tokenizer) and not Path(named).is_dir() and not TOKENIZER_ID.fullmatch(named):
+        yield f"model.tokenizer: there is no folder {named}; give a folder with a tokenizer, a hub id, or `bytes`"
     if shape is not None and recipe.mtp.mode != "off" and shape.mtp_layers == 0:
         yield f"mtp.mode: {recipe.mtp.mode}, but the model has no MTP layers; set mtp.mode: off and rollout.speculation.num_tokens: 0"
     elif recipe.mtp.mode == "off" and recipe.rollout.speculation.num_tokens:
         k = recipe.rollout.speculation.num_tokens
         yield f"rollout.speculation.num_tokens: {k} needs the MTP layers that mtp.mode: off leaves out; set it to 0, or mtp.mode: load"
+    if shape is not None and recipe.mtp.repeat > 1 and shape.mtp_layers > 1:
+        yield f"mtp.repeat: {recipe.mtp.repeat} depths share one MTP layer, and the model has {shape.mtp_layers} of its own; set it to 1"
     if recipe.rollout.speculation.auto and not recipe.rollout.speculation.num_tokens:
         yield "rollout.speculation.auto: there is nothing to switch with num_tokens: 0; set num_tokens, or auto: false"
 
@@ -193,11 +199,32 @@ def _data(recipe: Recipe) -> Complaints:
     if data.sft_path and data.sft_task:
         yield "data: both sft_path and sft_task are given; keep one"
     for field, path in (("path", data.path), ("eval_path", data.eval_path), ("sft_path", data.sft_path)):
-        if path and not Path(path).expanduser().is_file():
+        if path and not Path(path).is_file():
             yield f"data.{field}: there is no file {path}"
+    if data.path and data.eval_path and Path(data.path).resolve() == Path(data.eval_path).resolve():
+        yield "data.eval_path: is data.path, which is trained on; name held-out problems, or leave it out"
     for field, task in (("task", data.task), ("sft_task", data.sft_task)):
         if task and task.min_digits > task.max_digits:
             yield f"data.{field}.min_digits: must be at most max_digits: {task.max_digits}, got {task.min_digits}"
+
+
+def _kernels(recipe: Recipe) -> Complaints:
+    """What a kernel that is taken at its word would refuse at the first update."""
+    name = recipe.kernels.linear_logprob
+    if name not in ("triton", "liger"):
+        return
+    field = "kernels.linear_logprob"
+    if recipe.device == "cpu":
+        yield f"{field}: {name} needs a GPU; set auto"
+    elif recipe.train.precision != "bf16":
+        yield f"{field}: {name} needs train.precision: bf16; set auto"
+    elif name == "liger":
+        if recipe.mtp.mode in ("joint", "isolated"):
+            yield f"{field}: liger tells no greedy hits, which mtp.mode: {recipe.mtp.mode} counts; set auto"
+        if recipe.train.parallel.tp > 1:
+            yield f"{field}: liger takes no vocabulary that train.parallel.tp: {recipe.train.parallel.tp} splits; set auto"
+        if recipe.logprob.standalone:
+            yield f"{field}: liger takes no temperature a token, as log-prob servers give it; set auto"
 
 
 def _devices(recipe: Recipe) -> Complaints:
@@ -219,7 +246,7 @@ def _sglang(recipe: Recipe, rollout: SglangConfig) -> Complaints:
     """What SGLang needs, and what it cannot do."""
     if recipe.device == "cpu":
         yield "rollout.engine: sglang needs a GPU; set vllm, or cluster.device: cuda"
-    if rollout.python and not Path(rollout.python).expanduser().is_file():
+    if rollout.python and not Path(rollout.python).is_file():
         yield f"rollout.python: there is no interpreter {rollout.python}"
     if rollout.top_p < 1 or rollout.top_k:
         name = "top_p" if rollout.top_p < 1 else "top_k"

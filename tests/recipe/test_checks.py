@@ -56,6 +56,10 @@ def test_our_overlays_fit(path: Path) -> None:
         (["model.config.vocab_size=256"], "model.config.vocab_size: 256 is too small for the byte tokenizer's 259 ids"),
         (["data.chat_template=true"], "data.chat_template: the byte tokenizer has no chat template"),
         (["model.config.num_nextn_predict_layers=0"], "mtp.mode: isolated, but the model has no MTP layers; set mtp.mode: off"),
+        (
+            ["mtp.repeat=2", "model.config.num_nextn_predict_layers=2"],
+            "mtp.repeat: 2 depths share one MTP layer, and the model has 2 of its own",
+        ),
         (["mtp.mode=off"], "rollout.speculation.num_tokens: 1 needs the MTP layers that mtp.mode: off leaves out"),
         (["rollout.speculation={num_tokens: 0, auto: true}"], "rollout.speculation.auto: there is nothing to switch"),
         (["async.deterministic=true", "rollout.speculation.auto=true"], "rollout.speculation.auto: switches by measured speed"),
@@ -121,6 +125,20 @@ def test_our_overlays_fit(path: Path) -> None:
             ["sync.transport=nccl", "cluster.device=cuda", "train.gpus=0.4", "rollout.gpus=0.4"],
             "sync.transport: nccl joins one process of a card",
         ),
+        (["model.tokenizer=/nowhere/tokenizer"], "model.tokenizer: there is no folder /nowhere/tokenizer; give a folder"),
+        (["data.task=", f"data.path={__file__}", f"data.eval_path={__file__}"], "data.eval_path: is data.path, which is trained on"),
+        (["kernels.linear_logprob=triton"], "kernels.linear_logprob: triton needs a GPU; set auto"),
+        (["kernels.linear_logprob=liger"], "kernels.linear_logprob: liger needs a GPU; set auto"),
+        ([*CARD, "kernels.linear_logprob=triton"], "kernels.linear_logprob: triton needs train.precision: bf16"),
+        ([*CARD, "train.precision=bf16", "kernels.linear_logprob=liger"], "kernels.linear_logprob: liger tells no greedy hits"),
+        (
+            [*CARD, "train.precision=bf16", "mtp.mode=load", "train.parallel.tp=2", "kernels.linear_logprob=liger"],
+            "kernels.linear_logprob: liger takes no vocabulary that train.parallel.tp: 2 splits",
+        ),
+        (
+            [*CARD, "train.precision=bf16", "mtp.mode=load", "logprob.standalone=true", "kernels.linear_logprob=liger"],
+            "kernels.linear_logprob: liger takes no temperature a token",
+        ),
         (["data.sft_path=/none.jsonl"], "data.sft_path: there is no file /none.jsonl"),
         (["data.sft_task={min_digits: 4}"], "data.sft_task.min_digits: must be at most max_digits: 3, got 4"),
         (["run_dir=runs/{nmae}"], "run_dir: {nmae} is not known"),
@@ -150,6 +168,16 @@ def test_what_does_not_fit(sets: list[str], message: str) -> None:
 
 def list_complaints(sets: list[str]) -> list[str]:
     return list(complaints_of(load_recipe("tiny_mtp", sets=[*SIZES, *sets]).recipe))
+
+
+@pytest.mark.parametrize("sets", [["kernels.linear_logprob=triton"], ["kernels.linear_logprob=liger", "mtp.mode=load"]])
+def test_kernels_by_name_are_allowed_where_they_can_work(sets: list[str]) -> None:
+    assert not list_complaints([*CARD, "train.precision=bf16", *sets])
+
+
+@pytest.mark.parametrize("tokenizer", ["gpt2", "XiaomiMiMo/MiMo-7B-RL", "bytes"])
+def test_a_tokenizer_of_the_hub_is_not_asked_for(tokenizer: str) -> None:
+    assert not list_complaints([f"model.tokenizer={tokenizer}"])
 
 
 def test_the_rest_is_named() -> None:
