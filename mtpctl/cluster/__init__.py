@@ -6,13 +6,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mtpctl.cluster.deadlines import within
-from mtpctl.cluster.local import check_room, cluster
+from mtpctl.cluster.local import check_room, cluster, on_one_host
 from mtpctl.cluster.replicas import Lifecycle, Replicas, Seat, start_all
 
 if TYPE_CHECKING:
     from mtpctl.cluster.meeting import address_of, host_store, join_store
 
-__all__ = ["Lifecycle", "Replicas", "Seat", "address_of", "check_room", "cluster", "host_store", "join_store", "start_all", "within"]
+__all__ = [
+    "Lifecycle",
+    "Replicas",
+    "Seat",
+    "address_of",
+    "check_room",
+    "cluster",
+    "host_store",
+    "join_store",
+    "on_one_host",
+    "start_all",
+    "within",
+]
 
 _MEETING = ("address_of", "host_store", "join_store")
 """They need torch, which importing this folder does not."""

@@ -13,6 +13,13 @@ from mtpctl.recipe import ClusterResources, EnvironmentMissing
 from mtpctl.recipe.schema import ClusterConfig
 
 
+def on_one_host() -> bool:
+    """Whether all actors are on this machine: Ray has no other host, or is not there."""
+    import ray
+
+    return not ray.is_initialized() or sum(node["Alive"] for node in ray.nodes()) <= 1
+
+
 def check_room(config: ClusterConfig, *, cpus: float, gpus: float) -> None:
     """Raise ClusterResources where a cluster of this machine alone would have too few CPUs or GPUs."""
     # Without an address Ray takes the environment's, before it starts anything.

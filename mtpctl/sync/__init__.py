@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mtpctl.sync.publisher import Publisher
     from mtpctl.sync.sender import Sender
     from mtpctl.sync.session import SyncReport, check_checksums, or_cancel, update_target
-    from mtpctl.sync.store import VersionStore, default_root
+    from mtpctl.sync.store import VersionStore, default_root, name_of
     from mtpctl.sync.transports import Sent
 
 _HOMES = {
@@ -47,6 +47,7 @@ _HOMES = {
     "VersionStore": "store",
     "Sent": "transports",
     "default_root": "store",
+    "name_of": "store",
 }
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "check_checksums",
     "checksum",
     "default_root",
+    "name_of",
     "or_cancel",
     "update_target",
 ]

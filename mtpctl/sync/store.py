@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import zlib
 from pathlib import Path
 
+from mtpctl.cluster import on_one_host
 from mtpctl.recipe import EnvironmentMissing
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import VersionConflict
@@ -22,10 +24,20 @@ KEPT = 2
 _MANIFEST = "manifest.json"
 
 
-def default_root(run: str, needed_bytes: int, fallback: Path) -> Path:
-    """Where a run's versions belong: shared memory if `needed_bytes` fit twice over, else `fallback` on disk."""
-    if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * needed_bytes:
-        return SHARED_MEMORY / f"mtpctl-{run}"
+def name_of(folder: Path) -> str:
+    """A name for the versions of what is made in `folder`. By its whole path: folders of one name share a machine's memory, not weights."""
+    return f"{folder.name}-{zlib.crc32(str(folder.resolve()).encode()):08x}"
+
+
+def default_root(name: str, needed_bytes: int, fallback: Path) -> Path:
+    """Where versions of `needed_bytes` belong: shared memory where the kept ones and the one being written fit, else `fallback`.
+
+    Whoever reads them is on this machine, or sees `fallback`. What a process of the same name left in memory, killed, is removed.
+    """
+    root = SHARED_MEMORY / f"mtpctl-{name}"
+    VersionStore(root).close()
+    if on_one_host() and SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > (KEPT + 1) * needed_bytes:
+        return root
     return fallback
 
 

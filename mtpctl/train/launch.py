@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import shutil
 import signal
-import zlib
 from pathlib import Path
 
 from mtpctl.cluster import check_room, cluster, within
@@ -16,7 +15,7 @@ from mtpctl.plan import WEIGHT_BYTES, Placement, place
 from mtpctl.recipe import MtpctlError, Recipe, dump_resolved
 from mtpctl.rl import make_checker
 from mtpctl.rollout import ReplicaPool, check_engine_installed, start_pool
-from mtpctl.sync import VersionStore, default_root
+from mtpctl.sync import VersionStore, default_root, name_of
 from mtpctl.telemetry import RunDirectory, Telemetry
 from mtpctl.train.buffer import SampleBuffer
 from mtpctl.train.prepare import Prepared, prepare
@@ -61,12 +60,9 @@ class Run:
     def __init__(self, recipe: Recipe, prepared: Prepared, directory: RunDirectory, telemetry: Telemetry, placement: Placement) -> None:
         self.recipe, self.prepared, self.directory, self.telemetry, self.placement = recipe, prepared, directory, telemetry, placement
         self.state = RunState(directory.checkpoints, recipe.train)
-        # Named by the whole path: runs in folders of one name share a machine's memory, not their weights.
-        name = f"{directory.path.name}-{zlib.crc32(str(directory.path.resolve()).encode()):08x}"
         size = count(prepared.model.shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
-        kept = directory.path / "versions"
         # On several hosts the run directory is what all of them see.
-        self.store = VersionStore(kept if placement.hosts > 1 else default_root(name, size, kept))
+        self.store = VersionStore(default_root(name_of(directory.path), size, directory.path / "versions"))
 
     async def drive(self) -> bool:
         """Run all stages. Returns False where a stop was asked for before the end; a checkpoint, if the recipe keeps any, is there then."""

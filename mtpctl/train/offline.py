@@ -13,13 +13,14 @@ from typing import Any
 from mtpctl.cluster import cluster, within
 from mtpctl.convert import HfFolder
 from mtpctl.data import NO_ANSWER, Tokenizer, check_fits_model, encode_prompt, read_problems
-from mtpctl.plan import Host, Placement, place
+from mtpctl.families import count
+from mtpctl.plan import WEIGHT_BYTES, Host, Placement, place
 from mtpctl.recipe import Recipe, UserError, validate
 from mtpctl.rl import MathChecker, make_checker
 from mtpctl.rollout.offline import Progress, Prompt, answer_all, summary, wanted
 from mtpctl.rollout.sample_file import Origin, SampleFile
 from mtpctl.rollout.start import check_engine_installed, start_pool
-from mtpctl.sync import Manifest, VersionStore, default_root
+from mtpctl.sync import Manifest, VersionStore, default_root, name_of
 from mtpctl.train.prepare import makes_model, model_of, tokenizer_of
 from mtpctl.train.state import newest_version
 
@@ -148,9 +149,9 @@ def _generate(
     check_engine_installed(recipe)
     placement = _engines(recipe)
     checker = make_checker(recipe.data.checker)
-    store = VersionStore(default_root(f"rollout-{folder.name}", 1 << 30, folder / "versions"))
+    size = count(source.model.shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
 
-    async def drive() -> float:
+    async def drive(store: VersionStore) -> float:
         async with contextlib.AsyncExitStack() as stack:
             # Another stream of random numbers than the one that made what is there already.
             seed = recipe.seed + 7919 * file.tally.samples
@@ -185,11 +186,13 @@ def _generate(
             )
 
     with contextlib.ExitStack() as stack:
-        stack.callback(store.close)
         if isinstance(checker, MathChecker):
             stack.enter_context(checker)
         stack.enter_context(cluster(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus))
-        return asyncio.run(drive())
+        store = VersionStore(default_root(name_of(folder), size, folder / "versions"))
+        store.close()
+        stack.callback(store.close)
+        return asyncio.run(drive(store))
 
 
 def _engines(recipe: Recipe) -> Placement:

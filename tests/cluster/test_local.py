@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mtpctl.cluster import check_room, cluster
+from mtpctl.cluster import check_room, cluster, on_one_host
 from mtpctl.recipe import ClusterResources
 from mtpctl.recipe.schema import ClusterConfig
 
@@ -32,3 +32,10 @@ def test_so_is_one_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -
     """As it does for what `ray job submit` starts, on a head without cards perhaps."""
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     check_room(ClusterConfig(), cpus=64, gpus=64)
+
+
+@pytest.mark.parametrize(("alive", "one"), [([True], True), ([True, False], True), ([True, True], False)])
+def test_hosts_that_are_gone_do_not_count(alive: list[bool], one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": each} for each in alive])
+    assert on_one_host() is one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from mtpctl.recipe import EnvironmentMissing
-from mtpctl.sync import Manifest, Publisher, VersionConflict, VersionStore, default_root
+from mtpctl.sync import Manifest, Publisher, VersionConflict, VersionStore, default_root, name_of
+from mtpctl.sync.store import KEPT
 from mtpctl.sync.transports import open_reader
 
 
@@ -105,10 +107,52 @@ def test_a_store_that_cannot_be_made_is_told(tmp_path: Path) -> None:
         publisher(tmp_path / "file").publish(tensors(1), 1)
 
 
-def test_shared_memory_is_used_where_versions_fit(tmp_path: Path) -> None:
-    assert default_root("run", 1 << 62, tmp_path) == tmp_path
-    small = default_root("run", 1, tmp_path)
-    assert small == (Path("/dev/shm/mtpctl-run") if Path("/dev/shm").is_dir() else tmp_path)
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Shared memory of 3,000 bytes."""
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr("mtpctl.sync.store.SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(3000, 0, 3000))
+    return tmp_path / "shm"
+
+
+def test_shared_memory_is_used_where_the_kept_versions_fit_and_the_next_one(memory: Path, tmp_path: Path) -> None:
+    assert default_root("run", 999, tmp_path) == memory / "mtpctl-run"
+    assert default_root("run", 1000, tmp_path) == tmp_path
+
+
+def test_the_store_holds_no_more_than_it_was_given_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 0
+
+    def watched(self: VersionStore, manifest: Manifest) -> None:
+        nonlocal most
+        most = max(most, len(list(self.root.glob("v*"))))
+        commit(self, manifest)
+
+    commit = VersionStore.commit
+    monkeypatch.setattr(VersionStore, "commit", watched)
+    publish = publisher(tmp_path / "store").publish
+    for version in range(1, 6):
+        publish(tensors(version), version)
+    assert most == KEPT + 1
+
+
+def test_what_a_killed_process_left_is_neither_kept_nor_in_the_way(memory: Path, tmp_path: Path) -> None:
+    publisher(memory / "mtpctl-run").publish(tensors(1), 7)
+    assert not VersionStore(default_root("run", 1, tmp_path)).versions()
+    publisher(memory / "mtpctl-run").publish(tensors(1), 7)
+    assert default_root("run", 1 << 40, tmp_path) == tmp_path
+    assert not list(memory.iterdir())
+
+
+def test_actors_on_several_hosts_meet_on_disk(memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtpctl.sync.store.on_one_host", lambda: False)
+    assert default_root("run", 1, tmp_path) == tmp_path
+
+
+def test_folders_of_one_name_have_stores_of_their_own(tmp_path: Path) -> None:
+    names = {name_of(tmp_path / place / "run") for place in ("a", "b")}
+    assert len(names) == 2 and all(name.startswith("run-") for name in names)
 
 
 def test_manifest_counts_bytes(tmp_path: Path) -> None:
