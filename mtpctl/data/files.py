@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from mtpctl.recipe import UserError
 
 NO_ANSWER = ""
 """`Problem.answer` of a prompt without one; an answer that is given cannot be empty."""
+
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 def read_problems(path: str | Path, field: str = "data.path", *, answers: bool = True) -> list[Problem]:
@@ -42,15 +46,25 @@ def _problem(row: dict[str, Any], prompt_id: str, where: str, answers: bool) -> 
         raise UserError(f"{where}: `prompt` must be text that is not empty; mend or remove the line")
     answer = row.get("answer")
     if isinstance(answer, int | float) and not isinstance(answer, bool):
-        answer = str(answer)
+        answer = _written(answer, where)
     if answer is None and not answers:
         answer = NO_ANSWER
-    elif not isinstance(answer, str) or not answer:
-        raise UserError(f"{where}: `answer` must be text or a number; mend or remove the line")
+    elif not isinstance(answer, str) or not answer.strip():
+        raise UserError(f"{where}: `answer` must be text that is not blank, or a number; mend or remove the line")
     solution = row.get("solution")
     if solution is not None and (not isinstance(solution, str) or not solution):
         raise UserError(f"{where}: `solution` must be text that is not empty where it is given; mend or remove it")
+    for name, text in (("prompt", prompt), ("answer", answer), ("solution", solution or "")):
+        if _HALF_CHARACTER.search(text):
+            raise UserError(f"{where}: `{name}` holds half of a character (a lone surrogate), which is no text; mend or remove the line")
     return Problem(prompt_id, prompt, answer, solution)
+
+
+def _written(answer: float, where: str) -> str:
+    """A number as a response has it: tools that know one kind of number alone write 42 as 42.0."""
+    if not math.isfinite(answer):
+        raise UserError(f"{where}: `answer` must be a number that is finite, got {answer}; mend or remove the line")
+    return str(int(answer) if answer == int(answer) else answer)
 
 
 def _shows_images(prompt: Any) -> bool:
@@ -63,7 +77,11 @@ def _shows_images(prompt: Any) -> bool:
 
 
 def _jsonl_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open("rb") as file:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    with file:
         for number, raw in enumerate(file, start=1):
             if not raw.strip():
                 continue
@@ -73,6 +91,8 @@ def _jsonl_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[s
                 raise UserError(f"{path}:{number}: not UTF-8 text; save the file as UTF-8") from error
             except json.JSONDecodeError as error:
                 raise UserError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno}); mend or remove the line") from error
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{path}:{number}: not JSON that can be read ({error}); mend or remove the line") from error
             if not isinstance(row, dict):
                 raise UserError(
                     f"{path}:{number}: a line must be an object with {' and '.join(f'`{name}`' for name in needed)}; mend or remove it"

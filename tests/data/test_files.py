@@ -31,6 +31,19 @@ def test_parquet(tmp_path: Path) -> None:
     assert read_problems(path) == [Problem("train.parquet:1", "a", "1"), Problem("train.parquet:2", "b", "2")]
 
 
+@pytest.mark.parametrize(("number", "answer"), [("42", "42"), ("42.0", "42"), ("-0.5", "-0.5"), ("1e3", "1000")])
+def test_a_number_is_written_as_a_response_has_it(tmp_path: Path, number: str, answer: str) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(f'{{"prompt": "1+1=", "answer": {number}}}\n')
+    assert [problem.answer for problem in read_problems(path)] == [answer]
+
+
+def test_a_surrogate_pair_is_one_character(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(r'{"prompt": "\ud83d\ude00", "answer": "2"}' + "\n")
+    assert read_problems(path)[0].prompt == "😀"
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
@@ -40,6 +53,13 @@ def test_parquet(tmp_path: Path) -> None:
         ('{"prompt": "", "answer": "2"}', "`prompt`"),
         ('{"prompt": "1+1="}', "`answer`"),
         ('{"prompt": "1+1=", "answer": true}', "`answer`"),
+        ('{"prompt": "1+1=", "answer": " \\n"}', "`answer` must be text that is not blank"),
+        ('{"prompt": "1+1=", "answer": NaN}', "`answer` must be a number that is finite, got nan"),
+        ('{"prompt": "1+1=", "answer": 1e999}', "`answer` must be a number that is finite, got inf"),
+        ('{"prompt": "1+1=", "answer": ' + "9" * 5000 + "}", "not JSON that can be read"),
+        ("[" * 100_000, "not JSON that can be read"),
+        (r'{"prompt": "\ud83d", "answer": "2"}', "`prompt` holds half of a character"),
+        (r'{"prompt": "1+1=", "answer": "2", "solution": "\udc00"}', "`solution` holds half of a character"),
         ('{"prompt": "1+1=", "answer": "2", "solution": ""}', "`solution`"),
         ('{"prompt": "1+1=", "answer": "2", "images": ["a.png"]}', "image input is not supported"),
         ('{"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "answer": "2"}', "image input is not supported"),
