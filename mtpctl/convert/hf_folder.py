@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,10 @@ def create_hf_folder(config: dict[str, Any], path: str | Path, seed: int, *, dty
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
-    std = float(config.get("initializer_range", 0.02))
+    std = config.get("initializer_range")
+    std = 0.02 if std is None else std
+    if isinstance(std, bool) or not isinstance(std, int | float) or not 0 <= std < math.inf:
+        raise UserError(f"model config: initializer_range must be a number, 0 or above, got {std!r}")
     same = families.aliases(shape)
     tensors = {}
     for name, size in families.tensors(shape).items():

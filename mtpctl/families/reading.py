@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -25,10 +26,12 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
     Raises UserError naming what the config says and the families that are known.
     """
-    named = [str(a) for a in config.get("architectures") or []]
+    named = config.get("architectures") or []
+    if not isinstance(named, list):
+        raise UserError(f"model config: architectures must be a list, got {named!r}")
     model_type = config.get("model_type")
     for family in FAMILIES:
-        if any(a in family.architectures for a in named) or (not named and model_type in family.model_types):
+        if any(str(a) in family.architectures for a in named) or (not named and model_type in family.model_types):
             return family
     said = f"architectures {named}" if named else f"model_type {model_type!r}"
     known = ", ".join(f"{family.name} ({family.architectures[0]})" for family in FAMILIES)
@@ -37,7 +40,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 def mtp_layers_of(config: Mapping[str, Any]) -> int:
     """MTP layers that a config names, 0 where it names none."""
-    for part in (config, config.get("text_config") or {}):
+    for part in (config, _mapping(config, "text_config")):
         for key in MTP_COUNTS:
             if part.get(key):
                 return _Fields(part).whole(key)
@@ -50,7 +53,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     Raises UserError for an unknown family, and for a field that is missing or does not fit.
     """
     family = family_of(config)
-    fields = _Fields({**config, **(config.get("text_config") or {})})
+    fields = _Fields({**config, **_mapping(config, "text_config")})
     _check_computed_so(family, fields)
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     layers, vocab = fields.whole("num_hidden_layers"), fields.whole("vocab_size")
@@ -67,7 +70,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     if mtp_layers and family.mtp is None:
         raise UserError(f"model config: {mtp_layers} MTP layers are named, but the family {family.name} has none")
     moe = _moe(family.moe, fields, layers) if family.moe else None
-    rope = fields.raw.get("rope_parameters") or fields.raw.get("rope_scaling") or {}
+    rope = _Fields(_mapping(fields.raw, "rope_parameters") or _mapping(fields.raw, "rope_scaling"))
     positions = fields.whole("max_position_embeddings", family.max_positions)
     if family.name == "mimo" and all(config.get(key) == size for key, size in MIMO_7B.items()):
         positions = MIMO_7B_POSITIONS
@@ -82,16 +85,16 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocab=vocab,
-        rope_theta=float(rope.get("rope_theta", fields.raw.get("rope_theta") or family.rope_theta)),
-        rope_scaling=rope if rope.get("rope_type", rope.get("type", "default")) != "default" else None,
-        rotary_fraction=float(rope.get("partial_rotary_factor", fields.raw.get("partial_rotary_factor") or family.rotary_fraction)),
-        rms_eps=float(fields.raw.get("rms_norm_eps", family.rms_eps)),
+        rope_theta=rope.number("rope_theta", fields.number("rope_theta", family.rope_theta)),
+        rope_scaling=dict(rope.raw) if rope.raw.get("rope_type", rope.raw.get("type", "default")) != "default" else None,
+        rotary_fraction=rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", family.rotary_fraction)),
+        rms_eps=fields.number("rms_norm_eps", family.rms_eps),
         qkv_bias=fields.flag(family.qkv_bias),
         out_bias=fields.flag(family.out_bias),
         mlp_bias=fields.flag(family.mlp_bias),
         qk_norm=fields.flag(family.qk_norm),
         gated_attention=family.gated_attention,
-        tied=bool(config.get("tie_word_embeddings", fields.raw.get("tie_word_embeddings", family.tied))),
+        tied=_Fields(config if "tie_word_embeddings" in config else fields.raw).switch("tie_word_embeddings", family.tied),
         max_positions=positions,
         mtp_layers=mtp_layers,
         mtp=family.mtp if mtp_layers else None,
@@ -128,8 +131,29 @@ class _Fields:
             raise UserError(f"model config: {key} must be a positive integer, got {value!r}")
         return value
 
+    def number(self, key: str, default: float) -> float:
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise UserError(f"model config: {key} must be a number above 0, got {value!r}")
+        return float(value)
+
+    def switch(self, key: str, default: bool) -> bool:
+        value = self.raw.get(key, default)
+        if value not in (None, False, True):
+            raise UserError(f"model config: {key} must be true or false, got {value!r}")
+        return bool(value)
+
     def flag(self, flag: Flag) -> bool:
-        return bool(self.raw.get(flag, False)) if isinstance(flag, str) else flag
+        return self.switch(flag, False) if isinstance(flag, str) else flag
+
+
+def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise UserError(f"model config: {key} must be an object, got {value!r}")
+    return value or {}
 
 
 def _latent(fields: _Fields) -> LatentShape:
