@@ -77,7 +77,7 @@ def _recipe(given: str | None, model: str | None, sets: list[str] | None, overla
     loaded = load(source, overlays, sets).recipe
     if model is not None:
         # Of the recipe that is left, only how to serve matters: the model brings its own tokenizer and sizes.
-        named = loaded.model.model_copy(update={"path": model, "config": None, "tokenizer": None, "init": "weights"})
+        named = loaded.model.model_copy(update={"path": os.path.expanduser(model), "config": None, "tokenizer": None, "init": "weights"})
         return loaded.model_copy(update={"model": named}), None
     if run is None and _is_run(loaded.run_path):
         run = loaded.run_path

@@ -268,6 +268,10 @@ def _sentence(item: dict[str, Any], path: Keys, tree: Mapping[str, Any]) -> str:
             return f"must be a mapping of keys to values, got {shown}"
         case "list_type" | "tuple_type":
             return f"must be a list, got {shown}; write [{got}]"
+        case "less_than":
+            return f"must be below {limits['lt']}, got {shown}"
+        case "string_too_short":
+            return "must not be empty"
         case "string_pattern_mismatch":
             return f"may hold letters, digits, dots, dashes and underscores only, got {shown}"
     return f"{item['msg'].removeprefix('Value error, ').lower()}, got {shown}" if kind != "value_error" else str(limits["error"])

@@ -24,7 +24,7 @@ def model_folder(model: ModelConfig) -> Path | None:
     """
     if model.path is None:
         return None
-    folder = Path(model.path).expanduser()
+    folder = Path(model.path)
     if folder.is_dir():
         return folder
     if HUB_ID.fullmatch(model.path) and not folder.parent.is_dir():

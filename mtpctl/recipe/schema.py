@@ -6,10 +6,11 @@ Each section is one pydantic model, strict about unknown keys, importable withou
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 def _number(value: Any) -> Any:
@@ -26,6 +27,8 @@ PositiveFloat = Annotated[Float, Field(gt=0)]
 NonNegativeInt = Annotated[Int, Field(ge=0)]
 NonNegativeFloat = Annotated[Float, Field(ge=0)]
 Fraction = Annotated[Float, Field(ge=0, le=1)]
+HomePath = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path (or a hub id) in which `~` is the home of whoever loads the recipe: what reads it later need not know."""
 
 
 class Section(BaseModel):
@@ -45,12 +48,12 @@ BYTE_VOCAB_SIZE = 259
 
 
 class ModelConfig(Section):
-    path: str | None = Field(None, description="Hugging Face folder, or hub id such as XiaomiMiMo/MiMo-7B-RL.")
+    path: HomePath | None = Field(None, description="Hugging Face folder, or hub id such as XiaomiMiMo/MiMo-7B-RL.")
     init: Literal["weights", "random"] = Field("weights", description="Load the weights, or draw them from the seed.")
     config: dict[str, Any] | None = Field(
         None, description="Hugging Face config.json fields, inline: a new model of this shape is made in the run directory."
     )
-    tokenizer: str | None = Field(None, description="Tokenizer folder, or `bytes`; default: the one beside the model.")
+    tokenizer: HomePath | None = Field(None, description="Tokenizer folder, or `bytes`; default: the one beside the model.")
 
 
 class MtpConfig(Section):
@@ -90,7 +93,9 @@ class OptimizerConfig(Section):
     betas: tuple[Float, Float] = Field((0.9, 0.95), description="Adam's decay rates.")
     eps: PositiveFloat = Field(1e-8, description="Adam's epsilon.")
     weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled weight decay.")
-    warmup_steps: NonNegativeInt = Field(0, description="Linear warm-up from zero, in optimizer steps (`minibatches` of them an update in RL).")
+    warmup_steps: NonNegativeInt = Field(
+        0, description="Linear warm-up from zero, in optimizer steps (RL takes `minibatches` an update)."
+    )
     min_lr_ratio: Fraction = Field(1.0, description="Cosine decay to this share of the peak; 1: constant.")
     clip_grad: NonNegativeFloat = Field(1.0, description="Clip the trunk's gradient norm here; 0: never.")
 
@@ -206,7 +211,7 @@ class RolloutBase(Section):
     top_k: NonNegativeInt = Field(0, description="Top-k sampling; 0: off; else needs a correction to train on.")
     max_tokens: PositiveInt = Field(1024, description="Response tokens, at most.")
     context: PositiveInt | None = Field(None, description="Prompt and response tokens, at most; default: the model's.")
-    stop: list[str] = Field([], description="Strings that end a response.")
+    stop: list[Annotated[str, Field(min_length=1)]] = Field([], description="Strings that end a response.")
     stop_ids: list[NonNegativeInt] = Field([], description="Tokens that end a response, beside the tokenizer's end token.")
     environment: Literal["single", "calculator"] = Field(
         "single", description="What answers the model's turns. single: nothing; calculator: computes what stands in <calc>…</calc>."
@@ -233,7 +238,7 @@ class VllmConfig(RolloutBase):
 
 class SglangConfig(RolloutBase):
     engine: Literal["sglang"] = Field("sglang", description="What generates.")
-    python: str | None = Field(None, description="Interpreter of the environment that holds SGLang.")
+    python: HomePath | None = Field(None, description="Interpreter of the environment that holds SGLang.")
     draft_top_k: PositiveInt = Field(1, description="Branches that each step of the draft tree grows; 1: a chain.")
     draft_steps: PositiveInt | None = Field(None, description="Steps of the draft tree; default, and a must for a chain: num_tokens.")
 
@@ -318,10 +323,10 @@ class GeneratedTask(Section):
 
 
 class DataConfig(Section):
-    path: str | None = Field(None, description="JSONL or Parquet with `prompt` and `answer` columns.")
-    eval_path: str | None = Field(None, description="The same, held out.")
+    path: HomePath | None = Field(None, description="JSONL or Parquet with `prompt` and `answer` columns.")
+    eval_path: HomePath | None = Field(None, description="The same, held out.")
     task: GeneratedTask | None = Field(None, description="Generate the problems instead of reading them.")
-    sft_path: str | None = Field(None, description="Problems with `solution` for the supervised stage; default: the same as RL's.")
+    sft_path: HomePath | None = Field(None, description="Problems with `solution` for the supervised stage; default: the same as RL's.")
     sft_task: GeneratedTask | None = Field(None, description="Generate the supervised stage's problems; default: the same as RL's.")
     checker: Literal["exact", "math"] = Field("exact", description="exact: the text after the last `#`, trimmed; math: math-verify.")
     chat_template: bool = Field(False, description="Wrap prompts in the tokenizer's chat template.")
@@ -357,7 +362,7 @@ class Recipe(Section):
     """A whole run."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run.")
-    seed: NonNegativeInt = Field(0, description="Every random draw comes from it.")
+    seed: NonNegativeInt = Field(0, lt=1 << 63, description="Every random draw comes from it.")
     run_dir: str = Field("runs/{name}", description="Where everything of the run is written; {name} and {seed} are filled in.")
     model: ModelConfig = Field(default_factory=ModelConfig)
     mtp: MtpConfig = Field(default_factory=MtpConfig)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -223,3 +224,22 @@ def test_a_deterministic_run_has_no_staleness_whatever_the_threshold() -> None:
 
 def test_dumping_a_recipe_is_plain_yaml() -> None:
     assert yaml12.parse(dump_resolved(Recipe()), "dumped").value == Recipe().model_dump(mode="json", by_alias=True)
+
+
+def test_a_tilde_is_the_home_of_whoever_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    recipe = load_recipe("tiny_mtp", sets=["model.path=~/model", "model.tokenizer=~/tok", "data.path=~/a.jsonl", "data.sft_path=a~"]).recipe
+    assert (recipe.model.path, recipe.model.tokenizer) == ("/home/ada/model", "/home/ada/tok")
+    assert (recipe.data.path, recipe.data.sft_path) == ("/home/ada/a.jsonl", "a~")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed=9223372036854775808", "seed must be below 9223372036854775808, got 9223372036854775808"),
+        ('rollout.stop=["END", ""]', "rollout.stop.1 must not be empty"),
+    ],
+)
+def test_values_that_generators_and_engines_refuse_later(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_recipe("tiny_mtp", sets=[text])
