@@ -64,6 +64,7 @@ class Dispatcher:
         self._idle = asyncio.Event()
         self._idle.set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ended_at: dict[int, float] = {}
 
     def held(self) -> list[int]:
         """Weight versions that some replica can answer under."""
@@ -143,7 +144,9 @@ class Dispatcher:
             elif len(batch) > 1:
                 self._again(batch, error, died=False)
         else:
-            seconds = time.monotonic() - began
+            # A batch that was handed out ahead began when the one before it ended.
+            began, now = max(began, self._ended_at.get(seat.index, began)), time.monotonic()
+            seconds, self._ended_at[seat.index] = now - began, now
             seat.failures = 0
             tokens = sum(item.tokens for item in batch)
             self.queue.served(tokens, seconds)

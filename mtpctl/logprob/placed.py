@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from mtpctl.cluster import within
 from mtpctl.logprob.dispatch import ServerLimits
 from mtpctl.logprob.rank import ReplicaConfig
 from mtpctl.logprob.replica import Replica, start_replica
@@ -46,7 +47,9 @@ async def start_server(
     )
 
     async def start(index: int) -> Replica:
-        return await start_replica(config, name=f"log-prob replica {index}", cpus=cpus, gpus=gpus)
+        # One that comes back as well: a host that is gone may leave no room for it.
+        name = f"log-prob replica {index}"
+        return await within(start_replica(config, name=name, cpus=cpus, gpus=gpus), recipe.cluster.actor_deadline_s, f"{name}, start")
 
     limits = ServerLimits(options.tokens_per_batch, options.queue_tokens, sync_deadline_s=recipe.sync.deadline_s)
     return await LogprobServer.start(start, options.replicas, limits, published=published)

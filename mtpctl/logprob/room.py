@@ -11,7 +11,7 @@ from mtpctl.logprob.protocol import QueueFull
 from mtpctl.logprob.queue import FairQueue
 
 SMOOTHING = 0.8
-"""Weight of what came before in the running mean of the replicas' rate."""
+"""Weight of what came before in the running sums of the replicas' tokens and seconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,13 +29,13 @@ class BoundedQueue(FairQueue):
         self.limit = limit
         self.granted = 0
         self.rooms: deque[_Room] = deque()
-        self._rate = 0.0
+        self._tokens = self._seconds = 0.0
 
     def check_room(self, tokens: int) -> None:
         """Raise QueueFull where `tokens` more may not wait now."""
         if self._full(tokens):
             over = self.tokens + min(tokens, self.limit) - self.limit
-            raise QueueFull(self.tokens, float(max(1, math.ceil(over / self._rate))) if self._rate else 1.0)
+            raise QueueFull(self.tokens, float(max(1, math.ceil(over * self._seconds / self._tokens))) if self._tokens else 1.0)
 
     async def wait_for_room(self, tokens: int) -> None:
         """Return when `tokens` more may wait. They are to be put in line at once: until then nobody holds them."""
@@ -62,8 +62,8 @@ class BoundedQueue(FairQueue):
 
     def served(self, tokens: int, seconds: float) -> None:
         """A replica took `seconds` over so many tokens; by this the time to come back is told."""
-        rate = tokens / seconds
-        self._rate = SMOOTHING * self._rate + (1 - SMOOTHING) * rate if self._rate else rate
+        # Two answers may come together, the second after no time at all: so no rate of a single batch is taken.
+        self._tokens, self._seconds = SMOOTHING * self._tokens + tokens, SMOOTHING * self._seconds + seconds
 
     def _full(self, tokens: int) -> bool:
         waiting = self.tokens + self.granted

@@ -86,7 +86,9 @@ async def start_pool(
         )
 
     async def start(index: int) -> Replica:
-        return await start_replica(settings(), name=f"rollout replica {index}", options=options)
+        # One that comes back as well: a host that is gone may leave no room for it.
+        name = f"rollout replica {index}"
+        return await within(start_replica(settings(), name=name, options=options), recipe.cluster.actor_deadline_s, f"{name}, start")
 
     # A few requests wait inside each engine, so that no place of it stands empty while an answer travels back.
     room = rollout.max_in_flight + ceil(WAITING_SHARE * rollout.max_in_flight)

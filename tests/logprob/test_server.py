@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -234,6 +235,15 @@ async def test_when_no_replica_can_be_started_any_more_requests_end() -> None:
     with pytest.raises(RuntimeFailure, match="every log-prob replica failed: 0: RuntimeFailure: no memory"):
         await task
     assert server.health()[0]["state"] == "quarantined"
+    await server.close()
+
+
+@settled
+async def test_a_replica_is_busy_for_as_long_as_it_works_also_with_a_batch_ahead() -> None:
+    server = await serve(Started(seconds=2e-4), tokens_per_batch=50)
+    began = time.monotonic()
+    await asyncio.gather(*(server.score(request(50)) for _ in range(20)))
+    assert 20 * 50 * 2e-4 <= server.counters.busy_s <= time.monotonic() - began
     await server.close()
 
 
