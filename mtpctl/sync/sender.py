@@ -63,12 +63,22 @@ class Sender(Packing):
         """
         self._raise_failure()
         self._idle.clear()
+        self._leave_broken()
         if self._writer is None or self._members != tuple(members):
             self._open(members)
         plans = self.section_plans(checksums or {})
         address = str(self._writer.control.address)
         self._sending = Manifest(version, self.transport, address, plans, str(self.store.root.absolute()))
         return self._sending
+
+    def _leave_broken(self) -> None:
+        """Leave a group that a receiver has given up, perhaps after everything was sent: in it nobody goes on."""
+        if self._writer is not None:
+            try:
+                self._writer.control.look()
+            except SyncError as error:
+                self._writer.fail(str(error))
+                self._writer = None
 
     def _open(self, members: list[str]) -> None:
         self.close()

@@ -57,6 +57,22 @@ def test_every_receiver_gets_every_byte(tmp_path: Path, pair: list[Receiver], tr
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_receiver_that_gives_up_when_all_was_sent_does_not_spoil_the_next_try(
+    tmp_path: Path, pair: list[Receiver], transport: str
+) -> None:
+    """As an engine that refuses an adapter does, when it has all of it."""
+    sends = sender(tmp_path, transport)
+    for last in (False, True):
+        manifest = sends.announce(1, ["a"])
+        pair[0].take(manifest)
+        sends.send(model(1).items())
+        assert equal(pair[0].taken(), 1)
+        if not last:
+            cancel(manifest, "a receiver of the weights gave up: it refuses")
+    sends.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_what_was_sent_is_kept_for_those_who_come_later(tmp_path: Path, pair: list[Receiver], transport: str) -> None:
     sends = sender(tmp_path, transport)
     manifest = sends.announce(1, ["a"])
