@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property, partial
@@ -184,7 +185,8 @@ def _hf_config(folder: HfFolder) -> Any:
     kind = str(folder.config.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise UserError(f"{folder.path / 'config.json'}: model_type {kind!r} is none that transformers knows; it is that of the family")
-    return CONFIG_MAPPING[kind].from_dict(folder.config)
+    # A copy, since transformers completes the sections of what it is given.
+    return CONFIG_MAPPING[kind].from_dict(deepcopy(folder.config))
 
 
 def names_of(task: Any) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""What Megatron-Bridge's mappings lack: experts as modules of their own, text models inside wrappers, and our own linear layers."""
+"""What Megatron-Bridge's mappings lack: experts as modules of their own, dense layers among those of experts, text models inside
+wrappers, and our own linear layers."""
 
 from __future__ import annotations
 
@@ -50,6 +51,37 @@ def register() -> None:
         wrapper = bridge.register_bridge(source=f"{name}ForConditionalGeneration", target=GPTModel, model_type=model_type)
         wrapper(of_the_text_model(text))
 
+    # Upstream's of these are known by the class, and would be found before one known by its name.
+    for module, name, source, model_type in (
+        ("qwen3_moe_bridge", "Qwen3MoEBridge", "Qwen3MoeForCausalLM", "qwen3_moe"),
+        ("qwen3_next_bridge", "Qwen3NextBridge", "Qwen3NextForCausalLM", "qwen3_next"),
+    ):
+        sparse = _with_dense_layers(_part(f"megatron.bridge.models.qwen.{module}", name), registry, auto, gated)
+        bridge.register_bridge(source=_part("transformers", source), target=GPTModel, model_type=model_type)(sparse)
     glm = with_own_experts(_part("megatron.bridge.models.glm.glm45_bridge", "GLM45Bridge"), registry, auto, gated)
-    # Upstream's is known by the class, and would be found before one known by its name.
     bridge.register_bridge(source=_part("transformers", "Glm4MoeForCausalLM"), target=GPTModel, model_type="glm4_moe")(glm)
+
+
+def _with_dense_layers(upstream: Any, registry: Any, auto: Any, gated: Any) -> type:
+    """Upstream's bridge of a model of experts, for configs whose `mlp_only_layers` or `decoder_sparse_step` leave layers without."""
+
+    class SparseBridge(upstream):  # type: ignore[misc]
+        def provider_bridge(self, hf_pretrained: Any) -> Any:
+            provider, config = super().provider_bridge(hf_pretrained), hf_pretrained.config
+            without = config.mlp_only_layers or []
+            sparse = [int(i not in without and (i + 1) % config.decoder_sparse_step == 0) for i in range(config.num_hidden_layers)]
+            if not all(sparse):
+                # Checkpoints then name the layers one by one, since they are not alike.
+                provider.moe_layer_freq = sparse
+            return provider
+
+        def mapping_registry(self) -> Any:
+            ours, theirs = "decoder.layers.*.mlp", "model.layers.*.mlp"
+            more = [
+                auto(f"{ours}.linear_fc1.layer_norm_weight", "model.layers.*.post_attention_layernorm.weight"),
+                gated(f"{ours}.linear_fc1.weight", gate=f"{theirs}.gate_proj.weight", up=f"{theirs}.up_proj.weight"),
+                auto(f"{ours}.linear_fc2.weight", f"{theirs}.down_proj.weight"),
+            ]
+            return registry(*super().mapping_registry().mappings, *more)
+
+    return SparseBridge

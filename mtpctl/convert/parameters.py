@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mtpctl.convert.bridge import WeightBridge, names_of
 from mtpctl.convert.stream import StreamMap
+from mtpctl.recipe import UserError
 
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
@@ -36,6 +37,13 @@ class ParameterMap:
     def __init__(self, bridge: WeightBridge, model: torch.nn.Module, names: Collection[str]) -> None:
         stream = StreamMap(bridge, [model], names)
         self._bridge = stream.bridge
+        mapped = {task.param_name for task in stream.tasks}
+        nameless = [name for name, _ in model.named_parameters() if name not in mapped and ".adapter." not in name]
+        if nameless:
+            more = f" and {len(nameless) - 4} more" if len(nameless) > 4 else ""
+            raise UserError(
+                f"{bridge.folder.path}: no tensor is known for {', '.join(nameless[:4])}{more}; such a model cannot be converted"
+            )
         self.parameters = [Parameter(task.param_name, tuple(task.param_weight.shape), _needs(task), task) for task in stream.tasks]
 
     def to_megatron(self, parameter: Parameter, weights: Mapping[str, Tensor]) -> Tensor:

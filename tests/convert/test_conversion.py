@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from mtpctl.convert import HfFolder
+from mtpctl.convert import HfFolder, StreamMap
+from mtpctl.recipe import UserError
 from mtpctl.recipe.schema import MtpConfig
-from tests.convert.models import FAMILIES, assert_same_tensors, converted, model
+from tests.convert.models import FAMILIES, assert_same_tensors, change_config, converted, model
 from tests.convert.test_families import assert_like
 from tests.engine.tiny import engine, mimo, sequences
 from tests.model.test_mimo import packed_logits
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("case", [*FAMILIES, "qwen3-moe-dense"])
 def test_there_and_back(tmp_path: Path, case: str) -> None:
     reference = model(case, tmp_path / "hf")
     made = converted(tmp_path / "hf", tmp_path / "checkpoint", verify=case in ("mimo", "deepseek-v3"))
@@ -51,6 +53,29 @@ def test_a_trainers_checkpoint_becomes_the_folder_it_would_export(tmp_path: Path
     found = load_file(tmp_path / "back" / "model.safetensors")
     assert found.keys() == exported.keys()
     assert all(torch.equal(found[name], exported[name]) for name in exported)
+
+
+def test_sections_of_the_config_come_back_as_they_were(tmp_path: Path) -> None:
+    mimo(tmp_path / "hf")
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
+    change_config(tmp_path / "hf", rope_scaling=scaling)
+    converted(tmp_path / "hf", tmp_path / "checkpoint")
+    converted(tmp_path / "checkpoint", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["rope_scaling"] == scaling
+
+
+def test_parameters_without_a_tensor_are_refused_and_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mimo(tmp_path / "hf")
+    whole = StreamMap.__init__
+
+    def poorer(self: StreamMap, *given: Any) -> None:
+        whole(self, *given)
+        self.tasks = [task for task in self.tasks if "mlp.linear_fc2" not in task.param_name]
+
+    monkeypatch.setattr(StreamMap, "__init__", poorer)
+    with pytest.raises(UserError, match=r"no tensor is known for decoder\.layers\.0\.mlp\.linear_fc2\.weight"):
+        converted(tmp_path / "hf", tmp_path / "checkpoint")
+    assert not (tmp_path / "checkpoint").exists()
 
 
 def test_without_mtp_layers_the_config_names_none(tmp_path: Path) -> None:
