@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Ids of the text; with `special`, framed by what the tokenizer itself puts before a prompt (bos, for some)."""
+        """Ids of the text; with `special`, behind what the tokenizer itself puts before a prompt (bos, for some)."""
         ...
 
     def decode(self, ids: list[int]) -> str:
@@ -57,7 +57,11 @@ class HfTokenizer:
         self.vocab_size: int = max(inner.get_vocab().values()) + 1
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        return self.inner.encode(text, add_special_tokens=special)
+        ids: list[int] = self.inner.encode(text, add_special_tokens=special)
+        if special and ids[-1:] == [self.eos_id] != self.inner.encode(text, add_special_tokens=False)[-1:]:
+            # Some close what they are given, for training; a prompt that has ended would be answered by anything.
+            return ids[:-1]
+        return ids
 
     def decode(self, ids: list[int]) -> str:
         text = self.inner.decode([i for i in ids if i < self.vocab_size], skip_special_tokens=True)
@@ -65,9 +69,18 @@ class HfTokenizer:
         return text
 
     def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        from jinja2 import TemplateError
+
         if self.inner.chat_template is None:
             raise UserError(f"data.chat_template: the tokenizer {self.name} has no chat template; set it to false")
-        ids = self.inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        try:
+            ids = self.inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        except TemplateError as error:
+            roles = " and ".join(message["role"] for message in messages)
+            raise UserError(
+                f"data.chat_template: the template of {self.name} does not take a conversation of {roles} ({_line(error)}); "
+                "leave data.system_prompt out, or set chat_template: false"
+            ) from error
         return cast("list[int]", ids)
 
 

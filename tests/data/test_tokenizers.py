@@ -80,3 +80,30 @@ def test_a_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_chat_without_a_template(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match=r"data\.chat_template"):
         tokenizer.chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_prompt_stays_open_whatever_the_tokenizer_closes(tmp_path: Path) -> None:
+    import tokenizers
+    from tokenizers import processors
+
+    make_byte_tokenizer(tmp_path)
+    inner = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    inner.post_processor = processors.TemplateProcessing(single="<bos> $A <eos>", special_tokens=[("<bos>", 257), ("<eos>", 258)])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    made = load_tokenizer(tmp_path)
+    assert made.encode("7=", special=True) == [257, *b"7="]
+    assert made.encode("7=") == list(b"7=")
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for m in messages if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endfor %}", "System role not"),
+        ("{{ messages", "unexpected end of template"),
+    ],
+)
+def test_a_template_that_refuses_is_one_line(tmp_path: Path, template: str, reason: str) -> None:
+    make_byte_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(UserError, match=rf"data\.chat_template: .* of system and user \({reason}"):
+        load_tokenizer(tmp_path).chat([{"role": "system", "content": "be brief"}, {"role": "user", "content": "7="}])
