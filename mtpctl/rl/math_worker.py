@@ -9,10 +9,53 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 from typing import Any
 
 WARM_UP_S = 60.0
+
+_ENVIRONMENT = re.compile(r"(?<!\\)\$|[#\n]|\\boxed|\\\(|\\\[")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_TEXT = re.compile(r"\\(?:text|mathrm|textbf|operatorname|begin|end)\s*\{[^{}]*\}")
+_JOINS = re.compile(r"[\s$]*(?:,|;|and|or|,\s*and|,\s*or)?[\s$]*")
+
+
+def answer_forms(answer: str) -> list[str]:
+    """How an answer is read, best first.
+
+    Outside of an environment the library takes the first or last number that it sees (of `2\\pi` the 2), so that a bare
+    expression is given one. What holds words ("18 dollars") is read as text first.
+    """
+    bare = f"${answer}$"
+    text = _ENVIRONMENT.search(answer) or _WORD.search(_TEXT.sub("", answer))
+    return [answer, bare] if text else [bare, answer]
+
+
+def final_part(response: str) -> str:
+    """The last box of a response, with those that stand before it in one list; the whole response where there is none.
+
+    The library would join all boxes of a line to a set, those that the response has taken back among them.
+    """
+    start, end = None, None
+    for box in reversed(list(re.finditer(r"\\boxed\{", response))):
+        close = _closing(response, box.end())
+        if close is None or (start is not None and not _JOINS.fullmatch(response[close:start])):
+            break
+        start, end = box.start(), end or close
+    # A number right behind `#` is no number to the library.
+    return re.sub(r"#(?=[^\s#])", "# ", response) if start is None else response[start:end]
+
+
+def _closing(text: str, at: int) -> int | None:
+    """Behind the brace that closes the one before `at`."""
+    depth = 1
+    for place in range(at, len(text)):
+        if text[place] in "{}" and text[place - 1] != "\\":
+            depth += 1 if text[place] == "{" else -1
+        if not depth:
+            return place + 1
+    return None
 
 
 def compare(response: str, answer: str, timeout_s: float) -> dict[str, bool]:
@@ -22,10 +65,10 @@ def compare(response: str, answer: str, timeout_s: float) -> dict[str, bool]:
 
     seconds = math.ceil(timeout_s)
     try:
-        # Answers come bare ("1/2", "x+1"): the library looks for LaTeX inside an environment.
-        gold = parse(answer, parsing_timeout=seconds, raise_on_error=True)
-        gold = gold or parse(f"${answer}$", parsing_timeout=seconds, raise_on_error=True)
-        given = parse(response, parsing_timeout=seconds, raise_on_error=True)
+        for text in answer_forms(answer):
+            if gold := parse(text, parsing_timeout=seconds, raise_on_error=True):
+                break
+        given = parse(final_part(response), parsing_timeout=seconds, raise_on_error=True)
         return {"equal": bool(gold) and verify(gold, given, timeout_seconds=seconds, raise_on_error=True), "timed_out": False}
     except TimeoutException:
         return {"equal": False, "timed_out": True}

@@ -58,6 +58,24 @@ def math_checker() -> Iterator[MathChecker]:
         ("no idea", "3", 0.0),
         ("", "3", 0.0),
         ("a line\nand 7", "7", 1.0),
+        # A bare answer is a whole expression, and not its first number.
+        (r"\boxed{2\pi}", r"2\pi", 1.0),
+        (r"\boxed{2}", r"2\pi", 0.0),
+        (r"\boxed{3\sqrt{13}}", r"3\sqrt{13}", 1.0),
+        (r"\boxed{x^2+1}", "1+x^2", 1.0),
+        (r"\boxed{6-5i}", "6-5i", 1.0),
+        (r"\boxed{1, 2}", "1, 2", 1.0),
+        (r"\boxed{-5}", "\N{MINUS SIGN}5", 1.0),
+        (r"\boxed{18}", "18 dollars", 1.0),
+        (r"\boxed{18}", r"\$18", 1.0),
+        (r"\boxed{42}", "4 and 38 make #### 42", 1.0),
+        # The last box counts, with those that it makes a list with.
+        (r"\boxed{41}, no: \boxed{42}", "42", 1.0),
+        (r"\boxed{42}, no: \boxed{41}", "42", 0.0),
+        (r"$\boxed{1}$ and $\boxed{2}$", "1, 2", 1.0),
+        (r"\boxed{\frac{1}{2}} or \boxed{", "0.5", 1.0),
+        ("9+3+0=12 #12", "12", 1.0),
+        ("4*12=48 3*12=36 #408", "408", 1.0),
     ],
 )
 def test_math(math_checker: MathChecker, response: str, answer: str, reward: float) -> None:
