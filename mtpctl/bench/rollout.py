@@ -82,7 +82,7 @@ async def in_turn(load: Load, ways: Mapping[str, Once], rounds: int, *, warm: bo
 def row(what: str, load: Load, runs: list[Run], against: list[Run] | None = None, bound: float | None = None, **more: Any) -> Result:
     """A row from its rounds, those `against` which it is held, round by round, and the bounds that it misses."""
     rates = tuple(run.tokens_per_s for run in runs)
-    ratios = tuple(run.tokens_per_s / other.tokens_per_s for run, other in zip(runs, against or runs, strict=True)) if against else ()
+    ratios = tuple(run.tokens_per_s / other.tokens_per_s for run, other in zip(runs, against, strict=True)) if against else ()
     ratio = statistics.median(ratios) if ratios else None
     misses = []
     if ratio is not None and bound is not None and ratio < bound:
@@ -195,15 +195,15 @@ def run(options: Options, parts: list[str], say: Say) -> list[Result]:
                 # The longest, and the least in doubt.
                 await measure_path(bench, table, [bench.queued()], others[0], plain)
 
-    with _cluster(options):
+    with _cluster(options, bench.at_once):
         asyncio.run(measure())
     return table.rows
 
 
 @contextmanager
-def _cluster(options: Options) -> Iterator[None]:
+def _cluster(options: Options, engines: int) -> Iterator[None]:
     gpus = 1 if options.device == "cuda" else 0
-    with cluster(ClusterConfig(device=options.device, num_cpus=None if gpus else 4), cpus=3, gpus=gpus):
+    with cluster(ClusterConfig(device=options.device, num_cpus=None if gpus else engines + 1), cpus=engines, gpus=gpus):
         yield
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from mtpctl import families
 from mtpctl.bench.cycle_model import write_cycle_model
 from mtpctl.bench.rollout_load import Load, Run, make_load, send, start_offline
 from mtpctl.cluster import within
-from mtpctl.families import hub_config
+from mtpctl.families import hub_config, toy_config
 from mtpctl.plan.memory import kv_bytes_per_token
 from mtpctl.plan.placement import Actor, Placement
 from mtpctl.recipe import Recipe, UserError
@@ -47,23 +47,7 @@ class Options:
     eager: bool = False
 
 
-TINY: dict[str, Any] = {
-    "architectures": ["MiMoForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_nextn_predict_layers": 1,
-    "vocab_size": 1024,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 640000.0,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "torch_dtype": "float32",
-}
+TINY = toy_config(vocab_size=1024, max_position_embeddings=1024, torch_dtype="float32")
 
 
 def known_shape(text: str) -> Literal["mimo7b", "tiny"]:
@@ -84,7 +68,7 @@ class Bench:
     """Model, loads and engines. `at_once` engines are on the card together."""
 
     def __init__(self, options: Options, say: Callable[[str], None], at_once: int) -> None:
-        self.options, self.say, self._at_once = options, say, at_once
+        self.options, self.at_once = options, at_once
         config = config_of(options.shape)
         self.shape = families.shape_of(config)
         most = self.shape.vocab // 4 - 1
@@ -127,7 +111,7 @@ class Bench:
         if options.device == "cuda":
             room = most * (options.prompt + options.tokens + 32)
             rollout["kv_cache_bytes"] = room * kv_bytes_per_token(self.shape, 1, 2, drafting=True)
-            rollout["gpu_memory"] = CARD_SHARE / self._at_once
+            rollout["gpu_memory"] = CARD_SHARE / self.at_once
             if not options.eager:
                 counts = sorted({1, 2, 4, *options.batches, *range(32, most + 1, 32)})
                 sizes = sorted({count * width for count in counts for width in range(1, drafts + 2)})
@@ -150,7 +134,7 @@ class Bench:
 
     @property
     def _gpus(self) -> float:
-        return round(1 / self._at_once, 2) if self.options.device == "cuda" else 0.0
+        return round(1 / self.at_once, 2) if self.options.device == "cuda" else 0.0
 
     @asynccontextmanager
     async def pool(self, drafts: int) -> AsyncIterator[ReplicaPool]:
@@ -182,7 +166,7 @@ class Bench:
             return run
 
         try:
-            await within(_begun(actor), START_S, "vLLM, start")
+            await within(actor.__ray_ready__.remote(), START_S, "vLLM, start")
             yield once
         finally:
             ray.kill(actor)
@@ -192,20 +176,15 @@ class Bench:
         return lambda load: send(pool, load, self.shape.vocab)
 
 
-async def _begun(actor: Any) -> None:
-    await actor.__ray_ready__.remote()
-
-
 @asynccontextmanager
 async def all_of(*managers: Any) -> AsyncIterator[list[Any]]:
     """Enter the managers at once, since engines take a minute or two to start, and leave them all."""
     entered = await asyncio.gather(*(manager.__aenter__() for manager in managers), return_exceptions=True)
-    began = [manager for manager, found in zip(managers, entered, strict=True) if not isinstance(found, BaseException)]
-    try:
+    async with AsyncExitStack() as began:
+        for manager, found in reversed(list(zip(managers, entered, strict=True))):
+            if not isinstance(found, BaseException):
+                began.push_async_exit(manager)
         for found in entered:
             if isinstance(found, BaseException):
                 raise found
         yield entered
-    finally:
-        for manager in began:
-            await manager.__aexit__(None, None, None)

@@ -89,9 +89,9 @@ class Replicas[R]:
         self._closed = False
         self._named: list[tuple[Seat[R], R]] | None = None
 
-    def live(self) -> list[tuple[Seat[R], R]]:
-        """Seats with a replica that serves."""
-        return [(seat, seat.replica) for seat in self.seats if seat.replica is not None]
+    def live(self, where: Callable[[R], bool] = lambda _: True) -> list[tuple[Seat[R], R]]:
+        """Seats with a replica that serves and for which `where` holds."""
+        return [(seat, seat.replica) for seat in self.seats if seat.replica is not None and where(seat.replica)]
 
     def hopeless(self) -> str:
         """Why nothing will ever serve again, seat by seat; empty while something may."""
@@ -119,14 +119,14 @@ class Replicas[R]:
 
         Whoever is named in a block of `standing` is whom its next `take_in` asks.
         """
-        self._named = [(seat, replica) for seat, replica in self.live() if where(replica)]
+        self._named = self.live(where)
         return [f"{kind} {seat.index}.{seat.fills}.{rank}" for seat, _ in self._named for rank in range(ranks)]
 
     async def take_in[T](self, call: Callable[[R], Awaitable[T]], where: Callable[[R], bool] = lambda _: True) -> list[T]:
         """The answers of those that `members` named, or where it was not asked of the live replicas for which `where` holds. See `each`."""
         assert self.updating.locked(), "replicas change in a block of `standing`"
         asked, self._named = self._named, None
-        return await self._ask([(seat, replica) for seat, replica in self.live() if where(replica)] if asked is None else asked, call)
+        return await self._ask(self.live(where) if asked is None else asked, call)
 
     async def each[T](self, call: Callable[[R], Awaitable[T]]) -> list[T]:
         """The answers of the live replicas, asked at once; one that turns out dead is restarted.

@@ -19,8 +19,6 @@ import torch
 from mtpctl.compat.vllm_draft_times import TIMES
 from mtpctl.compat.vllm_version import UpstreamMoved, require_pinned
 
-_MARK = "_mtpctl_skips"
-
 
 def install() -> bool:
     """Patch the drafters of both model runners, and the engine core; returns whether it was done now. May be called again.
@@ -61,7 +59,8 @@ def _patch(owner: Any, instead: Any) -> None:
 
     def propose(self: Any, *args: Any, **kwargs: Any) -> Any:
         drafts = kwargs.get("num_speculative_tokens")
-        if drafts is None or kwargs.get("dummy_run") or kwargs.get("is_profile"):
+        chosen = self.speculative_config.uses_dynamic_speculative_decoding()
+        if not chosen or drafts is None or kwargs.get("dummy_run") or kwargs.get("is_profile"):
             return upstream(self, *args, **kwargs)
         if drafts == 0:
             return instead(self, *args, **kwargs)
@@ -70,7 +69,6 @@ def _patch(owner: Any, instead: Any) -> None:
         end()
         return result
 
-    setattr(propose, _MARK, True)
     owner.propose = propose
 
 

@@ -5,6 +5,7 @@ from mtpctl.families.reading import MTP_COUNTS, family_of, mtp_layers_of, shape_
 from mtpctl.families.registry import FAMILIES, Family
 from mtpctl.families.shape import DeltaShape, LatentShape, ModelShape, MoeShape, MtpConvention
 from mtpctl.families.tensors import aliases, count, section_of, tensors
+from mtpctl.families.toy import toy_config
 
 __all__ = [
     "FAMILIES",
@@ -24,4 +25,5 @@ __all__ = [
     "section_of",
     "shape_of",
     "tensors",
+    "toy_config",
 ]

@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Awaitable, Coroutine
 from contextlib import suppress
 from itertools import count
-from pathlib import Path
 from typing import Any, Protocol
 
 from mtpctl.rollout.protocol import EngineDead, Health, SpecStats
@@ -298,7 +297,7 @@ async def start_replica(settings: EngineSettings, *, name: str, version: int = 0
 
     environment: dict[str, Any] = {"env_vars": settings.environment}
     if isinstance(settings, SglangSettings) and settings.python is not None:
-        environment["py_executable"] = str(Path(settings.python).expanduser())
+        environment["py_executable"] = settings.python
     actor = ray.remote(RolloutActor).options(max_concurrency=CONCURRENCY, runtime_env=environment, **(options or {}))
     replica = RayReplica(actor.remote(settings, version), name)
     try:

@@ -9,16 +9,14 @@ import signal
 from pathlib import Path
 
 from mtpctl.cluster import check_room, cluster, within
-from mtpctl.families import count
 from mtpctl.logprob import LogprobServer, start_server
-from mtpctl.plan import WEIGHT_BYTES, Placement, place
+from mtpctl.plan import Placement, place
 from mtpctl.recipe import MtpctlError, Recipe, dump_resolved
 from mtpctl.rl import make_checker
 from mtpctl.rollout import ReplicaPool, check_engine_installed, start_pool
-from mtpctl.sync import VersionStore, default_root, name_of
 from mtpctl.telemetry import RunDirectory, Telemetry
 from mtpctl.train.buffer import SampleBuffer
-from mtpctl.train.prepare import Prepared, prepare
+from mtpctl.train.prepare import Prepared, prepare, store_in
 from mtpctl.train.rl import RlStage
 from mtpctl.train.scoring import Scoring
 from mtpctl.train.sft import SftStage
@@ -60,9 +58,7 @@ class Run:
     def __init__(self, recipe: Recipe, prepared: Prepared, directory: RunDirectory, telemetry: Telemetry, placement: Placement) -> None:
         self.recipe, self.prepared, self.directory, self.telemetry, self.placement = recipe, prepared, directory, telemetry, placement
         self.state = RunState(directory.checkpoints, recipe.train)
-        size = count(prepared.model.shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
-        # On several hosts the run directory is what all of them see.
-        self.store = VersionStore(default_root(name_of(directory.path), size, directory.path / "versions"))
+        self.store = store_in(directory.path, recipe, prepared.model.shape)
 
     async def drive(self) -> bool:
         """Run all stages. Returns False where a stop was asked for before the end; a checkpoint, if the recipe keeps any, is there then."""

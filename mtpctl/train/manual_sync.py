@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -14,15 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from mtpctl.cluster import cluster, within
-from mtpctl.families import count
 from mtpctl.logprob import LogprobServer, start_server
-from mtpctl.plan import WEIGHT_BYTES, Placement, place
+from mtpctl.plan import Placement, place
 from mtpctl.recipe import Recipe, UserError
 from mtpctl.rollout import check_engine_installed, start_pool
-from mtpctl.sync import VersionStore, default_root
 from mtpctl.sync.transports import PUSHED
 from mtpctl.sync.vllm_http import ServedEngine, ServedEngines
-from mtpctl.train.prepare import model_of
+from mtpctl.train.prepare import model_of, store_in
 from mtpctl.train.state import newest_version
 from mtpctl.train.trainer import TrainerGroup
 from mtpctl.train.weights import WeightSync
@@ -101,8 +98,7 @@ async def _sync(
     say: Callable[[str], None],
 ) -> list[Synced]:
     model = model_of(recipe, source.run or scratch)
-    size = count(model.shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
-    store = VersionStore(default_root(f"sync-{os.getpid()}", size, scratch / "versions"))
+    store = store_in(scratch, recipe, model.shape)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(store.close)
         server: LogprobServer | None = None

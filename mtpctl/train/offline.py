@@ -13,15 +13,14 @@ from typing import Any
 from mtpctl.cluster import cluster, within
 from mtpctl.convert import HfFolder
 from mtpctl.data import NO_ANSWER, Tokenizer, check_fits_model, encode_prompt, read_problems
-from mtpctl.families import count
-from mtpctl.plan import WEIGHT_BYTES, Host, Placement, place
+from mtpctl.plan import Host, Placement, place
 from mtpctl.recipe import Recipe, UserError, validate
 from mtpctl.rl import MathChecker, make_checker
 from mtpctl.rollout.offline import Progress, Prompt, answer_all, summary, wanted
 from mtpctl.rollout.sample_file import Origin, SampleFile
 from mtpctl.rollout.start import check_engine_installed, start_pool
-from mtpctl.sync import Manifest, VersionStore, default_root, name_of
-from mtpctl.train.prepare import makes_model, model_of, tokenizer_of
+from mtpctl.sync import Manifest, VersionStore
+from mtpctl.train.prepare import makes_model, model_of, store_in, tokenizer_of
 from mtpctl.train.state import newest_version
 
 Say = Callable[[str], None]
@@ -149,7 +148,6 @@ def _generate(
     check_engine_installed(recipe)
     placement = _engines(recipe)
     checker = make_checker(recipe.data.checker)
-    size = count(source.model.shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
 
     async def drive(store: VersionStore) -> float:
         async with contextlib.AsyncExitStack() as stack:
@@ -189,7 +187,7 @@ def _generate(
         if isinstance(checker, MathChecker):
             stack.enter_context(checker)
         stack.enter_context(cluster(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus))
-        store = VersionStore(default_root(name_of(folder), size, folder / "versions"))
+        store = store_in(folder, recipe, source.model.shape)
         store.close()
         stack.callback(store.close)
         return asyncio.run(drive(store))

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from mtpctl.convert import HfFolder, ModelWeights, create_hf_folder
 from mtpctl.data import ProblemSets, Tokenizer, check_fits_model, fit_problems, load_problem_sets, load_tokenizer, make_byte_tokenizer
+from mtpctl.families import ModelShape, count
+from mtpctl.plan import WEIGHT_BYTES
 from mtpctl.recipe import EnvironmentMissing, Recipe, UserError, hf_config
+from mtpctl.sync import VersionStore, default_root, name_of
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,12 @@ def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
     if Path(config.path).is_dir():
         return HfFolder.open(config.path)
     return HfFolder.open(_download(config.path))
+
+
+def store_in(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:
+    """Where weight versions of what is made in `folder` are kept; called once Ray is there, which knows who has to read them."""
+    size = count(shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
+    return VersionStore(default_root(name_of(folder), size, folder / "versions"))
 
 
 def makes_model(recipe: Recipe) -> bool:

@@ -15,31 +15,15 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
+from mtpctl.families import toy_config
+
 Tensors = dict[str, torch.Tensor]
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:
     """config.json of a MiMo model with a hidden size of 128 and one MTP layer."""
-    config: dict[str, Any] = {
-        "architectures": ["MiMoForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_nextn_predict_layers": 1,
-        "vocab_size": 512,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 640000.0,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "torch_dtype": "float32",
-    }
-    return {**config, **changes}
+    sizes = {"vocab_size": 512, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32"}
+    return toy_config(**{**sizes, **changes})
 
 
 def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

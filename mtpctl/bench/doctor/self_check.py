@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mtpctl.families import toy_config
 from mtpctl.recipe import ThresholdMissed
 from mtpctl.samples import GenerationRequest, Sample
 
@@ -20,26 +21,7 @@ RESPONSES = 64
 TEMPERATURE = 0.7
 BOUNDS = {"fp32": 1e-4, "bf16": 2e-2}
 """Mean absolute difference of log-probs (nats) that passes, by the precision of the weights."""
-MODEL: dict[str, Any] = {
-    "architectures": ["MiMoForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 16,
-    "max_position_embeddings": 256,
-    "rope_theta": 640000.0,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "initializer_range": 0.1,
-    "num_nextn_predict_layers": 1,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+MODEL = toy_config(vocab_size=16, max_position_embeddings=256, head_dim=32, initializer_range=0.1, bos_token_id=1, eos_token_id=2)
 
 
 @dataclass(frozen=True, slots=True)
