@@ -173,7 +173,11 @@ async def _auto(bench: Bench, table: Table, load: Load, plain: ReplicaPool, draf
     await drafting.speculate()
     found = await in_turn(load, ways, bench.options.rounds, warm=False)
     state = (await drafting.speculate())[0]
-    steps = ", ".join(f"{count} with {drafts}" for drafts, count in sorted(state["steps"].items()))
+    took = state["step_s"]
+    steps = ", ".join(
+        f"{count} with {drafts}" + (f" of {took[drafts] * 1e3:.1f} ms" if drafts in took else "")
+        for drafts, count in sorted(state["steps"].items())
+    )
     table.add(row(what, load, found[what], found[OFF], AUTO_BOUND, drafts=state["drafts"]))
     table.say(f"  steps by their drafts: {steps}; {state['told'] or 'no look came to its end'}")
 

@@ -8,8 +8,10 @@ step. That the drafter costs nothing while it is off is `compat.vllm_drafter`'s 
 from __future__ import annotations
 
 import logging
+import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
+from functools import partial
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -19,6 +21,9 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 
 from mtpctl.rollout.switch import Choice, SpeculationSwitch, Step
+
+TIMED = 512
+"""Steps whose time is remembered for each number of drafts."""
 
 log = logging.getLogger("vllm.mtpctl")  # below vLLM's own logger, which is set up in every process of an engine
 
@@ -35,6 +40,7 @@ class SwitchingScheduler(Scheduler):
         self._last: tuple[float, int] | None = None
         self._choice = ""
         self._steps: Counter[int] = Counter()
+        self._took: dict[int, deque[float]] = defaultdict(partial(deque, maxlen=TIMED))
 
     def _say(self, choice: Choice) -> None:
         self._choice = str(choice)
@@ -65,20 +71,26 @@ class SwitchingScheduler(Scheduler):
             return
         lengths = Counter(map(len, output.sampled_token_ids))
         accepted = tuple(sum(count for length, count in lengths.items() if length > position + 1) for position in range(drafts))
+        self._took[drafts].append(now - last[0])
         self.switch.observe(Step(requests, drafts, now - last[0], accepted))
 
     def speculation(self, drafts: int | None, look_again: bool) -> dict[str, Any]:
         """Fix the number of drafts (None: leave it as it is; -1: choose again), and say what is being done.
 
-        `steps` counts those since the last call, by the drafts that were asked for.
+        `steps` counts those since the last call, by the drafts that were asked for, and `step_s` has the median time of those that only
+        decoded.
         """
         if drafts is not None:
             self.switch.fix(None if drafts < 0 else drafts)
         if look_again:
             self.switch.look_again()
-        steps, self._steps = dict(self._steps), Counter()
+        steps = dict(self._steps)
+        took = {number: statistics.median(seconds) for number, seconds in self._took.items()}
+        self._steps.clear()
+        self._took.clear()
         return {
             "steps": steps,
+            "step_s": took,
             "drafts": self.switch.drafts(),
             "looking": self.switch.looking,
             "looks": self.switch.looks,

@@ -88,7 +88,9 @@ def test_a_fixed_number_is_what_is_drafted_and_none_runs_no_drafter(
     assert set(state["draft_s"]) == {drafts} - {0}
     assert all(0 < seconds < 1 for seconds in state["draft_s"].values())
     assert set(state["steps"]) == {drafts} and state["steps"][drafts] >= 70 // (1 + drafts)
-    assert run(engine.speculate())["steps"] == {}
+    assert set(state["step_s"]) == {drafts} and 0 < state["step_s"][drafts] < 10
+    again = run(engine.speculate())
+    assert again["steps"] == again["step_s"] == {}
 
 
 def test_a_drafter_that_is_never_right_is_switched_off(engine: VllmEngine, run: Loop, load: Callable[[Tensors], None]) -> None:
