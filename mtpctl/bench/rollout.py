@@ -43,7 +43,8 @@ Say = Callable[[str], None]
 class Result:
     """One row: the median of the rounds, and of the rounds' ratios to what it is held against, with the bound that it missed, if any.
 
-    `rates` and `ratios` are the rounds' own. `draft_s`: seconds of device time that a step spends on all its drafts.
+    `rates` and `ratios` are the rounds' own. `draft_s`: seconds of device time that a step spends on all its drafts. `steps` and
+    `step_s`: how many steps a round took, and the time of one that only decodes, where the engine tells.
     """
 
     what: str
@@ -55,6 +56,8 @@ class Result:
     accept_rate: float | None = None
     accept_length: float | None = None
     draft_s: float | None = None
+    steps: float | None = None
+    step_s: float | None = None
     allowed: float | None = None
     idle: float | None = None
     drafts: int | None = None
@@ -137,17 +140,26 @@ async def measure_speculation(bench: Bench, table: Table, plain: ReplicaPool, dr
             await _auto(bench, table, load, plain, drafting, "auto, no draft right" if hopeless else "auto")
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What the engine's own account says of one round with a number of drafts. See `Result`."""
+
+    draft_s: float
+    steps: int
+    step_s: float
+
+
 async def _fixed(bench: Bench, table: Table, load: Load, plain: ReplicaPool, drafting: ReplicaPool) -> None:
     numbers = range(bench.options.drafts + 1)
-    times: dict[int, list[float]] = {drafts: [] for drafts in numbers if drafts}
+    told: dict[int, list[_Told]] = {drafts: [] for drafts in numbers}
     once = bench.through(drafting)
 
     def with_drafts(drafts: int) -> Once:
         async def send(load: Load) -> Run:
             await drafting.speculate(drafts)
             run = await once(load)
-            if drafts:
-                times[drafts].append((await drafting.speculate())[0]["draft_s"][drafts])
+            state = (await drafting.speculate())[0]
+            told[drafts].append(_Told(state["draft_s"][drafts] if drafts else 0.0, state["steps"][drafts], state["step_s"][drafts]))
             return run
 
         return send
@@ -158,10 +170,23 @@ async def _fixed(bench: Bench, table: Table, load: Load, plain: ReplicaPool, dra
     table.add(off := row(OFF, load, found[OFF]))
     for drafts in numbers:
         runs = found[named[drafts]]
-        draft_s = statistics.median(times[drafts]) if drafts else 0.0
+        account = told[drafts][-len(runs) :]
+        draft_s = statistics.median(each.draft_s for each in account)
         allowed = allowed_gain(runs[-1].stats.accept_length, draft_s, load.batch / off.tokens_per_s)
-        bound = GAIN_BOUND * allowed if drafts == 1 and load.batch <= GAIN_BATCH else None
-        table.add(row(named[drafts], load, runs, found[OFF], bound, allowed=allowed, draft_s=draft_s, drafts=drafts))
+        table.add(
+            row(
+                named[drafts],
+                load,
+                runs,
+                found[OFF],
+                GAIN_BOUND * allowed if drafts == 1 and load.batch <= GAIN_BATCH else None,
+                allowed=allowed,
+                draft_s=draft_s,
+                drafts=drafts,
+                steps=statistics.median(each.steps for each in account),
+                step_s=statistics.median(each.step_s for each in account),
+            )
+        )
 
 
 async def _auto(bench: Bench, table: Table, load: Load, plain: ReplicaPool, drafting: ReplicaPool, what: str) -> None:
@@ -171,15 +196,15 @@ async def _auto(bench: Bench, table: Table, load: Load, plain: ReplicaPool, draf
     looking = await in_turn(load, ways, 1, warm=False)
     table.add(row(f"{what}, looking", load, looking[what], looking[OFF]))
     await drafting.speculate()
-    found = await in_turn(load, ways, bench.options.rounds, warm=False)
+    rounds = bench.options.rounds
+    found = await in_turn(load, ways, rounds, warm=False)
     state = (await drafting.speculate())[0]
-    took = state["step_s"]
-    steps = ", ".join(
-        f"{count} with {drafts}" + (f" of {took[drafts] * 1e3:.1f} ms" if drafts in took else "")
-        for drafts, count in sorted(state["steps"].items())
-    )
-    table.add(row(what, load, found[what], found[OFF], AUTO_BOUND, drafts=state["drafts"]))
-    table.say(f"  steps by their drafts: {steps}; {state['told'] or 'no look came to its end'}")
+    steps: dict[int, int] = state["steps"]
+    most = max(steps, key=lambda drafts: steps[drafts])
+    account = {"steps": sum(steps.values()) / rounds, "step_s": state["step_s"].get(most)}
+    table.add(row(what, load, found[what], found[OFF], AUTO_BOUND, drafts=state["drafts"], **account))
+    numbers = ", ".join(f"{count} with {drafts}" for drafts, count in sorted(steps.items()))
+    table.say(f"  steps by their drafts: {numbers}; {state['told'] or 'no look came to its end'}")
 
 
 def run(options: Options, parts: list[str], say: Say) -> list[Result]:
@@ -212,7 +237,7 @@ def _cluster(options: Options, engines: int) -> Iterator[None]:
 
 
 HEAD = (
-    "| what | load | tokens/s (least – most) | ratio (least – most) | accepted | tokens a step | drafting, ms a step "
+    "| what | load | tokens/s (least – most) | ratio (least – most) | accepted | tokens a step | steps, ms of one | drafting, ms a step "
     "| allowed | places empty |"
 )
 RULE = "|---" * HEAD.count(" | ") + "|---|"
@@ -226,11 +251,13 @@ def line(result: Result) -> str:
 
     r = result
     chosen = f" → {r.drafts} drafts" if r.what.startswith("auto") and r.drafts is not None else ""
+    steps = "–" if r.steps is None else f"{r.steps:.0f}, {number(r.step_s and r.step_s * 1e3, '.2f')}"
     spread = f" ({min(r.ratios):.3f} – {max(r.ratios):.3f})" if r.ratios else ""
     return (
         f"| {r.what}{chosen} | {r.load} | {r.tokens_per_s:,.0f} ({min(r.rates):,.0f} – {max(r.rates):,.0f}) "
         f"| {number(r.ratio, '.3f')}{spread} "
         f"| {number(r.accept_rate, '.1%')} | {number(r.accept_length, '.2f')} "
+        f"| {steps} "
         f"| {number(r.draft_s and r.draft_s * 1e3, '.2f')} | {number(r.allowed, '.2f')} | {number(r.idle, '.2%')} |"
     )
 

@@ -97,7 +97,8 @@ class Bench:
     # ------------------------------------------------------------------------------------------------------- engines
 
     def recipe(self, drafts: int) -> Recipe:
-        """One engine for the largest batch. CUDA graphs are captured for the batches used and a few below."""
+        """One engine for the largest batch. CUDA graphs are captured for the batches used, a few below, and as vLLM itself would for
+        steps that take in prompts beside them."""
         options = self.options
         most = max(options.batches)
         rollout: dict[str, Any] = {
@@ -114,7 +115,8 @@ class Bench:
             rollout["gpu_memory"] = CARD_SHARE / self.at_once
             if not options.eager:
                 counts = sorted({1, 2, 4, *options.batches, *range(32, most + 1, 32)})
-                sizes = sorted({count * width for count in counts for width in range(1, drafts + 2)})
+                mixed = range(most, 2 * most + 1, max(1, most // 4))
+                sizes = sorted({*(count * width for count in counts for width in range(1, drafts + 2)), *mixed})
                 rollout["engine_args"] = {"compilation_config": {"cudagraph_capture_sizes": sizes}}
         precision = "fp32" if options.device == "cpu" else "bf16"
         return Recipe.model_validate(

@@ -160,10 +160,11 @@ def test_engines_that_started_are_ended_whatever_became_of_the_others(fails: boo
 def test_rows_and_verdict_name_what_was_missed() -> None:
     rows = [
         Result("0 drafts", "batch 8", 100.0, (99.0, 101.0), 1.0, (1.0,), allowed=1.0, drafts=0),
-        Result("2 drafts", "batch 8", 150.0, (149.0, 151.0), 1.5, (1.4, 1.5, 1.6), 0.7, 2.2, 0.0021, 1.8, drafts=2),
+        Result("2 drafts", "batch 8", 150.0, (149.0, 151.0), 1.5, (1.4, 1.5, 1.6), 0.7, 2.2, 0.0021, 93.4, 0.0101, 1.8, drafts=2),
         Result("auto", "batch 8", 90.0, (89.0, 91.0), 0.9, drafts=0, misses=("0.900, bound 0.98",)),
     ]
-    assert line(rows[1]) == "| 2 drafts | batch 8 | 150 (149 – 151) | 1.500 (1.400 – 1.600) | 70.0% | 2.20 | 2.10 | 1.80 | – |"
+    assert line(rows[1]) == "| 2 drafts | batch 8 | 150 (149 – 151) | 1.500 (1.400 – 1.600) | 70.0% | 2.20 | 93, 10.10 | 2.10 | 1.80 | – |"
+    assert line(rows[0]).endswith("| – | – | – | – | 1.00 | – |")
     assert line(rows[2]).startswith("| auto → 0 drafts | batch 8 | 90 ")
     assert verdict(rows) == [
         "batch 8: best with 2 drafts, 1.50 of no speculation",
