@@ -8,9 +8,10 @@ that dies is taken out, ended for good, and another one started in its seat.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from mtpctl.cluster.deadlines import told
@@ -18,6 +19,8 @@ from mtpctl.recipe import RuntimeFailure
 
 KEPT_S = 60.0
 """Seconds, those of updates not counted, in which what the others serve can be had: a pushed version reaches the store after it is live."""
+FORGET_S = 3600.0
+"""Seconds after which a failure is forgotten: a run goes on for weeks, and what fails now and then does not fail again and again."""
 _LOOK_S = 0.02
 
 
@@ -28,7 +31,7 @@ class Lifecycle[R]:
     start: a fresh one for the seat of this number. bring_up: have a fresh one take in what the others serve, called while no update is
     under way, and within `bring_up_s` seconds, since updates wait for it; False where that cannot be had yet. end: end it, whatever is
     left of it; after `end_s` seconds it is cancelled, and leaves nothing behind even so. changed: called when a seat was filled or given
-    up. dead: errors that say that a replica is gone. max_restarts: failures of a seat beyond which it is given up.
+    up. dead: errors that say that a replica is gone. max_restarts: failures of a seat within `FORGET_S` beyond which it is given up.
     """
 
     start: Callable[[int], Awaitable[R]]
@@ -45,13 +48,14 @@ class Lifecycle[R]:
 class Seat[R]:
     """One replica's place; `replica` is None while it is down.
 
-    busy: pieces of work that its owner gave it and awaits. fills: replicas that came after the first.
+    busy: pieces of work that its owner gave it and awaits. failed_at: when it failed, on the clock of `time.monotonic`, as far as that
+    is not forgotten. fills: replicas that came after the first.
     """
 
     index: int
     replica: R | None
     busy: int = 0
-    failures: int = 0
+    failed_at: list[float] = field(default_factory=list)
     reason: str = ""
     quarantined: bool = False
     fills: int = 0
@@ -169,7 +173,7 @@ class Replicas[R]:
         with suppress(Exception):
             # Whatever is left of it: it failed already, and why is kept as the seat's reason.
             await self._end(dead)
-        while seat.failures <= self._lifecycle.max_restarts:
+        while len(seat.failed_at) <= self._lifecycle.max_restarts:
             try:
                 await self._fill(seat)
                 break
@@ -209,5 +213,6 @@ class Replicas[R]:
             return True
 
     def _failed(self, seat: Seat[R], error: Exception) -> None:
-        seat.failures += 1
+        now = time.monotonic()
+        seat.failed_at = [*(then for then in seat.failed_at if now - then < FORGET_S), now]
         seat.reason = told(error)

@@ -147,7 +147,6 @@ class Dispatcher:
             # A batch that was handed out ahead began when the one before it ended.
             began, now = max(began, self._ended_at.get(seat.index, began)), time.monotonic()
             seconds, self._ended_at[seat.index] = now - began, now
-            seat.failures = 0
             tokens = sum(item.tokens for item in batch)
             self.queue.served(tokens, seconds)
             self.counters.batches += 1

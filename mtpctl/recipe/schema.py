@@ -223,7 +223,7 @@ class RolloutBase(Section):
     )
     gpu_memory: Fraction = Field(0.85, description="Share of the card that the engine may fill.")
     deadline_s: PositiveFloat = Field(600.0, description="Seconds after which one sample is given up.")
-    max_restarts: NonNegativeInt = Field(3, description="Restarts of a replica before it is quarantined.")
+    max_restarts: NonNegativeInt = Field(3, description="Restarts of a replica within an hour before it is quarantined.")
     threads: NonNegativeInt = Field(0, description="CPU threads of an engine; 0: one beside a card, else its own choice.")
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
     engine_args: dict[str, Any] = Field({}, description="Passed to the engine as they are, checked against its option names.")

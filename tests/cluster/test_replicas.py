@@ -131,7 +131,7 @@ async def test_what_never_comes_is_not_waited_for_without_end() -> None:
     module.KEPT_S = 0.05
     try:
         replicas.lost(*replicas.live()[0], Gone())
-        replicas.seats[0].failures = 0
+        replicas.seats[0].failed_at.clear()
         await until(lambda: bool(replicas.hopeless()))
     finally:
         module.KEPT_S = before
@@ -163,7 +163,22 @@ async def test_a_seat_that_keeps_failing_is_given_up_with_its_reason() -> None:
         replicas.lost(seat, replica, Gone())
         await until(lambda seat=seat: seat.quarantined)  # type: ignore[misc]
     assert replicas.hopeless() == "0: RuntimeError: no memory; 1: RuntimeError: no memory"
-    assert [seat.failures for seat in replicas.seats] == [3, 3] and fleet.failing == 5
+    assert [len(seat.failed_at) for seat in replicas.seats] == [3, 3] and fleet.failing == 5
+
+
+@in_loop
+async def test_failures_of_long_ago_are_forgotten() -> None:
+    replicas = await Fleet().replicas(1, max_restarts=1)
+    (seat,) = replicas.seats
+    for _ in range(4):
+        replicas.lost(*replicas.live()[0], Gone())
+        await until(lambda: bool(replicas.live()))
+        seat.failed_at = [then - module.FORGET_S for then in seat.failed_at]
+    assert replicas.restarts == 4
+    for _ in range(2):
+        replicas.lost(*replicas.live()[0], Gone())
+        await until(lambda: bool(replicas.live()) or seat.quarantined)
+    assert seat.quarantined and replicas.restarts == 5
 
 
 @in_loop
