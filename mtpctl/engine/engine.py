@@ -101,7 +101,8 @@ class MegatronEngine:
             self._name_base(folder.path)
         self.kept = {name for name, p in model.named_parameters() if p.requires_grad} if config.lora else None
         self.depths = self.transformer.mtp_num_layers or 0
-        self.trains_mtp = config.train and config.mtp.mode in ("joint", "isolated") and self.depths > 0
+        self.can_train_mtp = config.train and config.mtp.mode in ("joint", "isolated") and self.depths > 0
+        self.trains_mtp = self.can_train_mtp
         self.optimizer: Optimizer | None = None
         self.model: Any = model
         if config.train:

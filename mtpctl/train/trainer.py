@@ -70,7 +70,7 @@ class TrainerRank:
         finds it. Raises UserError where it should be there and is not.
         """
         train = self.recipe.train
-        self.engine.trains_mtp = self.engine.trains_mtp and (stage == "sft" or train.rl.train_mtp)
+        self.engine.trains_mtp = self.engine.can_train_mtp and (stage == "sft" or train.rl.train_mtp)
         if stage == "rl" and train.rl.kl_coef:
             if resumed:
                 self._restore_reference(Path(reference))

@@ -21,7 +21,7 @@ class Engine:
     def __init__(self, value: float) -> None:
         self.module = torch.nn.Linear(1, 1, bias=False)
         self.module.weight.data.fill_(value)
-        self.trains_mtp = True
+        self.trains_mtp = self.can_train_mtp = True
         self.optimizer: str | None = "of the supervised stage"
 
     def resident(self) -> Any:
@@ -81,6 +81,18 @@ def test_the_reference_is_of_what_rl_moves(tmp_path: Path, train_mtp: bool) -> N
     rank.begin_stage("rl", str(tmp_path / "reference"), False)
     assert rank.reference is not None
     assert [p.shape for p in rank.reference] == [p.shape for p in rank._moving()]
+
+
+@pytest.mark.parametrize("stages", [["sft", "rl"], ["rl", "sft"]])
+def test_what_rl_leaves_alone_a_supervised_stage_trains_in_either_order(stages: list[str]) -> None:
+    recipe = Recipe.model_validate({"train": {"rl": {"train_mtp": False}}})
+    rank = TrainerRank(recipe.model_dump_json(by_alias=True), 0, 1)
+    rank.engine = Engine(1.0)  # type: ignore[assignment]
+    trained = {}
+    for stage in stages:
+        rank.begin_stage(stage, "", False)
+        trained[stage] = rank.engine.trains_mtp
+    assert trained == {"sft": True, "rl": False}
 
 
 class Recorder(Engine):
