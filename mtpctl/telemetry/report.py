@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -215,7 +216,8 @@ def _all_metrics(history: History) -> str:
             values = [value for _, value in history.series(name, phase)]
             if values:
                 unit = describe(name).unit
-                cells = "".join(f"<td>{format_value(v, unit)}</td>" for v in (values[0], values[-1], min(values), max(values)))
+                finite = [value for value in values if math.isfinite(value)] or [math.nan]
+                cells = "".join(f"<td>{format_value(v, unit)}</td>" for v in (values[0], values[-1], min(finite), max(finite)))
                 title = f'<code class="name">{escape(name)}</code>{escape(describe(name).meaning)}'
                 rows.append(f"<tr><td>{title}</td><td>{phase.upper()}</td>{cells}</tr>")
     head = "".join(f"<th>{h}</th>" for h in ("", "phase", "first", "last", "least", "most"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -36,7 +37,9 @@ class SummaryRow:
 
     @property
     def change(self) -> str:
-        """The difference: in points for shares, else relative."""
+        """The difference: in points for shares, else relative; a dash where one side is no number."""
+        if not (math.isfinite(self.before) and math.isfinite(self.after)):
+            return "–"
         if self.metric.unit == "share":
             return f"{100 * (self.after - self.before):+.1f} points"
         if self.before <= 0:

@@ -152,6 +152,16 @@ def test_a_run_that_has_just_begun(run_dir: Path) -> None:
     read(write_report(run_dir))
 
 
+def test_a_metric_that_was_no_number_for_a_while(run_dir: Path) -> None:
+    rows = [{"phase": "rl", "step": s, "actor/entropy": "NaN" if s in (1, 50) else float(s), "grad": "Infinity"} for s in range(1, 51)]
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps({"session": 1, "time": 1.7e9 + 200, **row}) + "\n" for row in rows)
+    text = " ".join(read(write_report(run_dir)).text)
+    table = text[text.index("Every metric") :]
+    assert re.search(r"actor/entropy \S[^.]*\. RL – – 2 49 ", table)
+    assert "grad RL – – – – " in table
+
+
 def test_out_and_what_is_refused(run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "elsewhere.html"
     assert write_report(run_dir, out) == out and out.exists()
