@@ -12,6 +12,7 @@ from mtpctl.families import ModelShape
 from mtpctl.model.gpt import MtpModel
 from mtpctl.model.rope import rope_of
 from mtpctl.model.spec import decoder_spec, mtp_spec
+from mtpctl.plan import stage_layers
 from mtpctl.recipe import UserError
 from mtpctl.recipe.schema import DTYPES, MtpConfig, ParallelConfig
 
@@ -90,22 +91,6 @@ def complete_config(
         setattr(config, name, value)
     config.finalize()
     return config
-
-
-def stage_layers(layers: int, depths: int, parallel: ParallelConfig) -> list[int]:
-    """Decoder layers of each pipeline stage: as the recipe says, or even, a depth counting as a layer of the last stage.
-
-    Raises UserError where the recipe's do not add up.
-    """
-    if parallel.pp_layout is not None:
-        if len(parallel.pp_layout) != parallel.pp or sum(parallel.pp_layout) != layers:
-            raise UserError(f"train.parallel.pp_layout: {parallel.pp_layout} must name {parallel.pp} stages with {layers} layers in all")
-        return parallel.pp_layout
-    if parallel.pp > layers:
-        raise UserError(f"train.parallel.pp: {parallel.pp} stages for {layers} layers; take at most {layers}")
-    last = max(0, (layers + depths) // parallel.pp - depths)
-    each, more = divmod(layers - last, parallel.pp - 1)
-    return [each + (stage < more) for stage in range(parallel.pp - 1)] + [last]
 
 
 def _layout(stages: list[int], depths: int) -> list[list[str]]:

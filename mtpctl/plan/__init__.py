@@ -13,7 +13,7 @@ from mtpctl.plan.memory import (
     trainer_memory,
 )
 from mtpctl.plan.placement import Actor, Host, Placement, place
-from mtpctl.plan.sharding import Stage, stages
+from mtpctl.plan.sharding import Stage, stage_layers, stages
 from mtpctl.plan.wire import ADAPTER_PREFIX, adapter_tensors, bytes_beneath, section_buckets, wire_tensors
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "place",
     "plan_buckets",
     "section_buckets",
+    "stage_layers",
     "stages",
     "trainer_memory",
     "wire_tensors",

@@ -89,7 +89,7 @@ def engine_memory(recipe: Recipe, shape: ModelShape) -> EngineMemory:
     rollout = recipe.rollout
     width = WEIGHT_BYTES[recipe.train.precision if rollout.dtype == "auto" else rollout.dtype]
     drafting = rollout.speculation.num_tokens > 0 and recipe.mtp.mode != "off"
-    held = stages(shape, ParallelConfig(tp=rollout.tp), mtp=drafting)[0]
+    held = stages(shape, ParallelConfig(tp=rollout.tp), depths=shape.mtp_layers if drafting else 0)[0]
     weights = held.parameters * width
     per_token = kv_bytes_per_token(shape, rollout.tp, width, drafting=drafting)
     cache = rollout.kv_cache_bytes
@@ -116,7 +116,7 @@ def logprob_memory(recipe: Recipe, shape: ModelShape) -> LogprobMemory:
     server, lora = recipe.logprob, recipe.train.lora
     width = WEIGHT_BYTES[recipe.train.precision]
     adapted = adapted_weights(shape, lora.targets) if lora is not None and "adapter" in recipe.sync.sections else {}
-    merged = stages(shape, server.parallel, mtp=False, only=adapted)
+    merged = stages(shape, server.parallel, depths=_depths(recipe, shape), only=adapted)
     held = [(stage.parameters, under.parameters) for stage, under in zip(_stages(recipe, shape, server.parallel), merged, strict=True)]
     copies = 2 if server.keep_previous else 1
     elements = activation_width(shape, server.parallel) + passing_width(shape, server.parallel)
@@ -199,7 +199,12 @@ def _ffn_width(shape: ModelShape) -> float:
 
 
 def _stages(recipe: Recipe, shape: ModelShape, parallel: ParallelConfig) -> list[Stage]:
-    return stages(shape, parallel, mtp=recipe.mtp.mode != "off")
+    return stages(shape, parallel, depths=_depths(recipe, shape))
+
+
+def _depths(recipe: Recipe, shape: ModelShape) -> int:
+    """MTP depths that trainer and log-prob server build."""
+    return shape.mtp_layers * recipe.mtp.repeat if recipe.mtp.mode != "off" else 0
 
 
 def _trainer_stage(recipe: Recipe, shape: ModelShape, index: int, stage: Stage) -> TrainerMemory:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import prod
 
 from mtpctl import families
 from mtpctl.families import ModelShape
+from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.schema import ParallelConfig
 
 # Held whole by every tensor-parallel rank: norms, routers, the small gates, and what feeds a latent.
@@ -33,28 +35,41 @@ class Stage:
         return self.trunk + self.mtp
 
 
-def layers_of_stages(layers: int, parallel: ParallelConfig) -> list[range]:
-    """Decoder layers of each pipeline stage: as laid out, else even."""
-    counts = parallel.pp_layout or [layers // parallel.pp] * parallel.pp
-    starts = [sum(counts[:stage]) for stage in range(len(counts))]
-    return [range(start, start + n) for start, n in zip(starts, counts, strict=True)]
+def stage_layers(layers: int, depths: int, parallel: ParallelConfig) -> list[int]:
+    """Decoder layers of each pipeline stage: as the recipe says, or even, an MTP depth counting as a layer of the last stage.
+
+    Raises UserError where the recipe's do not add up.
+    """
+    if parallel.pp_layout is not None:
+        if len(parallel.pp_layout) != parallel.pp or sum(parallel.pp_layout) != layers:
+            raise UserError(f"train.parallel.pp_layout: {parallel.pp_layout} must name {parallel.pp} stages with {layers} layers in all")
+        return parallel.pp_layout
+    if parallel.pp == 1:
+        return [layers]
+    if parallel.pp > layers:
+        raise UserError(f"train.parallel.pp: {parallel.pp} stages for {layers} layers; take at most {layers}")
+    last = max(0, (layers + depths) // parallel.pp - depths)
+    each, more = divmod(layers - last, parallel.pp - 1)
+    return [each + (stage < more) for stage in range(parallel.pp - 1)] + [last]
 
 
-def stages(shape: ModelShape, parallel: ParallelConfig, *, mtp: bool, only: Container[str] | None = None) -> list[Stage]:
+def stages(shape: ModelShape, parallel: ParallelConfig, *, depths: int, only: Container[str] | None = None) -> list[Stage]:
     """Parameters of one rank, stage by stage.
 
     The first stage has the embedding; the last the final norm, the head and the MTP layers, and its own copy of the embedding
-    where the MTP layers or a tied head read it. `mtp=False` leaves the MTP layers out, `only` all but the tensors of these names.
+    where the MTP layers or a tied head read it. `depths` are those of the MTP layers, 0 leaves them out; `only` leaves out all but
+    the tensors of these names.
     """
     same, whole = families.aliases(shape), families.tensors(shape)
     embedding = f"{shape.prefix}embed_tokens.weight"
-    splits = layers_of_stages(shape.layers, parallel)
+    ends = list(accumulate(stage_layers(shape.layers, depths, parallel), initial=0))
+    splits = [range(start, end) for start, end in pairwise(ends)]
     held = [[0, 0] for _ in splits]
     for name, size in whole.items():
         if name in same or (only is not None and name not in only):
             continue
         draft = families.section_of(name, shape) == "draft"
-        if draft and not mtp:
+        if draft and not depths:
             continue
         layer = _LAYER.search(name)
         if draft or (layer is None and name != embedding):
@@ -64,7 +79,7 @@ def stages(shape: ModelShape, parallel: ParallelConfig, *, mtp: bool, only: Cont
         else:
             stage = next(i for i, split in enumerate(splits) if int(layer[1]) in split)
         held[stage][draft] += _of_one_rank(name, prod(size), parallel)
-    copied = len(splits) > 1 and ((mtp and shape.mtp_layers) or shape.tied)
+    copied = len(splits) > 1 and (depths or shape.tied)
     if copied and (only is None or embedding in only):
         held[-1][0] += _of_one_rank(embedding, prod(whole[embedding]), parallel)
     return [Stage(split, trunk, draft, i == len(splits) - 1) for i, (split, (trunk, draft)) in enumerate(zip(splits, held, strict=True))]

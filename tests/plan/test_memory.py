@@ -9,7 +9,6 @@ import pytest
 from mtpctl import families, plan
 from mtpctl.families import ModelShape
 from mtpctl.plan.memory import GIB, activation_width, kv_bytes_per_token
-from mtpctl.plan.sharding import layers_of_stages
 from mtpctl.recipe import ClusterResources, Recipe, UserError, load_recipe
 from mtpctl.recipe.schema import ParallelConfig
 
@@ -24,21 +23,21 @@ def recipe(*sets: str, name: str = "mimo7b_mtp") -> Recipe:
 
 
 def test_one_rank_holds_everything_once() -> None:
-    (only,) = plan.stages(MIMO, ParallelConfig(), mtp=True)
+    (only,) = plan.stages(MIMO, ParallelConfig(), depths=1)
     counted = families.count(MIMO)
     assert (only.parameters, only.mtp) == (counted["total"], counted["mtp"])
-    assert plan.stages(MIMO, ParallelConfig(), mtp=False)[0].parameters == counted["total"] - counted["mtp"]
+    assert plan.stages(MIMO, ParallelConfig(), depths=0)[0].parameters == counted["total"] - counted["mtp"]
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_tensor_ranks_split_matrices_and_repeat_norms(tp: int) -> None:
-    (rank,) = plan.stages(MIMO, ParallelConfig(tp=tp), mtp=True)
+    (rank,) = plan.stages(MIMO, ParallelConfig(tp=tp), depths=1)
     norms = sum(prod(size) for name, size in families.tensors(MIMO).items() if "norm" in name)
     assert rank.parameters == norms + (families.count(MIMO)["total"] - norms) // tp
 
 
 def test_pipeline_stages_hold_their_layers_and_the_last_one_the_head_and_the_mtp_layers() -> None:
-    first, last = plan.stages(MIMO, ParallelConfig(pp=2, pp_layout=[20, 16]), mtp=True)
+    first, last = plan.stages(MIMO, ParallelConfig(pp=2, pp_layout=[20, 16]), depths=1)
     counted = families.count(MIMO)
     layer = sum(prod(size) for name, size in families.tensors(MIMO).items() if name.startswith("model.layers.0."))
     assert first.parameters == counted["embedding"] + 20 * layer
@@ -48,8 +47,17 @@ def test_pipeline_stages_hold_their_layers_and_the_last_one_the_head_and_the_mtp
     assert first.parameters + last.parameters == counted["total"] + counted["embedding"]
 
 
-def test_even_layout() -> None:
-    assert layers_of_stages(6, ParallelConfig(pp=3)) == [range(2), range(2, 4), range(4, 6)]
+@pytest.mark.parametrize(
+    ("layers", "depths", "pp", "counts"), [(6, 0, 3, [2, 2, 2]), (36, 1, 2, [19, 17]), (3, 2, 2, [3, 0]), (7, 0, 1, [7])]
+)
+def test_stages_are_even_where_an_mtp_depth_counts_as_a_layer(layers: int, depths: int, pp: int, counts: list[int]) -> None:
+    assert plan.stage_layers(layers, depths, ParallelConfig(pp=pp)) == counts
+
+
+def test_a_rank_is_planned_with_the_layers_that_its_stage_is_built_with() -> None:
+    assert [stage.layers for stage in plan.stages(MIMO, ParallelConfig(pp=2), depths=1)] == [range(19), range(19, 36)]
+    repeated, laid_out = (recipe(f"train.parallel={{tp: 1, pp: 2{sets}}}", "mtp.repeat=3") for sets in ("", ", pp_layout: [20, 16]"))
+    assert plan.trainer_memory(repeated, MIMO) == plan.trainer_memory(laid_out, MIMO)
 
 
 def moe_shape() -> ModelShape:
@@ -71,7 +79,7 @@ def moe_shape() -> ModelShape:
 
 def test_expert_ranks_split_experts_alone() -> None:
     shape = moe_shape()
-    whole, split = (plan.stages(shape, ParallelConfig(ep=ep, dp=4), mtp=False)[0].parameters for ep in (1, 4))
+    whole, split = (plan.stages(shape, ParallelConfig(ep=ep, dp=4), depths=0)[0].parameters for ep in (1, 4))
     assert whole - split == families.count(shape)["experts"] * 3 // 4
 
 
