@@ -61,19 +61,29 @@ def _cut_torn_line(path: Path) -> None:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Every whole row. A last line without its newline is a write that was cut off, and left out.
 
-    Raises UserError, with the line's number, for a broken line anywhere else.
+    Raises UserError, with the line's number, for a broken line anywhere else, and for what is no file that can be read.
     """
-    lines = path.read_bytes().split(b"\n")
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
             row = json.loads(line)
-            known = isinstance(row, dict) and "session" in row and ("event" in row or "step" in row)
         except ValueError:
-            known = False
-        if not known:
+            row = None
+        if not _is_row(row):
             raise UserError(f"{path}:{number}: not a metrics row; remove the line")
         rows.append(
             {key: NOT_FINITE.get(value, value) if isinstance(value, str) and key != "message" else value for key, value in row.items()}
         )
     return rows
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, dict) or not isinstance(row.get("session"), int) or not isinstance(row.get("time"), int | float):
+        return False
+    if "event" in row:
+        return isinstance(row["event"], str) and isinstance(row.get("message"), str)
+    return isinstance(row.get("step"), int) and isinstance(row.get("phase"), str)

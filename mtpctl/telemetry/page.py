@@ -21,11 +21,17 @@ def page(title: str, subtitle: str, body: str, footer: str) -> str:
 
 
 def write_page(target: Path, text: str) -> None:
-    """Write aside, then rename. Raises UserError where the place cannot be written."""
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    """Write aside, then rename. Raises UserError where the place cannot be written, or is there and no file."""
     try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(target)
+        if not target.name or (target.exists() and not target.is_file()):
+            raise UserError(f"--out: cannot write {target} (no file); name another place")
+        aside = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            aside.write_text(text, encoding="utf-8")
+            aside.replace(target)
+        except OSError:
+            if os.path.lexists(aside):
+                aside.unlink()
+            raise
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise UserError(f"--out: cannot write {target} ({error.strerror}); name another place") from error

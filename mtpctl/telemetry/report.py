@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from html import escape
@@ -84,7 +84,7 @@ _MOST_LAYERS = 6
 def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     """Write the page of a run, by default as `report.html` in its directory; gives the path back.
 
-    Raises UserError where the directory is none, or holds no metrics yet, or the page cannot be written.
+    Raises UserError where the directory is none, holds no metrics yet or files that are broken, or the page cannot be written.
     """
     run = RunDirectory(run_dir)
     if not run.path.is_dir():
@@ -99,9 +99,8 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
 
 def render_report(run: RunDirectory, history: History) -> str:
     """The page as text."""
-    recipe_text = run.recipe.read_text() if run.recipe.exists() else ""
-    recipe = yaml.safe_load(recipe_text) or {}
-    versions = json.loads(run.versions.read_text()) if run.versions.exists() else {}
+    recipe_text, recipe = _read(run.recipe, yaml.safe_load)
+    _, versions = _read(run.versions, json.loads)
     name = str(recipe.get("name", run.path.name))
     charts = "".join(render_chart(chart) for wanted in CHARTS if (chart := _chart(wanted, history)))
     body = (
@@ -109,6 +108,20 @@ def render_report(run: RunDirectory, history: History) -> str:
         f"{_before_after(history)}{_all_metrics(history)}{_events(history)}{_recipe(recipe_text)}{_versions(versions)}"
     )
     return page(name, " · ".join(_subtitle(recipe, history)), body, run.path.name)
+
+
+def _read(path: Path, parse: Callable[[str], Any]) -> tuple[str, dict[str, Any]]:
+    """Text and content of a file of the run; nothing where it is not there. Raises UserError where it is no mapping."""
+    if not path.exists():
+        return "", {}
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = parse(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read ({str(error).splitlines()[0]}); mend or remove it") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: not a mapping of keys to values; mend or remove it")
+    return text, content
 
 
 def _subtitle(recipe: dict[str, Any], history: History) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -172,4 +173,35 @@ def test_out_and_what_is_refused(run_dir: Path, tmp_path: Path) -> None:
         write_report(tmp_path / "empty")
     with pytest.raises(UserError, match=r"--out: cannot write"):
         write_report(run_dir, tmp_path / "no" / "folder.html")
+    (tmp_path / "file").write_text("kept")
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "file" / "page.html", tmp_path / ("a" * 300), tmp_path, Path(), tmp_path / "pipe"):
+        with pytest.raises(UserError, match=r"--out: cannot write"):
+            write_report(run_dir, place)
+    assert (tmp_path / "file").read_text() == "kept" and (tmp_path / "pipe").is_fifo()
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metrics.jsonl", '{"session": 1, "step": 1}\n'),
+        ("metrics.jsonl", '{"session": 1, "time": 1.0, "event": "restart"}\n'),
+        ("metrics.jsonl", '{"session": "one", "time": 1.0, "phase": "rl", "step": 1}\n'),
+        ("metrics.jsonl", None),
+        ("recipe.resolved.yaml", "["),
+        ("recipe.resolved.yaml", "- rollout"),
+        ("recipe.resolved.yaml", None),
+        ("versions.json", "{"),
+        ("versions.json", "[]"),
+    ],
+)
+def test_what_is_broken_in_a_run_is_named(run_dir: Path, name: str, content: str | None) -> None:
+    (run_dir / name).unlink()
+    if content is None:
+        (run_dir / name).mkdir()
+    else:
+        (run_dir / name).write_text(content)
+    with pytest.raises(UserError, match=name) as caught:
+        write_report(run_dir)
+    assert "\n" not in str(caught.value)
