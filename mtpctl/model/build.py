@@ -12,7 +12,7 @@ from mtpctl.families import ModelShape
 from mtpctl.model.gpt import MtpModel
 from mtpctl.model.rope import rope_of
 from mtpctl.model.spec import decoder_spec, mtp_spec
-from mtpctl.plan import stage_layers
+from mtpctl.plan import expert_tp, stage_layers
 from mtpctl.recipe import UserError
 from mtpctl.recipe.schema import DTYPES, MtpConfig, ParallelConfig
 
@@ -32,7 +32,7 @@ def complete_config(
         "pipeline_model_parallel_size": parallel.pp,
         "context_parallel_size": parallel.cp,
         "expert_model_parallel_size": parallel.ep,
-        "expert_tensor_parallel_size": 1 if parallel.ep > 1 else parallel.tp,
+        "expert_tensor_parallel_size": expert_tp(parallel),
         # Experts are given tokens that are split over tp.
         "sequence_parallel": parallel.tp > 1 and (parallel.sequence_parallel or shape.moe is not None),
         "pipeline_dtype": dtype,

@@ -13,7 +13,7 @@ from mtpctl.plan.memory import (
     trainer_memory,
 )
 from mtpctl.plan.placement import Actor, Host, Placement, place
-from mtpctl.plan.sharding import Stage, stage_layers, stages
+from mtpctl.plan.sharding import Stage, expert_tp, stage_layers, stages
 from mtpctl.plan.wire import ADAPTER_PREFIX, adapter_tensors, bytes_beneath, section_buckets, wire_tensors
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "bytes_beneath",
     "check_fits",
     "engine_memory",
+    "expert_tp",
     "logprob_memory",
     "place",
     "plan_buckets",

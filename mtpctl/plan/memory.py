@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtpctl.families import ModelShape
-from mtpctl.plan.sharding import Stage, stages
+from mtpctl.plan.sharding import Stage, expert_tp, stages
 from mtpctl.plan.wire import adapted_weights
 from mtpctl.recipe.errors import ClusterResources, UserError
 from mtpctl.recipe.schema import ParallelConfig, Recipe
@@ -261,8 +261,7 @@ def _sides(shape: ModelShape, layer: int, target: str, parallel: ParallelConfig)
         if moe is None or layer in moe.dense_layers:
             return shape.hidden + _inner(target, shape.ffn) / parallel.tp
         shared = shape.hidden + _inner(target, moe.shared_ffn) / parallel.tp if moe.shared_ffn else 0
-        # With expert parallelism each expert is whole.
-        routed = shape.hidden + _inner(target, moe.ffn) / (parallel.tp if parallel.ep == 1 else 1)
+        routed = shape.hidden + _inner(target, moe.ffn) / expert_tp(parallel)
         return moe.experts / parallel.ep * routed + shared
     whole, split = _mixer_sides(shape, layer).get(target, (0, 0))
     return whole + split / parallel.tp

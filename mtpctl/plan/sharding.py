@@ -15,8 +15,9 @@ from mtpctl.recipe.schema import ParallelConfig
 
 # Held whole by every tensor-parallel rank: norms, routers, the small gates, and what feeds a latent.
 _REPLICATED = re.compile(
-    r"(?:norm|layernorm|mlp\.gate|e_score_correction_bias|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa|o_proj\.bias|down_proj\.bias)(?:\.weight)?$"
+    r"(?:norm|layernorm|pre_fc_norm_(?:embedding|hidden)|mlp\.gate|e_score_correction_bias|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa|o_proj\.bias|down_proj\.bias)(?:\.weight)?$"
 )
+_EXPERT = ".mlp.experts."
 _LAYER = re.compile(r"\.layers\.([0-9]+)\.")
 
 
@@ -85,7 +86,12 @@ def stages(shape: ModelShape, parallel: ParallelConfig, *, depths: int, only: Co
     return [Stage(split, trunk, draft, i == len(splits) - 1) for i, (split, (trunk, draft)) in enumerate(zip(splits, held, strict=True))]
 
 
+def expert_tp(parallel: ParallelConfig) -> int:
+    """Over how many ranks one expert is split: with expert parallelism each is whole."""
+    return 1 if parallel.ep > 1 else parallel.tp
+
+
 def _of_one_rank(name: str, numel: int, parallel: ParallelConfig) -> int:
-    if ".mlp.experts." in name:
-        return -(-numel // parallel.tp) // parallel.ep
+    if _EXPERT in name:
+        return -(-numel // expert_tp(parallel)) // parallel.ep
     return numel if _REPLICATED.search(name) else -(-numel // parallel.tp)

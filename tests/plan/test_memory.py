@@ -83,6 +83,41 @@ def test_expert_ranks_split_experts_alone() -> None:
     assert whole - split == families.count(shape)["experts"] * 3 // 4
 
 
+def test_experts_of_expert_ranks_are_whole_beside_matrices_that_tensor_ranks_split() -> None:
+    shape = moe_shape()
+    layout = ParallelConfig(tp=2, sequence_parallel=True, dp=2, ep=2)
+    experts = families.count(shape)["experts"]
+    alone, both = (plan.stages(shape, parallel, depths=0)[0].parameters for parallel in (ParallelConfig(tp=2), layout))
+    assert both == alone  # half of the experts, each whole, or half of each expert
+    four = layout.model_copy(update={"ep": 4, "dp": 4})
+    assert alone - plan.stages(shape, four, depths=0)[0].parameters == experts // 2 - experts // 4
+
+
+def test_norms_that_feed_an_mtp_projection_are_whole_on_every_rank() -> None:
+    shape = families.shape_of(
+        {
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "model_type": "qwen3_5_text",
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "vocab_size": 128,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "layer_types": ["linear_attention", "full_attention"],
+            "mtp_num_hidden_layers": 1,
+        }
+    )
+    (whole,), (half,) = (plan.stages(shape, ParallelConfig(tp=tp), depths=1) for tp in (1, 2))
+    norms = sum(prod(size) for name, size in families.tensors(shape).items() if "norm" in name and "mtp" in name)
+    assert half.mtp == norms + (whole.mtp - norms) // 2
+
+
 def test_trainer_memory_of_mimo_7b_in_bf16() -> None:
     memory = plan.trainer_memory(recipe("train.parallel={tp: 1}", "train.tokens_per_microbatch=8192"), MIMO)
     total = families.count(MIMO)["total"]
