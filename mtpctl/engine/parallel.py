@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mtpctl.cluster import join_store
 from mtpctl.compat import cpu_device
+from mtpctl.plan import expert_tp
 from mtpctl.recipe import ClusterResources
 from mtpctl.recipe.schema import ParallelConfig
 
@@ -63,11 +64,6 @@ def start(rank: Rank, parallel: ParallelConfig) -> None:
     )
     # There is no dropout here, so no random state has to be kept apart for the tensor-parallel ranks.
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-
-
-def expert_tp(parallel: ParallelConfig) -> int:
-    """Over how many ranks one expert is split: with expert parallelism each is whole."""
-    return 1 if parallel.ep > 1 else parallel.tp
 
 
 def reduced(sums: dict[str, Tensor]) -> dict[str, Tensor]:
