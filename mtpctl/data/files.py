@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,14 @@ def _problem(row: dict[str, Any], prompt_id: str, where: str, answers: bool) -> 
     return Problem(prompt_id, prompt, answer, solution)
 
 
-def _written(answer: float, where: str) -> str:
-    """A number as a response has it: tools that know one kind of number alone write 42 as 42.0."""
+def _written(answer: int | float, where: str) -> str:
+    """A number as a response has it: in decimal digits, and without the .0 of tools that know one kind of number alone."""
+    if isinstance(answer, int):
+        return str(answer)
     if not math.isfinite(answer):
         raise UserError(f"{where}: `answer` must be a number that is finite, got {answer}; mend or remove the line")
-    return str(int(answer) if answer == int(answer) else answer)
+    # What was added takes the sign off a zero.
+    return f"{Decimal(repr(answer + 0.0)):f}".removesuffix(".0")
 
 
 def _shows_images(prompt: Any) -> bool:
@@ -115,5 +119,7 @@ def _parquet_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: holds text that is not UTF-8 ({error}); write it anew") from error
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise UserError(f"{path}: not a Parquet file that can be read ({str(error).splitlines()[0]}); write it anew") from error

@@ -31,7 +31,19 @@ def test_parquet(tmp_path: Path) -> None:
     assert read_problems(path) == [Problem("train.parquet:1", "a", "1"), Problem("train.parquet:2", "b", "2")]
 
 
-@pytest.mark.parametrize(("number", "answer"), [("42", "42"), ("42.0", "42"), ("-0.5", "-0.5"), ("1e3", "1000")])
+@pytest.mark.parametrize(
+    ("number", "answer"),
+    [
+        ("42", "42"),
+        ("42.0", "42"),
+        ("-0.5", "-0.5"),
+        ("-0.0", "0"),
+        ("1e3", "1000"),
+        ("1e23", "1" + "0" * 23),
+        ("0.00001", "0.00001"),
+        ("1" + "0" * 400, "1" + "0" * 400),
+    ],
+)
 def test_a_number_is_written_as_a_response_has_it(tmp_path: Path, number: str, answer: str) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text(f'{{"prompt": "1+1=", "answer": {number}}}\n')
@@ -97,6 +109,11 @@ def test_files_that_are_missing_empty_or_of_another_kind(tmp_path: Path) -> None
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "label": ["1"]}), tmp_path / "columns.parquet")
     with pytest.raises(UserError, match="no column answer"):
         read_problems(tmp_path / "columns.parquet")
+    offsets, half = pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")
+    latin = pyarrow.StringArray.from_buffers(1, offsets, half)
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": latin, "answer": ["1"]}), tmp_path / "latin.parquet")
+    with pytest.raises(UserError, match=r"latin\.parquet: .*not UTF-8"):
+        read_problems(tmp_path / "latin.parquet")
 
 
 def test_prompts_alone_where_answers_are_not_asked_for(tmp_path: Path) -> None:
