@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtpctl.families import ModelShape
-from mtpctl.plan.sharding import Stage, expert_tp, stages
+from mtpctl.plan.sharding import Stage, expert_tp, optimizer_ranks, stages
 from mtpctl.plan.wire import adapted_weights
 from mtpctl.recipe.errors import ClusterResources, UserError
 from mtpctl.recipe.schema import ParallelConfig, Recipe
@@ -27,13 +27,14 @@ OPTIMIZER_SLICE = 1 << 30
 class TrainerMemory:
     """Bytes of the fullest trainer rank. `host` is what offloading moves to host memory.
 
-    step: what an optimizer step needs, when activations and workspace are not there. Parameters and gradients that are offloaded
-    are on the device when it is fullest, so they count as held.
+    reference: what moves, as a KL penalty's reference policy has it. step: what an optimizer step needs, when activations and
+    workspace are not there. Parameters and gradients that are offloaded are on the device when it is fullest, so they count as held.
     """
 
     weights: int
     gradients: int
     optimizer: int
+    reference: int
     activations: int
     workspace: int
     step: int
@@ -42,7 +43,9 @@ class TrainerMemory:
     @property
     def total(self) -> int:
         """Bytes on the device."""
-        return self.weights + self.gradients + self.optimizer + max(self.activations + self.workspace, self.step)
+        # While the reference scores, what it stands in for is kept aside.
+        phases = self.activations + self.workspace, self.step, self.reference + self.workspace
+        return self.weights + self.gradients + self.optimizer + self.reference + max(phases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +78,9 @@ class LogprobMemory:
 
 
 def trainer_memory(recipe: Recipe, shape: ModelShape) -> TrainerMemory:
-    """The fullest trainer rank of the recipe."""
-    ranks = [_trainer_stage(recipe, shape, index, stage) for index, stage in enumerate(_stages(recipe, shape, recipe.train.parallel))]
+    """The fullest trainer rank of the recipe, in the stage of training that fills it most."""
+    held = list(enumerate(_stages(recipe, shape, recipe.train.parallel)))
+    ranks = [_trainer_stage(recipe, shape, index, stage, training) for training in recipe.train.stages for index, stage in held]
     return max(ranks, key=lambda memory: memory.total)
 
 
@@ -207,32 +211,41 @@ def _depths(recipe: Recipe, shape: ModelShape) -> int:
     return shape.mtp_layers * recipe.mtp.repeat if recipe.mtp.mode != "off" else 0
 
 
-def _trainer_stage(recipe: Recipe, shape: ModelShape, index: int, stage: Stage) -> TrainerMemory:
+def _trainer_stage(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, training: str) -> TrainerMemory:
     train, parallel = recipe.train, recipe.train.parallel
     width = WEIGHT_BYTES[train.precision]
     weights = stage.parameters * width
-    adapter = _adapter(recipe, shape, stage) if train.lora else 0
-    weights += adapter * width
-    trained = (adapter if train.lora else stage.trunk) + (stage.mtp if recipe.mtp.mode in ("joint", "isolated") else 0)
-    stepped = trained // (parallel.dp * parallel.cp if train.distributed_optimizer else 1)
+    moved, experts = stage.trunk, stage.trunk_experts
+    if train.lora:
+        moved, experts = _adapter(recipe, shape, stage)
+        weights += moved * width
+    buffered = recipe.mtp.mode in ("joint", "isolated")
+    trains_mtp = buffered and (training == "sft" or train.rl.train_mtp)
+    gradients = (moved + (stage.mtp if buffered else 0)) * GRADIENT
+    if trains_mtp or (buffered and train.distributed_optimizer):
+        # A distributed optimizer remembers all that has a gradient buffer, MTP layers that stand still among it.
+        moved, experts = moved + stage.mtp, experts + stage.mtp_experts
+    among, experts_among = optimizer_ranks(parallel) if train.distributed_optimizer else (1, 1)
+    stepped = (moved - experts) // among + experts // experts_among
     masters = stepped * (MASTER if train.precision == "bf16" else 0)
     state, slice_ = stepped * MOMENTS + masters, min(OPTIMIZER_SLICE, stepped * MASTER)
     # Adam's temporaries are of the slice's size; offloaded moments are there a slice at a time, masters as long as the step takes.
     step = slice_ + (slice_ * MOMENTS // MASTER + masters if train.offload.optimizer else 0)
     return TrainerMemory(
         weights=weights,
-        gradients=trained * GRADIENT,
+        gradients=gradients,
         optimizer=0 if train.offload.optimizer else state,
-        activations=_activations(recipe, shape, index, stage),
+        reference=moved * width if training == "rl" and train.rl.kl_coef else 0,
+        activations=_activations(recipe, shape, index, stage, _depths(recipe, shape) if trains_mtp else 0),
         workspace=_workspace(recipe, shape, train.tokens_per_microbatch, parallel) if stage.has_head else 0,
         step=step,
         host=(state if train.offload.optimizer else 0) + (weights if train.offload.params else 0),
     )
 
 
-def _activations(recipe: Recipe, shape: ModelShape, index: int, stage: Stage) -> int:
+def _activations(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, depths: int) -> int:
     train, parallel = recipe.train, recipe.train.parallel
-    layers = len(stage.layers) + (shape.mtp_layers if stage.has_head and recipe.mtp.mode != "off" else 0)
+    layers = len(stage.layers) + (depths if stage.has_head else 0)
     width, passing = activation_width(shape, parallel), passing_width(shape, parallel)
     entry = shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
     kept = width * layers if train.recompute != "full" else entry * layers
@@ -246,23 +259,31 @@ def _workspace(recipe: Recipe, shape: ModelShape, tokens: int, parallel: Paralle
     return every_logit if recipe.kernels.linear_logprob == "reference" else min(recipe.kernels.workspace_bytes, every_logit)
 
 
-def _adapter(recipe: Recipe, shape: ModelShape, stage: Stage) -> int:
-    """Parameters of the LoRA adapters on one rank: rank times the inputs and outputs of each target, one of which is split over tp."""
+def _adapter(recipe: Recipe, shape: ModelShape, stage: Stage) -> tuple[int, int]:
+    """Parameters of the LoRA adapters on one rank, and of them those of routed experts: rank times the inputs and outputs of each
+    target, one of which is split over tp."""
     lora, parallel = recipe.train.lora, recipe.train.parallel
     assert lora is not None
-    wide = sum(_sides(shape, layer, target, parallel) for layer in stage.layers for target in lora.targets)
-    return int(lora.rank * wide)
+    places = [(shape, layer, target, parallel) for layer in stage.layers for target in lora.targets]
+    routed = sum(_routed_sides(*place) for place in places)
+    return int(lora.rank * (routed + sum(_sides(*place) for place in places))), int(lora.rank * routed)
+
+
+def _routed_sides(shape: ModelShape, layer: int, target: str, parallel: ParallelConfig) -> float:
+    """Inputs and outputs of the routed experts' layers of this name in one decoder layer, as one rank holds them."""
+    moe = shape.moe
+    if moe is None or layer in moe.dense_layers or target not in ("linear_fc1", "linear_fc2"):
+        return 0
+    return moe.experts / parallel.ep * (shape.hidden + _inner(target, moe.ffn) / expert_tp(parallel))
 
 
 def _sides(shape: ModelShape, layer: int, target: str, parallel: ParallelConfig) -> float:
-    """Inputs and outputs of all layers of this name in one decoder layer, as one rank holds them."""
+    """The same of all other layers of this name."""
     if target in ("linear_fc1", "linear_fc2"):
         moe = shape.moe
-        if moe is None or layer in moe.dense_layers:
-            return shape.hidden + _inner(target, shape.ffn) / parallel.tp
-        shared = shape.hidden + _inner(target, moe.shared_ffn) / parallel.tp if moe.shared_ffn else 0
-        routed = shape.hidden + _inner(target, moe.ffn) / expert_tp(parallel)
-        return moe.experts / parallel.ep * routed + shared
+        sparse = moe is not None and layer not in moe.dense_layers
+        ffn = moe.shared_ffn if moe and sparse else shape.ffn
+        return shape.hidden + _inner(target, ffn) / parallel.tp if ffn else 0
     whole, split = _mixer_sides(shape, layer).get(target, (0, 0))
     return whole + split / parallel.tp
 

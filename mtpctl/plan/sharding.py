@@ -23,11 +23,13 @@ _LAYER = re.compile(r"\.layers\.([0-9]+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one rank of a pipeline stage holds: decoder layers, and parameters of trunk and MTP layers."""
+    """What one rank of a pipeline stage holds: decoder layers, and parameters of trunk and MTP layers, of each those of routed experts."""
 
     layers: range
     trunk: int
     mtp: int
+    trunk_experts: int
+    mtp_experts: int
     has_head: bool
 
     @property
@@ -65,7 +67,7 @@ def stages(shape: ModelShape, parallel: ParallelConfig, *, depths: int, only: Co
     embedding = f"{shape.prefix}embed_tokens.weight"
     ends = list(accumulate(stage_layers(shape.layers, depths, parallel), initial=0))
     splits = [range(start, end) for start, end in pairwise(ends)]
-    held = [[0, 0] for _ in splits]
+    held, experts = ([[0, 0] for _ in splits] for _ in range(2))
     for name, size in whole.items():
         if name in same or (only is not None and name not in only):
             continue
@@ -80,15 +82,22 @@ def stages(shape: ModelShape, parallel: ParallelConfig, *, depths: int, only: Co
         else:
             stage = next(i for i, split in enumerate(splits) if int(layer[1]) in split)
         held[stage][draft] += _of_one_rank(name, prod(size), parallel)
+        experts[stage][draft] += _of_one_rank(name, prod(size), parallel) if _EXPERT in name else 0
     copied = len(splits) > 1 and (depths or shape.tied)
     if copied and (only is None or embedding in only):
         held[-1][0] += _of_one_rank(embedding, prod(whole[embedding]), parallel)
-    return [Stage(split, trunk, draft, i == len(splits) - 1) for i, (split, (trunk, draft)) in enumerate(zip(splits, held, strict=True))]
+    return [Stage(splits[i], *held[i], *experts[i], has_head=i == len(splits) - 1) for i in range(len(splits))]
 
 
 def expert_tp(parallel: ParallelConfig) -> int:
     """Over how many ranks one expert is split: with expert parallelism each is whole."""
     return 1 if parallel.ep > 1 else parallel.tp
+
+
+def optimizer_ranks(parallel: ParallelConfig) -> tuple[int, int]:
+    """Over how many ranks a distributed optimizer spreads what it remembers of a parameter, and of a routed expert's."""
+    copies = parallel.dp * parallel.cp
+    return copies, parallel.tp * copies // (expert_tp(parallel) * parallel.ep)
 
 
 def _of_one_rank(name: str, numel: int, parallel: ParallelConfig) -> int:

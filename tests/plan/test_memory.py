@@ -140,6 +140,57 @@ def test_what_is_offloaded_moves_to_the_host_and_what_is_sharded_is_divided() ->
     assert (offloaded.optimizer, offloaded.host) == (0, plain.optimizer)
 
 
+def test_a_sharded_optimizer_spreads_experts_over_the_ranks_that_have_the_same_ones() -> None:
+    shape = moe_shape()
+    routed = families.count(shape)["experts"]
+    rest = families.count(shape)["total"] - routed
+    sharded = ["mtp.mode=off", "rollout.speculation.num_tokens=0", "train.distributed_optimizer=true"]
+    # Layout, and which part of all experts a rank holds and remembers. Two data-parallel ranks with different experts share nothing.
+    for layout, held, remembered in (("{dp: 2}", 1, 2), ("{dp: 2, ep: 2}", 2, 2), ("{dp: 4, ep: 2}", 2, 4), ("{cp: 2, ep: 2}", 2, 2)):
+        memory = plan.trainer_memory(recipe(f"train.parallel={layout}", *sharded, name="tiny_mtp"), shape)
+        ranks = 4 if "4" in layout else 2
+        assert memory.weights == 4 * (rest + routed // held)
+        assert memory.optimizer == 8 * (rest // ranks + routed // remembered), layout
+    # With tp an expert is whole on its rank, and the ranks that have the same experts are as many more.
+    both = plan.trainer_memory(recipe("train.parallel={tp: 2, sequence_parallel: true, dp: 2, ep: 2}", *sharded, name="tiny_mtp"), shape)
+    others = both.weights // 4 - routed // 2
+    assert both.optimizer == 8 * (others // 2 + routed // 4)
+
+
+def test_mtp_layers_that_rl_leaves_alone_have_gradient_buffers_and_state_where_it_is_sharded() -> None:
+    idle, shards = "train.rl.train_mtp=false", ["train.parallel={tp: 1, dp: 2}", "train.distributed_optimizer=true"]
+    one = ["train.parallel={tp: 1}", "train.tokens_per_microbatch=8192"]
+    trained, alone = (plan.trainer_memory(recipe(*one, *sets), MIMO) for sets in ([], [idle]))
+    mtp = families.count(MIMO)["mtp"]
+    assert (alone.weights, alone.gradients) == (trained.weights, trained.gradients)
+    assert trained.optimizer - alone.optimizer == 12 * mtp
+    assert trained.activations - alone.activations == 8192 * 2 * 10 * MIMO.hidden
+    trained, alone = (plan.trainer_memory(recipe(*shards, *sets), MIMO) for sets in ([], [idle]))
+    assert trained.optimizer == alone.optimizer == 12 * families.count(MIMO)["total"] // 2
+    assert alone.activations < trained.activations
+    # A supervised stage trains them whatever RL does.
+    both = plan.trainer_memory(recipe("train.parallel={tp: 1}", idle, "train.stages=[sft, rl]", "train.sft.steps=1"), MIMO)
+    assert both.optimizer == 12 * families.count(MIMO)["total"]
+
+
+def test_the_reference_policy_of_a_kl_penalty_is_a_copy_of_what_moves() -> None:
+    free, held = (plan.trainer_memory(recipe("train.parallel={tp: 1}", f"train.rl.kl_coef={kl}"), MIMO) for kl in (0, 0.1))
+    assert (free.reference, held.reference) == (0, 2 * families.count(MIMO)["total"])
+    assert held.total >= free.total + held.reference
+    # While it scores, it is in the policy's place, which is kept aside: more than the activations of few tokens.
+    few = plan.trainer_memory(recipe("train.parallel={tp: 1}", "train.rl.kl_coef=0.1", "train.tokens_per_microbatch=1024"), MIMO)
+    assert few.total == few.weights + few.gradients + few.optimizer + 2 * few.reference + few.workspace
+    adapter = plan.trainer_memory(recipe("train.parallel={tp: 1}", "train.rl.kl_coef=0.1", "train.lora={rank: 8}", "mtp.mode=load"), MIMO)
+    assert adapter.reference == adapter.gradients // 2
+
+
+def test_depths_that_share_a_layer_each_have_activations() -> None:
+    settings = ["train.parallel={tp: 1}", "train.tokens_per_microbatch=8192"]
+    one, three = (plan.trainer_memory(recipe(*settings, f"mtp.repeat={n}"), MIMO) for n in (1, 3))
+    assert three.weights == one.weights
+    assert three.activations - one.activations == 2 * 8192 * 2 * 10 * MIMO.hidden
+
+
 def test_a_step_of_an_offloaded_optimizer_holds_the_masters_and_a_slice_of_moments() -> None:
     """Which may be more than the activations that are gone by then: MiMo-7B with 1,024 tokens."""
     few = plan.trainer_memory(recipe("train.parallel={tp: 1}", "train.offload.optimizer=true", "train.tokens_per_microbatch=1024"), MIMO)
