@@ -81,12 +81,17 @@ def stages(shape: ModelShape, parallel: ParallelConfig, *, depths: int, only: Co
             stage = 0
         else:
             stage = next(i for i, split in enumerate(splits) if int(layer[1]) in split)
-        held[stage][draft] += _of_one_rank(name, prod(size), parallel)
-        experts[stage][draft] += _of_one_rank(name, prod(size), parallel) if _EXPERT in name else 0
+        numel = _of_one_rank(name, prod(size), parallel)
+        held[stage][draft] += numel
+        experts[stage][draft] += numel if _EXPERT in name else 0
     copied = len(splits) > 1 and (depths or shape.tied)
     if copied and (only is None or embedding in only):
         held[-1][0] += _of_one_rank(embedding, prod(whole[embedding]), parallel)
-    return [Stage(splits[i], *held[i], *experts[i], has_head=i == len(splits) - 1) for i in range(len(splits))]
+    parts = zip(splits, held, experts, strict=True)
+    return [
+        Stage(split, trunk, mtp, trunk_experts, mtp_experts, has_head=split is splits[-1])
+        for split, (trunk, mtp), (trunk_experts, mtp_experts) in parts
+    ]
 
 
 def expert_tp(parallel: ParallelConfig) -> int:
