@@ -100,6 +100,8 @@ def weight_sink(weight: Tensor, wanted: bool, main_grad: bool) -> WeightSink:
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
         weight.grad_added_to_main_grad = True
-        return torch.empty_like(weight)  # never read: Megatron's hooks fire only for parameters that are given a gradient
+        # Megatron's hooks fire only for parameters that are given a gradient. Of a weight that is also the embedding they add it to what
+        # the embedding brings; of any other they never read it.
+        return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
     return WeightSink(weight.main_grad, True, finish)

@@ -207,6 +207,24 @@ def test_main_grad_is_added_to_and_said_to_be() -> None:
     assert relative(weight.main_grad - 1, plain.grad) < 1e-2
 
 
+def test_a_tied_heads_main_grad_leaves_the_embeddings_part_of_the_gradient_as_it_is() -> None:
+    """Megatron marks such a weight, and adds what autograd brings to what is in `main_grad` already."""
+    tokens, labels = torch.tensor([1, 2, 3]), torch.tensor([2, 3, 4])
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)  # new memory is NaN under it
+    try:
+        grads = []
+        for fused in (False, True):
+            table = torch.nn.Parameter(torch.linspace(-1, 1, 240).view(30, 8))
+            table.main_grad, table.grad_added_to_main_grad, table.zero_out_wgrad = torch.zeros(30, 8), False, True
+            linear_logprob(torch.nn.functional.embedding(tokens, table), table, labels, main_grad=fused).logprob.sum().backward()
+            assert table.grad is not None
+            grads.append(table.main_grad + table.grad)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.allclose(*grads, atol=1e-6)
+
+
 def test_auto_says_which_it_runs(caplog: pytest.LogCaptureFixture) -> None:
     from mtpctl.kernels import choice
 
