@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,23 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(UserError, match=r"model\.tokenizer"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("tokenizer.json", {"model": {"type": "Newer"}}),
+        ("tokenizer.json", {"pre_tokenizer": {"type": "Newer"}}),
+        ("tokenizer_config.json", []),
+    ],
+)
+def test_a_tokenizer_in_a_form_that_the_library_does_not_know(tmp_path: Path, name: str, change: dict[str, object] | list[object]) -> None:
+    make_byte_tokenizer(tmp_path)
+    file = tmp_path / name
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change} if isinstance(change, dict) else change))
+    with pytest.raises(UserError, match=r"model\.tokenizer: .* holds no tokenizer that loads") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
