@@ -8,12 +8,27 @@ from megatron.core import parallel_state
 
 @torch.no_grad()
 def draw_weights(model: torch.nn.Module, seed: int, std: float = 0.02) -> None:
-    """Norms 1, biases 0, matrices normal(0, std). The same layout and seed give the same weights; another layout gives others."""
-    tp_rank, pp_rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+    """Norms 1, biases 0, matrices normal(0, std). The same layout and seed give the same weights; another layout gives others.
+
+    Ranks that hold the same part of a parameter draw the same.
+    """
     device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed + 1009 * tp_rank + 9176 * pp_rank)
+    stage = 9176 * parallel_state.get_pipeline_model_parallel_rank()
+    tp = 1009 * parallel_state.get_tensor_model_parallel_rank()
+    expert = 1009 * parallel_state.get_expert_tensor_parallel_rank() + 5003 * parallel_state.get_expert_model_parallel_rank()
+
+    def generator(offset: int) -> torch.Generator:
+        return torch.Generator(device).manual_seed(seed + offset)
+
+    split, whole, experts, embedding = (generator(kind + place) for kind, place in enumerate((stage + tp, stage, stage + expert, tp)))
     for name, parameter in model.named_parameters():
-        if parameter.ndim > 1:
-            parameter.normal_(0.0, std, generator=generator)
-        else:
+        if parameter.ndim == 1:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        if name == "embedding.word_embeddings.weight":  # the last stage has it too
+            drawn_from = embedding
+        elif not getattr(parameter, "allreduce", True):
+            drawn_from = experts
+        else:
+            drawn_from = split if getattr(parameter, "tensor_model_parallel", False) else whole
+        parameter.normal_(0.0, std, generator=drawn_from)
