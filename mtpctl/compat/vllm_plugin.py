@@ -13,7 +13,7 @@ def register() -> None:
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from mtpctl.compat import vllm_counts, vllm_drafter, vllm_gemm, vllm_mimo, vllm_packed, vllm_sampler, vllm_seeds
+    from mtpctl.compat import vllm_cut, vllm_drafter, vllm_gemm, vllm_logprobs, vllm_mimo, vllm_packed, vllm_sampler, vllm_seeds
 
     vllm_mimo.install()
     vllm_sampler.install()
@@ -21,6 +21,7 @@ def register() -> None:
     vllm_gemm.install()
     vllm_packed.install()
     vllm_drafter.install()
-    vllm_counts.install()
+    vllm_cut.install()
+    vllm_logprobs.install()
     if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, "mtpctl.sync.vllm_receiver", "ManifestTransferEngine")

@@ -7,7 +7,7 @@ import os
 from importlib.metadata import entry_points
 from typing import Any
 
-from mtpctl.compat import vllm_counts, vllm_pause
+from mtpctl.compat import vllm_cut, vllm_logprobs, vllm_pause
 from mtpctl.recipe import EnvironmentMissing, UserError
 from mtpctl.rollout.engine import Engine, Stretch, check_options, speculation_counts
 from mtpctl.rollout.vllm_settings import VllmSettings
@@ -76,8 +76,7 @@ class VllmEngine(Engine):
         return _stretch(output.outputs[0])
 
     async def _abort(self, request_ids: list[str]) -> None:
-        if "speculative_config" in self._settings.args:
-            await vllm_counts.keep(self._llm, request_ids)
+        await vllm_cut.keep(self._llm, request_ids)
         await self._llm.abort(request_ids)
 
     def _adapter(self) -> Any:
@@ -106,6 +105,8 @@ class VllmEngine(Engine):
             flat_logprobs=True,
             detokenize=bool(request.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
+            # Stop strings are found, and what is behind them cut off, where the text is: log-probs must be there with each token.
+            extra_args=None if request.stop else dict(vllm_logprobs.LATE),
         )
 
     async def pause(self, mode: PauseMode = "keep") -> None:
@@ -169,6 +170,9 @@ def check_engine_args(args: dict[str, Any]) -> None:
 def _stretch(completion: Any) -> Stretch:
     """vLLM's output as a stretch of the response."""
     logprobs = list(completion.logprobs.logprobs) if completion.logprobs else []
+    if completion.finish_reason == "abort":
+        # Those that were fetched just before may be of one token more than came.
+        logprobs = logprobs[: len(completion.token_ids)]
     metrics = completion.spec_decode_metrics
     return Stretch(
         tokens=list(completion.token_ids),

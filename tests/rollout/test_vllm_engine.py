@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,34 @@ def test_logprobs_are_those_of_the_policy(engine: VllmEngine, run: Loop, weights
         assert sample.speculation.drafted == sample.speculation.steps > 0
         assert sample.speculation.accepted == sample.speculation.accepted_by_position[0]
         assert_matches(sample, weights.made.__getitem__, temperature)
+
+
+def test_logprobs_travel_with_the_end_of_a_response(engine: VllmEngine, run: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But with each token where a request has not said that nobody reads them before: also beside others."""
+    processor, seen = engine._llm.output_processor, []
+    upstream = processor.process_outputs
+
+    def process(outputs: list[Any], *rest: Any, **options: Any) -> Any:
+        seen.extend((o.request_id, len(o.new_token_ids), o.finish_reason, o.new_logprobs) for o in outputs)
+        return upstream(outputs, *rest, **options)
+
+    monkeypatch.setattr(processor, "process_outputs", process)
+    at_once = engine._sampling(request(7), 40).clone()
+    at_once.extra_args = None
+
+    async def both() -> tuple[Sample, Any]:
+        late = asyncio.ensure_future(engine.generate(request(7)))
+        async for output in engine._llm.generate({"prompt_token_ids": list(PROMPT)}, at_once, "at once"):
+            whole = output.outputs[0]
+        return await late, whole
+
+    late, whole = run(both())
+    assert late.response_ids == list(whole.token_ids)
+    assert late.behaviour_logprobs == pytest.approx(list(whole.logprobs.logprobs), abs=1e-5)
+    of_late, of_other = ([each for each in seen if each[0].startswith("at once") is other] for other in (False, True))
+    assert [each[3] is None for each in of_late] == [each[2] is None for each in of_late] and len(of_late) > 15
+    assert len(of_late[-1][3].logprobs) == sum(each[1] for each in of_late) == 40
+    assert of_other and all(len(each[3].logprobs) == each[1] for each in of_other)
 
 
 def test_a_seed_repeats_a_response(engine: VllmEngine, run: Loop) -> None:
