@@ -190,7 +190,7 @@ class RlStage:
             if self.state.step % self.recipe.async_.sync_every == 0:
                 metrics |= await self.publish()
             self.clock.set("trainer", False)
-            metrics |= self._step_metrics(metrics, updated - began, len(groups))
+            metrics |= self._step_metrics(metrics, updated - began, groups)
             self.telemetry.log(self.state.step, metrics, "rl")
             await self.state.checkpoint_if_due(self.trainer)
             if self._evaluation_due():
@@ -233,7 +233,7 @@ class RlStage:
             self.telemetry.event("rollout", told)
         return {"rollout/spec_drafts": sum(state["drafts"] for state in states) / len(states)} if states else {}
 
-    def _step_metrics(self, metrics: dict[str, float], seconds: float, groups: int) -> dict[str, float]:
+    def _step_metrics(self, metrics: dict[str, float], seconds: float, groups: list[Group]) -> dict[str, float]:
         shares = self.clock.read()
         wall = shares["timing_s/step"]
         generated, self._generated = self._generated, 0
@@ -242,10 +242,11 @@ class RlStage:
         if rewards:
             # Dynamic sampling keeps groups between all wrong and all right, so `reward/mean` hardly leaves one half.
             shares["reward/unfiltered_mean"] = sum(rewards) / len(rewards)
+        signal = sum(has_signal([sample.reward or 0.0 for sample in group.samples]) for group in groups)
         return shares | {
             "perf/tokens_per_s": metrics.pop("perf/tokens") / seconds,
             "rollout/tokens_per_s": generated / wall,
-            "reward/signal_fraction": groups / (dropped + groups),
+            "reward/signal_fraction": signal / (dropped + len(groups)),
             "async/buffer_groups": float(self.buffer.ready),
             "async/version": float(self.state.version),
         }

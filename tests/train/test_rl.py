@@ -105,11 +105,13 @@ class Rows:
         self.world.rows.append((step, metrics))
 
 
-def recipe_of(*, steps: int = 6, staleness: float = 0.5, sync_every: int = 1, deterministic: bool = False) -> Recipe:
+def recipe_of(
+    *, steps: int = 6, staleness: float = 0.5, sync_every: int = 1, deterministic: bool = False, dynamic_sampling: bool = True
+) -> Recipe:
     return Recipe.model_validate(
         {
             "model": {"path": "anywhere"},
-            "train": {"rl": {"steps": steps, "prompts_per_step": 4, "group_size": 2}},
+            "train": {"rl": {"steps": steps, "prompts_per_step": 4, "group_size": 2, "dynamic_sampling": dynamic_sampling}},
             "async": {"staleness_threshold": staleness, "sync_every": sync_every, "deterministic": deterministic},
             "data": {"shuffle": False},
         }
@@ -177,6 +179,12 @@ def test_groups_without_signal_are_replaced_and_counted(tmp_path: Path) -> None:
     assert {int(s.prompt_id[1:]) % 2 for batch in world.batches for s in batch} == {1}
     assert all(len(batch) == 8 for batch in world.batches)
     assert world.rows[-1][1]["reward/signal_fraction"] == pytest.approx(0.5, abs=0.1)
+
+
+def test_groups_without_signal_that_are_trained_on_are_not_counted_as_having_any(tmp_path: Path) -> None:
+    recipe = recipe_of(deterministic=True, dynamic_sampling=False)
+    world = run(recipe, tmp_path, lambda s: str(s.index) if int(s.prompt_id[1:]) % 4 == 0 else "0")
+    assert [metrics["reward/signal_fraction"] for _, metrics in world.rows] == [0.25] * 6
 
 
 def test_a_task_that_never_gives_signal_ends_the_run_instead_of_going_on_for_ever(tmp_path: Path) -> None:
