@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtpctl.data.files import read_problems
@@ -19,11 +20,18 @@ class ProblemSets:
     evaluation: list[Problem]
     supervised: list[Problem]
 
+    def seen_in(self, stages: Sequence[str]) -> int:
+        """Held-out problems whose prompt one of the stages trains on: what they tell of a model is what it remembers."""
+        trained = {"rl": self.train, "sft": self.supervised}
+        prompts = {problem.prompt.strip() for stage in stages for problem in trained[stage]}
+        return sum(problem.prompt.strip() in prompts for problem in self.evaluation)
+
 
 def load_problem_sets(config: DataConfig, seed: int) -> ProblemSets:
     """Read or generate the problems of the recipe's `data` section.
 
-    The supervised stage imitates RL's problems unless the section names others for it; held-out problems are RL's.
+    The supervised stage imitates RL's problems unless the section names others for it; held-out problems are RL's, and what is
+    generated for the supervised stage is left out where it is among them: tasks of one kind draw the same problems again.
     Raises UserError where the section names neither files nor a task, or both, and whatever reading raises.
     """
     if config.task is not None:
@@ -35,10 +43,12 @@ def load_problem_sets(config: DataConfig, seed: int) -> ProblemSets:
     else:
         train = read_problems(config.path, "data.path")
         evaluation = read_problems(config.eval_path, "data.eval_path") if config.eval_path else []
-    return ProblemSets(train, evaluation, _supervised(config, seed) or train)
-
-
-def _supervised(config: DataConfig, seed: int) -> list[Problem]:
+    supervised = train
     if config.sft_task is not None:
-        return generate(config.sft_task, seed)[0]
-    return read_problems(config.sft_path, "data.sft_path") if config.sft_path else []
+        held_out = {problem.prompt for problem in evaluation}
+        supervised = [problem for problem in generate(config.sft_task, seed)[0] if problem.prompt not in held_out]
+        if not supervised:
+            raise UserError("data.sft_task: all its problems are held out by data.task; raise its train_size or max_digits")
+    elif config.sft_path is not None:
+        supervised = read_problems(config.sft_path, "data.sft_path")
+    return ProblemSets(train, evaluation, supervised)

@@ -325,7 +325,9 @@ class DataConfig(Section):
     eval_path: HomePath | None = Field(None, description="The same, held out.")
     task: GeneratedTask | None = Field(None, description="Generate the problems instead of reading them.")
     sft_path: HomePath | None = Field(None, description="Problems with `solution` for the supervised stage; default: the same as RL's.")
-    sft_task: GeneratedTask | None = Field(None, description="Generate the supervised stage's problems; default: the same as RL's.")
+    sft_task: GeneratedTask | None = Field(
+        None, description="Generate the supervised stage's problems, less what is held out; default: RL's."
+    )
     checker: Literal["exact", "math"] = Field("exact", description="exact: the text after the last `#`, trimmed; math: math-verify.")
     chat_template: bool = Field(False, description="Wrap prompts in the tokenizer's chat template.")
     system_prompt: str | None = Field(None, description="System message, with a chat template.")

@@ -162,3 +162,26 @@ def test_the_data_section(tmp_path: Path) -> None:
         load_problem_sets(DataConfig(), seed=0)
     with pytest.raises(UserError, match=r"data\.task: .* not both"):
         load_problem_sets(DataConfig(path=str(path), task=GeneratedTask()), seed=0)
+
+
+def test_held_out_problems_that_are_trained_on_are_counted(tmp_path: Path) -> None:
+    def file(name: str, *prompts: str) -> str:
+        (tmp_path / name).write_text("".join(json.dumps({"prompt": prompt, "answer": "1"}) + "\n" for prompt in prompts))
+        return str(tmp_path / name)
+
+    train, sft, held_out = file("train.jsonl", "a", "b"), file("sft.jsonl", "c "), file("eval.jsonl", "b", "c", "d", "d")
+    sets = load_problem_sets(DataConfig(path=train, sft_path=sft, eval_path=held_out), seed=0)
+    assert [sets.seen_in(stages) for stages in (["rl"], ["sft"], ["sft", "rl"])] == [1, 1, 2]
+    assert load_problem_sets(DataConfig(path=train), seed=0).seen_in(["rl"]) == 0
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_generated_problems_that_are_held_out_are_in_no_training_set(seed: int) -> None:
+    task = GeneratedTask(min_digits=3, max_digits=8, train_size=4000, eval_size=600)
+    sft = GeneratedTask(min_digits=1, max_digits=8, train_size=4000, eval_size=1)
+    sets = load_problem_sets(DataConfig(task=task, sft_task=sft), seed)
+    assert len(sets.evaluation) == 600 and sets.seen_in(["sft", "rl"]) == 0
+    assert 3400 <= len(sets.supervised) <= 4000
+    small = GeneratedTask(min_digits=1, max_digits=1, train_size=50, eval_size=50)
+    sets = load_problem_sets(DataConfig(task=small, sft_task=small.model_copy(update={"train_size": 99, "eval_size": 1})), seed)
+    assert sets.seen_in(["sft", "rl"]) == 0 and 49 <= len(sets.supervised) <= 50
