@@ -129,9 +129,11 @@ def select_rows(
     if hidden is not None and not finite and (found := nonfinite("hidden", hidden)):
         raise found
     if isinstance(temperature, Tensor):
-        coldest = torch.where(keep, temperature, 1).min().item()
+        coldest, hottest = torch.stack(torch.where(keep, temperature, 1).aminmax()).tolist()
         if not coldest > 0:
             raise ValueError(f"temperature: smallest value {coldest}, expected above 0")
+        if hottest == float("inf"):
+            raise ValueError(f"temperature: largest value {hottest}, expected finite values")
     return Rows(total, count, None if count == total else keep.nonzero().squeeze(1))
 
 
@@ -152,19 +154,20 @@ def _chosen(rows: Tensor, labels: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 class FiniteCheck:
-    """Whether every log-sum-exp is finite, asked of the device without waiting for the answer.
+    """Whether every row's statistics (its log-sum-exp, with its entropy where that is asked for) are finite, asked of the device without
+    waiting for the answer.
 
     A forward pass that a backward pass follows looks at the answer there: waiting for it at once would leave the device idle while the
     backward pass is being launched.
     """
 
-    def __init__(self, lse: Tensor) -> None:
-        finite = torch.isfinite(lse).all()
-        if lse.is_cuda:
+    def __init__(self, statistics: Tensor) -> None:
+        finite = torch.isfinite(statistics).all()
+        if statistics.is_cuda:
             self._answer = torch.empty((), dtype=torch.bool, pin_memory=True)
             self._answer.copy_(finite, non_blocking=True)
             self._ready: torch.cuda.Event | None = torch.cuda.Event()
-            self._ready.record(torch.cuda.current_stream(lse.device))
+            self._ready.record(torch.cuda.current_stream(statistics.device))
         else:
             self._answer, self._ready = finite, None
 
@@ -186,7 +189,7 @@ def nonfinite(name: str, x: Tensor) -> ValueError | None:
 
 
 def explain_nonfinite(hidden: Tensor, weight: Tensor) -> ValueError:
-    """Which argument made a log-sum-exp that is not finite."""
+    """Which argument made a row's statistics not finite."""
     for name, x in (("hidden", hidden), ("weight", weight)):
         if found := nonfinite(name, x):
             return found

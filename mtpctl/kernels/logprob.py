@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mtpctl.kernels import inputs, reduce
 from mtpctl.kernels.call import Call, prepare, weight_sink
@@ -132,7 +133,7 @@ class _LinearLogProb(torch.autograd.Function):
             outputs += [lse.new_empty(0), lse.new_empty(0)]
         ctx.mark_non_differentiable(*outputs[2:])
         ctx.set_materialize_grads(False)
-        finite = inputs.FiniteCheck(lse)
+        finite = inputs.FiniteCheck(lse + row_entropy)
         if asked.keep:
             ctx.save_for_backward(hidden, weight, labels, lse, row_entropy)
             ctx.asked, ctx.kept, ctx.finite = asked, scores.kept, finite
@@ -142,6 +143,7 @@ class _LinearLogProb(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, lse, row_entropy = ctx.saved_tensors
         asked: _Asked = ctx.asked

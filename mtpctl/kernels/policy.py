@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mtpctl.kernels import inputs, reduce
 from mtpctl.kernels.call import Call, prepare, weight_sink
@@ -124,7 +125,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
             problem = _part(whole, part)
             scores = backend.scores(problem, entropy=asked.entropy, topk=0, keep=keep)
             stats = reduce.join_shards(scores.stats, call.shard)
-            broken |= ~torch.isfinite(stats.lse).all()
+            broken |= ~torch.isfinite(stats.lse + stats.entropy if asked.entropy else stats.lse).all()
             logprob[part] = stats.logprob
             if asked.entropy:
                 row_entropy[part] = stats.entropy
@@ -147,6 +148,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError("linear_policy_loss: its gradients were made for one backward pass, which has been")

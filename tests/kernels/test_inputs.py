@@ -33,6 +33,8 @@ HIDDEN, WEIGHT, LABELS = torch.randn(3, 8), torch.randn(20, 8), torch.tensor([1,
         ({"temperature": float("nan")}, "temperature: nan, expected a finite number above 0"),
         ({"temperature": torch.ones(2)}, r"temperature: shape \(2,\), expected \(3,\)"),
         ({"temperature": torch.tensor([1.0, 0.0, 1.0])}, "temperature: smallest value 0.0, expected above 0"),
+        ({"temperature": torch.tensor([1.0, float("inf"), 1.0])}, "temperature: largest value inf, expected finite values"),
+        ({"temperature": torch.tensor([1.0, float("nan"), 1.0])}, "temperature: smallest value nan, expected above 0"),
         ({"rows": torch.tensor([True, False])}, r"rows: mask of shape \(2,\), expected \(3,\)"),
         ({"rows": torch.tensor([0, 3])}, "rows: index 3 is outside hidden's 3 rows"),
         ({"rows": torch.tensor([-1, 0])}, "rows: index -1 is outside hidden's 3 rows"),
@@ -87,6 +89,22 @@ def test_a_weight_that_is_not_finite_is_refused_before_gradients_leave() -> None
     hidden = HIDDEN.clone().requires_grad_()
     with pytest.raises(ValueError, match=r"weight: nan at \[7, 0\]"):
         linear_logprob(hidden, weight, LABELS).logprob.sum().backward()
+
+
+@pytest.mark.parametrize("policy", [False, True])
+def test_a_weight_that_makes_an_entry_impossible_has_no_entropy(policy: bool) -> None:
+    """Minus infinity in every row of logits: the log-sum-exp is finite, and 0 x infinity is not."""
+    weight = WEIGHT.clone()
+    weight[7] = -float("inf")
+
+    def token_loss(logprob, entropy, rows):
+        return entropy.sum(), {}
+
+    with pytest.raises(ValueError, match=r"weight: -inf at \[7, 0\]"):
+        if policy:
+            linear_policy_loss(HIDDEN.abs(), weight, LABELS, token_loss, entropy=True)
+        else:
+            linear_logprob(HIDDEN.abs(), weight, LABELS, entropy=True)
 
 
 def test_logits_that_overflow_are_told() -> None:

@@ -193,6 +193,16 @@ def test_two_backward_passes_over_one_graph_agree() -> None:
     assert torch.equal(first, torch.autograd.grad(out.logprob.sum(), hidden)[0])
 
 
+def test_a_second_derivative_is_refused_not_made_up() -> None:
+    """The way back is not differentiable; what autograd would record of it leaves the softmax out."""
+    hidden, weight, labels, options = Case(9, 8, 130, torch.float32).tensors()
+    weight.requires_grad_()
+    out = linear_logprob(hidden.requires_grad_(), weight, labels, **options)
+    (grad,) = torch.autograd.grad(out.logprob.sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.autograd.grad(grad.square().sum(), weight)
+
+
 def test_main_grad_is_added_to_and_said_to_be() -> None:
     case = Case(9, 8, 130, torch.bfloat16, entropy=False, ignored=0.0)
     hidden, weight, labels, _ = case.tensors()
