@@ -82,6 +82,10 @@ class RlStage:
     async def run(self) -> None:
         """All updates that are left, with held-out evaluations before and after."""
         self.state.buffer = self.buffer
+        problems = self.prepared.problems
+        if seen := problems.seen_in(self.recipe.train.stages):
+            told = f"{seen} of {len(problems.evaluation)} held-out problems are trained on too: accuracy on them is what is remembered"
+            self.telemetry.event("data", f"{told}; remove them from data.path or data.sft_path")
         # A run that was resumed may have ended in the evaluation that was due, or it is logged twice, of the same weights.
         if self.state.step == 0 or self._evaluation_due():
             await self._evaluate()

@@ -47,6 +47,7 @@ class World:
     batches: list[list[Sample]] = field(default_factory=list)
     made_while_updating: int = 0
     rows: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    events: list[tuple[str, str]] = field(default_factory=list)
 
 
 class FakeTrainer:
@@ -103,6 +104,9 @@ class Rows:
 
     def log(self, step: int, metrics: dict[str, float], phase: str) -> None:
         self.world.rows.append((step, metrics))
+
+    def event(self, kind: str, message: str) -> None:
+        self.world.events.append((kind, message))
 
 
 def recipe_of(
@@ -172,6 +176,14 @@ def test_batches_hold_whole_groups_with_rewards(tmp_path: Path) -> None:
 def test_a_deterministic_run_trains_on_prompts_in_the_order_of_the_data(tmp_path: Path) -> None:
     world = run(recipe_of(deterministic=True), tmp_path)
     assert [s.prompt_id for batch in world.batches for s in batch[::2]] == [f"p{i}" for i in range(24)]
+
+
+def test_held_out_problems_that_are_trained_on_are_told_of(tmp_path: Path) -> None:
+    stage = stage_of(recipe_of(steps=1), world := World(), tmp_path, lambda s: str(s.index))
+    stage.prepared.problems.evaluation.extend([Problem("e1", "7", "1"), Problem("e2", "other", "1")])
+    asyncio.run(asyncio.wait_for(stage.run(), 20))
+    assert [(kind, message[:8]) for kind, message in world.events] == [("data", "1 of 2 h")]
+    assert run(recipe_of(steps=1), tmp_path).events == []
 
 
 def test_groups_without_signal_are_replaced_and_counted(tmp_path: Path) -> None:
