@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mtpctl.kernels import LogProbOut, linear_logprob
@@ -31,6 +31,7 @@ cases = st.builds(
 
 @settings(max_examples=60)
 @given(case=cases)
+@example(Case(1, 5, 4, torch.bfloat16, padding=1, ignored=0.0, entropy=False, workspace=1 << 22, seed=607))  # log-prob of almost 0
 def test_chunked_agrees_with_the_oracle(case: Case) -> None:
     assert_agrees(case, "chunked")
 
@@ -199,7 +200,7 @@ def test_a_second_derivative_is_refused_not_made_up() -> None:
     weight.requires_grad_()
     out = linear_logprob(hidden.requires_grad_(), weight, labels, **options)
     (grad,) = torch.autograd.grad(out.logprob.sum(), hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="does not require grad"):
         torch.autograd.grad(grad.square().sum(), weight)
 
 
