@@ -65,7 +65,7 @@ def load_history(run_dir: Path) -> History:
 
 
 def build_history(raw: Iterable[dict[str, Any]]) -> History:
-    """Rows of a phase that a later session went back behind are dropped: they were done again, or differently."""
+    """What a later session went back behind, in its phase or to an earlier one, is dropped: it was done again, or differently."""
     raw = list(raw)
     events = [Event(row["time"], row["event"], row["message"]) for row in raw if "event" in row]
     begins: dict[tuple[str, int], int] = {}
@@ -76,18 +76,16 @@ def build_history(raw: Iterable[dict[str, Any]]) -> History:
         if "event" not in row:
             key = (row["phase"], row["session"])
             begins[key] = min(begins.get(key, row["step"]), row["step"])
+    place = {phase: index for index, phase in enumerate(dict.fromkeys(row["phase"] for row in raw if "event" not in row))}
     merged: dict[tuple[str, int], Row] = {}
-    order: dict[str, None] = {}
     for row in raw:
         if "event" in row:
             continue
         phase, step, session = row["phase"], row["step"], row["session"]
-        order.setdefault(phase)
-        if any(step > begin for (other, later), begin in begins.items() if other == phase and later > session):
+        if any((place[phase], step) > (place[other], begin) for (other, later), begin in begins.items() if later > session):
             continue
         kept = merged.setdefault((phase, step), Row(phase, step, row["time"], session))
         kept.time, kept.session = row["time"], session
         kept.metrics.update({name: value for name, value in row.items() if name not in _RESERVED})
-    place = {phase: index for index, phase in enumerate(order)}
     rows = sorted(merged.values(), key=lambda row: (place[row.phase], row.step))
     return History(rows, events, sum(last - first for first, last in spans.values()))

@@ -39,6 +39,14 @@ def test_phases_keep_their_order_and_resuming_one_leaves_the_other() -> None:
     assert history.last_step("sft") == 2 and history.last_step("eval") == 0
 
 
+def test_a_session_that_goes_back_to_an_earlier_phase_does_the_later_ones_again() -> None:
+    first = [row(1, "sft", 1, 0.0), row(1, "sft", 2, 1.0), row(1, "rl", 0, 2.0, accuracy=0.5), row(1, "rl", 1, 3.0)]
+    history = build_history([*first, row(2, "sft", 2, 9.0)])
+    assert [(r.phase, r.step) for r in history.rows] == [("sft", 1), ("sft", 2)]
+    history = build_history([*first, row(2, "sft", 2, 9.0), row(2, "rl", 0, 9.5, accuracy=0.25)])
+    assert history.series("accuracy") == [(0, 0.25)] and history.last_step("rl") == 0
+
+
 def test_active_time_leaves_out_the_time_between_sessions() -> None:
     history = build_history([row(1, "rl", 1, 10.0), row(1, "rl", 2, 15.0), row(2, "rl", 3, 1000.0), row(2, "rl", 4, 1002.0)])
     assert history.active_s == 7.0
