@@ -78,6 +78,8 @@ CHARTS = (
 _DOTTED = {"eval/accuracy"}
 _TOTALS = {"timing_s/step"}
 """What the other timings are parts of, and so no layer beside them."""
+_OVER_STEPS = {"async/overlap", "rollout/tokens_per_s"}
+"""Shares of and rates over the time of a whole step."""
 _MOST_LAYERS = 6
 
 
@@ -156,13 +158,21 @@ def _tiles(history: History) -> str:
         ("async/overlap", "Both busy", "mean share of the time"),
         ("async/staleness_mean", "Staleness", "weight versions, mean"),
         ("rollout/tokens_per_s", "Rollout", "mean over the run"),
-        ("perf/tokens_per_s", "Trainer", "mean over the run"),
+        ("perf/tokens_per_s", "Trainer", "mean over updates"),
     ):
-        values = [value for _, value in history.series(name, "rl")]
-        if values:
+        if (mean := _mean(history, name)) is not None:
             unit = "number" if name == "async/staleness_mean" else describe(name).unit
-            tiles.append(_tile(label, format_value(sum(values) / len(values), unit), detail, ""))
+            tiles.append(_tile(label, format_value(mean, unit), detail, ""))
     return "".join(tiles)
+
+
+def _mean(history: History, name: str) -> float | None:
+    """Mean of a metric over RL's updates: each by its time, where that is what the metric is over."""
+    rows = [row.metrics for row in history.rows if row.phase == "rl" and name in row.metrics]
+    weights = [row.get("timing_s/step", 0.0) if name in _OVER_STEPS else 1.0 for row in rows]
+    if not all(weight > 0 for weight in weights):
+        weights = [1.0] * len(rows)
+    return sum(weight * row[name] for weight, row in zip(weights, rows, strict=True)) / sum(weights) if rows else None
 
 
 def _tile(label: str, value: str, detail: str, spark: str) -> str:

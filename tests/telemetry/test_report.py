@@ -135,6 +135,17 @@ def test_figures_that_tell_more_take_the_place_of_those_that_tell_less(run_dir: 
     assert "0.9" in tiles
 
 
+def test_means_of_the_run_are_over_its_time(run_dir: Path) -> None:
+    rows = [
+        {"phase": "rl", "step": 1, "rollout/tokens_per_s": 1000.0, "async/overlap": 0.9, "timing_s/step": 1.0},
+        {"phase": "rl", "step": 2, "rollout/tokens_per_s": 100.0, "async/overlap": 0.1, "timing_s/step": 9.0},
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps({"session": 1, "time": 1.7e9, **row}) + "\n" for row in rows))
+    text = " ".join(read(write_report(run_dir)).text)
+    tiles = text[: text.index("mean over the run") + 20]
+    assert "18.0%" in tiles and "190 tok/s" in tiles
+
+
 def test_what_users_wrote_is_escaped(run_dir: Path) -> None:
     html = write_report(run_dir).read_text()
     assert "tiny &lt;mtp&gt;" in html and "rollout-0 &lt;died&gt;" in html
