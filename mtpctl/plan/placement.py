@@ -1,11 +1,12 @@
 """Which actor sits where: trainer ranks, rollout engines and log-prob ranks on hosts with CPUs and GPUs.
 
 Ranks are placed in order, each group on the first host that has room. Trainer ranks fill hosts from the front, so that
-tensor-parallel neighbours sit together; an engine never spans hosts.
+tensor-parallel neighbours sit together; an engine never spans hosts, nor a share of a card two cards.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,13 +78,14 @@ def place(recipe: Recipe, hosts: Sequence[Host] | None = None) -> Placement:
 
     `hosts` are those of a running cluster; without them, this machine for CPU, and for CUDA as many hosts of
     `cluster.gpus_per_node` cards as it takes, or one of `cluster.num_gpus` where that is set. Raises ClusterResources naming
-    what is asked for and what there is, UserError for an engine that no host can hold.
+    what is asked for and what there is, UserError for an engine that no host can hold, or that Ray cannot be asked cards for.
     """
     device = recipe.device
     groups = _groups(recipe, device)
     if hosts is None:
         hosts = _planned_hosts(recipe, device, sum(cpus * n for _, _, n, cpus, _ in groups), sum(n for _, _, n, _, _ in groups))
-    free = [[host.cpus, host.gpus] for host in hosts]
+    most = sum(n * math.ceil(gpus) for _, _, n, _, gpus in groups)
+    free = [(host.cpus, [1.0] * int(min(host.gpus, most))) for host in hosts]
     actors: list[Actor] = []
     for role, index, ranks, cpus, gpus in groups:
         if role == "trainer":
@@ -115,6 +117,12 @@ def _groups(recipe: Recipe, device: Device) -> list[Group]:
             groups += [("logprob", i, server.parallel.world_size, *claim) for i in range(server.replicas)]
     per_node = recipe.cluster.gpus_per_node
     for role, _, ranks, _, gpus in groups:
+        if role == "rollout" and ranks > 1 and 0 < gpus < 1:
+            raise UserError(
+                f"rollout.gpus: {gpus:g} of a card for each of rollout.tp: {ranks} ranks; they take whole cards, so set it to 1"
+            )
+        if gpus > 1 and gpus % 1:
+            raise UserError(f"logprob.gpus: {gpus:g} cards cannot be handed to one rank; take a whole number, or less than 1")
         if role != "trainer" and ranks * gpus > per_node:
             field = "rollout.tp" if role == "rollout" else "logprob.parallel"
             raise UserError(f"{field}: {ranks} ranks do not fit a host of cluster.gpus_per_node: {per_node}; lower it")
@@ -131,13 +139,31 @@ def _planned_hosts(recipe: Recipe, device: Device, cpus: float, ranks: int) -> l
     return [Host(cpus, cluster.gpus_per_node) for _ in range(ranks)]
 
 
-def _take(free: list[list[float]], ranks: int, cpus: float, gpus: float) -> int | None:
-    for host, room in enumerate(free):
-        if room[0] >= ranks * cpus and room[1] + 1e-9 >= ranks * gpus:
-            room[0] -= ranks * cpus
-            room[1] -= ranks * gpus
+Room = tuple[float, list[float]]
+"""CPUs that are free on a host, and what is free of each of its cards."""
+
+
+def _take(free: list[Room], ranks: int, cpus: float, gpus: float) -> int | None:
+    """The first host with room for all ranks, which has it no more."""
+    for host, (spare, cards) in enumerate(free):
+        left = _without(cards, ranks, gpus)
+        if spare >= ranks * cpus and left is not None:
+            free[host] = (spare - ranks * cpus, left)
             return host
     return None
+
+
+def _without(cards: list[float], ranks: int, gpus: float) -> list[float] | None:
+    """What is left of the cards; None where they do not do. As Ray hands them out: a share comes from the fullest card that has it."""
+    left = list(cards)
+    for _ in range(ranks):
+        fitting = [card for card, free in enumerate(left) if free + 1e-9 >= min(gpus, 1)]
+        taken = sorted(fitting, key=left.__getitem__)[: math.ceil(gpus)]
+        if len(taken) < gpus:
+            return None
+        for card in taken:
+            left[card] -= min(gpus, 1)
+    return left
 
 
 def _too_few(recipe: Recipe, device: Device, groups: list[Group], hosts: Sequence[Host]) -> ClusterResources:
@@ -146,6 +172,8 @@ def _too_few(recipe: Recipe, device: Device, groups: list[Group], hosts: Sequenc
         asked[role] = asked.get(role, 0) + ranks * (gpus if device == "cuda" else cpus)
     what = "GPUs" if device == "cuda" else "CPUs"
     there = sum(host.gpus if device == "cuda" else host.cpus for host in hosts)
+    if sum(asked.values()) <= there:
+        what += ", each share on one card and each engine on one host,"
     parts = ", ".join(f"{role} {amount:g}" for role, amount in asked.items())
     mend = (
         "lower train.parallel, rollout.replicas or rollout.tp" if device == "cuda" else "lower replicas or threads, or set cluster.num_cpus"

@@ -47,6 +47,30 @@ def test_a_whole_run_on_one_card() -> None:
     assert placement.gpus == pytest.approx(1)
 
 
+def test_a_share_is_of_one_card() -> None:
+    """Two cards have room for 2.0, but after two ranks of 0.6 none for a third, or for an engine of 0.8."""
+    alone = ["train.gpus=0.6", "logprob.standalone=false", "rollout.replicas=1"]
+    for sets in (["train.parallel.tp=3", "rollout.gpus=0.2"], ["train.parallel.tp=2", "rollout.gpus=0.8"]):
+        with pytest.raises(ClusterResources, match="2 GPUs, each share on one card and each engine on one host, are asked for"):
+            placed(*alone, *sets, hosts=[Host(64, 2)])
+    assert placed(*alone, "train.parallel.tp=2", "rollout.gpus=0.4", hosts=[Host(64, 2)]).gpus == pytest.approx(1.6)
+    assert placed(*alone, "train.parallel.tp=3", hosts=[Host(float("inf"), float("inf"))]).gpus == pytest.approx(2.8)
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["rollout.gpus=0.5"], r"rollout\.gpus: 0\.5 of a card for each of rollout\.tp: 2 ranks; they take whole cards"),
+        (["logprob.gpus=0.25"], r"rollout\.gpus: 0\.75 of a card for each of rollout\.tp: 2 ranks; .* set it to 1"),
+        (["logprob.gpus=1.5"], r"logprob\.gpus: 1\.5 cards cannot be handed to one rank"),
+    ],
+)
+def test_cards_that_ray_cannot_be_asked_for(sets: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        placed("rollout.tp=2", "rollout.replicas=1", *sets)
+    assert placed("rollout.tp=2", "rollout.replicas=1", "logprob.gpus=0.25", "rollout.gpus=1").gpus == pytest.approx(6.25)
+
+
 def test_engines_do_not_span_hosts() -> None:
     hosts = [Host(64, 3), Host(64, 4)]
     placement = placed("train.parallel.tp=2", "rollout.replicas=1", "rollout.tp=4", "logprob.standalone=false", hosts=hosts)
