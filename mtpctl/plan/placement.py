@@ -121,6 +121,12 @@ def _groups(recipe: Recipe, device: Device) -> list[Group]:
             raise UserError(
                 f"rollout.gpus: {gpus:g} of a card for each of rollout.tp: {ranks} ranks; they take whole cards, so set it to 1"
             )
+        if role != "rollout" and ranks > 1 and 0 < gpus <= 0.5:
+            field = "train" if role == "trainer" else "logprob"
+            raise UserError(
+                f"{field}.gpus: {gpus:g} puts two of {field}.parallel's {ranks} ranks on one card, where NCCL does not join them; "
+                "take more than 0.5, or one rank"
+            )
         if gpus > 1 and gpus % 1:
             raise UserError(f"logprob.gpus: {gpus:g} cards cannot be handed to one rank; take a whole number, or less than 1")
         if role != "trainer" and ranks * gpus > per_node:

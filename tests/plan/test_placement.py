@@ -71,6 +71,20 @@ def test_cards_that_ray_cannot_be_asked_for(sets: list[str], message: str) -> No
     assert placed("rollout.tp=2", "rollout.replicas=1", "logprob.gpus=0.25", "rollout.gpus=1").gpus == pytest.approx(6.25)
 
 
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["train.gpus=0.4", "train.parallel.tp=2"], r"train\.gpus: 0\.4 puts two of train\.parallel's 2 ranks on one card"),
+        (["logprob.gpus=0.25", "logprob.parallel.tp=2"], r"logprob\.gpus: 0\.25 puts two of logprob\.parallel's 2 ranks on one card"),
+    ],
+)
+def test_ranks_that_talk_over_nccl_have_cards_of_their_own(sets: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        placed(*sets)
+    shares = [actor.gpus for actor in placed(*(text.replace("0.4", "0.6").replace("0.25", "0.75") for text in sets)).actors]
+    assert shares.count(0.6) + shares.count(0.75) >= 2
+
+
 def test_engines_do_not_span_hosts() -> None:
     hosts = [Host(64, 3), Host(64, 4)]
     placement = placed("train.parallel.tp=2", "rollout.replicas=1", "rollout.tp=4", "logprob.standalone=false", hosts=hosts)
