@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtpctl.families import ModelShape
+from mtpctl.plan.placement import engine_share
 from mtpctl.plan.sharding import Stage, expert_tp, optimizer_ranks, stages
 from mtpctl.plan.wire import adapted_weights
 from mtpctl.recipe.errors import ClusterResources, UserError
@@ -140,19 +141,23 @@ def check_fits(recipe: Recipe, shape: ModelShape) -> None:
             f"train.parallel: a trainer rank needs {trainer.total / GIB:.0f} GiB of the {room:g} that it has of a card; "
             "raise tp, pp or dp with distributed_optimizer, offload the optimizer, or lower tokens_per_microbatch"
         )
-    if recipe.train.gpus < 1 and recipe.train.gpus + recipe.rollout.gpu_memory > 1:
-        raise ClusterResources(
-            f"rollout.gpu_memory: {recipe.rollout.gpu_memory} and train.gpus: {recipe.train.gpus} share a card and exceed it; lower one"
-        )
+    if "rl" not in recipe.train.stages:
+        return
     server = recipe.logprob
+    shares = {"train.gpus": recipe.train.gpus}
     if server.standalone:
         needed, share = logprob_memory(recipe, shape).total, card * GIB * min(1.0, server.gpus)
         if needed > share:
             raise ClusterResources(f"logprob.gpus: a rank needs {needed / GIB:.0f} GiB, its share is {share / GIB:.0f} GiB; raise it")
-        if server.gpus < 1 and server.gpus + recipe.rollout.gpu_memory > 1:
-            raise ClusterResources(
-                f"rollout.gpu_memory: {recipe.rollout.gpu_memory} and logprob.gpus: {server.gpus} share a card and exceed it; lower one"
-            )
+        shares["logprob.gpus"] = server.gpus
+    engine = engine_share(recipe)
+    beside = {field: share for field, share in shares.items() if share + engine <= 1 + 1e-9}
+    # Each may find its place on the engine's card, or all of them.
+    together = [beside] if sum(beside.values()) + engine <= 1 + 1e-9 else [{field: share} for field, share in beside.items()]
+    for held in together:
+        if sum(held.values()) + recipe.rollout.gpu_memory > 1 + 1e-9:
+            others = " and ".join(f"{field}: {share:g}" for field, share in held.items())
+            raise ClusterResources(f"rollout.gpu_memory: {recipe.rollout.gpu_memory} and {others} share a card and exceed it; lower one")
 
 
 def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:

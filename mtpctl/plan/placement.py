@@ -106,10 +106,9 @@ Group = tuple[Role, int, int, float, float]
 def _groups(recipe: Recipe, device: Device) -> list[Group]:
     train, rollout, server = recipe.train, recipe.rollout, recipe.logprob
     cuda = device == "cuda"
-    shared = server.standalone and server.gpus < 1
     groups: list[Group] = [("trainer", 0, train.parallel.world_size, max(1, train.threads), train.gpus if cuda else 0.0)]
     if "rl" in train.stages:
-        card = (rollout.gpus or (1 - server.gpus if shared else 1.0)) if cuda else 0.0
+        card = engine_share(recipe) if cuda else 0.0
         groups += [("rollout", i, rollout.tp, max(1, rollout.threads), card) for i in range(rollout.replicas)]
         if server.standalone:
             # Where there are only CPUs, scoring comes in bursts between the beats of the others and claims no core of its own.
@@ -133,6 +132,12 @@ def _groups(recipe: Recipe, device: Device) -> list[Group]:
             field = "rollout.tp" if role == "rollout" else "logprob.parallel"
             raise UserError(f"{field}: {ranks} ranks do not fit a host of cluster.gpus_per_node: {per_node}; lower it")
     return groups
+
+
+def engine_share(recipe: Recipe) -> float:
+    """Of a card, for each rank of a rollout engine: what the recipe says, or what a log-prob rank beside it leaves."""
+    server = recipe.logprob
+    return recipe.rollout.gpus or (1 - server.gpus if server.standalone and server.gpus < 1 else 1.0)
 
 
 def _planned_hosts(recipe: Recipe, device: Device, cpus: float, ranks: int) -> list[Host]:

@@ -290,6 +290,32 @@ def test_what_a_card_does_not_hold(sets: list[str], message: str) -> None:
         plan.engine_memory(recipe(*sets), MIMO)
 
 
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (
+            ["train.gpus=0.4", "rollout.gpus=0.6", "rollout.gpu_memory=0.7"],
+            "gpu_memory: 0.7 and train.gpus: 0.4 share a card and exceed it",
+        ),
+        (
+            ["train.gpus=0.4", "rollout.gpus=0.4", "rollout.gpu_memory=0.5", "logprob.standalone=true", "logprob.gpus=0.2"],
+            "gpu_memory: 0.5 and train.gpus: 0.4 and logprob.gpus: 0.2 share a card and exceed it",
+        ),
+        (["train.gpus=0.4", "rollout.gpus=0.6", "rollout.gpu_memory=0.6"], ""),
+        # On cards of their own, and where nothing is generated.
+        (["train.gpus=0.4", "rollout.gpu_memory=0.9"], ""),
+        (["train.gpus=0.4", "rollout.gpus=0.6", "rollout.gpu_memory=0.9", "train.stages=[sft]", "train.sft.steps=1"], ""),
+    ],
+)
+def test_those_that_share_a_card_have_its_memory_together(sets: list[str], message: str) -> None:
+    made = recipe("cluster.gpu_gib=80", *sets, name="tiny_mtp")
+    if message:
+        with pytest.raises(ClusterResources, match=message):
+            plan.check_fits(made, moe_shape())
+    else:
+        plan.check_fits(made, moe_shape())
+
+
 def test_without_a_stated_card_nothing_is_checked() -> None:
     plan.check_fits(recipe("train.parallel={tp: 1}", "cluster.gpu_gib="), MIMO)
 
