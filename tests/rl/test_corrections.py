@@ -24,6 +24,7 @@ def weights(**config: object) -> list[float]:
     [
         ({"mode": "off"}, [0.25, 1, 3, 0.5, 4]),
         ({"mode": "truncate", "high": 2.0}, [0.25, 1, 2, 0.5, 2]),
+        ({"mode": "truncate", "low": 0.5, "high": 2.0}, [0.25, 1, 2, 0.5, 2]),
         ({"mode": "clip", "low": 0.5, "high": 2.0}, [0.5, 1, 2, 0.5, 2]),
         ({"mode": "mask", "low": 0.4, "high": 3.5}, [0, 1, 3, 0.5, 0]),
         ({"mode": "truncate", "level": "sequence", "high": 1.5}, [0.75, 0.75, 0.75, 1.5, 1.5]),
@@ -40,6 +41,15 @@ def test_same_policy_weighs_one_in_every_mode() -> None:
         for level in ("token", "sequence"):
             out = correction_weights(logprob, logprob, MASK, SEQ, 2, CorrectionConfig(mode=mode, level=level))  # type: ignore[arg-type]
             assert out.weight.tolist() == [1.0] * 6 and not out.masked.any()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_response_of_policies_far_apart_weighs_what_can_be_squared(level: str) -> None:
+    old = torch.full((6,), -1.0)
+    config = CorrectionConfig(mode="off", level=level)  # type: ignore[arg-type]
+    for behaviour in (old - 500.0, old + 500.0):
+        ratio = correction_weights(old, behaviour, MASK, SEQ, 2, config).ratio[MASK.bool()]
+        assert torch.isfinite(ratio**2).all() and (ratio > 0).all()
 
 
 def test_tokens_that_are_not_trained_do_not_touch_their_response() -> None:

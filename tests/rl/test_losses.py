@@ -267,6 +267,41 @@ def test_untrained_tokens_change_nothing_whatever_they_hold(config: RlConfig) ->
     torch.testing.assert_close(grad, gradient(inputs, config))
 
 
+@pytest.mark.parametrize("config", EVERY_LOSS)
+def test_a_response_without_a_trained_token_adds_nothing(config: RlConfig) -> None:
+    inputs = batch()
+    rest = slice(0, sum(LENGTHS[:2]))
+    expected = policy_loss(select(inputs, rest, 0, 2), config)
+    inputs = replace(inputs, mask=inputs.mask * (inputs.seq_ids < 2))
+    out = policy_loss(inputs, config)
+    torch.testing.assert_close(out.loss_sum, expected.loss_sum)
+    assert {name: float(value) for name, value in out.sums.items()} == pytest.approx(
+        {name: float(value) for name, value in expected.sums.items()}
+    )
+    assert gradient(inputs, config)[rest.stop :].abs().max() == 0
+
+
+@pytest.mark.parametrize(("aggregate", "weight"), [("token", 4.0), ("sequence", 2.0)])
+def test_penalties_and_the_loss_that_is_told_are_aggregated_as_the_policys(aggregate: str, weight: float) -> None:
+    old = torch.full((4,), -1.0)
+    inputs = LossInputs(
+        logprob=old,
+        old_logprob=old,
+        behaviour_logprob=old,
+        advantage=torch.full((4,), -1.0),
+        mask=torch.ones(4),
+        seq_ids=torch.tensor([0, 1, 1, 1]),
+        num_sequences=2,
+        entropy=torch.full((4,), 3.0),
+        ref_logprob=old - 0.5,
+    )
+    config = RlConfig(aggregate=aggregate, entropy_coef=0.1, kl_coef=0.2, kl_estimator="k2")  # type: ignore[arg-type]
+    out = policy_loss(inputs, config)
+    assert float(out.loss_sum) == pytest.approx(weight * (1.0 - 0.1 * 3.0 + 0.2 * 0.125))
+    assert loss_metrics(out.sums)["actor/pg_loss"] == pytest.approx(1.0)
+    assert loss_metrics(out.sums)["actor/ref_kl"] == pytest.approx(0.125)
+
+
 def test_sequence_mean_weighs_responses_alike_and_token_mean_tokens() -> None:
     inputs = batch()
     inputs = replace(inputs, old_logprob=inputs.logprob.detach(), advantage=torch.ones_like(inputs.advantage))
