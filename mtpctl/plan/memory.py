@@ -89,7 +89,7 @@ def engine_memory(recipe: Recipe, shape: ModelShape) -> EngineMemory:
     """One rank of a rollout engine.
 
     Raises UserError where the key-value cache cannot hold one sample of full length, ClusterResources where weights leave no
-    room for a cache in the engine's share of the card.
+    room for a cache in the engine's share of the card, or for the cache that is asked for on the card.
     """
     rollout = recipe.rollout
     width = WEIGHT_BYTES[recipe.train.precision if rollout.dtype == "auto" else rollout.dtype]
@@ -97,9 +97,13 @@ def engine_memory(recipe: Recipe, shape: ModelShape) -> EngineMemory:
     held = stages(shape, ParallelConfig(tp=rollout.tp), depths=shape.mtp_layers if drafting else 0)[0]
     weights = held.parameters * width
     per_token = kv_bytes_per_token(shape, rollout.tp, width, drafting=drafting)
-    cache = rollout.kv_cache_bytes
-    if cache is None and recipe.cluster.gpu_gib is not None:
-        share = int(recipe.cluster.gpu_gib * GIB * rollout.gpu_memory)
+    cache, card = rollout.kv_cache_bytes, recipe.cluster.gpu_gib
+    if cache is not None and card is not None and weights + cache > card * GIB:
+        raise ClusterResources(
+            f"rollout.kv_cache_bytes: {cache / GIB:.1f} GiB and {weights / GIB:.1f} GiB of weights exceed the card's {card:g} GiB; lower it"
+        )
+    if cache is None and card is not None:
+        share = int(card * GIB * rollout.gpu_memory)
         cache = share - weights
         if cache <= 0:
             raise ClusterResources(
@@ -109,8 +113,9 @@ def engine_memory(recipe: Recipe, shape: ModelShape) -> EngineMemory:
     memory = EngineMemory(weights, per_token, cache)
     longest = min(rollout.context or shape.max_positions, shape.max_positions)
     if memory.kv_tokens is not None and memory.kv_tokens < longest:
+        given = "rollout.kv_cache_bytes:" if rollout.kv_cache_bytes else f"rollout.gpu_memory: {rollout.gpu_memory} leaves a cache;"
         raise UserError(
-            f"rollout.kv_cache_bytes: {cache} hold {memory.kv_tokens} tokens at {per_token} bytes each, less than one sample of "
+            f"{given} {cache} bytes hold {memory.kv_tokens} tokens at {per_token} bytes each, less than one sample of "
             f"{longest}; give at least {longest * per_token}, or lower rollout.context"
         )
     return memory

@@ -252,6 +252,13 @@ def test_a_cache_too_small_for_one_sample_names_what_would_do() -> None:
     plan.engine_memory(recipe(f"rollout.kv_cache_bytes={needed}"), MIMO)
 
 
+def test_a_cache_that_the_card_does_not_hold_and_one_that_gpu_memory_leaves_too_small() -> None:
+    with pytest.raises(ClusterResources, match=r"rollout.kv_cache_bytes: 128.0 GiB and 14.6 GiB of weights exceed the card's 139 GiB"):
+        plan.engine_memory(recipe(f"rollout.kv_cache_bytes={128 * GIB}"), MIMO)
+    with pytest.raises(UserError, match=r"rollout.gpu_memory: 0.11 leaves a cache; [0-9]+ bytes hold"):
+        plan.engine_memory(recipe("rollout.gpu_memory=0.11"), MIMO)
+
+
 def test_a_log_prob_rank_holds_one_layers_activations_and_both_versions_on_demand() -> None:
     one, two = (plan.logprob_memory(recipe(f"logprob.keep_previous={flag}"), MIMO) for flag in ("false", "true"))
     assert two.weights == 2 * one.weights == 4 * families.count(MIMO)["total"]
