@@ -36,14 +36,18 @@ def answer(token: int, count: int, vocab: int) -> list[int]:
 def write_cycle_model(folder: Path, config: dict[str, Any], *, acceptance: float, device: str, seed: int = 0) -> Path:
     """Write the model into `folder` unless it is there already. Drafts after tokens of the lower half are right with `acceptance`.
 
-    Raises UserError for a shape whose MTP convention is not MiMo's.
+    Raises UserError for a shape whose MTP convention is not MiMo's, and for a folder that holds another model.
     """
     shape = families.shape_of(config)
     if shape.family != "mimo" or shape.mtp_layers != 1:
         raise UserError(f"--model: a cycle can be made of MiMo shapes with one MTP layer, this is {shape.family} with {shape.mtp_layers}")
     told = json.dumps(config | {"mtpctl_cycle": {"acceptance": acceptance, "seed": seed}}, indent=1)
-    if (folder / "config.json").is_file() and (folder / "config.json").read_text() == told:
-        return folder
+    if (folder / "config.json").is_file():
+        there = (folder / "config.json").read_text()
+        if there == told:
+            return folder
+        if "mtpctl_cycle" not in there:
+            raise UserError(f"{folder}: holds a model that was not made here, and is not overwritten; name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, str] = {}
 

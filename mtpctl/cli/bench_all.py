@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from mtpctl.cli.options import say
+from mtpctl.cli.options import made, say
 
 
 def everything(
@@ -35,7 +35,7 @@ def everything(
         for task in tasks:
             print(f"{task.name} ({task.cards} cards, {task.minutes:g} min): mtpctl {shlex.join(task.words(out))}")
         return
-    outcomes = asyncio.run(bench.run_all(tasks, cards=cards, out=out, minutes=minutes, say=say))
+    outcomes = asyncio.run(bench.run_all(tasks, cards=cards, out=made(out, "--out"), minutes=minutes, say=say))
     print(bench.table(outcomes))
     told = ", ".join(f"{o.task.name}: {o.verdict}" for o in outcomes if o.code != 0)
     if (code := bench.exit_code(outcomes)) == 6:

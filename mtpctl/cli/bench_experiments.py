@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json, Overlays, Sets, say
+from mtpctl.cli.options import Json, Overlays, Sets, made, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -123,6 +123,7 @@ def _outcomes(
 ) -> list[Outcome]:
     if measured_only:
         return experiment.measured(arms, seeds, say=say)
+    made(experiment.out, "--out")
     return experiment.run(arms, seeds or [_seed(experiment)], together=together, say=say)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json
+from mtpctl.cli.options import Json, made
 
 
 def rollout(
@@ -52,7 +52,7 @@ def rollout(
     with tempfile.TemporaryDirectory(prefix="mtpctl-bench-") as scratch:
         options = Options(
             shape=named,
-            folder=model or Path(scratch) / "model",
+            folder=Path(scratch) / "model" if model is None else made(model, "--model"),
             batches=tuple(sorted(set(batch or (8, 64, 256)))),
             prompt=prompt,
             tokens=tokens or (192 if named == "tiny" else 256),

@@ -37,6 +37,17 @@ def load(recipe: str | Path, overlays: list[str] | None, sets: list[str] | None)
     return load_recipe(recipe, overlays=overlays or [], sets=sets or [])
 
 
+def made(folder: Path, option: str) -> Path:
+    """The folder, made where it is not there. Raises UserError where it cannot be."""
+    from mtpctl.recipe.errors import UserError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{option}: {folder} cannot be made a folder ({error.strerror}); name another") from error
+    return folder
+
+
 def say(line: str) -> None:
     """Tell of progress, beside what a command prints."""
     print(line, file=sys.stderr, flush=True)

@@ -183,3 +183,29 @@ def test_ctrl_c_and_a_schedulers_sigterm_are_exit_130(mtpctl: Any, monkeypatch: 
     told = mtpctl("recipe", "validate", "tiny_mtp")
     assert (told.code, told.err) == (130, "interrupted\n")
     assert signal.getsignal(sent) == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("bench", "all", "--out"),
+        ("bench", "mtp", "tiny_mtp", "--out"),
+        ("bench", "async", "tiny_mtp", "--out"),
+        ("bench", "rollout", "--shape", "tiny", "--model"),
+        ("bench", "cycle-model", "--shape", "tiny"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_told_in_one_line(mtpctl: Any, command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        told = mtpctl(*command, str(place))
+        assert told.code == 2 and told.err.count("\n") == 1 and told.err.startswith("error: ") and str(place) in told.err
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("command", [("bench", "rollout", "--shape", "tiny", "--model"), ("bench", "cycle-model", "--shape", "tiny")])
+def test_a_users_model_is_not_overwritten_by_a_made_one(mtpctl: Any, command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    told = mtpctl(*command, str(tmp_path))
+    assert told.code == 2 and "not overwritten" in told.err
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.json", '{"model_type": "qwen2"}')]
