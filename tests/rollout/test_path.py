@@ -1,0 +1,59 @@
+"""The way through mtpctl beside vLLM's own offline generation, over a runner of fixed step times: what a card adds is left out."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpctl.bench import rollout as bench
+from mtpctl.bench import rollout_engines as engines
+from mtpctl.rollout import VllmSettings, start
+from tests.rollout import fixed_runner
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+BATCH, STEP_S = 64, 0.02
+
+
+@pytest.fixture
+def fixed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Engines have a core in a process of its own, as beside a card. Returns where their workers log their steps."""
+    (log := tmp_path / "steps").mkdir()
+    upstream = engines.engine_settings
+    extra = {fixed_runner.STEP_S: str(STEP_S), fixed_runner.LOG: str(log), "PYTHONPATH": str(Path(__file__).parents[2])}
+
+    def settings(*args: Any, **options: Any) -> VllmSettings:
+        made = upstream(*args, **options)
+        environment = made.environment | extra | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        worker = {"worker_cls": "tests.rollout.fixed_runner.FixedWorker"}
+        return replace(made, in_loop=False, environment=environment, args=made.args | worker)
+
+    monkeypatch.setattr(engines, "engine_settings", settings)
+    monkeypatch.setattr(start, "engine_settings", settings)
+    return log
+
+
+def test_places_are_filled_as_vllm_itself_fills_them(fixed_steps: Path, tmp_path: Path) -> None:
+    options = engines.Options("tiny", tmp_path / "model", (BATCH,), 128, 64, 1, 0.75, 3, "cpu")
+    made = engines.Bench(options, print, 2)
+    table = bench.Table(print)
+
+    async def measure() -> None:
+        async with engines.all_of(made.pool(0), made.offline()) as (plain, offline):
+            await bench.measure_path(made, table, [made.queued()], offline, plain)
+
+    with bench._cluster(options, made.at_once):
+        asyncio.run(measure())
+    ours = next(row for row in table.rows if row.what == bench.OURS)
+    assert ours.ratio is not None and ours.ratio >= bench.PATH_BOUND
+    assert ours.idle is not None and ours.idle <= bench.IDLE_BOUND
+    steps = [[tuple(map(int, line.split())) for line in path.read_text().splitlines()] for path in fixed_steps.iterdir()]
+    requests = [sum(requests for requests, _ in each) for each in steps]
+    taking_in = [sum(prompts > 0 for _, prompts in each) for each in steps]
+    assert len(steps) == 2 and requests[0] == requests[1] > 4 * 4 * BATCH * 50
+    assert max(taking_in) <= 1.1 * min(taking_in), "prompts come as bundled as they do from vLLM's own queue"
+    assert max(map(len, steps)) <= 1.02 * min(map(len, steps))
