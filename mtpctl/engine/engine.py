@@ -101,7 +101,7 @@ class MegatronEngine:
             self._name_base(folder.path)
         self.kept = {name for name, p in model.named_parameters() if p.requires_grad} if config.lora else None
         self.depths = self.transformer.mtp_num_layers or 0
-        self.can_train_mtp = config.train and config.mtp.mode in ("joint", "isolated") and self.depths > 0
+        self.can_train_mtp = config.train and config.mtp.trains and self.depths > 0
         self.trains_mtp = self.can_train_mtp
         self.optimizer: Optimizer | None = None
         self.model: Any = model
@@ -147,8 +147,7 @@ class MegatronEngine:
         """
         assert self.config.train
         self.optimizer = None  # the last one's memory goes before the next one's is taken
-        buffered = self.config.mtp.mode in ("joint", "isolated")
-        held = self.trains_mtp or (buffered and self.config.distributed_optimizer)
+        held = self.trains_mtp or (self.config.mtp.trains and self.config.distributed_optimizer)
         for name, parameter in self.module.named_parameters():
             if name.startswith("mtp."):
                 parameter.requires_grad_(held)

@@ -229,7 +229,7 @@ def _trainer_stage(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, 
     if train.lora:
         moved, experts = _adapter(recipe, shape, stage)
         weights += moved * width
-    buffered = recipe.mtp.mode in ("joint", "isolated")
+    buffered = recipe.mtp.trains
     trains_mtp = buffered and (training == "sft" or train.rl.train_mtp)
     gradients = (moved + (stage.mtp if buffered else 0)) * GRADIENT
     if trains_mtp or (buffered and train.distributed_optimizer):

@@ -219,7 +219,7 @@ def _kernels(recipe: Recipe) -> Complaints:
     elif recipe.train.precision != "bf16":
         yield f"{field}: {name} needs train.precision: bf16; set auto"
     elif name == "liger":
-        if recipe.mtp.mode in ("joint", "isolated"):
+        if recipe.mtp.trains:
             yield f"{field}: liger tells no greedy hits, which mtp.mode: {recipe.mtp.mode} counts; set auto"
         if recipe.train.parallel.tp > 1:
             yield f"{field}: liger takes no vocabulary that train.parallel.tp: {recipe.train.parallel.tp} splits; set auto"

@@ -66,6 +66,11 @@ class MtpConfig(Section):
     clip_grad: NonNegativeFloat = Field(1.0, description="Clip the MTP layers' own gradient norm here; 0: never.")
     repeat: PositiveInt = Field(1, description="Depths to train through one MTP layer, where the family shares it.")
 
+    @property
+    def trains(self) -> bool:
+        """Whether MTP layers that are there are trained."""
+        return self.mode in ("joint", "isolated")
+
 
 # -------------------------------------------------------------------------------------------------------- training
 
