@@ -10,6 +10,7 @@ come sent with its tokens, as vLLM does.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,10 +29,6 @@ class Kept:
 
     def __init__(self) -> None:
         self.tokens, self.logprobs = array("q"), array("f")
-
-    def lists(self) -> tuple[list[int], list[float]]:
-        """Tokens, log-probs."""
-        return self.tokens.tolist(), self.logprobs.tolist()
 
 
 class _Slice(NamedTuple):
@@ -114,10 +111,11 @@ def _settle(found: dict[int, Any], rows: _Rows, kept: dict[str, Kept]) -> None:
             mine.logprobs.extend(rows.of(part))
             output.new_logprobs = None
             if output.finish_reason is not None:
-                output.new_logprobs = as_arrays(*kept.pop(output.request_id).lists())
+                del kept[output.request_id]
+                output.new_logprobs = as_arrays(mine.tokens, mine.logprobs)
 
 
-def as_arrays(tokens: list[int], logprobs: list[float]) -> Any:
+def as_arrays(tokens: Sequence[int], logprobs: Sequence[float]) -> Any:
     """As vLLM's front end takes them from an output: one position a token, without a rank."""
     from vllm.v1.outputs import LogprobsLists
 
@@ -128,7 +126,8 @@ def as_arrays(tokens: list[int], logprobs: list[float]) -> Any:
 def no_longer(scheduler: Any, request_ids: list[str]) -> dict[str, tuple[list[int], list[float]]]:
     """What was kept for these requests, which from now on get each step's log-probs with their tokens."""
     kept: dict[str, Kept] = scheduler.mtpctl_kept
-    return {each: kept.pop(each).lists() for each in request_ids if each in kept}
+    taken = {each: kept.pop(each) for each in request_ids if each in kept}
+    return {each: (mine.tokens.tolist(), mine.logprobs.tolist()) for each, mine in taken.items()}
 
 
 def put_before(processor: Any, tokens: list[int], logprobs: list[float]) -> None:
