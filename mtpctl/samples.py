@@ -6,7 +6,7 @@ old log-probs and entropy with the version that made them; the checker adds the 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 
@@ -78,6 +78,13 @@ class Sample:
         self.version_spans = [span for span in self.version_spans if span.start < length]
         if self.version_spans:
             self.version_spans[-1].end = min(self.version_spans[-1].end, length)
+
+    def copy(self) -> Sample:
+        """One that grows by itself: the two share no list."""
+        own: dict[str, Any] = {each.name: value[:] for each in fields(self) if isinstance(value := getattr(self, each.name), list)}
+        own["version_spans"] = [replace(span) for span in self.version_spans]
+        own["speculation"] = replace(self.speculation, accepted_by_position=self.speculation.accepted_by_position[:])
+        return replace(self, **own)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 
 import pytest
 
@@ -72,3 +73,17 @@ def test_what_is_cut_takes_all_that_belongs_to_it() -> None:
     assert sample.version_spans == [VersionSpan(0, 2, 1), VersionSpan(2, 3, 2)]
     sample.cut(2)
     assert sample.version_spans == [VersionSpan(0, 2, 1)]
+
+
+def test_a_copy_is_the_same_and_shares_nothing_that_changes() -> None:
+    s = sample()
+    s.append([10, 11], [-0.1, -0.2], version=4)
+    s.old_logprobs, s.speculation = [-0.1, -0.2], Speculation(drafted=2, accepted=1, accepted_by_position=[1], steps=1)
+    other = s.copy()
+    assert other == s
+    mutable = [each.name for each in fields(s) if not isinstance(getattr(s, each.name), str | int | float | None)]
+    assert "response_ids" in mutable and "speculation" in mutable
+    for name in mutable:
+        assert getattr(other, name) is not getattr(s, name), name
+    assert other.version_spans[0] is not s.version_spans[0]
+    assert other.speculation.accepted_by_position is not s.speculation.accepted_by_position

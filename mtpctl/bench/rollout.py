@@ -18,7 +18,7 @@ from typing import Any
 
 from mtpctl.bench.rollout_engines import Bench, Once, Options, all_of
 from mtpctl.bench.rollout_load import Load, Run
-from mtpctl.cluster import cluster, within
+from mtpctl.cluster import cluster, settle_heap, within
 from mtpctl.recipe.schema import ClusterConfig
 from mtpctl.rollout import ReplicaPool
 
@@ -216,6 +216,7 @@ def run(options: Options, parts: list[str], say: Say) -> list[Result]:
     async def measure() -> None:
         wanted = [bench.pool(0), *([bench.offline()] if path else []), *([bench.pool(options.drafts)] if speculation else [])]
         async with all_of(*wanted) as (plain, *others):
+            settle_heap()
             if path:
                 await measure_path(bench, table, bench.loads(), others[0], plain)
             if speculation:

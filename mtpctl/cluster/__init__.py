@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.heap import settle_heap
 from mtpctl.cluster.local import check_room, cluster, on_one_host
 from mtpctl.cluster.replicas import Lifecycle, Replicas, Seat, start_all
 
@@ -22,6 +23,7 @@ __all__ = [
     "host_store",
     "join_store",
     "on_one_host",
+    "settle_heap",
     "start_all",
     "within",
 ]

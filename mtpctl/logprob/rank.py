@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mtpctl.cluster import settle_heap
 from mtpctl.logprob.protocol import Bounds, Draft, Scored, ScoreRequest
 from mtpctl.plan import Bucket, Entry
 from mtpctl.recipe.schema import DTYPES, KernelsConfig, LoraConfig, MtpConfig, ParallelConfig
@@ -88,7 +89,9 @@ class ScoreRank:
         engine = MegatronEngine(folder, settings, Rank(self.rank, config.parallel.world_size, master))
         if config.checkpoint is not None:
             engine.restore(Path(config.checkpoint))
-        return self.adopt(engine)
+        bounds = self.adopt(engine)
+        settle_heap()
+        return bounds
 
     def adopt(self, engine: Any) -> Bounds:
         """Serve an engine that is there, with its weights as the configured version."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import uvicorn
 
-from mtpctl.cluster import cluster, within
+from mtpctl.cluster import cluster, settle_heap, within
 from mtpctl.data import Tokenizer
 from mtpctl.logprob.guard import HttpBounds, impatient
 from mtpctl.logprob.http import make_app
@@ -88,6 +88,7 @@ async def _serve(recipe: Recipe, served: Served, bound: socket.socket, key: str 
     )
     server = await within(starting, recipe.cluster.actor_deadline_s, "log-prob server, start")
     face = web(server, served.tokenizer, served.name, key=key, bounds=HttpBounds())
+    settle_heap()
     watching = asyncio.create_task(server.watch())
     host, port = bound.getsockname()[:2]
     say(f"weights version {server.version}; http://{host}:{port}/v1/logprobs, /v1/completions, /health, /version, /metrics, /docs")

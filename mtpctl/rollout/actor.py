@@ -15,6 +15,7 @@ from contextlib import suppress
 from itertools import count
 from typing import Any, Protocol
 
+from mtpctl.cluster import settle_heap
 from mtpctl.rollout.protocol import EngineDead, Health, SpecStats
 from mtpctl.rollout.sglang_settings import SglangSettings
 from mtpctl.rollout.vllm_settings import VllmSettings
@@ -70,6 +71,7 @@ class RolloutActor:
             from mtpctl.rollout.vllm_engine import VllmEngine
 
             self._engine = await VllmEngine.start(self._settings, version=self._version)
+        settle_heap()
         return await self.health()
 
     async def submit(self, requests: list[tuple[int, GenerationRequest]]) -> None:

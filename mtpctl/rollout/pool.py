@@ -11,7 +11,6 @@ more responses in flight than the least busy one.
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -165,7 +164,7 @@ class ReplicaPool:
             seat = await self._take(request.sample.group_id)
             replica = seat.replica
             assert replica is not None
-            attempt = replace(request, sample=copy.deepcopy(request.sample), deadline_s=max(until - clock(), 0.0))
+            attempt = replace(request, sample=request.sample.copy(), deadline_s=max(until - clock(), 0.0))
             try:
                 sample = await asyncio.wait_for(replica.generate(attempt), attempt.deadline_s + GRACE_S)
             except (EngineDead, TargetDirty, TimeoutError) as error:

@@ -8,7 +8,7 @@ import shutil
 import signal
 from pathlib import Path
 
-from mtpctl.cluster import check_room, cluster, within
+from mtpctl.cluster import check_room, cluster, settle_heap, within
 from mtpctl.logprob import LogprobServer, start_server
 from mtpctl.plan import Placement, place
 from mtpctl.recipe import MtpctlError, Recipe, dump_resolved
@@ -168,6 +168,7 @@ class Run:
             return await weights(version) | (scoring.metrics() if scoring is not None else {})
 
         checker = make_checker(self.recipe.data.checker)
+        settle_heap()
         stage = RlStage(self.recipe, self.prepared, trainer, rollout, sync, checker, self.telemetry, self.state, scoring)
         if restored is not None and (restored / "buffer.jsonl").exists():
             await stage.resume_buffer(*SampleBuffer.load(restored / "buffer.jsonl"))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtpctl.cluster import cluster, within
+from mtpctl.cluster import cluster, settle_heap, within
 from mtpctl.convert import HfFolder
 from mtpctl.data import NO_ANSWER, Tokenizer, check_fits_model, encode_prompt, read_problems
 from mtpctl.plan import Host, Placement, place
@@ -170,6 +170,7 @@ def _generate(
                     2 * recipe.sync.deadline_s,
                     "loading the checkpoint into the engines",
                 )
+            settle_heap()
             return await answer_all(
                 pool,
                 missing,

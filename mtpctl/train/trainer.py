@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mtpctl.cluster import within
+from mtpctl.cluster import settle_heap, within
 from mtpctl.plan import Placement
 from mtpctl.recipe import Recipe, RuntimeFailure, UserError
 from mtpctl.samples import Sample
@@ -60,6 +60,7 @@ class TrainerRank:
         )
         self.engine = MegatronEngine(HfFolder.open(folder), config, Rank(self.rank, self.world_size, master))
         self.weights = WeightSource(self.recipe, self.engine, self.rank)
+        settle_heap()
         held, trained = self.engine.parameters
         return {"parameters": held, "trained": trained}
 

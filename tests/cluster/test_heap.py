@@ -1,0 +1,34 @@
+"""The collector of a settled process looks at what came since, and at nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SETTLE = """
+import gc, weakref
+from mtpctl.cluster import settle_heap
+
+class Node: pass
+
+def circle():
+    made = Node()
+    made.self = made
+    return weakref.ref(made)
+
+gc.disable()
+loaded = [Node() for _ in range(1000)]
+before, alive = circle(), len(gc.get_objects())
+settle_heap()
+assert before() is None, "what nobody holds is not kept for good"
+seen = gc.get_objects()
+assert alive > 10_000 > len(seen) and not any(isinstance(each, Node) for each in seen), "what was loaded is looked at again"
+after = circle()
+assert after() is not None
+gc.collect()
+assert after() is None, "what came since is collected"
+"""
+
+
+def test_what_is_loaded_is_left_alone_and_what_comes_after_is_not() -> None:
+    subprocess.run([sys.executable, "-c", SETTLE], check=True, timeout=60)
