@@ -31,6 +31,7 @@ from mtpctl.engine.offload import HostMemory, hold, release
 from mtpctl.engine.optimizer import Optimizer
 from mtpctl.engine.optimizer_state import set_step
 from mtpctl.engine.spread import over_ranks
+from mtpctl.engine.utilisation import utilisation
 from mtpctl.kernels import LogProbOut, linear_logprob
 from mtpctl.model import Hidden, MtpModel, Packing, attach_adapters, build_model, complete_config, draw_weights
 from mtpctl.recipe.schema import KernelsConfig, LoraConfig, MtpConfig, OffloadConfig, OptimizerConfig, ParallelConfig
@@ -185,14 +186,25 @@ class MegatronEngine:
         metrics |= {"actor/grad_norm": result.grad_norm} | ({"mtp/grad_norm": result.mtp_grad_norm} if self.trains_mtp else {})
         if not result.applied:
             metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        tokens = sum(len(s.token_ids) for s in sequences)
-        metrics |= {
-            "actor/lr": result.lr,
-            "skipped": float(not result.applied),
-            "timing_s/update": time.perf_counter() - began,
-            "perf/tokens": float(tokens),
-        }
+        seconds, tokens = time.perf_counter() - began, sum(len(s.token_ids) for s in sequences)
+        metrics |= {"actor/lr": result.lr, "skipped": float(not result.applied), "timing_s/update": seconds, "perf/tokens": float(tokens)}
+        if (share := self._utilisation(sequences, seconds)) is not None:
+            metrics["perf/mfu"] = share
         return metrics
+
+    def _utilisation(self, sequences: list[Sequence], seconds: float) -> float | None:
+        """`perf/mfu` of an update, where it is one of all weights in bf16."""
+        if self.config.lora or self.config.precision != "bf16":
+            return None
+        return utilisation(
+            self.folder.shape,
+            sequences,
+            self._draft_counts(sequences) if self.trains_mtp else [],
+            isolated=self.config.mtp.mode == "isolated",
+            seconds=seconds,
+            card=torch.cuda.get_device_name() if self.device.type == "cuda" else self.device.type,
+            cards=dist.get_world_size(),
+        )
 
     def forward_backward(self, sequences: list[Sequence], objective: Objective, *, temperature: float = 1.0) -> dict[str, float]:
         """Gradients of the policy and MTP losses, in the gradient buffers. Returns metrics."""

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from mtpctl.families import ModelShape
 
 _FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = 2, 2, 2
 """Operations for each weight and token: one multiply and one add in each of the three products."""
+
+
+_PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+"""Dense bf16 FLOP/s by NVIDIA's data sheets; the first name that a card's name holds as whole words counts."""
+
+
+def card_peak(card: str) -> float | None:
+    """Dense bf16 FLOP/s of a card by its name (`NVIDIA H200`), or None for one that is not known here."""
+    return next((peak for name, peak in _PEAKS.items() if re.search(rf"\b{name}\b", card)), None)
+
+
+def countable(shape: ModelShape) -> bool:
+    """Whether `step_flops` counts such a model."""
+    return not (shape.moe or shape.latent or shape.delta)
 
 
 def layer_weights(shape: ModelShape) -> int:
@@ -29,7 +44,7 @@ def step_flops(shape: ModelShape, lengths: Sequence[int], rows: int, mtp_rows: S
 
     Raises ValueError for a family whose layers are not all dense attention layers.
     """
-    if shape.moe or shape.latent or shape.delta:
+    if not countable(shape):
         raise ValueError(f"operations of {shape.family} are not counted here: dense attention layers alone are")
     whole = _FORWARD + _INPUT_GRADIENT + _WEIGHT_GRADIENT
     tokens = sum(lengths)

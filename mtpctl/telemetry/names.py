@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Unit = Literal["share", "seconds", "tokens/s", "nats", "tokens", "GB/s", "updates", "number", "flops"]
+Unit = Literal["share", "seconds", "tokens/s", "nats", "tokens", "GB/s", "updates", "number"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ METRICS: dict[str, Metric] = {
     "logprob/stall_seconds": Metric("scoring stalled", "seconds", "Time that the log-prob server stood still for weight updates."),
     "skipped": Metric("skipped", "share", "Optimizer steps of the update left out, for a loss or gradient that was not finite."),
     "perf/tokens_per_s": Metric("trainer", "tokens/s", "Tokens trained a second, prompts included."),
-    "perf/mfu": Metric("MFU", "share", "Model FLOP/s over the device's peak."),
+    "perf/mfu": Metric("MFU", "share", "Model FLOP/s of forward, backward and optimizer over the cards' bf16 peak."),
 }
 
 _PATTERNS: list[tuple[re.Pattern[str], str, Unit, str]] = [
@@ -107,7 +107,7 @@ def format_value(value: float, unit: Unit) -> str:
         return "–"
     if unit == "share":
         return f"{100 * value:.1f}%"
-    suffix = {"seconds": " s", "tokens/s": " tok/s", "tokens": " tok", "GB/s": " GB/s", "flops": " FLOP/s"}.get(unit, "")
+    suffix = {"seconds": " s", "tokens/s": " tok/s", "tokens": " tok", "GB/s": " GB/s"}.get(unit, "")
     return f"{compact(value)}{suffix}"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 from mtpctl.samples import Sample
 
 
@@ -40,7 +42,8 @@ def of_samples(samples: list[Sample], version: int) -> dict[str, float]:
     partial = sum(len(s.version_spans) > 1 for s in samples)
     entropies = [x for s in samples for x, sampled in zip(s.old_entropy or [], s.loss_mask, strict=False) if sampled]
     metrics = {
-        "reward/mean": sum(rewards) / len(rewards),
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
         "response/length_mean": sum(lengths) / len(lengths),
         "response/length_max": float(max(lengths)),
         "response/truncated_fraction": sum(s.finish_reason == "length" for s in samples) / len(samples),

@@ -21,7 +21,7 @@ def test_staleness_is_counted_from_the_oldest_weights_that_made_a_token() -> Non
     assert metrics["async/staleness_mean"] == 1.0
     assert metrics["async/staleness_max"] == 2.0
     assert metrics["async/partial_ratio"] == 0.5
-    assert metrics["reward/mean"] == 0.5
+    assert metrics["reward/mean"] == metrics["reward/std"] == 0.5
 
 
 def test_cut_off_is_what_the_engine_cut_at_whatever_limit() -> None:
