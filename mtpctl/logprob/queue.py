@@ -60,6 +60,8 @@ class FairQueue:
             line.waiting.appendleft(item)
             line.account -= item.tokens
         else:
+            if not line.waiting:
+                line.account = max(line.account, self._level)
             line.waiting.append(item)
         self._count(item, 1)
 

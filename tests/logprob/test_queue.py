@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,8 +61,12 @@ def test_one_that_comes_late_is_not_behind_those_that_wait() -> None:
     assert late in [item for _ in range(2) for item in queue.take(100, always)]
 
 
-def test_a_rest_saves_up_nothing() -> None:
+@pytest.mark.parametrize("served_before", [0, 1])
+def test_a_rest_saves_up_nothing(served_before: int) -> None:
+    """Neither for who was never there nor for who was served before the rest."""
     queue = FairQueue()
+    for _ in range(served_before):
+        queue.put(waiting(10, "rested"))
     for _ in range(100):
         queue.put(waiting(10, "busy"))
     for _ in range(50):
