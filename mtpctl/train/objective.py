@@ -43,12 +43,16 @@ class PolicyObjective:
         return loss_metrics(sums)
 
 
-def advantages(samples: list[Sample], config: RlConfig, max_tokens: int) -> list[float]:
-    """One advantage a sample, from rewards after overlong shaping, relative to the sample's group."""
+def advantages(samples: list[Sample], config: RlConfig, *, max_tokens: int, context: int) -> list[float]:
+    """One advantage a sample, from rewards after overlong shaping, relative to the sample's group.
+
+    A response's limit is `max_tokens`, or what its prompt leaves of the `context` where that is less.
+    """
     shaped = []
     for sample in samples:
         assert sample.reward is not None, f"{sample.prompt_id} was not rewarded"
-        shaped.append(sample.reward + overlong_penalty(len(sample.response_ids), max_tokens, config.overlong))
+        limit = min(max_tokens, context - len(sample.prompt_ids))
+        shaped.append(sample.reward + overlong_penalty(len(sample.response_ids), limit, config.overlong))
     numbers = {group_id: number for number, group_id in enumerate(dict.fromkeys(s.group_id for s in samples))}
     groups = torch.tensor([numbers[s.group_id] for s in samples])
     return group_advantages(torch.tensor(shaped), groups, config.advantage).tolist()

@@ -136,7 +136,8 @@ class TrainerRank:
                 self.score(unscored, version)
         scored = time.perf_counter()
         reference = iter(self._reference_logprobs(answered)) if self.reference is not None else itertools.repeat(None)
-        gains = advantages(samples, rl, recipe.rollout.max_tokens)
+        context = recipe.rollout.context or self.engine.folder.shape.max_positions
+        gains = advantages(samples, rl, max_tokens=recipe.rollout.max_tokens, context=context)
         sequences = [
             training_sequence(s, gain, next(reference)) if s.response_ids else None for s, gain in zip(samples, gains, strict=True)
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,6 +101,7 @@ class Recorder(Engine):
 
     def __init__(self) -> None:
         super().__init__(1.0)
+        self.folder = SimpleNamespace(shape=SimpleNamespace(max_positions=64))
         self.batches: list[list[Sequence]] = []
 
     def update(self, sequences: list[Sequence], objective: Any, **options: Any) -> dict[str, float]:
@@ -133,6 +135,16 @@ def test_a_response_without_a_token_counts_for_its_group_and_is_not_trained_on()
     assert [[s.columns["advantage"] for s in part] for part in engine.batches] == [[[-0.5, -0.5]], [[-0.5], [0.5] * 3]]
     with pytest.raises(RuntimeFailure, match=r"rollout\.deadline_s: no response of a whole batch has a token"):
         rank.rl_step(batch(0, 0), 1)
+
+
+@pytest.mark.parametrize("context", [6, None])
+def test_a_response_that_the_context_cuts_is_at_its_limit(context: int | None) -> None:
+    """Of the recipe or the model, whichever prompt and response fill before `rollout.max_tokens`."""
+    rank, engine = recorder(overlong={"enabled": True, "buffer": 2, "penalty": 0.5})
+    rank.recipe = rank.recipe.model_copy(update={"rollout": rank.recipe.rollout.model_copy(update={"context": context})})
+    engine.folder.shape.max_positions = 6 if context is None else 64
+    rank.rl_step(batch(2, 4), 1)
+    assert [s.columns["advantage"][0] for s in engine.batches[0]] == [-0.25, 0.25]
 
 
 def test_mismatch_under_one_version_is_told_where_the_trainer_scores_with_that_version() -> None:
