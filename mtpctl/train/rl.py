@@ -225,9 +225,13 @@ class RlStage:
             metrics |= await self._drafts()
         self.state.version += 1
         self.acceptance.synced(self.state.version)
-        self.admission.synced(self.buffer.pending)
+        self.admission.synced(self.buffer.pending, self._trained_since_due())
         self._gate.set()
         return metrics
+
+    def _trained_since_due(self) -> int:
+        """Groups that were trained on since a sync was due: some only where a run that was resumed between two of them syncs."""
+        return self.state.step % self.recipe.async_.sync_every * self.recipe.train.rl.prompts_per_step
 
     async def _drafts(self) -> dict[str, float]:
         """How many draft tokens a step the engines chose, and what they say where one changed its mind."""

@@ -31,6 +31,9 @@ class Admission:
         """A group came back without signal and is replaced: it will not be trained on, so it does not count."""
         self._let_out -= 1
 
-    def synced(self, pending: int) -> None:
-        """New weights are out. `pending` groups, in flight or waiting to be trained on, are of older ones."""
-        self._let_out = pending
+    def synced(self, pending: int, trained: int = 0) -> None:
+        """New weights are out. `pending` groups, in flight or waiting to be trained on, are of older ones.
+
+        `trained`: groups of this interval that were trained on already, where it is not at its beginning.
+        """
+        self._let_out = pending + trained

@@ -292,6 +292,27 @@ def test_groups_that_wait_to_be_asked_for_again_are_in_the_next_checkpoint_too(t
     asyncio.run(scenario())
 
 
+def test_a_run_resumed_between_two_syncs_generates_no_more_ahead_than_one_that_was_not(tmp_path: Path) -> None:
+    """It syncs where the other does not, and then has only what is left of the interval to generate for."""
+    world = World()
+
+    async def scenario() -> None:
+        stage = stage_of(recipe_of(steps=8, staleness=0.0, sync_every=4), world, tmp_path, lambda s: str(s.index))
+        stage.state.step, stage.state.version = 2, 1
+        kept = [Group(number, Problem(f"p{number}", str(number), "1"), 2) for number in range(8)]
+        for group in kept:
+            group.samples = [Sample(group.problem.prompt_id, group.group_id, [1], index=i, reward=float(i)) for i in range(2)]
+            for sample in group.samples:
+                sample.append([1], [-1.0], 1)
+        await stage.resume_buffer(kept, [])
+        stage.cursor.take(8)
+        await stage.publish()
+        await asyncio.wait_for(stage.run(), 20)
+
+    asyncio.run(scenario())
+    assert {step: metrics["async/staleness_max"] for step, metrics in world.rows} == {3: 1, 4: 1, 5: 0, 6: 0, 7: 0, 8: 0}
+
+
 def test_the_last_evaluation_is_of_the_last_update_in_a_thread_of_its_own(tmp_path: Path) -> None:
     """Also where the last updates were not due to be synced yet; a checker that takes its time holds nothing else up."""
     world, seen = World(), []
