@@ -159,6 +159,7 @@ def _tiles(history: History) -> str:
         ("async/staleness_mean", "Staleness", "weight versions, mean"),
         ("rollout/tokens_per_s", "Rollout", "mean over the run"),
         ("perf/tokens_per_s", "Trainer", "mean over updates"),
+        ("perf/mfu", "MFU", "mean over updates"),
     ):
         if (mean := _mean(history, name)) is not None:
             unit = "number" if name == "async/staleness_mean" else describe(name).unit
