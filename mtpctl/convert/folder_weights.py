@@ -21,7 +21,7 @@ class FolderWeights:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._files = TensorFiles()
-        index = next((path / name for name in INDEXES if (path / name).is_file()), None)
+        index = _index(path)
         self.files = _single(path) if index is None else _listed(index)
         self.entries: dict[str, Entry] = {}
         for file in self.files:
@@ -45,6 +45,14 @@ class FolderWeights:
     def nbytes(self) -> int:
         """Of all tensors."""
         return sum(entry.nbytes for entry in self.entries.values())
+
+
+def _index(path: Path) -> Path | None:
+    """That of safetensors; that of pickled shards where there is no safetensors file at all, since it may have come without them."""
+    safe, pickled = (path / name for name in INDEXES)
+    if safe.is_file():
+        return safe
+    return pickled if pickled.is_file() and not any(path.glob("*.safetensors")) else None
 
 
 def _single(path: Path) -> list[Path]:

@@ -86,12 +86,14 @@ class HfWriter:
         return sum(shard.nbytes for shard in self.shards)
 
     def allocate(self) -> None:
-        """Make the files, with their headers. Those that are there already keep what was written."""
+        """Make the files, with their headers. Those that are there already keep what was written.
+
+        The header is written all the same: whoever allocated the file may have been stopped before it was.
+        """
         for shard in self.shards:
             path = self.folder / shard.name
-            if path.exists() and path.stat().st_size == shard.nbytes:
-                continue
-            with path.open("wb") as stream:
+            there = path.exists() and path.stat().st_size == shard.nbytes
+            with path.open("r+b" if there else "wb") as stream:
                 os.posix_fallocate(stream.fileno(), 0, shard.nbytes)
                 stream.write(shard.header)
         if len(self.shards) > 1:
@@ -108,8 +110,8 @@ class HfWriter:
                 _write_all(self._file(place.file), view, place.start)
 
     def flush(self) -> None:
-        """All that was put is on the disk."""
-        for handle in self._files.values():
+        """All that was put is on the disk. Meanwhile another thread may put more, and open further files."""
+        for handle in list(self._files.values()):
             os.fdatasync(handle)
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ While one part is brought to the disk, the next is made.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -101,7 +102,7 @@ def _to_megatron(weights: ModelWeights, target: Path, wanted: Wanted, say: Say, 
     extras = [stored for stored in layout if not stored.pieces]
     weights.check_aliases()
     described = HfFolder(folder.path, config, families.shape_of(config))
-    with _growing(target, _conversion("megatron", weights.raw.files, types)) as journal:
+    with _growing(target, _conversion("megatron", weights.raw.files, config, recast(layout, types))) as journal:
         beside = journal.work / HF
         with Skeleton(described, mtp=True) as skeleton:
             parameters = skeleton.parameters
@@ -156,7 +157,7 @@ def _to_hf(
             types, layout = _written(reference, reader, sizes, NAMES.get(wanted.dtype or ""))
             config = written_config(folder.config, shape, main_dtype(types, sizes), mtp_layers=shape.mtp_layers if mtp else 0)
             extras = [stored for stored in layout if not stored.pieces]
-            journal = stack.enter_context(_growing(target, _conversion("hf", files, types)))
+            journal = stack.enter_context(_growing(target, _conversion("hf", files, config, layout)))
             writer = HfWriter(journal.work, layout, sizes)
             tail = writer.nbytes - sum(reader.nbytes)
             count = _begin(journal, reader.nbytes, tail, folder.path, say, progress)
@@ -190,7 +191,7 @@ def _to_peft(checkpoint: Path, reference: Reference, adapter: dict[str, Any], ta
     files = sorted(path for path in checkpoint.iterdir() if path.is_file())
     if has_mtp(checkpoint):
         say("an adapter's folder has no place for the MTP layers that were trained beside it; --merge writes both")
-    with _growing(target, _conversion("hf", files, {})) as journal:
+    with _growing(target, _conversion("hf", files, {}, [])) as journal:
         folder = needed_weights(checkpoint, reference.weights).folder
         with adapted(checkpoint, folder, adapter) as skeleton:
             tensors, nbytes = write_adapter(checkpoint, skeleton, folder, adapter, journal.work)
@@ -203,7 +204,7 @@ def _written(
 ) -> tuple[dict[str, torch.dtype], list[Stored]]:
     """Types of the model's tensors, and how the folder keeps them."""
     held = {name: reader.dtypes[each.name] for each in reader.skeleton.parameters.values() for name in each.needs}
-    like = {name: stored.dtype for stored in reference.layout or [] for name in stored.pieces}
+    like = {name: stored.dtype for stored in reference.layout or [] for name in stored.pieces if name in sizes}
     types = cast({name: held[name] for name in sizes}, sizes, wanted, like=like or None)
     layout = reference.layout if reference.layout is not None else plain_layout(reference.folder.shape, types)
     return types, recast([stored for stored in layout if all(name in types for name in stored.pieces)], types)
@@ -250,10 +251,10 @@ def _begin(journal: Journal, parts: list[int], tail: int, files: Path, say: Say,
     return count
 
 
-def _conversion(to: To, files: list[Path], types: dict[str, torch.dtype]) -> dict[str, Any]:
-    """What an interrupted conversion must agree on to be gone on with."""
+def _conversion(to: To, files: list[Path], config: dict[str, Any], layout: list[Stored]) -> dict[str, Any]:
+    """What an interrupted conversion must agree on to be gone on with: its source, the model's config, and how tensors are kept."""
     states = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return {"to": to, "files": states, "types": sorted({str(dtype) for dtype in types.values()})}
+    return {"to": to, "files": states, "config": config, "layout": hashlib.sha256(repr(layout).encode()).hexdigest()}
 
 
 @contextlib.contextmanager

@@ -125,3 +125,14 @@ def test_in_another_type_all_but_what_is_kept_in_fp32(tmp_path: Path) -> None:
     found = tensors(tmp_path / "back")
     assert {str(value.dtype) for name, value in found.items() if not name.endswith("correction_bias")} == {"torch.float16"}
     assert {str(value.dtype) for name, value in found.items() if name.endswith("correction_bias")} == {"torch.float32"}
+
+
+def test_another_type_of_a_checkpoint_that_has_no_mtp_layers(tmp_path: Path) -> None:
+    """The folder that it is made like has them."""
+    folder = mimo(tmp_path / "hf")
+    with engine(folder, mtp=MtpConfig(mode="off")) as made:
+        made.save(tmp_path / "step-1")
+    converted(tmp_path / "step-1", tmp_path / "back", model=folder.path, dtype="bf16")
+    from tests.convert.models import tensors
+
+    assert {value.dtype for value in tensors(tmp_path / "back").values()} == {torch.bfloat16}

@@ -128,3 +128,11 @@ def test_a_vocabulary_that_tp_did_not_divide(tmp_path: Path) -> None:
     """What a trainer with tp 2 pads is not in the folder; and its checkpoint of one rank fits two."""
     folder = mimo(tmp_path / "hf", vocab_size=61).path
     assert_same_tensors(there_and_back(tmp_path), folder)
+
+
+def test_an_index_of_pickled_shards_that_were_not_fetched(tmp_path: Path) -> None:
+    """Beside the one file of safetensors that was: what a download of `*.json` and `*.safetensors` leaves."""
+    folder = mimo(tmp_path / "hf").path
+    shards = {name: "pytorch_model-00001-of-00002.bin" for name in tensors(folder)}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": shards}))
+    assert_same_tensors(there_and_back(tmp_path), folder)
