@@ -28,7 +28,7 @@ def install() -> bool:
     def mtpctl_so_far(self: Any, request_ids: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         found = {each: self.scheduler.requests[each].spec_decode_metrics for each in request_ids if each in self.scheduler.requests}
         counts = {each: (m.num_spec_tokens, m.histogram, m.num_draft_tokens) for each, m in found.items() if m is not None}
-        return counts, vllm_logprobs.no_longer(self.scheduler, request_ids)
+        return counts, vllm_logprobs.so_far(self.scheduler, request_ids)
 
     core.mtpctl_so_far = mtpctl_so_far
     return True
@@ -37,7 +37,8 @@ def install() -> bool:
 async def keep(llm: Any, request_ids: list[str]) -> None:
     """Have the outputs of these requests, about to be aborted, carry log-probs and what was drafted for them so far.
 
-    `llm` is an `AsyncLLM`. The last log-probs may be of tokens that its front end has not seen when the abort comes.
+    `llm` is an `AsyncLLM`. The core goes on until the abort reaches it, so the last tokens may lack log-probs, and the last log-probs
+    may be of tokens that its front end has not seen.
     """
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
@@ -52,4 +53,4 @@ async def keep(llm: Any, request_ids: list[str]) -> None:
             state.spec_decode_metrics = RequestSpecDecodeMetrics(limit, list(histogram), drafted)
     for each, rows in logprobs.items():
         if (state := processor.request_states.get(each)) is not None:
-            vllm_logprobs.put_before(state.logprobs_processor, *rows)
+            vllm_logprobs.put(state.logprobs_processor, *rows)

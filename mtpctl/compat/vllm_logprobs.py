@@ -3,8 +3,8 @@
 vLLM's engine core sends each step's log-probs as three small arrays a request. Making, packing and unpacking them takes longer than
 everything else in the message, in the process that also launches the next step; with some hundred requests a card waits for that.
 Nobody reads them before the response ends. A request that says so in its sampling settings (`LATE`) has them kept in the core, and
-gets them with its last output. One that is cut short from outside takes them along through `vllm_cut.keep`, and has what may still
-come sent with its tokens, as vLLM does.
+gets them with its last output. One that is cut short from outside takes along through `vllm_cut.keep` what was kept when that asked:
+the tokens that come between asking and the end have none, and whoever cuts it drops them.
 """
 
 from __future__ import annotations
@@ -164,17 +164,15 @@ def as_arrays(tokens: Sequence[int], logprobs: Sequence[float]) -> Any:
     return LogprobsLists(ids, values, np.zeros(len(tokens), np.int64), None)
 
 
-def no_longer(scheduler: Any, request_ids: list[str]) -> dict[str, tuple[list[int], list[float]]]:
-    """What was kept for these requests, which from now on get each step's log-probs with their tokens."""
+def so_far(scheduler: Any, request_ids: list[str]) -> dict[str, tuple[list[int], list[float]]]:
+    """What is kept for these requests. It stays kept: one may end by itself before the abort reaches it, and then brings all along."""
     kept: dict[str, Kept] = scheduler.mtpctl_kept
-    taken = {each: kept.pop(each) for each in request_ids if each in kept}
-    return {each: (mine.tokens.tolist(), mine.logprobs.tolist()) for each, mine in taken.items()}
+    return {each: (kept[each].tokens.tolist(), kept[each].logprobs.tolist()) for each in request_ids if each in kept}
 
 
-def put_before(processor: Any, tokens: list[int], logprobs: list[float]) -> None:
-    """Have a request's `LogprobsProcessor` begin with these, which are of the tokens before all that it has."""
+def put(processor: Any, tokens: list[int], logprobs: list[float]) -> None:
+    """Have a request's `LogprobsProcessor` hold these, and nothing else."""
     from vllm.logprobs import create_sample_logprobs
 
-    had = processor.logprobs
     processor.logprobs, processor.cumulative_logprob = create_sample_logprobs(True), 0.0
-    processor._update_sample_logprobs(as_arrays(tokens + had.token_ids, logprobs + had.logprobs))
+    processor._update_sample_logprobs(as_arrays(tokens, logprobs))

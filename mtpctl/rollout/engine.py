@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from mtpctl.plan import Bucket
 from mtpctl.recipe import UserError
-from mtpctl.rollout.protocol import DEADLINE, EngineDead, Health, Occupancy, SpecStats, add_positions
+from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Health, Occupancy, SpecStats, add_positions
 from mtpctl.samples import GenerationRequest, Sample, Speculation
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import PauseMode, Section, TargetDirty, VersionConflict
@@ -39,6 +39,12 @@ class Stretch:
     spans: list[tuple[int, int, int]]
     finish_reason: str | None
     speculation: Speculation = field(default_factory=Speculation)
+
+    def agree(self) -> None:
+        """Drop what only tokens or only log-probs have: an abort may leave them told up to different places."""
+        kept = min(len(self.tokens), len(self.logprobs))
+        del self.tokens[kept:], self.logprobs[kept:]
+        self.spans = [(start, min(end, kept), version) for start, end, version in self.spans if start < kept]
 
 
 class Engine(ABC):
@@ -112,6 +118,8 @@ class Engine(ABC):
             timer.cancel()
 
     def _append(self, sample: Sample, stretch: Stretch) -> None:
+        if stretch.finish_reason == ABORTED:
+            stretch.agree()
         if len(stretch.tokens) != len(stretch.logprobs):
             raise self._died(RuntimeError(f"{len(stretch.logprobs)} log-probs came for {len(stretch.tokens)} tokens"))
         for start, end, version in stretch.spans:

@@ -131,10 +131,6 @@ class SglangEngine(Engine):
         logprobs = [float(each[0]) for each in meta.get("output_token_logprobs") or []]
         tokens = list(output["output_ids"])
         reason = (meta["finish_reason"] or {}).get("type")
-        if reason == ABORTED:
-            # What an abort leaves of a response may be told up to another token than its log-probs.
-            kept = min(len(tokens), len(logprobs))
-            tokens, logprobs = tokens[:kept], logprobs[:kept]
         spans = [(span["start"], min(span["end"], len(tokens)), int(span["version"])) for span in meta.get("weight_versions") or []]
         if not spans:
             spans = [(0, len(tokens), int(meta["weight_version"]))]

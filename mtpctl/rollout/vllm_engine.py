@@ -169,14 +169,10 @@ def check_engine_args(args: dict[str, Any]) -> None:
 
 def _stretch(completion: Any) -> Stretch:
     """vLLM's output as a stretch of the response."""
-    logprobs = list(completion.logprobs.logprobs) if completion.logprobs else []
-    if completion.finish_reason == "abort":
-        # Those that were fetched just before may be of one token more than came.
-        logprobs = logprobs[: len(completion.token_ids)]
     metrics = completion.spec_decode_metrics
     return Stretch(
         tokens=list(completion.token_ids),
-        logprobs=logprobs,
+        logprobs=list(completion.logprobs.logprobs) if completion.logprobs else [],
         spans=[(span.start, span.end, int(span.version)) for span in completion.weight_versions or []],
         finish_reason=completion.finish_reason,
         speculation=Speculation() if metrics is None else speculation_counts(metrics.histogram, metrics.num_draft_tokens),

@@ -64,10 +64,18 @@ def test_without_flat_lists_as_vllm_does() -> None:
     assert isinstance(mine.logprobs, list) and len(mine.logprobs) == 2
 
 
-def test_what_was_kept_for_an_aborted_response_goes_first() -> None:
+def test_what_is_kept_for_a_response_stays_kept_until_it_ends() -> None:
+    mine, scheduler = vllm_logprobs.Kept(), SimpleNamespace(mtpctl_kept={})
+    mine.tokens.extend([7, 8])
+    mine.logprobs.extend([-0.5, -0.25])
+    scheduler.mtpctl_kept["cut"] = mine
+    for _ in range(2):
+        assert vllm_logprobs.so_far(scheduler, ["cut", "ended"]) == {"cut": ([7, 8], [-0.5, -0.25])}
+
+
+def test_an_aborted_response_has_what_was_kept_for_it() -> None:
     mine = processor(late=True)
-    mine._update_sample_logprobs(rows(2))
-    had = list(mine.logprobs.token_ids)
-    vllm_logprobs.put_before(mine, [7, 8, 9], [-0.5, -0.25, -1.0])
-    assert mine.logprobs.token_ids == [7, 8, 9, *had] and len(mine.logprobs) == 5
-    assert mine.logprobs.logprobs[:3] == [-0.5, -0.25, -1.0]
+    for _ in range(2):
+        vllm_logprobs.put(mine, [7, 8, 9], [-0.5, -0.25, -1.0])
+        assert mine.logprobs.token_ids == [7, 8, 9] and mine.logprobs.logprobs == [-0.5, -0.25, -1.0]
+        assert mine.cumulative_logprob == -1.75

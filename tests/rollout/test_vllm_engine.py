@@ -160,6 +160,45 @@ def test_an_aborted_response_goes_on_where_it_was(engine: VllmEngine, run: Loop,
     assert_matches(whole, weights.made.__getitem__)
 
 
+def test_an_abort_that_takes_its_time_to_reach_the_core(
+    engine: VllmEngine, run: Loop, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A core in a process of its own goes on meanwhile: one response ends by itself, another one begins."""
+    core = engine._llm.engine_core
+    kept, ask = core.engine_core.scheduler.mtpctl_kept, core.call_utility_async
+
+    async def cut() -> list[Sample]:
+        short, long = (asyncio.ensure_future(engine.generate(request(51 + tokens, max_tokens=tokens))) for tokens in (30, 200))
+        begun: list[asyncio.Future[Sample]] = []
+
+        async def late(method: str, *args: Any) -> Any:
+            answer = await ask(method, *args)
+            monkeypatch.undo()
+            begun.append(asyncio.ensure_future(engine.generate(request(53, max_tokens=200))))
+            while not short.done():
+                await asyncio.sleep(0)
+            return answer
+
+        while len(kept) < 2 or min(len(each.tokens) for each in kept.values()) < 3:
+            await asyncio.sleep(0)
+        monkeypatch.setattr(core, "call_utility_async", late)
+        await engine.pause("abort")
+        await engine.resume()
+        return await asyncio.gather(short, long, *begun)
+
+    short, long, newest = run(cut())
+    assert (short.finish_reason, len(short.response_ids)) == ("length", 30)
+    assert long.finish_reason == newest.finish_reason == ABORTED
+    assert 3 <= len(long.response_ids) < 200
+    for sample in (short, long, newest):
+        assert len(sample.response_ids) == len(sample.behaviour_logprobs) == len(sample.loss_mask)
+        assert_matches(sample, weights.made.__getitem__)
+        run(engine.generate(GenerationRequest(sample, 200)))
+        assert len(sample.response_ids) == 200
+        assert_matches(sample, weights.made.__getitem__)
+    assert run(engine.health()).alive and not kept
+
+
 @pytest.mark.parametrize("bucket_bytes", [1 << 30, 4096])
 def test_an_update_during_generation(engine: VllmEngine, run: Loop, weights: Weights, bucket_bytes: int) -> None:
     async def update() -> list[Sample]:
