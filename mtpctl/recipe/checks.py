@@ -328,14 +328,18 @@ def parallel_fits(parallel: ParallelConfig, shape: ModelShape, field: str) -> Co
     if shape.delta:
         counts |= {"linear key heads": shape.delta.key_heads, "linear value heads": shape.delta.value_heads}
     counts |= {"ffn width": shape.ffn} if shape.ffn else {}
+    if shape.moe and parallel.ep == 1:  # else each is whole
+        counts |= {"expert ffn width": shape.moe.ffn}
     yield from _divides(parallel.tp, counts, f"{field}.tp")
     if parallel.sequence_parallel and parallel.tp == 1:
         yield f"{field}.sequence_parallel: splits over tensor-parallel ranks; set tp above 1, or false"
     if parallel.pp_layout is not None:
         if len(parallel.pp_layout) != parallel.pp or sum(parallel.pp_layout) != shape.layers:
             yield f"{field}.pp_layout: must name {parallel.pp} stages with {shape.layers} layers in all, got {list(parallel.pp_layout)}"
-    elif shape.layers % parallel.pp:
-        yield f"{field}.pp: {parallel.pp} does not divide {shape.layers} layers; {_fitting(shape.layers)} fit, or give pp_layout"
+    elif parallel.pp > shape.layers:
+        yield f"{field}.pp: {parallel.pp} stages for {shape.layers} layers; take at most {shape.layers}"
+    if parallel.cp > 1 and shape.delta is not None:
+        yield f"{field}.cp: {parallel.cp} ranks would cut the linear attention of {shape.family}; set it to 1"
     if parallel.ep > 1:
         if shape.moe is None:
             yield f"{field}.ep: the model has no experts; set it to 1"

@@ -154,7 +154,7 @@ def test_our_overlays_fit(path: Path) -> None:
         (["train.lora.targets=[linear_qkv, q_proj]"], "train.lora.targets: no layer of mimo is a q_proj; it has linear_qkv, linear_proj, "),
         (["train.lora.targets=[]"], "train.lora.targets: must name layers, each once, got []"),
         (["train.parallel.sequence_parallel=true"], "train.parallel.sequence_parallel: splits over tensor-parallel ranks"),
-        (["train.parallel.pp=3"], "train.parallel.pp: 3 does not divide 4 layers; 1, 2, 4 fit, or give pp_layout"),
+        (["train.parallel.pp=5"], "train.parallel.pp: 5 stages for 4 layers; take at most 4"),
         (["train.parallel={pp: 2, pp_layout: [1, 2]}"], "train.parallel.pp_layout: must name 2 stages with 4 layers in all, got [1, 2]"),
         (["train.parallel.ep=2"], "train.parallel.ep: the model has no experts"),
         (["logprob={standalone: true, parallel: {tp: 8}}"], "logprob.parallel.tp: 8 does not divide"),
@@ -212,16 +212,29 @@ def test_names_of_special_tokens_are_no_secrets() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"tp": 4, "sequence_parallel": True}, "train.parallel.tp: 4 does not divide 66 expert ffn width; 1, 2 fit"),
         ({"ep": 3, "dp": 3}, "train.parallel.ep: 3 does not divide 4 experts"),
         ({"ep": 4, "dp": 2}, "train.parallel.ep: 4 does not divide 2 data- and context-parallel ranks; 1, 2 fit"),
         ({"tp": 2}, "train.parallel.sequence_parallel: experts with tp: 2 need it"),
     ],
 )
 def test_experts(fields: dict[str, Any], message: str) -> None:
-    moe = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    moe = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 66}
     sets = [f"model.config.{key}={json.dumps(value)}" for key, value in {**moe, "num_nextn_predict_layers": 0}.items()]
     off = ["mtp.mode=off", "rollout.speculation.num_tokens=0", f"train.parallel={json.dumps(fields)}"]
     assert complaint(*SIZES, *sets, *off).startswith(message)
+
+
+def test_stages_need_not_be_even() -> None:
+    assert not list_complaints(["train.parallel.pp=3", "logprob={standalone: true, parallel: {pp: 3}}"])
+
+
+def test_linear_attention_is_not_cut() -> None:
+    model = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, **DELTA}
+    sets = [f"model.config.{key}={json.dumps(value)}" for key, value in model.items()]
+    assert complaint(*SIZES, *sets, "train.parallel.cp=2").startswith(
+        "train.parallel.cp: 2 ranks would cut the linear attention of qwen3.5"
+    )
 
 
 # ------------------------------------------------------------------------------------------------- where a model is
