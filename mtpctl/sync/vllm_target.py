@@ -233,7 +233,7 @@ class VllmTarget:
             await self._load_again()
 
     async def _load_adapter(self, version: int, store: str) -> None:
-        """Hand over the adapter that came, once. Where vLLM refuses it, the one before is live again."""
+        """Hand over the adapter that came, once. Where vLLM refuses it, the one before is live again, under its own version."""
         if self._root is None:
             self._root = adapter_root(store, f"{os.getpid()}-{id(self):x}")
         folder = self._root / f"v{version:08d}"
@@ -243,6 +243,9 @@ class VllmTarget:
         except MtpctlError:
             raise
         except Exception as error:
+            # The session that brought it was closed under its version, which every token would be named after.
+            await self._within(self._client.start(draft=False), "opening a weight session")
+            await self._within(self._client.finish(self._version), "closing a weight session")
             await self._load_again()
             raise SyncError(f"the engine refuses the adapter of version {version}: {error}") from error
         self._touched.add("adapter")
@@ -255,10 +258,12 @@ class VllmTarget:
         await self._end_session()
         if not self._touched:
             return
-        before, self._touched = self._manifest, set()
+        before, touched, self._touched = self._manifest, self._touched, set()
         self.dirty = True
         if before is None:
             raise TargetDirty("the update broke off before the first published version was in: restart this engine")
+        if lost := sorted(touched - before.sections.keys()):
+            raise TargetDirty(f"the update broke off, and version {before.version} has no section {lost[0]} to restore: restart this engine")
         try:
             kept = VersionStore(before.store).open(before.version)
             self.dirty = False

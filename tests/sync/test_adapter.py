@@ -103,6 +103,7 @@ class Engine:
     def __init__(self) -> None:
         self.refuses = ""
         self.live: dict[str, int] = {}
+        self.label = 0
         self._section, self._version, self._draft = "", 0, False
 
     async def start(self, *, draft: bool) -> None:
@@ -117,6 +118,7 @@ class Engine:
             self.live[self._section] = info.get("version", self._version)
 
     async def finish(self, version: int) -> None:
+        self.label = version
         if not self._draft:
             self.live.pop("adapter", None)
 
@@ -195,6 +197,18 @@ class TestOneVersion:
         with pytest.raises(SyncError, match="the engine refuses the adapter of version 2: it is bent"):
             asyncio.run(update_target(target, self.publish(tmp_path, 2)))
         assert (engine.live, target.version, target.dirty) == ({"adapter": 1, "draft": 1}, 1, False)
+        assert engine.label == 1, "what is made from now on is named after the weights that make it"
+
+    def test_what_the_version_before_did_not_bring_it_does_not_bring_back(self, tmp_path: Path) -> None:
+        """The version before was the drafter's alone: after one that breaks off, the target's weights are nobody's."""
+        engine = Engine()
+        target = self.target(engine)
+        asyncio.run(update_target(target, self.publish(tmp_path, 1, ("target", "draft"))))
+        asyncio.run(update_target(target, self.publish(tmp_path, 2, ("draft",))))
+        engine.refuses = "begin"
+        with pytest.raises(TargetDirty, match="version 2 has no section target to restore"):
+            asyncio.run(self.failing(target, self.publish(tmp_path, 3, ("target", "draft")), engine))
+        assert target.dirty
 
     def test_an_adapter_is_loaded_whenever_requests_may_ask_for_it(self, tmp_path: Path) -> None:
         engine = Engine()
