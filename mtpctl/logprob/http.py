@@ -139,8 +139,11 @@ def _sequences(given: str | list[str] | list[int] | list[list[int]], tokenizer: 
         texts = [given] if isinstance(given, str) else given
         if tokenizer is None:
             raise RequestRefused("text: the served model has no tokenizer; send token ids")
-        # The tokenizer speaks of characters and the bound is in tokens, of which there are never more than bytes.
-        return [tokenizer.encode(str(text), special=True) for text in texts]
+        try:
+            # The tokenizer speaks of characters and the bound is in tokens, of which there are never more than bytes.
+            return [tokenizer.encode(str(text).encode().decode(), special=True) for text in texts]
+        except UnicodeEncodeError as error:
+            raise RequestRefused(f"text: half of a surrogate pair stands alone at character {error.start}") from error
     return _listed(given)
 
 

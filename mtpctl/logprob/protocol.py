@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 
 from mtpctl.recipe import RuntimeFailure, UserError
 
+COLDEST, HOTTEST = 1e-6, 1e6
+"""Temperatures between which no model's logits leave fp32 when divided: a pass that fails over one fails for all requests in it, and on
+one pipeline stage alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
@@ -110,8 +114,8 @@ class Bounds:
             raise RequestRefused(f"token_ids: {low if low < 0 else high} is not a token; ids are 0 to {self.vocab - 1}")
         if request.mask is not None and len(request.mask) != len(ids) - request.prompt_length:
             raise RequestRefused(f"mask: has {len(request.mask)} entries for {len(ids) - request.prompt_length} response tokens")
-        if not 0 < request.temperature < float("inf"):
-            raise RequestRefused(f"temperature: must be above 0, got {request.temperature}")
+        if not COLDEST <= request.temperature <= HOTTEST:
+            raise RequestRefused(f"temperature: must be {COLDEST:g} to {HOTTEST:g}, got {request.temperature:g}")
         if not 0 <= request.topk <= self.vocab:
             raise RequestRefused(f"topk: must be 0 to {self.vocab}, got {request.topk}")
         if request.mtp and not self.depths:
