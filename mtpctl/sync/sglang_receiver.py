@@ -1,6 +1,7 @@
 """Weights into a live SGLang engine: called in each of its processes with a step, as SGLang's custom weight loader.
 
-The steps are those of `mtpctl.sync.vllm_receiver`; target and drafter are models of their own, each with its receiver.
+The steps are those of `mtpctl.sync.vllm_receiver`; target and drafter are models of their own, each with its receiver, behind one end
+of the transfer.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch import nn
 from mtpctl.sync.manifest import SectionPlan, buckets_from
 from mtpctl.sync.places import Place, Ranks
 from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SyncError
-from mtpctl.sync.receiver import SectionReceiver, match
+from mtpctl.sync.receiver import Scratch, SectionReceiver, match
 from mtpctl.sync.transports import BucketReader, Readers
 
 _LIVE: dict[int, ModelReceiver] = {}
@@ -38,14 +40,27 @@ def take(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> Non
     part.write_text(json.dumps(answer))
 
 
+class Arrivals:
+    """What the models of a process share: its end of a transfer, which a process joins once, and the plans, which come once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.readers = Readers(device)
+        self.plans: dict[str, SectionPlan] = {}
+
+
+@cache
+def _arrivals(device: torch.device) -> Arrivals:
+    return Arrivals(device)
+
+
 class ModelReceiver:
     """Takes sections of manifests into one live model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._plans: dict[str, SectionPlan] = {}
         self._places: dict[str, dict[str, Place]] = {}
-        self._readers = Readers(next(model.parameters()).device)
+        arrivals = _arrivals(next(model.parameters()).device)
+        self._readers, self._plans = arrivals.readers, arrivals.plans
         self._reader: BucketReader | None = None
         self._current: SectionReceiver | None = None
         self._taken: SectionReceiver | None = None
@@ -78,7 +93,7 @@ class ModelReceiver:
         plan = self._plans[name]
         if name not in self._places and not step["discard"]:
             self._places[name] = self._match(plan)
-        self._current = SectionReceiver(plan, {} if step["discard"] else self._places[name])
+        self._current = Scratch(plan, self._readers.device) if step["discard"] else SectionReceiver(plan, self._places[name])
         reader.begin(step["version"], step["section"])
         self._reader = reader
 
@@ -100,7 +115,9 @@ class ModelReceiver:
         if self._current is None:
             raise SyncError("there is no update to finish")
         self._current.finish()
-        self._taken, self._current = self._current, None
+        if not isinstance(self._current, Scratch):
+            self._taken = self._current
+        self._current = None
         self._readers.settle()
 
     def _sums(self) -> dict[str, list[dict[str, int]]]:
