@@ -193,10 +193,9 @@ class ReplicaPool:
             if reasons := self._replicas.hopeless():
                 raise RuntimeFailure(f"every rollout replica failed: {reasons}")
             free = self._free()
-            chosen = min(free, key=lambda seat: seat.busy)
-            for seat in free:
-                if self._groups[seat.index, group] and seat.busy <= chosen.busy + AFFINITY_SLACK:
-                    chosen = seat
+            least = min(free, key=lambda seat: seat.busy)
+            near = [seat for seat in free if self._groups[seat.index, group] and seat.busy <= least.busy + AFFINITY_SLACK]
+            chosen = min(near, key=lambda seat: seat.busy, default=least)
             chosen.busy += 1
             self._groups[chosen.index, group] += 1
             return chosen

@@ -15,6 +15,7 @@ import pytest
 from mtpctl.cluster import host_store
 from mtpctl.recipe import RuntimeFailure, UserError
 from mtpctl.rollout import EngineDead, ReplicaPool
+from mtpctl.rollout.pool import AFFINITY_SLACK
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync import Manifest, SyncError, SyncReport
 from mtpctl.sync.transports.control import Address
@@ -100,6 +101,19 @@ async def test_a_group_stays_on_one_replica() -> None:
             homes[f"g{int(prompt[1:]) // 4}"].add(place)
     assert all(len(places) == 1 for places in homes.values())
     assert len(set.union(*homes.values())) == 4
+
+
+@in_loop
+async def test_of_those_that_have_a_groups_prefix_the_least_busy_one_goes_on() -> None:
+    """A group that outgrew one replica is on several: they share what comes."""
+    fleet = Fleet(lambda index: FakeReplica(tick_s=1))
+    pool = await fleet.pool(3, max_in_flight=64)
+    tasks = [asyncio.ensure_future(pool.sample(request)) for request in requests(45, group=45)]
+    await asyncio.sleep(0.05)
+    busy = sorted(replica.in_flight for replica in fleet.live)
+    assert sum(busy) == 45 and busy[-1] - busy[0] <= AFFINITY_SLACK + 1, busy
+    for task in tasks:
+        task.cancel()
 
 
 @in_loop
