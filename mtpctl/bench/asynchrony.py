@@ -131,11 +131,17 @@ def table(results: list[Result], levels: dict[int, float]) -> str:
 
 
 def best_speedup(results: list[Result]) -> float | None:
-    """Mean over seeds of the best arm's time to accuracy against the synchronous arm's."""
-    base = {r.seed: r for r in results if r.name == SYNCHRONOUS}
+    """Mean over seeds of the best arm's time to accuracy against the synchronous arm's.
+
+    An arm that never gets where the synchronous one does has won nothing there: 0. None where no synchronous arm got there.
+    """
+    base = {r.seed: r for r in results if r.name == SYNCHRONOUS and r.to_level_s}
     by_arm: dict[str, list[float]] = {}
     for r in results:
-        if r.name != SYNCHRONOUS and (found := _speedup(base.get(r.seed), r)) is not None:
+        if r.name == SYNCHRONOUS or r.seed not in base:
+            continue
+        found = 0.0 if r.to_level_s is None else _speedup(base[r.seed], r)
+        if found is not None:
             by_arm.setdefault(r.name, []).append(found)
     return max((statistics.mean(values) for values in by_arm.values()), default=None)
 

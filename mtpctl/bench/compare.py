@@ -16,10 +16,11 @@ from typing import Any, Literal
 from mtpctl.recipe import UserError
 
 Better = Literal["higher", "lower"]
-_IDENTITY = ("name", "what", "shape", "transport", "batch", "k", "seed")
-_LOWER = re.compile(r"(_ms|_s|_seconds|seconds|_gib|_bytes|_error|_ratio|stall|idle|loss)$|^(median|peak|latency)")
+_IDENTITY = ("name", "what", "shape", "load", "transport", "batch", "k", "seed")
+_LOWER = re.compile(r"((^|_)(ms|gib|error)|_s|_seconds|seconds|_bytes|_ratio|stall|idle|loss)$|^(median|peak|latency)")
 _HIGHER = re.compile(r"(tokens_per_\w+|tflops|share|gb_per_s|acceptance|accept_length|accuracy\w*|speedup|gain|relative|points)$")
 _TOP = {"environment", "timer"}
+_UNITS = {"tokens/s": "tokens_per_s", "ms": "ms", "s": "seconds", "GiB": "gib", "nats": "error"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +72,12 @@ def figures(document: Any, path: str = "") -> dict[str, float]:
     if isinstance(document, dict):
         for key, value in document.items():
             if not (path == "" and key in _TOP) and key not in _IDENTITY:
-                found |= figures(value, f"{path}.{key}".lstrip("."))
+                found |= figures(value, f"{path}.{_measure(document) if key == 'value' else key}".lstrip("."))
     elif isinstance(document, list):
-        for index, value in enumerate(document):
-            found |= figures(value, f"{path}.{_name(value, index)}".lstrip("."))
+        names = [_name(value, index) for index, value in enumerate(document)]
+        for index, (name, value) in enumerate(zip(names, document, strict=True)):
+            one = name if names.count(name) == 1 else f"{name} {index}"
+            found |= figures(value, f"{path}.{one}".lstrip("."))
     elif isinstance(document, int | float) and not isinstance(document, bool):
         found[path] = float(document)
     return found
@@ -100,6 +103,11 @@ def table(found: list[Change], tolerance: float) -> str:
 def as_json(found: list[Change]) -> list[dict[str, Any]]:
     """Everything that was compared."""
     return [asdict(change) | {"ratio": change.ratio, "worse_by": change.worse_by} for change in found]
+
+
+def _measure(entry: dict[str, Any]) -> str:
+    """What the `value` of an entry is, by its unit; of one without a unit that is to be at least its bound, a share."""
+    return _UNITS.get(entry.get("unit", ""), "share" if entry.get("at_least") else "value")
 
 
 def _name(value: Any, index: int) -> str:

@@ -49,6 +49,8 @@ def write_cycle_model(folder: Path, config: dict[str, Any], *, acceptance: float
         if "mtpctl_cycle" not in there:
             raise UserError(f"{folder}: holds a model that was not made here, and is not overwritten; name another folder")
     folder.mkdir(parents=True, exist_ok=True)
+    # It comes last: a folder that is half another model's says nothing of what it is.
+    (folder / "config.json").unlink(missing_ok=True)
     files: dict[str, str] = {}
 
     def write(number: int, tensors: dict[str, Tensor]) -> None:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtpctl.bench.machine import visible_cards
 from mtpctl.recipe import UserError
 
 Say = Callable[[str], None]
@@ -131,7 +132,7 @@ async def _run(task: Task, cards: list[int], out: Path) -> Outcome:
     """The command, ended with all that it started once its time is up."""
     environment = dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
     if cards:
-        environment["CUDA_VISIBLE_DEVICES"] = _visible(cards)
+        environment["CUDA_VISIBLE_DEVICES"] = visible_cards(cards)
     began = time.monotonic()
     with (out / f"{task.name}.json").open("wb") as result, (out / f"{task.name}.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
@@ -154,13 +155,6 @@ async def _run(task: Task, cards: list[int], out: Path) -> Outcome:
             await _end(process)
             raise
     return Outcome(task, time.monotonic() - began, code)
-
-
-def _visible(cards: list[int]) -> str:
-    """These of the cards that this process itself may see."""
-    mine = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = mine.split(",") if mine else [str(i) for i in range(max(cards) + 1)]
-    return ",".join(names[i] for i in cards)
 
 
 async def _end(process: asyncio.subprocess.Process) -> int:

@@ -14,7 +14,6 @@ times that of plain torch on the same inputs.
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from mtpctl.bench import document
 from mtpctl.bench.fused_cases import GIB, Case, Inputs, Made, clipped_loss, make_inputs, missing, ours, peers
 from mtpctl.bench.fused_oracle import Exact, distance, exact
 
@@ -177,7 +177,7 @@ def _errors(case: Case, made: Made, x: Inputs, truth: Exact) -> dict[str, float 
 def _misses(
     case: Case, shape: Shape, ratio: float, peak: float | None, errors: dict[str, float | None], torch_errors: dict
 ) -> tuple[str, ...]:
-    """What a case of ours falls short of, each in a few words."""
+    """What a case of ours falls short of, each in a few words. Errors are held with `not <=`, so that NaN is a miss."""
     found = []
     slack = 1.0 if shape.is_reference else SLACK_ELSEWHERE
     if case.limit is not None:
@@ -187,11 +187,10 @@ def _misses(
         if peak is not None and gib is not None and peak > gib:
             found.append(f"{peak:.2f} GiB, bound {gib:.2f}")
         forward = errors["logprob_error"]
-        if case.limit.error is not None and forward is not None and forward > case.limit.error:
+        if case.limit.error is not None and forward is not None and not forward <= case.limit.error:
             found.append(f"error {forward:.1e}, bound {case.limit.error:.0e}")
     for name, value in errors.items():
         own = torch_errors.get(name)
-        # `not <=`, so that NaN is a miss.
         if value is not None and own is not None and not value <= TORCH_ERRORS * own:
             found.append(f"{name.replace('_', ' ')} {value:.1e}, torch's own {own:.1e}")
     return tuple(found)
@@ -293,7 +292,7 @@ def environment(device: str) -> str:
 
 
 def as_json(results: list[Result], device: str) -> str:
-    return json.dumps({"environment": environment(device), "results": [asdict(r) for r in results]}, indent=1)
+    return document.text({"environment": environment(device), "results": [asdict(r) for r in results]})
 
 
 __all__ = ["Result", "Shape", "as_json", "environment", "measure", "missing", "table", "time_runs", "verdict"]

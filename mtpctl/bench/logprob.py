@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import math
 import os
 import statistics
 import time
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from mtpctl.bench import document
 from mtpctl.bench.logprob_rank import GIB, BenchRank
 from mtpctl.logprob import LogprobServer, Replica, ReplicaConfig, Scored, ScoreRequest, ServerLimits, start_replica
 from mtpctl.logprob.guard import HttpBounds
@@ -106,7 +108,8 @@ class Finding:
         """Whether the bound is."""
         if self.bound is None or self.value is None:
             return False
-        return self.value < self.bound if self.at_least else self.value > self.bound
+        # `not`, so that NaN is a miss.
+        return not (self.value >= self.bound if self.at_least else self.value <= self.bound)
 
 
 @dataclass
@@ -239,7 +242,7 @@ class Bench:
         wrong = 0
         for place, answer in enumerate(answers):
             own, other = (_apart(answer, calm[version][place]) for version in (answer.version, 1 - answer.version))
-            wrong += own * CLEARLY > other
+            wrong += not own * CLEARLY <= other
         under = [sum(answer.version == version for answer in answers) for version in (0, 1)]
         detail = f"{under[0]} under the old weights, {under[1]} under the new"
         self._found("answers lost or not of their version", wrong + len(requests) - len(answers), "", 0, detail=detail)
@@ -252,7 +255,7 @@ class Bench:
         """Each request alone, then all at once."""
         requests = self.load.drawn(self.vocab, self.load.in_flight, seed=3)
         alone = [await self.server.score(request) for request in requests]
-        worst = max(_apart(a, b) for a, b in zip(alone, await self._answers(requests), strict=True))
+        worst = _largest([_apart(a, b) for a, b in zip(alone, await self._answers(requests), strict=True)])
         values = torch.tensor([x for answer in alone for x in answer.logprobs])
         detail = f"log-probs: mean {values.mean():.2f}, std {values.std():.2f}"
         self._found("alone or in a mixed batch, largest difference", worst, "nats", self.limit, detail=detail)
@@ -267,9 +270,14 @@ class Bench:
 
 
 def _apart(a: Scored, b: Scored) -> float:
-    """Largest difference of two answers, log-probs and entropy."""
+    """Largest difference of two answers, log-probs and entropy; NaN where there is one."""
     pairs: Iterator[tuple[float, float]] = zip([*a.logprobs, *a.entropy], [*b.logprobs, *b.entropy], strict=True)
-    return max(abs(x - y) for x, y in pairs)
+    return _largest([abs(x - y) for x, y in pairs])
+
+
+def _largest(values: list[float]) -> float:
+    """`max` loses a NaN that is not the first."""
+    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 @contextlib.asynccontextmanager
@@ -312,4 +320,4 @@ def as_json(report: Report, environment: dict[str, Any], load: Load) -> str:
     """Everything that was measured, and on what."""
     findings = [{**asdict(f), "missed": f.missed} for f in report.findings]
     everything = {"environment": environment, "timer": TIMER, "load": asdict(load), "findings": findings, "seconds": report.times}
-    return json.dumps(everything, indent=1)
+    return document.text(everything)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,13 @@ def machines(versions: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found = [machine(each) for each in versions]
     names = dict.fromkeys(name for each in found for name in each)
     return {name: " / ".join(dict.fromkeys(str(each.get(name, "none")) for each in found)) for name in names}
+
+
+def visible_cards(cards: Sequence[int]) -> str:
+    """`CUDA_VISIBLE_DEVICES` of a process that is to see these of the cards that this one may see."""
+    mine = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = mine.split(",") if mine else [str(i) for i in range(max(cards) + 1)]
+    return ",".join(names[i] for i in cards)
 
 
 def told(environment: dict[str, Any]) -> str:

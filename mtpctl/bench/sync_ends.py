@@ -157,6 +157,12 @@ class Load:
                 self.came.append((time.perf_counter(), len(step.outputs[0].token_ids)))
             turn += 1
 
+    def check(self) -> None:
+        """Raise what ended one of the requests: a measurement beside fewer is another one."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
     def rate(self, start: float, stop: float) -> float:
         """Tokens a second that came in `[start, stop)`."""
         return sum(count for at, count in self.came if start <= at < stop) / (stop - start)

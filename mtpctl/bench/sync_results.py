@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from mtpctl.bench import document
 from mtpctl.sync.transports import PUSHED
 
 GIB = 1 << 30
@@ -142,4 +142,9 @@ def table(results: list[Result]) -> str:
 
 def as_json(results: list[Result]) -> str:
     """Everything that was measured."""
-    return json.dumps([{**asdict(r), "link_seconds": r.link_seconds} for r in results], indent=1)
+    return document.text([{**asdict(r), "link_seconds": r.link_seconds, "median": _medians(r)} for r in results])
+
+
+def _medians(result: Result) -> dict[str, float]:
+    names = ("seconds", "export_seconds", "wire_seconds", "stall_seconds", "back_seconds", "tokens_per_s")
+    return {name: statistics.median(getattr(result, name)) for name in names}

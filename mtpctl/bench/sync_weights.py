@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from mtpctl import families
+from mtpctl.bench.machine import visible_cards
 from mtpctl.bench.sync_ends import Alone, Load, Trainer
 from mtpctl.bench.sync_results import Extra, Options, Result, misses
 from mtpctl.plan import WEIGHT_BYTES
@@ -58,6 +59,13 @@ def recipe_of(options: Options) -> Recipe:
     )
 
 
+def cards(options: Options) -> tuple[str, str]:
+    """`CUDA_VISIBLE_DEVICES` of trainer and engine: of the cards that this process may see the first, and the second unless they share."""
+    if options.device == "cpu":
+        return "", ""
+    return visible_cards([0]), visible_cards([0 if options.shared else 1])
+
+
 async def measure(options: Options, say: Callable[[str], None]) -> list[Result]:
     """Start both ends once, and sync over every transport in turn."""
     from mtpctl.rollout import VllmEngine, engine_settings
@@ -72,11 +80,12 @@ async def measure(options: Options, say: Callable[[str], None]) -> list[Result]:
     recipe = recipe_of(options)
     began = time.perf_counter()
     cuda = options.device == "cuda"
-    trainer = Trainer(recipe, model, "0" if cuda else "")
+    trainers, engines = cards(options)
+    trainer = Trainer(recipe, model, trainers)
     if cuda:
         # This process may have looked at the cards before it tells the engine's which one is its own.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        os.environ["CUDA_VISIBLE_DEVICES"] = "0" if options.shared else "1"
+        os.environ["CUDA_VISIBLE_DEVICES"] = engines
     try:
         if options.shared:
             await trainer.ready()
@@ -133,6 +142,7 @@ async def _one(
             resumed = time.perf_counter()
             await sync.kept()
             kept = time.perf_counter() - resumed
+            load.check()
             report = sync.reports[0]
             back = report.stall_seconds + await _back(load, resumed, rate, options)
             result.seconds.append(metrics["sync/seconds"])
@@ -148,15 +158,16 @@ async def _one(
         after = await _memory(trainer, engine)
     finally:
         load.end()
+        if transport == "shm":
+            from mtpctl.sync import VersionStore
+
+            # It may lie in memory that outlives this process.
+            VersionStore(store).close()
     result.trainer_gib, result.engine_gib = (
         Extra.between(*readings, alone=not options.shared) for readings in zip(before, after, strict=True)
     )
     say(f"  GiB beside the trainer's: {result.trainer_gib}; beside the engine's: {result.engine_gib}")
     result.misses = misses(result, options)
-    if transport == "shm":
-        from mtpctl.sync import VersionStore
-
-        VersionStore(store).close()
     return result, version
 
 
@@ -190,10 +201,11 @@ async def _link(options: Options, trainer: Trainer, engine: Any, manifest: Manif
 
 
 async def _steady(load: Load, options: Options) -> None:
-    """Return once every request is in flight and two windows in a row have the same rate, within 15%."""
+    """Return once every request is in flight and two windows in a row have the same rate, within 15%. Raises what ended a request."""
     window = options.window_s
     for _ in range(60):
         await asyncio.sleep(2 * window)
+        load.check()
         now = time.perf_counter()
         one, two = load.rate(now - 2 * window, now - window), load.rate(now - window, now)
         if one and abs(one - two) < 0.15 * one:

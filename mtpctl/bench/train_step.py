@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mtpctl import families
+from mtpctl.bench import document
 from mtpctl.convert import HfFolder
 from mtpctl.engine import EngineConfig, MegatronEngine, NextToken, Sequence
 from mtpctl.kernels import LogProbOut
@@ -117,6 +118,7 @@ def measure(
     rows = sum(sum(s.loss_mask) for s in batch)
     drafts = [sum(sum(s.loss_mask[d:]) for s in batch) for d in range(1, engine.depths + 1)] if engine.trains_mtp else []
     flops = step_flops(folder.shape, [len(s.token_ids) for s in batch], rows, drafts, isolated=mtp.mode == "isolated")
+    packed = sum(len(s.token_ids) for s in batch)
     rate = matmul_tflops(engine.device, 8192 if cuda else 512)
     times: dict[str, list[float]] = {"unfused": [], "fused": []}
     peaks: dict[str, float] = {}
@@ -144,7 +146,7 @@ def measure(
         median = statistics.median(taken)
         tflops = flops / median / 1e9
         results.append(
-            Result(name, median, min(taken), max(taken), 1000 * tokens / median, tflops, tflops / rate, peaks.get(name, 0.0), losses[name])
+            Result(name, median, min(taken), max(taken), 1000 * packed / median, tflops, tflops / rate, peaks.get(name, 0.0), losses[name])
         )
     engine.close()
     return results, rate
@@ -168,7 +170,7 @@ def table(results: list[Result], rate: float) -> str:
 
 def as_json(results: list[Result], rate: float) -> str:
     """Everything that was measured."""
-    return json.dumps({"matmul_tflops": rate, "results": [asdict(r) for r in results]}, indent=1)
+    return document.text({"matmul_tflops": rate, "results": [asdict(r) for r in results]})
 
 
 def shape_folder(config: dict[str, Any], at: Path) -> HfFolder:

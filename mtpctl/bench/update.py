@@ -6,13 +6,13 @@ clipped, Adam, masters to parameters, and all moves to and from host memory.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from dataclasses import asdict, dataclass
 
 import torch
 
+from mtpctl.bench import document
 from mtpctl.bench.train_step import GIB, samples, synchronize
 from mtpctl.convert import HfFolder
 from mtpctl.engine import EngineConfig, MegatronEngine, NextToken
@@ -112,4 +112,4 @@ def table(result: Result) -> str:
 
 def as_json(result: Result) -> str:
     """Everything that was measured."""
-    return json.dumps(asdict(result), indent=1)
+    return document.text(asdict(result))

@@ -61,8 +61,8 @@ def fused_kernels(
 
 def _parallel(shapes: list[Shape], tp: int, json: bool, device: str) -> None:
     from dataclasses import asdict
-    from json import dumps
 
+    from mtpctl.bench import document
     from mtpctl.bench.fused_parallel import BOUND, measure_parallel, parallel_table
     from mtpctl.recipe.errors import ThresholdMissed, UserError
 
@@ -70,7 +70,7 @@ def _parallel(shapes: list[Shape], tp: int, json: bool, device: str) -> None:
         results = [result for each in shapes for result in measure_parallel(each, tp)]
     except ValueError as error:
         raise UserError(str(error)) from error
-    answer(dumps([{**asdict(r), "ratio": r.ratio} for r in results], indent=1) if json else parallel_table(results))
+    answer(document.text([{**asdict(r), "ratio": r.ratio} for r in results]) if json else parallel_table(results))
     slow = [r for r in results if device == "cuda" and r.ratio > BOUND]
     if slow:
         raise ThresholdMissed(f"{slow[0].what} on {tp} cards takes {slow[0].ratio:.2f}x of one card's share, bound {BOUND}x")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,6 +41,7 @@ def mtp(
     json: Json = False,
 ) -> None:
     """Four arms of RL: no drafter, frozen, trained and synced, trained with only the target synced. Exit code 6 when a bound is missed."""
+    from mtpctl.bench import document
     from mtpctl.bench import mtp as bench
     from mtpctl.bench.machine import machines, told
     from mtpctl.recipe.errors import ThresholdMissed
@@ -52,9 +52,12 @@ def mtp(
     found = bench.as_json(results, environment, last)
     text = f"{told(environment)}\nThe timer covers: {bench.TIMER}.\n\n{bench.table(results, last)}"
     _write(out, "bench mtp", told(environment), found, bench.figures(outcomes))
-    answer(jsonlib.dumps(found, indent=1) if json else text)
+    answer(document.text(found) if json else text)
     gain = bench.gain(results)
     if gain is None:
+        silent = [r.name for r in results if r.name in ("frozen", "trained") and not r.drafted]
+        if silent:
+            raise ThresholdMissed(f"the arm {silent[0]} drafted nothing in its last updates; see {out}")
         return
     if not json:
         answer(f"\ntrained against frozen: {gain.points:+.1f} points ({gain.relative:+.0%}, {gain.standard_errors:.1f} standard errors)")
@@ -79,6 +82,7 @@ def asynchrony(
 ) -> None:
     """Synchronous, streaming, stale, partial rollouts, log-prob server: time to the same held-out accuracy. Exit code 6 below the bound."""
     from mtpctl.bench import asynchrony as bench
+    from mtpctl.bench import document
     from mtpctl.bench.machine import machines, told
     from mtpctl.recipe.errors import ThresholdMissed
 
@@ -89,7 +93,7 @@ def asynchrony(
     found = bench.as_json(results, levels, environment)
     _write(out, "bench async", told(environment), found, bench.figures(outcomes))
     text = f"{told(environment)}\nThe timer covers: {bench.TIMER}.\n\n{bench.table(results, levels)}"
-    answer(jsonlib.dumps(found, indent=1) if json else text)
+    answer(document.text(found) if json else text)
     best = bench.best_speedup(results)
     if best is not None and best < least_speedup:
         raise ThresholdMissed(f"the best arm is {best:.2f}x as fast as the synchronous one, bound {least_speedup:g}x")
@@ -103,10 +107,11 @@ def compare(
 ) -> None:
     """Figure by figure, B against A. Exit code 6 where a figure whose better side is known got worse by more than the tolerance."""
     from mtpctl.bench import compare as bench
+    from mtpctl.bench import document
     from mtpctl.recipe.errors import ThresholdMissed
 
     changes = bench.changes(bench.read(before), bench.read(after))
-    answer(jsonlib.dumps(bench.as_json(changes), indent=1) if json else bench.table(changes, tolerance))
+    answer(document.text(bench.as_json(changes)) if json else bench.table(changes, tolerance))
     worse = [change for change in changes if change.worse_by > tolerance]
     if worse:
         raise ThresholdMissed(f"{len(worse)} of {len(changes)} figures got worse by more than {tolerance:.0%}, first: {worse[0].name}")
@@ -143,8 +148,9 @@ def _chosen(arms: Sequence[Arm], wanted: list[str] | None) -> list[Arm]:
 
 
 def _write(out: Path, title: str, subtitle: str, found: dict[str, Any], figures: str) -> None:
+    from mtpctl.bench import document
     from mtpctl.telemetry.page import page, write_page
 
-    (out / "result.json").write_text(jsonlib.dumps(found, indent=1) + "\n")
+    (out / "result.json").write_text(document.text(found) + "\n")
     write_page(out / "result.html", page(title, subtitle, figures, out.name))
     say(f"wrote {out / 'result.json'} and {out / 'result.html'}")

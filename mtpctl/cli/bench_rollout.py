@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -39,6 +38,7 @@ def rollout(
             raise UserError(f"--part: must be path or speculation, got {name}")
     import torch
 
+    from mtpctl.bench import document
     from mtpctl.bench import rollout as bench
     from mtpctl.bench.machine import machine, told
     from mtpctl.bench.rollout_engines import Options, known_shape
@@ -67,7 +67,7 @@ def rollout(
     for line in bench.verdict(results):
         say(line)
     if json:
-        answer(jsonlib.dumps({"environment": machine(), **bench.as_dict(options, results)}, indent=1))
+        answer(document.text({"environment": machine(), **bench.as_dict(options, results)}))
     missed = [r for r in results if r.misses]
     if missed:
         first = missed[0]

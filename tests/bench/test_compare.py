@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mtpctl.bench.compare import better, changes, figures, read, table
+from mtpctl.bench.logprob import Finding, Load, Report, as_json
+from mtpctl.bench.sync_results import Result
+from mtpctl.bench.sync_results import as_json as sync_json
 from mtpctl.recipe import UserError
 
 
@@ -22,11 +27,53 @@ def test_entries_are_found_whatever_their_order() -> None:
     assert [(c.name, c.ratio) for c in changes(first, second)] == [("results.a.median_ms", 1.5), ("results.b.median_ms", 1.0)]
 
 
+def test_no_entry_hides_another() -> None:
+    """Of the rollout bench: the same way under two loads."""
+    rows = [{"what": "mtpctl", "load": f"batch {batch}", "tokens_per_s": 10.0 * batch} for batch in (8, 64)]
+    slower = [rows[0] | {"tokens_per_s": 40.0}, rows[1]]
+    found = changes({"results": rows}, {"results": slower})
+    assert [(c.name, c.worse_by) for c in found] == [
+        ("results.mtpctl batch 8.tokens_per_s", 0.5),
+        ("results.mtpctl batch 64.tokens_per_s", 0.0),
+    ]
+    twins = figures([{"name": "a", "x": 1}, {"name": "a", "x": 2}])
+    assert sorted(twins.values()) == [1, 2]
+
+
+def test_a_finding_is_judged_by_its_unit() -> None:
+    """Of the log-prob bench: what, value, unit, and on which side of its bound it is to lie."""
+    found = [
+        Finding("through the server", 1000.0, "tokens/s"),
+        Finding("share of the bare pass", 0.9, "", 0.85, at_least=True),
+        Finding("added by the server", 1.0, "ms", 5.0),
+        Finding("update", 2.0, "s"),
+        Finding("memory for logits", 0.5, "GiB", 1.0),
+        Finding("difference", 1e-7, "nats", 1e-6),
+    ]
+    worse = [replace(each, value=(each.value or 0) * (0.5 if each.at_least or each.unit == "tokens/s" else 1.5)) for each in found]
+    first, second = (json.loads(as_json(Report(findings), {}, Load((2, 3)))) for findings in (found, worse))
+    judged = [change for change in changes(first, second) if change.worse_by > 0.4]
+    assert [change.name.split(".")[1] for change in judged] == [each.what for each in found]
+
+
+def test_a_slower_sync_is_seen() -> None:
+    def document(seconds: float) -> Any:
+        result = Result("nccl", 10**9, 1, link_gb_per_s=100.0, first_seconds=1.0, verified=3)
+        for name in ("seconds", "export_seconds", "wire_seconds", "stall_seconds", "back_seconds", "tokens_per_s"):
+            setattr(result, name, [1.0])
+        result.seconds = result.stall_seconds = [seconds] * 3
+        return json.loads(sync_json([result]))
+
+    worse = [change.name for change in changes(document(0.2), document(2.0)) if change.worse_by > 0.05]
+    assert worse == ["nccl.median.seconds", "nccl.median.stall_seconds"]
+
+
 @pytest.mark.parametrize(
     ("name", "side"),
     [
         ("results.fused.median_ms", "lower"),
         ("peak_gib", "lower"),
+        ("results.forward ours.ms", "lower"),
         ("sync.stall_seconds", "lower"),
         ("results.k1.tokens_per_s", "higher"),
         ("acceptance", "higher"),

@@ -151,3 +151,18 @@ def test_the_model_of_known_answers(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (tmp_path / "m" / "config.json").is_file() and "right with 50%" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "cycle-model", str(tmp_path / "m"), "--shape", "huge"])
+
+
+def test_a_model_of_known_answers_that_was_cut_short_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of another one lies in the folder then."""
+
+    def made(acceptance: float) -> dict[str, bytes]:
+        write_cycle_model(tmp_path / "m", TINY, acceptance=acceptance, device="cpu")
+        return {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()}
+
+    first = made(0.75)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            made(0.25)
+    assert made(0.75) == first

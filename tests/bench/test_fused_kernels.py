@@ -67,6 +67,8 @@ def test_a_bound_that_is_missed_is_told() -> None:
     )
     nan = bench._misses(case, reference, 1.0, 0.1, {"logprob_error": None, "hidden_grad_error": float("nan")}, {"hidden_grad_error": 2e-3})
     assert nan == ("hidden grad error nan, torch's own 2.0e-03",)
+    # Where torch's own did not fit the card, the bound is what is left.
+    assert bench._misses(case, reference, 1.0, 0.1, {"logprob_error": float("nan")}, {}) == ("error nan, bound 5e-05",)
 
 
 def test_json_carries_the_environment_and_every_result() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from typer.testing import CliRunner
 
-from mtpctl.bench.logprob import LEAST_SHARE, Finding, Load, Report, as_json, table
+from mtpctl.bench.logprob import LEAST_SHARE, Finding, Load, Report, _apart, as_json, table
 from mtpctl.cli.app import app
+from mtpctl.logprob import Scored
 
 
 def test_a_bound_is_missed_on_its_own_side_only() -> None:
@@ -16,6 +18,13 @@ def test_a_bound_is_missed_on_its_own_side_only() -> None:
     assert not Finding("share", LEAST_SHARE, "", LEAST_SHARE, at_least=True).missed
     assert Finding("added", 5.01, "ms", 5.0).missed and not Finding("added", -1.0, "ms", 5.0).missed
     assert not Finding("memory", None, "GiB", 1.0).missed and not Finding("bare", 9e9, "tokens/s").missed
+
+
+def test_no_number_holds_no_bound() -> None:
+    assert Finding("difference", math.nan, "nats", 0.1).missed and Finding("share", math.nan, "", 0.8, at_least=True).missed
+    right, wrong = ([-1.0, value, -3.0] for value in (-2.0, math.nan))
+    answers = [Scored(0, logprobs, [1.0], 0) for logprobs in (right, wrong)]
+    assert math.isnan(_apart(*answers)) and _apart(answers[0], answers[0]) == 0
 
 
 def test_the_table_tells_bound_ratio_and_what_was_not_counted() -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+from typer.testing import CliRunner
 
 from mtpctl.bench.arms import Outcome
 from mtpctl.bench.mtp import ARMS, figures, gain, mean_curve, summarise, table
+from mtpctl.cli.app import app
 from mtpctl.plan import Placement
 from mtpctl.telemetry import History, Row
+from tests.bench.test_arms import measured
 
 BY_NAME = {arm.name: arm for arm in ARMS}
 NOWHERE = Placement("cpu", (), 0)
@@ -72,3 +78,15 @@ def test_every_arm_is_a_row_and_a_curve() -> None:
 def test_arms_differ_in_the_mtp_layers_alone() -> None:
     keys = {text.partition("=")[0] for arm in ARMS for text in arm.sets}
     assert keys == {"rollout.speculation.num_tokens", "train.rl.train_mtp", "sync.sections"}
+
+
+@pytest.mark.parametrize(("drafted", "code"), [(1000.0, 0), (0.0, 6)])
+def test_arms_that_drafted_nothing_hold_no_bound(tmp_path: Path, drafted: float, code: int) -> None:
+    for arm in ("frozen", "trained"):
+        measured(tmp_path, f"{arm}-0", 6)
+        updates = run([0.5] * 6, drafted=int(drafted)).rows[1:]
+        rows = [{"session": 1, "time": float(row.step), "phase": "rl", "step": row.step, **row.metrics} for row in updates]
+        (tmp_path / f"{arm}-0" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = CliRunner().invoke(app, ["bench", "mtp", "tiny_mtp", "--measured-only", "--out", str(tmp_path)])
+    assert told.exit_code == code, told.output
+    assert ("the arm frozen drafted nothing" in told.output) == (code == 6)
