@@ -72,6 +72,8 @@ class HttpClient:
             if error.code in (404, 405):
                 raise UserError(f"--to: {self.url} has no {path}; {needs}") from error
             raise SyncError(f"{self.url}{path}: {_reason(told) or error}") from error
+        except TimeoutError as error:
+            raise SyncError(f"{self.url}{path}: no answer within {_ANSWER_S:g} s") from error
         except (urllib.error.URLError, OSError) as error:
             raise UserError(f"--to: {self.url} does not answer: {getattr(error, 'reason', error)}") from error
         return json.loads(text) if kind == "application/json" else text.decode()
@@ -151,9 +153,11 @@ class ServedEngine:
         """Pause, take the version in, resume."""
         began = time.monotonic()
         query = urllib.parse.urlencode({"mode": mode, "clear_cache": "true"})
-        await self.client.ask(f"/pause?{query}")
-        self._paused, released = True, False
+        released = False
         try:
+            # A server that does not answer this may pause all the same, at once or later: then too it is told to go on.
+            await self.client.ask(f"/pause?{query}")
+            self._paused = True
             if self._release_kv:
                 await self.client.ask("/release_kv_cache_memory", needs=SLEEPS_WITH)
                 released = True

@@ -244,6 +244,28 @@ def test_an_adapter_comes_over_many_buckets_and_replaces_the_one_before(engine: 
     assert all(after[name] == value for name, value in base.items()), "the weights beneath stay"
 
 
+def test_after_an_adapter_that_vllm_refuses_tokens_are_named_after_the_one_before(
+    engine: VllmEngine, run: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed, load = seed_beneath(engine, run), engine._llm.add_lora
+    options: dict[str, Any] = {"sections": ["adapter"], "section_of": lambda _: "adapter", "config": {"adapter": PEFT}}
+    publisher = Publisher(VersionStore(tmp_path), bucket_bytes=64 << 10, **options)
+    live = engine.version + 1
+    run(engine.update(publisher.publish(adapter(13).items(), live, checksums=True), verify=True))
+
+    async def refuse(asked: Any) -> Any:
+        if asked.lora_path.endswith(f"{live + 1:08d}"):
+            raise ValueError("no room")
+        return await load(asked)
+
+    monkeypatch.setattr(engine._llm, "add_lora", refuse)
+    with pytest.raises(SyncError, match=f"the engine refuses the adapter of version {live + 1}: no room"):
+        run(engine.update(publisher.publish(adapter(14).items(), live + 1)))
+    sample = run(engine.generate(request(13, 20)))
+    assert [span.version for span in sample.version_spans] == [engine.version] == [live]
+    assert_policies(sample, {live: merged(seed, 13)}, 1e-4)
+
+
 def test_what_is_no_adapter_is_refused(engine: VllmEngine, run: Loop, tmp_path: Path) -> None:
     options: dict[str, Any] = {"sections": ["adapter"], "section_of": lambda _: "adapter", "config": {"adapter": PEFT}}
     publisher = Publisher(VersionStore(tmp_path), bucket_bytes=1024, **options)

@@ -1,0 +1,78 @@
+"""A vLLM server over HTTP that does not do what it is asked: whoever else asks it is not made to wait for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from mtpctl.sync import Manifest, SectionPlan, SyncError, vllm_http
+from mtpctl.sync.vllm_http import ServedEngine
+
+SENT = Manifest(1, "shm", "/nowhere", {"target": SectionPlan(())})
+
+
+class Server:
+    """Answers what a vLLM server does, and remembers what it was asked; what is `slow` it does without an answer."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.slow: set[str] = set()
+        self.paused = False
+        self.free = threading.Event()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.do_POST()
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                route = self.path.partition("?")[0]
+                server.asked.append(route)
+                if route in ("/pause", "/resume"):
+                    server.paused = route == "/pause"
+                if route in server.slow:
+                    server.free.wait(20)
+                    return
+                told: dict[str, Any] = {"weight_version": "0", "world_size": 1, "results": [False], "data": []}
+                body = json.dumps(told).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    found = Server()
+    yield found
+    found.free.set()
+    found.http.shutdown()
+    found.http.server_close()
+
+
+async def update(server: Server) -> None:
+    engine = await ServedEngine.find(server.url)
+    await engine.update(SENT, mode="wait", verify=False, deadline_s=10)
+
+
+def test_a_pause_that_takes_too_long_is_taken_back(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Responses that have to end first may take longer than anybody waits."""
+    monkeypatch.setattr(vllm_http, "_ANSWER_S", 0.5)
+    server.slow.add("/pause")
+    with pytest.raises(SyncError, match=r"/pause\?mode=wait&clear_cache=true: no answer within 0\.5 s"):
+        asyncio.run(update(server))
+    assert not server.paused, server.asked
