@@ -38,9 +38,13 @@ class HfFolder:
         if not file.is_file():
             raise UserError(f"model.path: {folder} holds no config.json; name a Hugging Face model folder")
         try:
-            config = json.loads(file.read_text())
+            config = json.loads(file.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
             raise UserError(f"{file}:{error.lineno}: not valid JSON: {error.msg}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{file}: cannot be read: {error}") from error
+        if not isinstance(config, dict):
+            raise UserError(f"{file}:1: must hold an object")
         given = cls(folder, config, families.shape_of(config))
         return given.completed(FolderWeights(folder)) if weights else given
 
@@ -103,5 +107,5 @@ def _drawn(name: str, size: tuple[int, ...], shape: families.ModelShape, std: fl
     if len(size) > 1:
         return torch.randn(size, generator=generator) * std
     # The norms of families with linear attention count from 1, but for the one inside that attention.
-    from_one = shape.delta is not None and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+    from_one = shape.delta is not None and name.endswith(".weight") and not name.endswith("linear_attn.norm.weight")
     return torch.zeros(size) if name.endswith("bias") or from_one else torch.ones(size)

@@ -112,7 +112,7 @@ def _check_computed_so(family: Family, fields: _Fields) -> None:
         raise UserError(f"model config: hidden_act {activation!r} is not supported; silu is")
     if fields.raw.get("use_sliding_window"):
         raise UserError("model config: use_sliding_window is not supported: every token attends to all before it")
-    if family.moe and family.moe.router_bias and fields.raw.get("norm_topk_prob") is False:
+    if family.moe and not family.moe.free_shares and fields.raw.get("norm_topk_prob") is False:
         raise UserError(f"model config: norm_topk_prob false is not supported for {family.name}: the experts' shares sum to 1")
 
 
@@ -158,7 +158,7 @@ def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def _latent(fields: _Fields) -> LatentShape:
     return LatentShape(
-        q_rank=fields.raw.get("q_lora_rank"),
+        q_rank=None if fields.raw.get("q_lora_rank") is None else fields.whole("q_lora_rank"),
         kv_rank=fields.whole("kv_lora_rank"),
         nope_dim=fields.whole("qk_nope_head_dim"),
         rope_dim=fields.whole("qk_rope_head_dim"),
@@ -173,6 +173,8 @@ def _moe(family: MoeFields, fields: _Fields, layers: int) -> MoeShape:
         dense = frozenset(range(min(layers, fields.whole("first_k_dense_replace", 0))))
     else:
         step, named = fields.whole("decoder_sparse_step", 1), fields.raw.get("mlp_only_layers") or []
+        if not isinstance(named, list):
+            raise UserError(f"model config: mlp_only_layers must be a list of layers, got {named!r}")
         dense = frozenset(i for i in range(layers) if i in named or (i + 1) % step)
     shared = {
         "none": 0,
@@ -210,6 +212,6 @@ def _layer_kinds(family: Family, fields: _Fields, layers: int) -> tuple[LayerKin
         every = fields.whole("full_attention_interval", 4)
         kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
         kinds = fields.raw.get("layer_types") or kinds
-    if len(kinds) != layers or not set(kinds) <= set(get_args(LayerKind)):
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in get_args(LayerKind) for kind in kinds):
         raise UserError(f"model config: layer_types must name full_attention or linear_attention for each of {layers} layers")
     return tuple(kinds)

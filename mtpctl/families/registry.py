@@ -13,12 +13,16 @@ Flag = bool | str
 
 @dataclass(frozen=True, slots=True)
 class MoeFields:
-    """Which experts a family has, and which of its layers are dense: the first ones, or all but every n-th."""
+    """Which experts a family has, and which of its layers are dense: the first ones, or all but every n-th.
+
+    `free_shares`: whether Megatron computes a config whose experts' shares do not sum to 1 (`norm_topk_prob: false`).
+    """
 
     shared: Literal["none", "shared_expert", "shared_experts"]
     shared_gate: bool
     router_bias: bool
     dense: Literal["first", "sparse_step"]
+    free_shares: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +85,8 @@ _QWEN_MTP = MtpConvention(
 
 _QWEN2 = Family("qwen2", ("Qwen2ForCausalLM",), ("qwen2",), qkv_bias=True, head_dim_follows_hidden=True)
 _QWEN3 = Family("qwen3", ("Qwen3ForCausalLM",), ("qwen3",), qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True)
-_QWEN_MOE = MoeFields(shared="none", shared_gate=False, router_bias=False, dense="sparse_step")
-_QWEN_NEXT_MOE = replace(_QWEN_MOE, shared="shared_expert", shared_gate=True)
+_QWEN_MOE = MoeFields(shared="none", shared_gate=False, router_bias=False, dense="sparse_step", free_shares=True)
+_QWEN_NEXT_MOE = replace(_QWEN_MOE, shared="shared_expert", shared_gate=True, free_shares=False)
 _DEEPSEEK_MOE = MoeFields(shared="shared_experts", shared_gate=False, router_bias=True, dense="first")
 _QWEN3_NEXT = replace(
     _QWEN3,

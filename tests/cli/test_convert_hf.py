@@ -176,6 +176,16 @@ def code_in_a_pickle(folder: Path) -> str:
     return "pytorch_model.bin: not readable as pickled tensors alone"
 
 
+def no_object(folder: Path) -> str:
+    (folder / "config.json").write_text("[]")
+    return f"{folder / 'config.json'}:1: must hold an object"
+
+
+def not_utf8(folder: Path) -> str:
+    (folder / "config.json").write_bytes(b'{"name": "\xff"}')
+    return f"{folder / 'config.json'}: cannot be read: 'utf-8' codec"
+
+
 def no_weights(folder: Path) -> str:
     (folder / "model.safetensors").unlink()
     return "holds no weights"
@@ -194,6 +204,8 @@ MISTAKES = [
     more_layers,
     unknown_architecture,
     code_in_a_pickle,
+    no_object,
+    not_utf8,
     no_weights,
 ]
 

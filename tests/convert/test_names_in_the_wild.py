@@ -136,3 +136,15 @@ def test_an_index_of_pickled_shards_that_were_not_fetched(tmp_path: Path) -> Non
     shards = {name: "pytorch_model-00001-of-00002.bin" for name in tensors(folder)}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": shards}))
     assert_same_tensors(there_and_back(tmp_path), folder)
+
+
+def test_norms_of_random_weights_do_nothing(tmp_path: Path) -> None:
+    """Those that count from 1 hold 0, the ones before a drafter's projection too."""
+    from mtpctl.convert import create_hf_folder
+    from tests.convert.test_families import QWEN3_5, SIZES
+
+    config = SIZES | QWEN3_5 | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1}
+    held = tensors(create_hf_folder(config, tmp_path / "hf", seed=0).path)
+    norms = {name: value for name, value in held.items() if "norm" in name}
+    assert {name.split(".")[1] for name in norms if name.startswith("mtp.")} >= {"pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"}
+    assert all(torch.all(value == float(name.endswith("linear_attn.norm.weight"))) for name, value in norms.items())

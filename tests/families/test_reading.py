@@ -120,6 +120,31 @@ def test_linear_attention_by_interval() -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; silu is"),
         ({"use_sliding_window": True}, "use_sliding_window is not supported"),
         ({"architectures": ["Glm4MoeForCausalLM"], "norm_topk_prob": False}, "norm_topk_prob false is not supported for glm4-moe"),
+        ({"architectures": ["Qwen3NextForCausalLM"], "norm_topk_prob": False}, "norm_topk_prob false is not supported for qwen3-next"),
+        ({"architectures": ["Qwen3_5ForCausalLM"], "layer_types": 4}, "layer_types must name"),
+        ({"architectures": ["Qwen3_5ForCausalLM"], "layer_types": [{}, [], 1, 2]}, "layer_types must name"),
+        (
+            {
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "num_nextn_predict_layers": 0,
+                "moe_intermediate_size": 8,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "mlp_only_layers": 1,
+            },
+            "mlp_only_layers must be a list of layers, got 1",
+        ),
+        (
+            {
+                "architectures": ["DeepseekV3ForCausalLM"],
+                "q_lora_rank": "8",
+                "kv_lora_rank": 8,
+                "qk_nope_head_dim": 8,
+                "qk_rope_head_dim": 8,
+                "v_head_dim": 8,
+            },
+            "q_lora_rank must be a positive integer, got '8'",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(fields: dict[str, Any], message: str) -> None:
