@@ -1,0 +1,48 @@
+"""The layouts for many cards, with everything real, at toy size on a CPU: `--overlay toy` over a recipe's own overlay."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# A process for each rank and engine: on two cores starting them takes minutes.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """RL's updates so far."""
+    read = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in read if row.get("phase") == "rl" and "actor/pg_loss" in row]
+
+
+@pytest.mark.parametrize(("overlay", "ranks", "engines"), [("h200x2", 1, 1), ("h200x3_lora", 1, 1), ("h200x4", 2, 1), ("h200x8", 4, 3)])
+def test_every_rank_and_engine_of_a_layout_works_together(tmp_path: Path, overlay: str, ranks: int, engines: int) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "mtpctl",
+        "train",
+        "mimo7b_mtp",
+        "--overlay",
+        overlay,
+        "--overlay",
+        "toy",
+        "--set",
+        f"run_dir={tmp_path}/run",
+    ]
+    plan = json.loads(subprocess.run([*command, "--dry-run", "--json"], check=True, capture_output=True, text=True, timeout=60).stdout)
+    roles = [actor["name"].partition("-")[0] for actor in plan["placement"]["actors"]]
+    assert (roles.count("trainer"), roles.count("rollout"), roles.count("logprob")) == (ranks, engines, 1)
+    done = subprocess.run([*command, "--plain"], capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    updates = rows(tmp_path / "run")
+    assert [row["step"] for row in updates] == [1, 2, 3, 4] and not any(row["skipped"] for row in updates)
+    assert [row["async/version"] for row in updates] == [2, 3, 4, 5], "a sync after each update, and one before the first"
+    assert any(row["rollout/spec_drafted"] for row in updates) and all(row["mtp/loss_1"] > 0 for row in updates)
+    same = [row["rollout_corr/abs_diff_same_version"] for row in updates if "rollout_corr/abs_diff_same_version" in row]
+    assert same and max(same) < 1e-5, "the trainer's log-probs are the engines' where both have the same weights"
