@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import shutil
 from collections.abc import Awaitable, Callable, Collection
@@ -13,7 +15,7 @@ from mtpctl.recipe import MtpctlError
 from mtpctl.sync.adapter import adapter_root
 from mtpctl.sync.checksums import Part, combined
 from mtpctl.sync.manifest import Manifest, layout
-from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, Section, SyncError, TargetDirty, VersionConflict
+from mtpctl.sync.protocol import PlanMismatch, Section, SyncError, TargetDirty, VersionConflict
 from mtpctl.sync.session import update_target
 from mtpctl.sync.store import VersionStore
 from mtpctl.sync.transports import PUSHED
@@ -183,9 +185,8 @@ class VllmTarget:
         }
         step |= {"plan_name": name, "plan": "" if name in self._told else text, "config": config, "discard": self._discarding}
         try:
-            await self._within(self._client.start(draft=section == "draft" and not self._discarding), "opening a weight session")
-            self._session_open = True
-            await self._step(step)
+            await self._in_session(self._client.start(draft=section == "draft" and not self._discarding), "opening a weight session")
+            await self._in_session(self._client.step(step), "a weight update")
         except SyncError:
             raise
         except Exception as error:
@@ -202,7 +203,8 @@ class VllmTarget:
         if not self._discarding and section != "adapter":
             self._touched.add(section)
         first = plan.sections[section].buckets.index(buckets[0])
-        await self._step({"action": "buckets", "section": section, "first": first, "count": len(buckets)})
+        step = {"action": "buckets", "section": section, "first": first, "count": len(buckets)}
+        await self._in_session(self._client.step(step), "a weight update")
 
     async def finish_update(self) -> None:
         """See `WeightTarget`."""
@@ -227,8 +229,10 @@ class VllmTarget:
             text, name = layout(part.buckets)
             await self._within(self._client.start(draft=False), "opening a weight session")
             step: dict[str, Any] = {"action": "begin", "section": section, "version": -number, "discard": True}
-            await self._step(step | {"transport": plan.transport, "address": plan.address, "plan_name": name, "plan": text})
-            await self._step({"action": "buckets", "section": section, "first": 0, "count": len(part.buckets)})
+            step |= {"transport": plan.transport, "address": plan.address, "plan_name": name, "plan": text}
+            await self._in_session(self._client.step(step), "a weight update")
+            step = {"action": "buckets", "section": section, "first": 0, "count": len(part.buckets)}
+            await self._in_session(self._client.step(step), "a weight update")
             await self._within(self._client.finish(self._version), "closing a weight session")
             await self._load_again()
 
@@ -263,7 +267,9 @@ class VllmTarget:
         if before is None:
             raise TargetDirty("the update broke off before the first published version was in: restart this engine")
         if lost := sorted(touched - before.sections.keys()):
-            raise TargetDirty(f"the update broke off, and version {before.version} has no section {lost[0]} to restore: restart this engine")
+            raise TargetDirty(
+                f"the update broke off, and version {before.version} has no section {lost[0]} to restore: restart this engine"
+            )
         try:
             kept = VersionStore(before.store).open(before.version)
             self.dirty = False
@@ -289,20 +295,23 @@ class VllmTarget:
         if self._root is not None and self._root.exists():
             shutil.rmtree(self._root)
 
-    async def _step(self, step: dict[str, Any]) -> None:
+    async def _in_session(self, call: Awaitable[Any], what: str) -> None:
+        """A call that opens vLLM's session or goes on with it. One that fails ends the session; one that is left goes on in vLLM."""
+        self._session_open = True
         try:
-            await self._within(self._client.step(step), "a weight update")
+            await self._within(call, what)
+        except asyncio.CancelledError:
+            raise
         except BaseException:
-            self._session_open = False  # vLLM ends a session in which an update fails
+            self._session_open = False
             raise
 
     async def _end_session(self) -> None:
-        """Close vLLM's session, if one is open, without making it count: with an update that fails on purpose."""
-        if not self._session_open:
-            return
-        try:
-            await self._step({"action": "abort", "section": ""})
-        except Exception as error:
-            # vLLM wraps errors of a worker in another process, and keeps their text.
-            if ABORTED_BY_SENDER not in str(error):
-                raise
+        """Close vLLM's session, if one is open, without making it count: with an update that fails on purpose.
+
+        It comes behind whatever vLLM has not done yet. Where that ended the session, this fails too, for another reason: either way
+        there is none any more.
+        """
+        if self._session_open:
+            with contextlib.suppress(Exception):
+                await self._in_session(self._client.step({"action": "abort", "section": ""}), "giving up a weight update")

@@ -1,0 +1,92 @@
+"""vLLM's side of an update goes on when nobody waits for it any more: what is asked of it next comes behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpctl.sync import SyncError, update_target
+from mtpctl.sync.protocol import ABORTED_BY_SENDER
+from mtpctl.sync.vllm_target import VllmTarget
+from tests.sync import adapters
+from tests.sync.test_adapter import BASE
+
+SECTIONS = ("target", "draft")
+
+
+class Core:
+    """A `VllmClient` that does one thing after the other, to its end, and keeps vLLM's rules of sessions."""
+
+    def __init__(self) -> None:
+        self.slow, self.live, self.active, self.label = "", 0, False, 0
+        self._version = 0
+        self._busy = asyncio.Lock()
+
+    async def _do(self, name: str, change: Any) -> None:
+        async def run() -> None:
+            async with self._busy:
+                if self.slow == name:
+                    self.slow = ""
+                    await asyncio.sleep(0.9)
+                change()
+
+        await asyncio.shield(asyncio.ensure_future(run()))
+
+    async def start(self, *, draft: bool) -> None:
+        def change() -> None:
+            if self.active:
+                raise RuntimeError("start_weight_update called while a weight update is already active")
+            self.active = True
+
+        await self._do("start", change)
+
+    async def step(self, info: dict[str, Any]) -> None:
+        def change() -> None:
+            if not self.active:
+                raise RuntimeError("start_weight_update must be called before update_weights.")
+            if info["action"] == "abort":
+                self.active = False
+                raise RuntimeError(f"a worker failed: {ABORTED_BY_SENDER}")
+            self._version = info.get("version", self._version)
+            if info["action"] == "buckets":
+                self.live = self._version
+
+        await self._do(info["action"], change)
+
+    async def finish(self, version: int) -> None:
+        def change() -> None:
+            self.active, self.label = False, version
+
+        await self._do("finish", change)
+
+    async def rpc(self, method: str, *args: str) -> list[Any]:
+        return []
+
+    async def load_adapter(self, name: str, number: int, folder: str) -> None:
+        raise AssertionError("there is none")
+
+
+@pytest.mark.parametrize("slow", ["start", "begin", "buckets", "finish"])
+def test_an_update_that_is_too_slow_is_taken_back_and_the_next_one_comes(tmp_path: Path, slow: str) -> None:
+    sends = adapters.publisher(tmp_path, sections=SECTIONS)
+
+    async def within(step: Awaitable[Any], what: str) -> Any:
+        return await step
+
+    async def drive() -> Core:
+        core = Core()
+        target = VllmTarget(core, 0, within=within, paused=lambda: True)
+        await update_target(target, sends.publish(BASE.items(), 1))
+        core.slow = slow
+        with pytest.raises(SyncError, match=r"took longer than sync\.deadline_s"):
+            await update_target(target, sends.publish(BASE.items(), 2), deadline_s=0.6)
+        assert (core.live, core.label, target.version, target.dirty, core.active) == (1, 1, 1, False, False)
+        await update_target(target, sends.publish(BASE.items(), 3))
+        return core
+
+    core = asyncio.run(drive())
+    assert (core.live, core.label) == (3, 3)
