@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mtpctl.plan import Placement, place
-from mtpctl.recipe import Recipe, RuntimeFailure, UserError, dump_resolved, load_recipe, validate
+from mtpctl.recipe import Recipe, RuntimeFailure, UserError, dump_resolved, flatten, load_recipe, validate
 from mtpctl.telemetry import History, RunDirectory, load_history
 from mtpctl.train.state import ended_stages
 
@@ -73,7 +73,8 @@ class Experiment:
         """Train every arm with every seed, or take what is in `out` already, and read what came of it.
 
         `together` runs the arms of a seed at once: for what does not depend on time. Raises UserError before anything is
-        started for an arm that the recipe does not allow, RuntimeFailure with the last line of a run that failed.
+        started for an arm that the recipe does not allow, and for a finished run that another recipe made; RuntimeFailure with
+        the last line of a run that failed.
         """
         for arm in arms:
             if "rl" not in self.load(arm.name, 0, arm.sets).train.stages:
@@ -83,6 +84,9 @@ class Experiment:
         for seed in seeds:
             start = self._warm_start(seed, say)
             recipes = [self.load(f"{arm.name}-{seed}", seed, [*arm.sets, *start]) for arm in arms]
+            for recipe in recipes:
+                if _has_ended(recipe):
+                    _check_taken(recipe)
             for batch in [range(len(arms))] if together else [[i] for i in range(len(arms))]:
                 say(f"seed {seed}: " + ", ".join(arms[i].name for i in batch))
                 _train([recipes[i] for i in batch])
@@ -159,6 +163,31 @@ def _has_ended(recipe: Recipe) -> bool:
     if train.keep_checkpoints or train.stages != ["rl"] or not RunDirectory(home).recipe.exists():
         return set(train.stages) <= set(ended_stages(home / "checkpoints"))
     return load_history(home).last_step("rl") >= train.rl.steps
+
+
+def _check_taken(recipe: Recipe) -> None:
+    """Raise UserError where the run that is there was made by another recipe: its figures would be told as those of this one."""
+    file = RunDirectory(recipe.run_path).recipe
+    if not file.exists():
+        return
+    earlier, asked = (_settings(each) for each in (load_recipe(str(file)).recipe, recipe))
+    for key, value in asked.items():
+        if (before := earlier.get(key)) != value:
+            raise UserError(
+                f"--out: {recipe.run_path} was made with {'.'.join(key)} {before!r}, and {value!r} is asked for; "
+                "name another --out, or remove that run"
+            )
+
+
+def _settings(recipe: Recipe) -> dict[tuple[str, ...], Any]:
+    """Every value of a recipe by its path; where the run lies is none."""
+    found = flatten(recipe.model_dump(mode="json", by_alias=True))
+    return {key: value for key, value in found.items() if key != ("run_dir",)} | {("model", "path"): _place(recipe.model.path)}
+
+
+def _place(path: str | None) -> str | None:
+    """The same for one folder, however it is written; a hub id as it is."""
+    return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
 
 
 def _start(arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:

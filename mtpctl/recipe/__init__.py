@@ -16,7 +16,7 @@ from mtpctl.recipe.errors import (
 
 if TYPE_CHECKING:
     from mtpctl.recipe.checks import validate
-    from mtpctl.recipe.loading import Loaded, dump_resolved, load_recipe
+    from mtpctl.recipe.loading import Loaded, dump_resolved, flatten, load_recipe
     from mtpctl.recipe.model_source import hf_config, model_folder
     from mtpctl.recipe.schema import Recipe
 
@@ -30,6 +30,7 @@ __all__ = [
     "ThresholdMissed",
     "UserError",
     "dump_resolved",
+    "flatten",
     "hf_config",
     "load_recipe",
     "model_folder",
@@ -40,6 +41,7 @@ _HOMES = {
     "Recipe": "schema",
     "Loaded": "loading",
     "dump_resolved": "loading",
+    "flatten": "loading",
     "load_recipe": "loading",
     "hf_config": "model_source",
     "model_folder": "model_source",

@@ -73,11 +73,32 @@ def measured(out: Path, run: str, updates: int) -> None:
 
 
 def test_one_that_kept_no_checkpoint_is_finished_when_it_has_all_its_updates(tmp_path: Path) -> None:
-    converted(tmp_path)
-    measured(tmp_path, "frozen-0", 6)
+    finished(tmp_path, "train.rl.steps=6", "train.keep_checkpoints=0")
     (outcome,) = experiment(tmp_path, "train.rl.steps=6", "train.keep_checkpoints=0").run([ARM], [0], say=print)
     assert outcome.updates == 6 and not (tmp_path / "frozen-0.log").exists()
     assert outcome.versions == collect_versions()
+
+
+def finished(out: Path, *sets: str) -> None:
+    """An arm after a warm start, to its end."""
+    converted(out)
+    measured(out, "frozen-0", 6)
+    made = experiment(out, *sets)
+    (out / "frozen-0" / "recipe.resolved.yaml").write_text(
+        dump_resolved(made.load("frozen-0", 0, [*ARM.sets, *made._warm_start(0, say=print)]))
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [("train.rl.steps=4", "train.rl.steps 6, and 4 is asked for"), ("rollout.temperature=0.5", r"rollout.temperature 1\.0, and 0\.5")],
+)
+def test_a_finished_run_of_another_recipe_is_not_told_as_one_of_this(tmp_path: Path, more: str, told: str) -> None:
+    sets = ("train.rl.steps=6", "train.keep_checkpoints=0")
+    finished(tmp_path, *sets)
+    with pytest.raises(UserError, match=rf"--out: .*frozen-0 was made with {told}.*; name another --out, or remove that run"):
+        experiment(tmp_path, *sets, more).run([ARM], [0], say=print)
+    assert not (tmp_path / "frozen-0.log").exists()
 
 
 def test_what_is_measured_is_read_by_each_runs_own_recipe_and_nothing_starts(tmp_path: Path) -> None:
