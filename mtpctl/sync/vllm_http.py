@@ -23,7 +23,7 @@ from typing import Any
 from mtpctl.recipe import UserError
 from mtpctl.sync.adapter import adapter_root
 from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import ABORTED_BY_SENDER, PauseMode, Section, SyncError
+from mtpctl.sync.protocol import PauseMode, Section, SyncError
 from mtpctl.sync.session import SyncReport, or_cancel, update_target
 from mtpctl.sync.vllm_target import VllmTarget
 
@@ -84,13 +84,7 @@ class HttpClient:
 
     async def step(self, info: dict[str, Any]) -> None:
         """See `VllmClient`."""
-        try:
-            await self.ask("/update_weights", {"update_info": info})
-        except SyncError as error:
-            if info["action"] == "abort":
-                # What a session is ended with, told or not told by the server.
-                raise SyncError(ABORTED_BY_SENDER) from error
-            raise
+        await self.ask("/update_weights", {"update_info": info})
 
     async def finish(self, version: int) -> None:
         """See `VllmClient`."""
@@ -150,11 +144,18 @@ class ServedEngine:
             raise SyncError(f"{self.client.url}: {what} took longer than {_ANSWER_S:g} s") from error
 
     async def update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> SyncReport:
-        """Pause, take the version in, resume."""
+        """Pause, take the version in, resume.
+
+        A server that stood before may hold what a sync left behind that was killed: it goes on with whole weights alone.
+        """
         began = time.monotonic()
         query = urllib.parse.urlencode({"mode": mode, "clear_cache": "true"})
-        released = False
+        stood, released, whole = bool((await self.client.ask("/is_paused", method="GET"))["is_paused"]), False, False
         try:
+            if stood:
+                # Also its session, which would let no other begin.
+                with contextlib.suppress(SyncError):
+                    await self.client.step({"action": "abort", "section": ""})
             # A server that does not answer this may pause all the same, at once or later: then too it is told to go on.
             await self.client.ask(f"/pause?{query}")
             self._paused = True
@@ -162,9 +163,16 @@ class ServedEngine:
                 await self.client.ask("/release_kv_cache_memory", needs=SLEEPS_WITH)
                 released = True
             report = await update_target(self.target, manifest, verify=verify, deadline_s=deadline_s, holds=self._holds)
+            whole = True
+        except SyncError as error:
+            if stood:
+                raise SyncError(
+                    f"{error}; {self.client.url} was paused before, and stays so until a sync succeeds or it is resumed"
+                ) from error
+            raise
         finally:
             # A server whose weights are no one version's stands until it is restarted.
-            if not self.target.dirty:
+            if not self.target.dirty and (whole or not stood):
                 if released:
                     await self.client.ask("/wake_up?tags=kv_cache", needs=SLEEPS_WITH)
                 await self.client.ask("/resume")

@@ -164,6 +164,21 @@ def test_requests_choose_between_base_and_adapter(server: Server, folder: Path, 
         assert_answers(server, str(folder), BASE)
 
 
+def test_what_a_killed_sync_left_behind_is_ended_by_the_next_one(server: Server, folder: Path, tmp_path: Path) -> None:
+    """A server that stands, its session open: one that fails leaves it standing, one that succeeds has it go on."""
+    sends = adapters.publisher(tmp_path, sections=("adapter",))
+    server.ask("/pause?mode=keep&clear_cache=true", {})
+    server.ask("/start_weight_update", {})
+    delta = adapters.adapter(BASE, 4)
+    unknown = {name.replace("layers.1.", "layers.7."): tensor for name, tensor in delta.items()}
+    other = adapters.publisher(tmp_path / "other", sections=("adapter",))
+    with pytest.raises(SyncError, match="resolves to nothing.* was paused before, and stays so"):
+        sync(server, other.publish(unknown.items(), version(server) + 1, checksums=True))
+    assert server.ask("/is_paused")["is_paused"]
+    sync(server, sends.publish(delta.items(), version(server) + 1, checksums=True))
+    assert_answers(server, "mtpctl", adapters.merged(BASE, delta))
+
+
 def wrong_shape() -> tuple[adapters.Tensors, int]:
     delta = adapters.adapter(BASE, 3)
     name = next(name for name in delta if name.endswith("o_proj.lora_B.weight"))

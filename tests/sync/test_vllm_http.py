@@ -23,6 +23,7 @@ class Server:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.slow: set[str] = set()
+        self.refused: set[str] = set()
         self.paused = False
         self.free = threading.Event()
         server = self
@@ -40,9 +41,9 @@ class Server:
                 if route in server.slow:
                     server.free.wait(20)
                     return
-                told: dict[str, Any] = {"weight_version": "0", "world_size": 1, "results": [False], "data": []}
+                told: dict[str, Any] = {"weight_version": "0", "world_size": 1, "results": [False], "data": [], "is_paused": server.paused}
                 body = json.dumps(told).encode()
-                self.send_response(200)
+                self.send_response(500 if route in server.refused else 200)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -64,9 +65,9 @@ def server() -> Iterator[Server]:
     found.http.server_close()
 
 
-async def update(server: Server) -> None:
+async def update(server: Server, sent: Manifest = SENT) -> None:
     engine = await ServedEngine.find(server.url)
-    await engine.update(SENT, mode="wait", verify=False, deadline_s=10)
+    await engine.update(sent, mode="wait", verify=False, deadline_s=10)
 
 
 def test_a_pause_that_takes_too_long_is_taken_back(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,3 +77,22 @@ def test_a_pause_that_takes_too_long_is_taken_back(server: Server, monkeypatch: 
     with pytest.raises(SyncError, match=r"/pause\?mode=wait&clear_cache=true: no answer within 0\.5 s"):
         asyncio.run(update(server))
     assert not server.paused, server.asked
+
+
+def test_a_server_that_stood_before_goes_on_with_whole_weights_alone(server: Server) -> None:
+    """Whoever paused it may have been killed when its weights were halfway another version's."""
+    server.paused = True
+    server.refused |= {"/start_weight_update", "/update_weights"}
+    with pytest.raises(SyncError, match=f"{server.url} was paused before, and stays so"):
+        asyncio.run(update(server))
+    assert server.paused
+    server.refused = {"/update_weights"}
+    asyncio.run(update(server, Manifest(1, "shm", "/nowhere", {})))
+    assert not server.paused and server.asked.count("/update_weights") == 2, "what was left of that sync is ended first"
+
+
+def test_a_server_that_refuses_weights_goes_on_with_those_it_has(server: Server) -> None:
+    server.refused.add("/start_weight_update")
+    with pytest.raises(SyncError):
+        asyncio.run(update(server))
+    assert not server.paused and "/pause" in server.asked
