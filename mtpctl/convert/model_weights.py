@@ -124,6 +124,12 @@ class ModelWeights(Mapping[str, Tensor]):
         """Names in the folder of what the language model does not hold, such as a vision tower."""
         return [stored.name for stored in self.layout if not stored.pieces]
 
+    def check_extras(self) -> None:
+        """Raise UserError where what is carried along as it is would lose the scales without which it means nothing."""
+        for name in self.extras:
+            if self.raw.entries[name].dtype in FP8:
+                raise UserError(f"{self.folder.path}: {name} is FP8 and no part of the language model; store it in the dtype of the config")
+
     def check_aliases(self) -> None:
         """Raise UserError where a tensor that should repeat another one does not. Reads both."""
         for alias, original in self._aliases.items():

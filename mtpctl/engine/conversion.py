@@ -82,6 +82,8 @@ def convert(source: Path, target: Path, wanted: Wanted, *, say: Say, progress: P
         raise UserError(f"--merge: {source} holds no adapter")
     if wanted.verify and adapter is not None:
         raise UserError("--verify: what an adapter is merged into or written as has no other side to be compared with; leave it out")
+    if wanted.dtype and adapter is not None and not wanted.merge:
+        raise UserError("--dtype: an adapter's folder keeps the type that it was trained in; leave it out, or write the model with --merge")
     _check_target(source, target, force=wanted.force)
     began = time.perf_counter()
     if checkpoint is None:
@@ -101,6 +103,7 @@ def _to_megatron(weights: ModelWeights, target: Path, wanted: Wanted, say: Say, 
     config = written_config(folder.config, folder.shape, main_dtype(types, sizes), mtp_layers=folder.shape.mtp_layers)
     extras = [stored for stored in layout if not stored.pieces]
     weights.check_aliases()
+    weights.check_extras()
     described = HfFolder(folder.path, config, families.shape_of(config))
     with _growing(target, _conversion("megatron", weights.raw.files, config, recast(layout, types))) as journal:
         beside = journal.work / HF
@@ -145,6 +148,8 @@ def _to_hf(
     mtp = bool(shape.mtp_layers) and (adapter is not None or has_mtp(checkpoint))
     if shape.mtp_layers and not mtp:
         say(f"{checkpoint} was saved without MTP layers; the folder will have none")
+    if reference.weights is not None:
+        reference.weights.check_extras()
     sizes = names_in(shape, mtp=mtp)
     files = sorted(path for path in checkpoint.iterdir() if path.is_file())
     with contextlib.ExitStack() as stack:

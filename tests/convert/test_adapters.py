@@ -85,6 +85,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         converted(tmp_path / "step-1", tmp_path / "merged", merge=True)
     with pytest.raises(UserError, match="has no other side to be compared with"):
         converted(tmp_path / "step-1", tmp_path / "merged", model=folder.path, merge=True, verify=True)
+    with pytest.raises(UserError, match="--dtype: an adapter's folder keeps the type"):
+        converted(tmp_path / "step-1", tmp_path / "adapter", model=folder.path, dtype="fp16")
     with pytest.raises(UserError, match="holds no adapter"):
         converted(folder.path, tmp_path / "checkpoint", merge=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "other", "step-1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -148,3 +149,18 @@ def test_norms_of_random_weights_do_nothing(tmp_path: Path) -> None:
     norms = {name: value for name, value in held.items() if "norm" in name}
     assert {name.split(".")[1] for name in norms if name.startswith("mtp.")} >= {"pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"}
     assert all(torch.all(value == float(name.endswith("linear_attn.norm.weight"))) for name, value in norms.items())
+
+
+def test_a_tower_in_fp8_is_refused_and_does_not_lose_its_scales(tmp_path: Path) -> None:
+    """Nobody here knows what it is for, so that it is carried byte by byte; but the folder that is made is not quantised any more."""
+    folder = mimo(tmp_path / "hf").path
+    tower = {"visual.proj.weight": torch.ones(16, 16).to(torch.float8_e4m3fn), "visual.proj.weight_scale_inv": torch.full((1, 1), 3.0)}
+    plain = tensors(folder)
+    converted(folder, tmp_path / "plain")
+    write(folder, plain | tower)
+    with pytest.raises(UserError, match=r"visual\.proj\.weight is FP8 and no part of the language model; "):
+        converted(folder, tmp_path / "checkpoint")
+    shutil.rmtree(tmp_path / "plain" / "hf")
+    with pytest.raises(UserError, match=r"visual\.proj\.weight is FP8"):
+        converted(tmp_path / "plain", tmp_path / "back", model=folder)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "plain"]
