@@ -105,6 +105,34 @@ def test_logprobs_travel_with_the_end_of_a_response(engine: VllmEngine, run: Loo
     assert of_other and all(len(each[3].logprobs) == each[1] for each in of_other)
 
 
+def test_others_in_the_engine_get_what_they_ask_for(engine: VllmEngine, run: Loop) -> None:
+    """Several responses, log-probs of the prompt and of the likeliest tokens: alone, and beside requests whose log-probs come late."""
+    from vllm import SamplingParams
+
+    wanted = SamplingParams(n=2, temperature=1.0, seed=5, max_tokens=30, logprobs=3, prompt_logprobs=2, detokenize=False)
+
+    async def ask(name: str) -> Any:
+        async for output in engine._llm.generate({"prompt_token_ids": list(PROMPT)}, wanted.clone(), name):
+            last = output
+        return last
+
+    async def beside() -> tuple[Any, list[Sample]]:
+        tasks = [asyncio.ensure_future(engine.generate(request(70 + index, 10 * index + 10))) for index in range(4)]
+        return await ask("beside"), await asyncio.gather(*tasks)
+
+    alone, (among, late) = run(ask("alone")), run(beside())
+    assert len(among.outputs) == 2 and [len(sample.behaviour_logprobs) for sample in late] == [10, 20, 30, 40]
+    pairs = [(alone.prompt_logprobs[1:], among.prompt_logprobs[1:])]
+    for one, other in zip(alone.outputs, among.outputs, strict=True):
+        assert list(one.token_ids) == list(other.token_ids) and len(other.logprobs) == 30
+        pairs.append((one.logprobs, other.logprobs))
+    for ones, others in pairs:
+        for place, again in zip(ones, others, strict=True):
+            assert len(again) >= 2 and {t: e.rank for t, e in place.items()} == {t: e.rank for t, e in again.items()}
+            assert [e.logprob for e in place.values()] == pytest.approx([e.logprob for e in again.values()], abs=1e-4)
+    assert not engine._llm.engine_core.engine_core.scheduler.mtpctl_kept
+
+
 def test_a_seed_repeats_a_response(engine: VllmEngine, run: Loop) -> None:
     first, second, other = (run(engine.generate(request(seed_index))) for seed_index in (11, 11, 12))
     assert first.response_ids == second.response_ids != other.response_ids

@@ -172,7 +172,7 @@ def test_what_a_killed_sync_left_behind_is_ended_by_the_next_one(server: Server,
     delta = adapters.adapter(BASE, 4)
     unknown = {name.replace("layers.1.", "layers.7."): tensor for name, tensor in delta.items()}
     other = adapters.publisher(tmp_path / "other", sections=("adapter",))
-    with pytest.raises(SyncError, match="resolves to nothing.* was paused before, and stays so"):
+    with pytest.raises(SyncError, match=r"resolves to nothing.* was paused before, and stays so"):
         sync(server, other.publish(unknown.items(), version(server) + 1, checksums=True))
     assert server.ask("/is_paused")["is_paused"]
     sync(server, sends.publish(delta.items(), version(server) + 1, checksums=True))
