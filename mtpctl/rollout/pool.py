@@ -201,12 +201,12 @@ class ReplicaPool:
             return chosen
 
     async def _give(self, seat: Seat[Replica], group: str) -> None:
-        async with self._room:
-            seat.busy -= 1
-            self._groups[seat.index, group] -= 1
-            if not self._groups[seat.index, group]:
-                del self._groups[seat.index, group]
-            self._room.notify_all()
+        # Before anything is waited for, where whoever gives up may be cancelled again.
+        seat.busy -= 1
+        self._groups[seat.index, group] -= 1
+        if not self._groups[seat.index, group]:
+            del self._groups[seat.index, group]
+        await self._changed()
 
     def _capacity(self) -> int:
         """Responses that may be in flight at once; never none, so that a pool without replicas still says so."""
@@ -265,9 +265,13 @@ class ReplicaPool:
             # As long for the update as for a way back from it, and a while to pause and to resume.
             seconds = 2 * deadline_s + GRACE_S
             try:
-                return await asyncio.wait_for(replica.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s), seconds)
+                report = await asyncio.wait_for(replica.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s), seconds)
             except TimeoutError as error:
                 raise EngineDead(f"the update to version {manifest.version} had no answer within {seconds:g} s") from error
+            if self._paused is not None:
+                # An update ends with an engine that goes on.
+                await replica.pause(self._paused)
+            return report
 
         reports = await self._replicas.take_in(lambda replica: or_cancel(manifest, take_in(replica)))
         self._version = manifest.version

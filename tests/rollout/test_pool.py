@@ -117,6 +117,34 @@ async def test_of_those_that_have_a_groups_prefix_the_least_busy_one_goes_on() -
 
 
 @in_loop
+async def test_an_update_leaves_a_paused_pool_paused() -> None:
+    fleet = Fleet()
+    pool = await fleet.pool(2)
+    task = asyncio.ensure_future(collect(pool, requests(8, max_tokens=200)))
+    await asyncio.sleep(0.02)
+    await pool.pause("keep")
+    await pool.update(MANIFESTS[1])
+    assert [(replica.version, replica._running.is_set()) for replica in fleet.live] == [(1, False)] * 2
+    await pool.resume()
+    assert_all_once(await task, 8, 200)
+
+
+@in_loop
+async def test_a_place_is_free_again_however_often_a_request_is_given_up() -> None:
+    fleet = Fleet(lambda index: FakeReplica(tick_s=5))
+    pool = await fleet.pool(1)
+    tasks = [asyncio.ensure_future(pool.sample(request)) for request in requests(4)]
+    await asyncio.sleep(0.02)
+    async with pool._room:
+        for _ in range(2):
+            for task in tasks:
+                task.cancel()
+            await asyncio.sleep(0.01)
+    await asyncio.wait(tasks)
+    assert [health.in_flight for health in await pool.health()] == [0] and pool._replicas.seats[0].busy == 0
+
+
+@in_loop
 async def test_a_killed_replica_loses_and_doubles_nothing() -> None:
     for seed in range(20):
         dice = random.Random(seed)
