@@ -24,6 +24,9 @@ from mtpctl.sync.sglang_client import SglangClient
 LIVENESS_S = 5.0
 """Seconds between looks at the engine's processes while a response is awaited."""
 
+AGAIN_S = 0.05
+"""Seconds between two aborts of the same request."""
+
 SCHEDULER_KEEPS = 2
 """Tokens of the context that SGLang's scheduler gives no request (`init_req_max_new_tokens`)."""
 
@@ -139,8 +142,12 @@ class SglangEngine(Engine):
         return Stretch(tokens, logprobs, [span for span in spans if span[0] < span[1]], reason, counts)
 
     async def _abort(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            self._manager.abort_request(rid=f"{request_id}.")
+        # SGLang passes over what it has not registered yet, so it is told until they are gone.
+        names = {f"{request_id}." for request_id in request_ids}
+        while left := names & self._submitted:
+            for name in left:
+                self._manager.abort_request(rid=name)
+            await asyncio.sleep(AGAIN_S)
 
     # ----------------------------------------------------------------------------------------------------- control
 
@@ -150,7 +157,7 @@ class SglangEngine(Engine):
 
         self._open.clear()
         if mode == "abort":
-            await self._abort([name.removesuffix(".") for name in self._submitted])
+            await self._within(self._abort([name.removesuffix(".") for name in self._submitted]), "aborting responses")
         if mode != "keep":
             async with self._drained:
                 waiting = self._drained.wait_for(lambda: not self._submitted)
