@@ -74,6 +74,11 @@ class Bench:
         most = self.shape.vocab // 4 - 1
         if options.tokens > most:
             raise UserError(f"--tokens: {options.tokens} is too long for a vocabulary of {self.shape.vocab}; at most {most}")
+        if self.context > self.shape.max_positions:
+            raise UserError(
+                f"--prompt: {options.prompt} tokens and answers of up to {2 * options.tokens} take {self.context} positions, the model has "
+                f"{self.shape.max_positions}; give fewer, or fewer --tokens"
+            )
         write_cycle_model(options.folder, config, acceptance=options.acceptance, device=options.device)
         say(f"model: {options.folder}, {families.count(self.shape)['total']:,} parameters")
 

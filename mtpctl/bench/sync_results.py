@@ -140,9 +140,10 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def as_json(results: list[Result]) -> str:
-    """Everything that was measured."""
-    return document.text([{**asdict(r), "link_seconds": r.link_seconds, "median": _medians(r)} for r in results])
+def as_json(results: list[Result], environment: dict[str, Any]) -> str:
+    """Everything that was measured, and on what."""
+    told = [{**asdict(r), "link_seconds": r.link_seconds, "median": _medians(r)} for r in results]
+    return document.text({"environment": environment, "results": told})
 
 
 def _medians(result: Result) -> dict[str, float]:

@@ -168,9 +168,9 @@ def table(results: list[Result], rate: float) -> str:
     return "\n".join(lines)
 
 
-def as_json(results: list[Result], rate: float) -> str:
-    """Everything that was measured."""
-    return document.text({"matmul_tflops": rate, "results": [asdict(r) for r in results]})
+def as_json(results: list[Result], rate: float, environment: dict[str, Any]) -> str:
+    """Everything that was measured, and on what."""
+    return document.text({"environment": environment, "timer": TIMER, "matmul_tflops": rate, "results": [asdict(r) for r in results]})
 
 
 def shape_folder(config: dict[str, Any], at: Path) -> HfFolder:

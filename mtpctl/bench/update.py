@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -110,6 +111,6 @@ def table(result: Result) -> str:
     )
 
 
-def as_json(result: Result) -> str:
-    """Everything that was measured."""
-    return document.text(asdict(result))
+def as_json(result: Result, environment: dict[str, Any]) -> str:
+    """Everything that was measured, and on what."""
+    return document.text({"environment": environment, "timer": TIMER, **asdict(result)})

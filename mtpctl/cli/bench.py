@@ -102,11 +102,17 @@ def train_step(
     if cpu and not model:
         raise UserError("--model: the default shape has 7.8 billion parameters and this machine no card; name a small model's folder")
     from mtpctl.bench import train_step as bench
+    from mtpctl.bench.machine import machine, told
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = bench.shape_folder(config, Path(scratch))
         results, rate = bench.measure(folder, tokens=tokens, count=samples, prompt_share=prompt_share, precision=precision, mtp=MtpConfig())
-    answer(bench.as_json(results, rate) if json else f"The timer covers: {bench.TIMER}.\n{bench.table(results, rate)}")
+    environment = machine()
+    answer(
+        bench.as_json(results, rate, environment)
+        if json
+        else f"{told(environment)}\nThe timer covers: {bench.TIMER}.\n{bench.table(results, rate)}"
+    )
 
 
 app.command("all")(bench_all.everything)

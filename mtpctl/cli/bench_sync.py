@@ -67,7 +67,8 @@ def sync_weights(
             folder=Path(scratch),
         )
         results = bench.run(options, say)
-    answer(as_json(results) if json else f"{told(machine())}\nThe timer covers: {bench.TIMER}.\n\n{table(results)}")
+    environment = machine()
+    answer(as_json(results, environment) if json else f"{told(environment)}\nThe timer covers: {bench.TIMER}.\n\n{table(results)}")
     missed = [f"{result.transport}: {miss}" for result in results for miss in result.misses]
     if missed:
         raise ThresholdMissed("; ".join(missed))

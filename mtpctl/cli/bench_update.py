@@ -58,6 +58,7 @@ def update(
         raise UserError("--model: the default shape has 7.8 billion parameters and this machine no card; name a small model's folder")
     from mtpctl.bench import train_step
     from mtpctl.bench import update as bench
+    from mtpctl.bench.machine import machine, told
 
     with tempfile.TemporaryDirectory() as scratch:
         result = bench.measure(
@@ -70,4 +71,5 @@ def update(
             workspace_bytes=int(workspace_gib * (1 << 30)),
             recompute=recompute,
         )
-    answer(bench.as_json(result) if json else bench.table(result))
+    environment = machine()
+    answer(bench.as_json(result, environment) if json else f"{told(environment)}\n{bench.table(result)}")

@@ -62,10 +62,10 @@ def test_a_slower_sync_is_seen() -> None:
         for name in ("seconds", "export_seconds", "wire_seconds", "stall_seconds", "back_seconds", "tokens_per_s"):
             setattr(result, name, [1.0])
         result.seconds = result.stall_seconds = [seconds] * 3
-        return json.loads(sync_json([result]))
+        return json.loads(sync_json([result], {}))
 
     worse = [change.name for change in changes(document(0.2), document(2.0)) if change.worse_by > 0.05]
-    assert worse == ["nccl.median.seconds", "nccl.median.stall_seconds"]
+    assert worse == ["results.nccl.median.seconds", "results.nccl.median.stall_seconds"]
 
 
 @pytest.mark.parametrize(

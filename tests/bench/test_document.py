@@ -23,7 +23,8 @@ def test_numbers_that_are_none_become_null() -> None:
 
 
 def test_throughput_that_was_not_back_in_time() -> None:
-    (found,) = json.loads(as_json([result(back_seconds=[0.5, math.inf, math.inf], export_seconds=[0.1])]), parse_constant=refuse)
+    told = as_json([result(back_seconds=[0.5, math.inf, math.inf], export_seconds=[0.1])], {"device": "H200 x 2"})
+    (found,) = json.loads(told, parse_constant=refuse)["results"]
     assert found["back_seconds"] == [0.5, None, None] and found["median"]["back_seconds"] is None
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from mtpctl import families
 from mtpctl.bench.cycle_model import answer, write_cycle_model
 from mtpctl.bench.rollout import Result, allowed_gain, in_turn, line, row, verdict
-from mtpctl.bench.rollout_engines import TINY, Once, all_of
+from mtpctl.bench.rollout_engines import TINY, Bench, Once, Options, all_of
 from mtpctl.bench.rollout_load import Load, Run, make_load
 from mtpctl.recipe import UserError
 
@@ -72,6 +72,21 @@ def test_other_families_are_refused(tmp_path: Path) -> None:
         write_cycle_model(
             tmp_path, {**TINY, "architectures": ["Qwen2ForCausalLM"], "num_nextn_predict_layers": 0}, acceptance=0.5, device="cpu"
         )
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"tokens": 300}, "--tokens: 300 is too long for a vocabulary of 1024; at most 255"),
+        ({"prompt": 900}, "--prompt: 900 tokens and answers of up to 64 take 1028 positions, the model has 1024"),
+    ],
+)
+def test_requests_that_the_model_has_no_room_for_are_refused_before_it_is_made(tmp_path: Path, fields: dict[str, int], told: str) -> None:
+    sizes = {"prompt": 16, "tokens": 32} | fields
+    options = Options("tiny", tmp_path / "m", (8,), sizes["prompt"], sizes["tokens"], 3, 0.75, 1, "cpu")
+    with pytest.raises(UserError, match=told):
+        Bench(options, print, at_once=1)
+    assert not (tmp_path / "m").exists()
 
 
 def test_loads_stay_in_their_half() -> None:
