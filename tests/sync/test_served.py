@@ -215,7 +215,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(server: Ser
     sends = adapters.publisher(tmp_path, rank=rank, sections=("adapter", "draft"))
     drafts = {name: tensor for name, tensor in random_tensors(CONFIG, 5).items() if ".mtp_layers." in name}
     with pytest.raises(SyncError, match=said):
-        sync(server, sends.publish((delta | drafts).items(), before + 1))
+        sync(server, sends.publish((delta | drafts).items(), before + 1, checksums=True))
     assert version(server) == before
     assert server.continuation("mtpctl")[0] == live
 
