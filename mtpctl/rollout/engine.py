@@ -241,7 +241,10 @@ class Engine(ABC):
             raise EngineDead(self._failure or "the engine core has died")
 
     def _died(self, error: Exception) -> EngineDead:
-        self._failure = self._failure or f"{type(error).__name__}: {error}"
+        said: BaseException = error
+        while not str(said) and said.__cause__ is not None:
+            said = said.__cause__
+        self._failure = self._failure or f"{type(said).__name__}: {said}"
         return EngineDead(self._failure)
 
 

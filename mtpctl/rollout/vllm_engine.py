@@ -35,7 +35,8 @@ class VllmEngine(Engine):
     async def start(cls, settings: VllmSettings, *, version: int = 0) -> VllmEngine:
         """Load the model and warm up. `version` is what its weights count as until the first update.
 
-        Raises UserError for an unknown name in `rollout.engine_args`, and what vLLM raises for a model it cannot load.
+        Raises UserError for an unknown name in `rollout.engine_args` and for heads that vLLM has no attention for, and what vLLM raises
+        for a model it cannot load.
         """
         os.environ.update(settings.environment)
         check_plugin()
@@ -48,6 +49,7 @@ class VllmEngine(Engine):
             torch.set_num_threads(settings.threads)
         check_engine_args(settings.args)
         args = AsyncEngineArgs(**settings.args)
+        check_heads(args)
         # vLLM sizes a step by who asks. Left unsaid, it takes 2,048 tokens of prompts a step, on an H200 an eighth of what offline
         # generation gets, which a rollout is.
         use = UsageContext.LLM_CLASS
@@ -165,6 +167,18 @@ def check_engine_args(args: dict[str, Any]) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     check_options("vLLM", [field.name for field in fields(AsyncEngineArgs)], args)
+
+
+def check_heads(args: Any) -> None:
+    """Raise UserError for heads of a size that vLLM has no attention for on a CPU: it would say so at the first request alone."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    if not current_platform.is_cpu():
+        return
+    model, sizes = args.create_model_config(), CPUAttentionBackend.get_supported_head_sizes()
+    if not model.use_mla and (size := model.get_head_size()) not in sizes:
+        raise UserError(f"model: on a CPU vLLM has no attention for heads of {size}; those of {', '.join(map(str, sizes))} it has")
 
 
 def _stretch(completion: Any) -> Stretch:
