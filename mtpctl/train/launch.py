@@ -140,6 +140,9 @@ class Run:
         within_stage = checkpoint is not None and self.state.stage not in self.state.ended
         if checkpoint is not None and not within_stage:
             await trainer.call("restore", str(checkpoint))
+            if set(self.recipe.train.stages) <= set(self.state.ended):
+                mend = f"raise train.{self.state.stage}.steps to go on, or name another run_dir"
+                self.telemetry.event("resume", f"{checkpoint.name}: every stage has ended; {mend}")
         for stage in self.recipe.train.stages:
             if stage in self.state.ended:
                 continue

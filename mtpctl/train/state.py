@@ -69,12 +69,11 @@ class RunState:
     def begin(self, stage: str) -> None:
         """Enter a stage, at its first step unless the run was restored within it."""
         if self.stage != stage:
-            self.stage, self.step, self.cursor = stage, 0, None
+            self.stage, self.step, self.cursor, self.buffer = stage, 0, None, None
 
     def end(self, stage: str) -> None:
-        """Leave a stage for good."""
+        """Leave a stage."""
         self.ended.append(stage)
-        self.buffer = None
 
     async def load(self, trainer: TrainerGroup) -> Path | None:
         """Take up the newest checkpoint's place in the run. Returns its folder, None where there is none."""
@@ -83,7 +82,14 @@ class RunState:
             return None
         for name, value in json.loads((Path(found) / _FILE).read_text()).items():
             setattr(self, name, value)
+        if self._goes_on():
+            self.ended.remove(self.stage)
         return Path(found)
+
+    def _goes_on(self) -> bool:
+        """Whether the recipe now asks for more updates of the stage that ended last; one that its loss may have ended has had enough."""
+        more = self.step < getattr(self.train, self.stage).steps
+        return more and self.ended[-1:] == [self.stage] and not (self.stage == "sft" and self.train.sft.until_loss)
 
     async def checkpoint_if_due(self, trainer: TrainerGroup) -> None:
         """A checkpoint, where the recipe wants one at this step; and one that was being written is published where it is whole."""

@@ -12,6 +12,7 @@ import pytest
 
 from mtpctl.recipe import RuntimeFailure, UserError
 from mtpctl.recipe.schema import TrainConfig
+from mtpctl.train.buffer import SampleBuffer
 from mtpctl.train.sft import check_applied
 from mtpctl.train.state import RunState, ended_stages, newest_version
 from mtpctl.train.trainer import TrainerGroup
@@ -136,3 +137,51 @@ def test_skipped_updates_in_a_row_end_the_run_and_one_that_is_applied_begins_the
         bad = check_applied({"skipped": skipped}, bad, 3)
     with pytest.raises(RuntimeFailure, match="3 updates in a row had a loss or gradient that is not finite"):
         check_applied({"skipped": 1.0}, bad, 3)
+
+
+def test_the_checkpoint_at_the_end_of_a_stage_has_its_buffer_and_the_next_stage_has_not(tmp_path: Path) -> None:
+    """So that it can go on."""
+
+    async def main() -> None:
+        state, _, group = run(tmp_path)
+        state.begin("rl")
+        state.buffer = SampleBuffer()
+        state.end("rl")
+        assert (await state.checkpoint(group) or Path()).name == "rl-000000-end"
+        assert (tmp_path / "rl-000000-end" / "buffer.jsonl").exists()
+        state.begin("sft")
+        assert state.buffer is None
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("stage", "sft", "rl", "goes_on"),
+    [
+        ("rl", {"steps": 2}, {"steps": 6}, True),
+        ("rl", {"steps": 2}, {"steps": 4}, False),
+        ("rl", {"steps": 2}, {"steps": 3}, False),
+        ("rl", {"steps": 9}, {"steps": 4}, False),
+        ("sft", {"steps": 6}, {"steps": 4}, True),
+        ("sft", {"steps": 6, "until_loss": 0.1}, {"steps": 4}, False),
+    ],
+)
+def test_a_stage_that_ended_last_goes_on_where_more_updates_are_asked_for(
+    tmp_path: Path, stage: str, sft: dict[str, Any], rl: dict[str, Any], goes_on: bool
+) -> None:
+    """But not one that came before another, nor one that its loss has ended."""
+    ended = ["sft", "rl"] if stage == "rl" else ["sft"]
+    (tmp_path / "end").mkdir()
+    kept = {"stage": stage, "step": 4, "version": 3, "cursor": {"epoch": 1}, "ended": ended}
+    (tmp_path / "end" / "run.json").write_text(json.dumps(kept))
+
+    class Found(Trainer):
+        async def call(self, method: str, *args: Any) -> Any:
+            assert method == "latest_checkpoint"
+            return str(tmp_path / "end")
+
+    state = RunState(tmp_path, TrainConfig.model_validate({"sft": sft, "rl": rl}))
+    asyncio.run(state.load(cast(TrainerGroup, Found())))
+    assert state.ended == (ended[:-1] if goes_on else ended)
+    state.begin(stage)
+    assert (state.step, state.cursor) == (4, {"epoch": 1})
