@@ -217,7 +217,9 @@ class MegatronEngine:
         loss = partial(self._loss, objective=objective, temperature=temperature, denominator=denominator, drafts=drafts)
         sums = self._run(micros, loss, forward_only=False)
         metrics = objective.metrics({name: float(value) for name, value in sums.items() if not name.startswith("mtp/")})
-        return metrics | {name: float(value) / drafts[int(name[-1]) - 1] for name, value in sums.items() if name.startswith("mtp/")}
+        return metrics | {
+            name: float(value) / drafts[int(name.rpartition("_")[2]) - 1] for name, value in sums.items() if name.startswith("mtp/")
+        }
 
     def _draft_counts(self, sequences: list[Sequence]) -> list[int]:
         """For each depth, how many supervised tokens a drafter can be asked for, in the whole batch."""

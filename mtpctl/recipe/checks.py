@@ -27,6 +27,10 @@ KV_HEADS = "key-value heads"
 URL_PASSWORD = re.compile(r"://[^/\s:@]+:[^/\s@]+@")
 
 
+COLDEST = 0.01
+"""vLLM 0.32 raises lower temperatures to this one (`SamplingParams.__post_init__`)."""
+
+
 def validate(recipe: Recipe) -> None:
     """Raise UserError for the first thing that does not fit, naming the fields of the others."""
     complaints = list(complaints_of(recipe))
@@ -240,6 +244,8 @@ def _devices(recipe: Recipe) -> Complaints:
             yield f"sync.transport: nccl joins one process of a card, and with {field}: {shares[field]:g} two share one; set ipc"
     if isinstance(recipe.rollout, SglangConfig):
         yield from _sglang(recipe, recipe.rollout)
+    elif recipe.rollout.temperature < COLDEST:
+        yield f"rollout.temperature: vLLM samples at {COLDEST} where less is asked for, and nobody would know; got {recipe.rollout.temperature}"
 
 
 def _sglang(recipe: Recipe, rollout: SglangConfig) -> Complaints:

@@ -77,6 +77,7 @@ def test_our_overlays_fit(path: Path) -> None:
         ),
         (["train.rl.group_size=1"], "train.rl.group_size: the grpo baseline needs at least 2 responses"),
         (["train.sft.optimizer.betas=[0.9, 1.0]"], "train.sft.optimizer.betas: must lie in [0, 1)"),
+        (["rollout.temperature=0.001"], "rollout.temperature: vLLM samples at 0.01 where less is asked for"),
         (["rollout.top_p=0.9"], "rollout.top_p: 0.9 renormalises what is sampled from"),
         (["rollout.top_k=5"], "rollout.top_k: 5 renormalises what is sampled from"),
         (["train.rl.correction={mode: mask, low: 3}"], "train.rl.correction.low: must be below high: 2.0, got 3"),
