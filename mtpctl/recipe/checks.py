@@ -245,7 +245,7 @@ def _devices(recipe: Recipe) -> Complaints:
     if isinstance(recipe.rollout, SglangConfig):
         yield from _sglang(recipe, recipe.rollout)
     elif recipe.rollout.temperature < COLDEST:
-        yield f"rollout.temperature: vLLM samples at {COLDEST} where less is asked for, and nobody would know; got {recipe.rollout.temperature}"
+        yield f"rollout.temperature: vLLM samples at {COLDEST} where less is asked for; got {recipe.rollout.temperature}"
 
 
 def _sglang(recipe: Recipe, rollout: SglangConfig) -> Complaints:
