@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtpctl.recipe.schema import LoraConfig, MtpConfig, OffloadConfig, ParallelConfig
+from mtpctl.recipe.schema import CorrectionConfig, LoraConfig, MtpConfig, OffloadConfig, ParallelConfig, RlConfig
 
 NO_MTP = {"num_nextn_predict_layers": 0}
 
@@ -71,7 +71,8 @@ MODELS: dict[str, dict[str, Any]] = {
 class Case:
     """like: the case of one process that it must equal; restore: the case whose checkpoint it begins from;
     poisoned: before its second update stands one in which a weight of its last rank is NaN; few: three sequences too long to be
-    packed, one of them without a token to draft; clipped: trunk and MTP have clips under their norms, rates of their own and decay."""
+    packed, one of them without a token to draft; clipped: trunk and MTP have clips under their norms, rates of their own and decay;
+    policy: the second update is one of RL."""
 
     name: str
     parallel: ParallelConfig
@@ -83,6 +84,7 @@ class Case:
     poisoned: bool = False
     few: bool = False
     clipped: bool = False
+    policy: RlConfig | None = None
 
     @property
     def bound(self) -> float:
@@ -101,15 +103,29 @@ def _case(
     poisoned: bool = False,
     few: bool = False,
     clipped: bool = False,
+    policy: RlConfig | None = None,
     like: str = "",
     **parallel: Any,
 ) -> Case:
     mtp = MtpConfig(mode=mode, loss_scale=0.3, clip_grad=0.02 if clipped else 0)  # type: ignore[arg-type]
     settings = {"mtp": mtp, "tokens_per_microbatch": 50, **(fields or {})}
-    return Case(name, ParallelConfig(**parallel), model, settings, like or f"{model}-{mode}", saved, restore, poisoned, few, clipped)
+    return Case(
+        name, ParallelConfig(**parallel), model, settings, like or f"{model}-{mode}", saved, restore, poisoned, few, clipped, policy
+    )
 
 
 SHARDED = {"distributed_optimizer": True}
+POLICIES = {
+    "token": RlConfig(clip_dual=1.5, entropy_coef=0.01, kl_coef=0.1, correction=CorrectionConfig(mode="truncate", high=1.1)),
+    "gspo": RlConfig(loss="gspo", aggregate="sequence", correction=CorrectionConfig(mode="mask", level="sequence", low=0.5, high=2.0)),
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "sp2": {"tp": 2, "sequence_parallel": True},
+    "pp2": {"pp": 2},
+    "cp2": {"cp": 2},
+    "dp2": {"dp": 2},
+}
 LORA = LoraConfig(rank=4, alpha=8.0)
 
 
@@ -166,6 +182,11 @@ CASES = [
     _case("deepseek-to-ep2", "deepseek", dp=2, ep=2, restore="deepseek-joint"),
     _case("qwen3.5-sp2", "qwen3.5", tp=2, sequence_parallel=True),
     _case("qwen3.5-pp2", "qwen3.5", pp=2),
+    *(
+        _case(f"{loss}-{layout}", mode="isolated", policy=policy, like=f"{loss}-one", **parallel)
+        for loss, policy in POLICIES.items()
+        for layout, parallel in LAYOUTS.items()
+    ),
     _case("one-to-tp2", tp=2, restore="mimo-joint"),
     _case("one-to-dp2-sharded", dp=2, fields=SHARDED, restore="mimo-joint"),
     _case("dp2-sharded-to-tp2-sharded", tp=2, fields=SHARDED, restore="dp2-sharded"),

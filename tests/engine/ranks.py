@@ -6,8 +6,10 @@ megatron-core is imported once; the ranks of a case are forked from there.
 from __future__ import annotations
 
 import gc
+import random
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import torch.distributed as dist
 
 from mtpctl.compat import cpu_device
 from mtpctl.engine import MegatronEngine, NextToken, Rank, Sequence
+from mtpctl.recipe.schema import RlConfig
+from mtpctl.train.objective import PolicyObjective
 from tests.engine.cases import CASES, MODELS, Case
 from tests.engine.tiny import GENTLE, engine, gradients, mimo, sequences
 from tests.forked import run_ranks
@@ -50,7 +54,7 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
         scores = [(s.logprobs, s.entropy) for s in made.score(batch)]
         if case.poisoned:
             poisoned_update(made, batch)
-        metrics = made.update(batch, NextToken())
+        metrics = made.update(batch, NextToken()) if case.policy is None else rl_update(made, batch, scores, case.policy)
         weights = {name: value.clone() for name, value in made.export()}
         if case.fields.get("lora"):
             weights |= {name: value.clone() for name, value in made.export_adapter()}
@@ -68,6 +72,21 @@ def poisoned_update(made: MegatronEngine, batch: list[Sequence]) -> None:
     weight.data.copy_(kept)
 
 
+def rl_update(made: MegatronEngine, batch: list[Sequence], scores: list[Any], config: RlConfig) -> dict[str, float]:
+    """A policy update whose old, behaviour and reference log-probs lie about the policy's own, on both sides of every clip."""
+    draw = random.Random(7)
+
+    def beside(logprobs: list[float]) -> list[float]:
+        return [value + draw.gauss(0, 0.3) for value in logprobs]
+
+    def columns(logprobs: list[float]) -> dict[str, list[float]]:
+        made_up = {name: beside(logprobs) for name in ("old", "behaviour", "reference")}
+        return made_up | {"advantage": [draw.choice((-1.2, 0.7))] * len(logprobs)}
+
+    told = [replace(sequence, columns=columns(logprobs)) for sequence, (logprobs, _) in zip(batch, scores, strict=True)]
+    return made.update(told, PolicyObjective(config))
+
+
 def run(case: Case, root: Path) -> Any:
     """What rank 0 found, or the error of the first rank that failed; every rank must find the same metrics and scores."""
 
@@ -81,7 +100,7 @@ def run(case: Case, root: Path) -> Any:
         return error
     first = answers[0]
     for other in answers[1:]:
-        for name in ("sft/loss", "actor/grad_norm", "skipped", "mtp/loss_1", "mtp/grad_norm"):
+        for name in ("sft/loss", "actor/pg_loss", "actor/entropy", "actor/grad_norm", "skipped", "mtp/loss_1", "mtp/grad_norm"):
             if other["metrics"].get(name) != first["metrics"].get(name):
                 return f"ranks differ in {name}: {other['metrics'].get(name)} and {first['metrics'].get(name)}"
         if other["scores"] != first["scores"]:
