@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mtpctl.engine.batch import MicroBatch, Sequence
     from mtpctl.engine.checkpoint import latest_checkpoint, publish_checkpoint
-    from mtpctl.engine.engine import EngineConfig, MegatronEngine, Scores
+    from mtpctl.engine.config import EngineConfig
+    from mtpctl.engine.engine import MegatronEngine, Scores
     from mtpctl.engine.objective import NextToken, Objective
     from mtpctl.engine.parallel import Rank
     from mtpctl.engine.pointer import newest, pointer_of
@@ -38,7 +39,7 @@ _HOMES = {
     "Sequence": "batch",
     "latest_checkpoint": "checkpoint",
     "publish_checkpoint": "checkpoint",
-    "EngineConfig": "engine",
+    "EngineConfig": "config",
     "MegatronEngine": "engine",
     "Scores": "engine",
     "NextToken": "objective",

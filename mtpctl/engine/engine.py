@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from mtpctl.convert import HfFolder, WeightBridge, export_adapter, fingerprint
 from mtpctl.engine import checkpoint, data_parallel
 from mtpctl.engine import parallel as groups
 from mtpctl.engine.batch import MicroBatch, Sequence, check, idle, pack, partition
+from mtpctl.engine.config import EngineConfig
 from mtpctl.engine.objective import Objective, Sums
 from mtpctl.engine.offload import HostMemory, hold, release
 from mtpctl.engine.optimizer import Optimizer
@@ -34,29 +35,7 @@ from mtpctl.engine.spread import over_ranks
 from mtpctl.engine.utilisation import utilisation
 from mtpctl.kernels import LogProbOut, linear_logprob
 from mtpctl.model import Hidden, MtpModel, Packing, attach_adapters, build_model, complete_config, draw_weights
-from mtpctl.recipe.schema import KernelsConfig, LoraConfig, MtpConfig, OffloadConfig, OptimizerConfig, ParallelConfig
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """What an engine is made of.
-
-    `train=False` builds no gradient buffers. With `random_seed` weights are drawn on the device instead of loaded. With `lora`
-    the trunk is frozen and adapters train in its place, first drawn from `adapter_seed`; MTP layers train as they would without.
-    """
-
-    parallel: ParallelConfig
-    precision: str = "fp32"
-    mtp: MtpConfig = field(default_factory=MtpConfig)
-    kernels: KernelsConfig = field(default_factory=KernelsConfig)
-    tokens_per_microbatch: int = 8192
-    recompute: str = "none"
-    distributed_optimizer: bool = False
-    train: bool = True
-    random_seed: int | None = None
-    offload: OffloadConfig = field(default_factory=OffloadConfig)
-    lora: LoraConfig | None = None
-    adapter_seed: int = 0
+from mtpctl.recipe.schema import OptimizerConfig
 
 
 @dataclass
