@@ -21,9 +21,9 @@ from mtpctl import families
 from mtpctl.bench import document
 from mtpctl.convert import HfFolder
 from mtpctl.engine import EngineConfig, MegatronEngine, NextToken, Sequence
+from mtpctl.engine.utilisation import update_flops
 from mtpctl.kernels import LogProbOut
 from mtpctl.model import Packing
-from mtpctl.plan.flops import step_flops
 from mtpctl.recipe.schema import KernelsConfig, MtpConfig, ParallelConfig
 
 GIB = 1 << 30
@@ -115,9 +115,7 @@ def measure(
     )
     engine = UnfusedEngine(folder, config)
     batch = samples(folder.shape.vocab, tokens, count, prompt_share)
-    rows = sum(sum(s.loss_mask) for s in batch)
-    drafts = [sum(sum(s.loss_mask[d:]) for s in batch) for d in range(1, engine.depths + 1)] if engine.trains_mtp else []
-    flops = step_flops(folder.shape, [len(s.token_ids) for s in batch], rows, drafts, isolated=mtp.mode == "isolated")
+    flops = update_flops(folder.shape, batch, engine.depths if engine.trains_mtp else 0, isolated=mtp.mode == "isolated")
     packed = sum(len(s.token_ids) for s in batch)
     rate = matmul_tflops(engine.device, 8192 if cuda else 512)
     times: dict[str, list[float]] = {"unfused": [], "fused": []}

@@ -178,7 +178,7 @@ class MegatronEngine:
         return utilisation(
             self.folder.shape,
             sequences,
-            self._draft_counts(sequences) if self.trains_mtp else [],
+            self.depths if self.trains_mtp else 0,
             isolated=self.config.mtp.mode == "isolated",
             seconds=seconds,
             card=torch.cuda.get_device_name() if self.device.type == "cuda" else self.device.type,

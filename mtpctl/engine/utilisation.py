@@ -8,15 +8,19 @@ from mtpctl.plan.flops import card_peak, countable, step_flops
 
 
 def utilisation(
-    shape: ModelShape, sequences: list[Sequence], drafts: list[int], *, isolated: bool, seconds: float, card: str, cards: int
+    shape: ModelShape, sequences: list[Sequence], depths: int, *, isolated: bool, seconds: float, card: str, cards: int
 ) -> float | None:
     """Share of the bf16 peak of `cards` cards that an update of all weights on `sequences` used in `seconds`; recomputation does not count.
 
-    `drafts`: supervised tokens of each MTP depth that is trained. None for a card whose peak is not known, and for a model whose
-    operations are not counted.
+    `depths`: MTP depths that are trained. None for a card whose peak is not known, and for a model whose operations are not counted.
     """
     peak = card_peak(card)
     if peak is None or not countable(shape):
         return None
-    rows = sum(sum(s.loss_mask) for s in sequences)
-    return step_flops(shape, [len(s.token_ids) for s in sequences], rows, drafts, isolated=isolated) / (seconds * cards * peak)
+    return update_flops(shape, sequences, depths, isolated=isolated) / (seconds * cards * peak)
+
+
+def update_flops(shape: ModelShape, sequences: list[Sequence], depths: int, *, isolated: bool) -> int:
+    """Operations of a forward and backward pass over these sequences, with so many MTP depths trained. See `step_flops`."""
+    rows, *drafts = (sum(sum(s.loss_mask[depth:]) for s in sequences) for depth in range(depths + 1))
+    return step_flops(shape, [len(s.token_ids) for s in sequences], rows, drafts, isolated=isolated)

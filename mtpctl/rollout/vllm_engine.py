@@ -172,10 +172,11 @@ def check_engine_args(args: dict[str, Any]) -> None:
 def check_heads(args: Any) -> None:
     """Raise UserError for heads of a size that vLLM has no attention for on a CPU: it would say so at the first request alone."""
     from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     if not current_platform.is_cpu():
         return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
     model, sizes = args.create_model_config(), CPUAttentionBackend.get_supported_head_sizes()
     if not model.use_mla and (size := model.get_head_size()) not in sizes:
         raise UserError(f"model: on a CPU vLLM has no attention for heads of {size}; those of {', '.join(map(str, sizes))} it has")

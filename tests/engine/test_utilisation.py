@@ -20,13 +20,13 @@ BATCH = [Sequence([1] * 100, 40, [1] * 60), Sequence([1] * 50, 10, [1] * 30 + [0
 
 def test_operations_of_the_batch_over_what_the_cards_could_do() -> None:
     flops = step_flops(SHAPE, [100, 50], 90, [88], isolated=True)
-    share = utilisation(SHAPE, BATCH, [88], isolated=True, seconds=0.5, card="NVIDIA H200", cards=4)
+    share = utilisation(SHAPE, BATCH, 1, isolated=True, seconds=0.5, card="NVIDIA H200", cards=4)
     assert share == pytest.approx(flops / (0.5 * 4 * 989e12))
 
 
 def test_nothing_is_said_of_what_is_not_known() -> None:
-    assert utilisation(SHAPE, BATCH, [], isolated=True, seconds=1.0, card="Some Card", cards=1) is None
-    assert utilisation(replace(SHAPE, moe=object()), BATCH, [], isolated=True, seconds=1.0, card="NVIDIA H200", cards=1) is None  # type: ignore[arg-type]
+    assert utilisation(SHAPE, BATCH, 0, isolated=True, seconds=1.0, card="Some Card", cards=1) is None
+    assert utilisation(replace(SHAPE, moe=object()), BATCH, 0, isolated=True, seconds=1.0, card="NVIDIA H200", cards=1) is None  # type: ignore[arg-type]
 
 
 def test_an_update_tells_it_where_all_weights_train_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
