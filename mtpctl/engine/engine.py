@@ -165,6 +165,8 @@ class MegatronEngine:
         metrics |= {"actor/grad_norm": result.grad_norm} | ({"mtp/grad_norm": result.mtp_grad_norm} if self.trains_mtp else {})
         if not result.applied:
             metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        # Copies of offloaded state that are under way belong to this update, and not to a sync, for which generation stands.
+        torch.cuda.synchronize()
         seconds, tokens = time.perf_counter() - began, sum(len(s.token_ids) for s in sequences)
         metrics |= {"actor/lr": result.lr, "skipped": float(not result.applied), "timing_s/update": seconds, "perf/tokens": float(tokens)}
         if (share := self._utilisation(sequences, seconds)) is not None:

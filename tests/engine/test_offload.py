@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -65,6 +67,14 @@ def test_memory_is_given_back_between_uses(tmp_path):
         assert held(buffer.grad_data for buffer in made.model.buffers) == 0
         with made.resident():
             assert held(parameters) == sum(p.nbytes for p in parameters)
+
+
+def test_an_update_has_moved_everything_when_it_returns(tmp_path, monkeypatch):
+    """What copies take is an update's time, and nothing that comes after it waits for them."""
+    with engine(mimo(tmp_path / "model"), offload=EVERYTHING) as made:
+        made.set_optimizer(ADAM)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(0.3))
+        assert made.update(sequences(), NextToken())["timing_s/update"] >= 0.3
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
