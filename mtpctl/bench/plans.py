@@ -22,6 +22,12 @@ _DP = (
 )
 """The trainer's two cards side by side on whole samples, where the overlay has them share each."""
 _X2 = f"bench async mimo7b_mtp --overlay h200x2 --out {{out}}/rl-7b-x2 --arm partial-server --set train.rl.steps=4 {_RL_7B}"
+_X8_ON_4 = (
+    "bench async mimo7b_mtp --overlay h200x8 --out {out}/rl-7b-x8-on-4 --arm partial-server --set train.rl.steps=6 "
+    "--set cluster.gpus_per_node=4 --set train.gpus=0.6 --set rollout.gpus=0.4 --set logprob.gpus=0.4 --set rollout.gpu_memory=0.3 "
+    f"--set rollout.kv_cache_bytes=25769803776 --set sync.transport=ipc {_RL_7B}"
+)
+"""The layout for eight cards, two processes to a card."""
 _LORA = (
     "bench async mimo7b_mtp --overlay h200x3_lora --out {out}/rl-7b-lora --arm partial --arm partial-server "
     f"--set train.rl.steps=6 {_RL_7B}"
@@ -32,6 +38,7 @@ _MTP = "bench mtp mimo_small_mtp --together --out {out}/mtp --json"
 ON_CARDS = [
     Task("cycle-model", 1, 3, f"bench cycle-model {_CYCLE}"),
     Task("rl-7b-x4", 4, 8, _X4, ("cycle-model",)),
+    Task("rl-7b-x8-on-4", 4, 6, _X8_ON_4, ("cycle-model",)),
     Task("rl-7b-x4-dp", 3, 5, _DP, ("cycle-model",)),
     Task("rl-7b-lora", 3, 7, _LORA, ("cycle-model",)),
     Task("rl-7b-x2", 2, 6, _X2, ("cycle-model",)),
