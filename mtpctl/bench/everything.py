@@ -65,6 +65,11 @@ class Outcome:
         return {0: "ok", 6: "a bound was missed"}.get(self.code, f"failed ({self.code})")
 
 
+def cards_of(number: int) -> str:
+    """In words."""
+    return f"{number} card{'' if number == 1 else 's'}"
+
+
 def chosen(plan: Sequence[Task], wanted: Sequence[str]) -> list[Task]:
     """The tasks of these names and what they come after, in the plan's order; all where none is named. Raises UserError for a stranger."""
     known = {task.name: task for task in plan}
@@ -119,8 +124,8 @@ async def run_all(plan: Sequence[Task], *, cards: int, out: Path, minutes: float
 
 
 def _left_out(task: Task, cards: int, end: float | None, ended: dict[str, Outcome]) -> str | None:
-    if task.places > max(cards, 1):
-        return f"needs {task.cards} cards"
+    if task.cards > cards:
+        return f"needs {cards_of(task.cards)}"
     if failed := [name for name in task.after if name in ended and ended[name].code not in (0, 6)]:
         return f"comes after {failed[0]}"
     if end is not None and time.monotonic() + 60 * task.minutes > end:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,6 +21,9 @@ def everything(
     ] = None,
     minutes: Annotated[float | None, typer.Option("--minutes", min=0, help="Start nothing that would not end by then.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the commands and stop.")] = False,
+    on: Annotated[
+        Literal["cards", "cpu"] | None, typer.Option("--on", help="What H200s measure, or a CPU at toy size; default: by this machine.")
+    ] = None,
 ) -> None:
     """Every figure of docs/benchmarks.md on the cards there are (on a CPU: toys). Exit code 6 when a bound is missed, 5 on failures."""
     import torch
@@ -30,10 +33,11 @@ def everything(
     from mtpctl.recipe.errors import RuntimeFailure, ThresholdMissed
 
     cards = torch.cuda.device_count()
-    tasks = bench.chosen(plans.ON_CARDS if cards else plans.ON_A_LAPTOP, only or [])
+    on = on or ("cards" if cards else "cpu")
+    tasks = bench.chosen(plans.ON_CARDS if on == "cards" else plans.ON_A_LAPTOP, only or [])
     if plan:
         for task in tasks:
-            print(f"{task.name} ({task.cards} cards, {task.minutes:g} min): mtpctl {shlex.join(task.words(out))}")
+            print(f"{task.name} ({bench.cards_of(task.cards)}, {task.minutes:g} min): mtpctl {shlex.join(task.words(out))}")
         return
     outcomes = asyncio.run(bench.run_all(tasks, cards=cards, out=made(out, "--out"), minutes=minutes, say=say))
     print(bench.table(outcomes))

@@ -143,6 +143,15 @@ def test_the_plan_is_printed_as_one_would_type_it(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit, match="0"):
         main(["bench", "all", "--plan", "--only", "mtp", "--out", "here"])
     assert "mtpctl bench mtp tiny_mtp --out here/mtp" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", "all", "--plan", "--on", "cards", "--only", "mtp-0"])
+    assert capsys.readouterr().out.startswith("mtp-0 (1 card, 10 min): mtpctl bench mtp mimo_small_mtp")
+
+
+def test_what_cards_measure_is_not_run_without_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="5"):
+        main(["bench", "all", "--on", "cards", "--only", "logprob", "--out", str(tmp_path)])
+    assert "logprob: needs 1 card;" in capsys.readouterr().err
 
 
 def test_the_model_of_known_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
