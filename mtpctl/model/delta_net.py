@@ -29,6 +29,7 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with flash_linear_attention.not_required():
             super().__init__(*args, **kwargs)
+        self.out_norm.of_own_heads = not self.config.sequence_parallel
 
     def _setup_variant_attrs(self) -> None:
         super()._setup_variant_attrs()

@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -37,7 +41,13 @@ def _rms_norm(x: Tensor, weight: Tensor, config: TransformerConfig, eps: float) 
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm over the last dimension; works on sequence-parallel input."""
+    """Root-mean-square norm over the last dimension; works on sequence-parallel input.
+
+    `of_own_heads`: what it sees of all tokens is a tensor-parallel rank's heads, so that its weight's gradient is to be summed over
+    the ranks. With sequence parallelism megatron-core does that, and for norms of queries and keys in any case.
+    """
+
+    of_own_heads = False
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -45,8 +55,9 @@ class RMSNorm(torch.nn.Module):
         self.weight = _norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
+        weight = copy_to_tensor_model_parallel_region(self.weight) if self.of_own_heads else self.weight
         # Of keys, x is a part of the queries', keys' and values' memory, and keeping it would keep all of that.
-        return _rms_norm(x.contiguous(), self.weight, self.config, self.eps)
+        return _rms_norm(x.contiguous(), weight, self.config, self.eps)
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):

@@ -180,6 +180,7 @@ CASES = [
     _case("deepseek-pp2", "deepseek", pp=2),
     _case("deepseek-cp2", "deepseek", cp=2),
     _case("deepseek-to-ep2", "deepseek", dp=2, ep=2, restore="deepseek-joint"),
+    _case("qwen3.5-tp2", "qwen3.5", tp=2),
     _case("qwen3.5-sp2", "qwen3.5", tp=2, sequence_parallel=True),
     _case("qwen3.5-pp2", "qwen3.5", pp=2),
     *(
