@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -22,6 +22,18 @@ from mtpctl.train.state import ended_stages
 
 Say = Callable[[str], None]
 WARM = "warm-start"
+UNREAD_BY_SFT = {
+    ("train", "rl"),
+    ("train", "eval_every"),
+    ("train", "keep_checkpoints"),
+    ("rollout",),
+    ("async",),
+    ("sync",),
+    ("logprob",),
+    ("cluster",),
+    ("telemetry",),
+}
+"""Of a recipe, what leaves the weights of a supervised stage as they are: what RL alone reads, and where and how often is looked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +136,13 @@ class Experiment:
         if "sft" not in recipe.train.stages:
             return []
         folder = self.out / f"{run}.hf"
+        train = recipe.train.model_copy(update={"stages": ["sft"], "keep_checkpoints": max(1, recipe.train.keep_checkpoints)})
+        alone = recipe.model_copy(update={"train": train})
+        if folder.exists() or _has_ended(alone):
+            _check_taken(alone, folder, unread=UNREAD_BY_SFT)
         if not folder.exists():
             say(f"seed {seed}: supervised warm start")
-            alone = recipe.train.model_copy(update={"stages": ["sft"], "keep_checkpoints": max(1, recipe.train.keep_checkpoints)})
-            _train([recipe.model_copy(update={"train": alone})])
+            _train([alone])
             with recipe.run_path.with_suffix(".log").open("ab") as log:
                 _finish([(recipe.run_path, _start(["convert-hf", str(recipe.run_path), str(folder)], log))])
         return ["model.config=null", "model.init=weights", f"model.path={folder}", "train.stages=[rl]"]
@@ -165,17 +180,20 @@ def _has_ended(recipe: Recipe) -> bool:
     return load_history(home).last_step("rl") >= train.rl.steps
 
 
-def _check_taken(recipe: Recipe) -> None:
-    """Raise UserError where the run that is there was made by another recipe: its figures would be told as those of this one."""
+def _check_taken(recipe: Recipe, *made: Path, unread: Collection[tuple[str, ...]] = ()) -> None:
+    """Raise UserError where the run that is there was made by another recipe: its figures would be told as those of this one.
+
+    `made`: what came of the run beside its folder. `unread`: sections and keys in which the two may differ.
+    """
     file = RunDirectory(recipe.run_path).recipe
     if not file.exists():
         return
     earlier, asked = (_settings(each) for each in (load_recipe(str(file)).recipe, recipe))
     for key, value in asked.items():
-        if (before := earlier.get(key)) != value:
+        if (before := earlier.get(key)) != value and not any(key[:depth] in unread for depth in (1, 2)):
             raise UserError(
                 f"--out: {recipe.run_path} was made with {'.'.join(key)} {before!r}, and {value!r} is asked for; "
-                "name another --out, or remove that run"
+                f"name another --out, or remove {' and '.join(['that run', *map(str, made)])}"
             )
 
 

@@ -101,6 +101,37 @@ def test_a_finished_run_of_another_recipe_is_not_told_as_one_of_this(tmp_path: P
     assert not (tmp_path / "frozen-0.log").exists()
 
 
+def warmed(out: Path, *sets: str) -> None:
+    """A warm start that has ended, with the recipe that made it."""
+    converted(out)
+    run = out / f"{WARM}-0"
+    checkpoint(run, "end", ["sft"])
+    (run / "recipe.resolved.yaml").write_text(dump_resolved(experiment(out, *sets, "train.stages=[sft]").load(run.name, 0)))
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("train.sft.steps=9", "train.sft.steps 8, and 9"),
+        ("mtp.loss_scale=0.5", r"mtp.loss_scale 0\.\d+, and 0\.5"),
+    ],
+)
+@pytest.mark.parametrize("both", [True, False], ids=["converted", "to be converted"])
+def test_a_warm_start_of_another_recipe_is_not_taken(tmp_path: Path, more: str, told: str, both: bool) -> None:
+    warmed(tmp_path, "train.sft.steps=8")
+    if not both:
+        (tmp_path / f"{WARM}-0.hf").rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=rf"--out: .*{WARM}-0 was made with {told} is asked for; .*remove that run and .*{WARM}-0\.hf"):
+        experiment(tmp_path, "train.sft.steps=8", more).run([ARM], [0], say=print)
+    assert not (tmp_path / f"{WARM}-0.log").exists() and not (tmp_path / "frozen-0.log").exists()
+
+
+@pytest.mark.parametrize("more", ["train.rl.steps=3", "train.eval_every=7", "rollout.temperature=0.5", "async.sync_every=2"])
+def test_a_warm_start_serves_every_recipe_that_differs_in_rl_alone(tmp_path: Path, more: str) -> None:
+    warmed(tmp_path, "train.sft.steps=8")
+    assert experiment(tmp_path, "train.sft.steps=8", more)._warm_start(0, say=print)
+
+
 def test_what_is_measured_is_read_by_each_runs_own_recipe_and_nothing_starts(tmp_path: Path) -> None:
     measured(tmp_path, "frozen-3", 6)
     measured(tmp_path, "frozen-12", 2)
