@@ -24,7 +24,7 @@ class Environment(Protocol):
     stop: Sequence[str]
 
     def reply(self, turn: str) -> str | None:
-        """Text to go on behind the model's turn `turn`, which ends with one of `stop`; None: the response ends here.
+        """Text to go on behind the model's turn `turn`, which ends with one of `stop`; None, or none: the response ends here.
 
         Called in a thread of its own, for many responses at once; must not raise for anything that a model may write.
         """
@@ -129,9 +129,10 @@ class Turns:
         # Drafts accepted in the step that completed the stop string were written behind it.
         sample.cut(start + self._length_to_stop(sample.response_ids[start:]))
         reply = await asyncio.to_thread(self.environment.reply, self._text.decode(sample.response_ids[start:]))
-        if reply is None:
+        tokens = self._text.encode(reply) if reply else []
+        if not tokens:
+            # Nothing would part the next turn from this one, which would be stopped at its stop string again and again.
             return False
-        tokens = self._text.encode(reply)
         sample.append(tokens, [0.0] * len(tokens), sample.version_spans[-1].version, trained=False)
         sample.finish_reason = None
         return True

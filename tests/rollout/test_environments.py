@@ -84,6 +84,16 @@ def test_a_turn_without_a_call_ends_the_response() -> None:
     assert sample.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("said", [None, ""])
+def test_an_environment_that_says_nothing_ends_the_response(said: str | None) -> None:
+    class Silent(Calculator):
+        def reply(self, turn: str) -> str | None:
+            return said
+
+    sample = asyncio.run(play(Scripted(["<calc>1</calc>"]), Silent(), seconds=5))
+    assert (Bytes().decode(sample.response_ids), sample.finish_reason) == ("<calc>1</calc>", "stop")
+
+
 def test_there_are_so_many_turns_and_no_more() -> None:
     playing, sample = Turns(Calculator(), Bytes(), 2), sample_of("<calc>1</calc>")
     assert asyncio.run(playing.go_on(sample))
