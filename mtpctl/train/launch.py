@@ -20,7 +20,7 @@ from mtpctl.train.prepare import Prepared, prepare, store_in
 from mtpctl.train.rl import RlStage
 from mtpctl.train.scoring import Scoring
 from mtpctl.train.sft import SftStage
-from mtpctl.train.state import RunState
+from mtpctl.train.state import RunState, check_stages
 from mtpctl.train.trainer import TrainerGroup
 from mtpctl.train.weights import WeightSync
 
@@ -35,6 +35,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     placement = place(recipe)
     check_room(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus)
     fresh = not recipe.run_path.exists()
+    check_stages(RunDirectory(recipe.run_path).checkpoints, recipe.train.stages)
     with RunDirectory.create(recipe.run_path, dump_resolved(recipe)) as directory:
         try:
             prepared = prepare(recipe, directory.path)
@@ -75,7 +76,8 @@ class Run:
                 if starting is not None and not starting.done():
                     starting.cancel()
                     await asyncio.gather(starting, return_exceptions=True)
-            if self.state.stopping.is_set():
+            # Where every stage has ended there is its checkpoint, and trainers that were started for nothing have no optimizer to save.
+            if self.state.stopping.is_set() and self.state.within_stage:
                 path = await self.state.checkpoint(trainer)
                 kept = f"checkpoint {path}" if path else "train.keep_checkpoints is 0: it cannot be resumed"
                 self.telemetry.event("stop", f"stopped in {self.state.stage} at step {self.state.step}; {kept}")
@@ -137,7 +139,7 @@ class Run:
         told = await trainer.build(self.prepared.model.path)
         self.telemetry.event("start", f"trainer ready: {told['parameters']:,} parameters, {told['trained']:,} of them trained")
         checkpoint = await self.state.load(trainer)
-        within_stage = checkpoint is not None and self.state.stage not in self.state.ended
+        within_stage = self.state.within_stage
         if checkpoint is not None and not within_stage:
             await trainer.call("restore", str(checkpoint))
             if set(self.recipe.train.stages) <= set(self.state.ended):

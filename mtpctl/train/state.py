@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,25 @@ def newest_version(root: Path) -> tuple[Path | None, int]:
     return path, int(state["version"])
 
 
+def check_stages(root: Path, stages: Sequence[str]) -> None:
+    """Raise UserError where the newest checkpoint under `root` is within a stage that is not among `stages`.
+
+    Those would begin without what it has trained.
+    """
+    path, state = _newest(root)
+    stage = state["stage"]
+    if stage and stage not in (*state["ended"], *stages):
+        raise UserError(
+            f"train.stages: {path} is within {stage}, which is not among them; add it, with train.{stage}.steps: {state['step']} to end "
+            "it there, or name another run_dir"
+        )
+
+
 def _newest(root: Path) -> tuple[Path | None, dict[str, Any]]:
     """The newest checkpoint and the state in it; without one, None and the state of a run that has not begun."""
     path = newest(root)
     if path is None:
-        return None, {"ended": [], "version": 0}
+        return None, {"stage": "", "ended": [], "version": 0}
     try:
         state: dict[str, Any] = json.loads((path / _FILE).read_text())
     except (OSError, ValueError) as error:
@@ -65,6 +80,11 @@ class RunState:
     buffer: SampleBuffer | None = None
     saving: Path | None = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def within_stage(self) -> bool:
+        """Whether a stage has begun, and not ended."""
+        return bool(self.stage) and self.stage not in self.ended
 
     def begin(self, stage: str) -> None:
         """Enter a stage, at its first step unless the run was restored within it."""
