@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import time
 from typing import Any
 
@@ -43,8 +42,8 @@ class SftStage:
     async def run(self) -> None:
         """All updates that are left, with checkpoints between."""
         sft, bad = self.recipe.train.sft, 0
-        losses: collections.deque[float] = collections.deque(maxlen=WINDOW)
         while self.state.step < sft.steps and not self.state.stopping.is_set():
+            losses = self.state.losses
             if len(losses) == WINDOW and sum(losses) / WINDOW <= sft.until_loss:
                 self.telemetry.event("sft", f"mean loss {sum(losses) / WINDOW:.3g} after {self.state.step} updates: far enough")
                 return
@@ -56,7 +55,7 @@ class SftStage:
             seconds = time.perf_counter() - began
             bad = check_applied(metrics, bad, self.recipe.train.max_bad_steps)
             if not metrics["skipped"]:
-                losses.append(metrics["sft/loss"])
+                self.state.losses = [*losses, metrics["sft/loss"]][-WINDOW:]
             self.state.step += 1
             self.state.cursor = self.cursor.state_dict()
             metrics |= {"timing_s/step": seconds, "perf/tokens_per_s": metrics.pop("perf/tokens") / seconds}

@@ -16,7 +16,7 @@ from mtpctl.train.buffer import SampleBuffer
 from mtpctl.train.trainer import TrainerGroup
 
 _FILE = "run.json"
-_KEPT = ("stage", "step", "version", "cursor", "ended")
+_KEPT = ("stage", "step", "version", "cursor", "losses", "ended")
 
 
 def ended_stages(root: Path) -> list[str]:
@@ -64,7 +64,7 @@ def _newest(root: Path) -> tuple[Path | None, dict[str, Any]]:
 
 @dataclass
 class RunState:
-    """The controller's part of a checkpoint: stage and step, weight version, place in the data.
+    """The controller's part of a checkpoint: stage and step, weight version, place in the data, the latest losses of a supervised stage.
 
     `buffer` is written beside the checkpoint while a stage has one. `saving` is the checkpoint on its way to disk. `stopping` is
     set when a stop was asked for: stages return at their next step.
@@ -76,6 +76,7 @@ class RunState:
     step: int = 0
     version: int = 0
     cursor: dict[str, Any] | None = None
+    losses: list[float] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     buffer: SampleBuffer | None = None
     saving: Path | None = None
@@ -89,7 +90,7 @@ class RunState:
     def begin(self, stage: str) -> None:
         """Enter a stage, at its first step unless the run was restored within it."""
         if self.stage != stage:
-            self.stage, self.step, self.cursor, self.buffer = stage, 0, None, None
+            self.stage, self.step, self.cursor, self.losses, self.buffer = stage, 0, None, [], None
 
     def end(self, stage: str) -> None:
         """Leave a stage."""
