@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar
 
 from mtpctl.plan import Bucket
 from mtpctl.recipe import UserError
+from mtpctl.rollout.environments import last_turn, length_to_stop
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Health, Occupancy, SpecStats, add_positions
 from mtpctl.samples import GenerationRequest, Sample, Speculation
 from mtpctl.sync.manifest import Manifest
@@ -89,9 +90,24 @@ class Engine(ABC):
         finally:
             self._in_flight.discard(request_id)
             self._occupied.count(len(self._in_flight))
+        seam = len(sample.response_ids)
         self._append(sample, stretch)
         sample.finish_reason = DEADLINE if late else stretch.finish_reason
+        if request.stop:
+            self._stop_over(seam, sample, request.stop)
         return sample
+
+    def _stop_over(self, seam: int, sample: Sample, stop: Sequence[str]) -> None:
+        """End a response at the stop string that lies over `seam`, where it went on: the engine reads what is behind that alone."""
+        turn, reach = last_turn(sample), max(len(each.encode()) for each in stop)
+        if seam <= turn:
+            return
+        # A token is a byte of text at least.
+        first = max(turn, seam - reach)
+        length = length_to_stop(self._read, sample.response_ids[first : seam + reach], stop)
+        if length is not None:
+            sample.cut(first + length)
+            sample.finish_reason = "stop"
 
     def _room(self, tokens: int) -> int:
         """How many tokens the engine can make behind so many; 0 or less where none."""
@@ -130,6 +146,10 @@ class Engine(ABC):
     @abstractmethod
     async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> Stretch:
         """At most `room` tokens behind `prompt`."""
+
+    @abstractmethod
+    def _read(self, tokens: list[int]) -> str:
+        """Text of `tokens`, as the engine looks for stop strings in it."""
 
     @abstractmethod
     async def _abort(self, request_ids: list[str]) -> None:

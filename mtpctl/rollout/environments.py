@@ -123,11 +123,11 @@ class Turns:
     async def go_on(self, sample: Sample) -> bool:
         """Append the environment's answer to a turn that has just stopped; False where the response ends here."""
         start = last_turn(sample)
-        turn = self._text.decode(sample.response_ids[start:])
-        if not any(stop in turn for stop in self.environment.stop) or turns(sample) >= self._limit:
+        length = length_to_stop(self._text.decode, sample.response_ids[start:], self.environment.stop)
+        if length is None or turns(sample) >= self._limit:
             return False
         # Drafts accepted in the step that completed the stop string were written behind it.
-        sample.cut(start + self._length_to_stop(sample.response_ids[start:]))
+        sample.cut(start + length)
         reply = await asyncio.to_thread(self.environment.reply, self._text.decode(sample.response_ids[start:]))
         tokens = self._text.encode(reply) if reply else []
         if not tokens:
@@ -137,14 +137,21 @@ class Turns:
         sample.finish_reason = None
         return True
 
-    def _length_to_stop(self, tokens: list[int]) -> int:
-        """The fewest tokens whose text holds a stop string."""
-        low, high = 1, len(tokens)
-        while low < high:
-            middle = (low + high) // 2
-            text = self._text.decode(tokens[:middle])
-            low, high = (low, middle) if any(stop in text for stop in self.environment.stop) else (middle + 1, high)
-        return low
+
+def length_to_stop(read: Callable[[list[int]], str], tokens: list[int], stop: Sequence[str]) -> int | None:
+    """The fewest of `tokens` whose text, by `read`, holds a stop string; None where the text of all of them holds none."""
+
+    def stopped(length: int) -> bool:
+        text = read(tokens[:length])
+        return any(each in text for each in stop)
+
+    if not stopped(len(tokens)):
+        return None
+    low, high = 1, len(tokens)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if stopped(middle) else (middle + 1, high)
+    return low
 
 
 def last_turn(sample: Sample) -> int:

@@ -77,6 +77,9 @@ class VllmEngine(Engine):
             raise self._died(RuntimeError(f"request {request_id} ended without an output"))
         return _stretch(output.outputs[0])
 
+    def _read(self, tokens: list[int]) -> str:
+        return str(self._llm.get_tokenizer().decode(tokens, skip_special_tokens=True))
+
     async def _abort(self, request_ids: list[str]) -> None:
         await vllm_cut.keep(self._llm, request_ids)
         await self._llm.abort(request_ids)

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -179,23 +179,34 @@ def chain_tensors(config: dict[str, Any], follows: dict[int, int]) -> Tensors:
     return tensors
 
 
-def test_a_real_engine_hands_over_at_the_stop_string_and_goes_on_behind_the_answer(
-    start_engine: Callable[[VllmSettings], VllmEngine], run: Loop, tmp_path: Path
-) -> None:
+class Teller(NamedTuple):
+    """A real engine, and the folder of its model."""
+
+    engine: VllmEngine
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def teller(start_engine: Callable[[VllmSettings], VllmEngine], tmp_path_factory: pytest.TempPathFactory) -> Teller:
+    """Says `1+2=` after `?`, `#9` and the end after a new line, and the alphabet after a letter.
+
+    Behind `=` it would go on with `~~~…`: drafts of it are accepted in the step that writes `=`.
+    """
     config = tiny_config(hidden_size=320, num_attention_heads=10, num_key_value_heads=2, vocab_size=320, num_hidden_layers=1)
-    # Behind `=` the model would go on with `~~~…`: drafts of it are accepted in the step that writes `=`.
-    text = [*b"?1+2=~~"]
-    follows = dict(pairwise(text)) | dict(zip([*b"\n#9"], [*b"#9", EOS], strict=True))
-    folder = write_checkpoint(tmp_path / "model", config, chain_tensors(config, follows))
+    follows = dict(pairwise(b"?1+2=~~")) | dict(zip([*b"\n#9"], [*b"#9", EOS], strict=True)) | dict(pairwise(b"abcdefghija"))
+    folder = write_checkpoint(tmp_path_factory.mktemp("model"), config, chain_tensors(config, follows))
     make_byte_tokenizer(folder)
+    return Teller(start_engine(cpu_settings(folder, k=2, stop=["="])), folder)
+
+
+def test_a_real_engine_hands_over_at_the_stop_string_and_goes_on_behind_the_answer(teller: Teller, run: Loop) -> None:
     environment = Calculator(opening="", closing="=", answer="{}\n")
-    engine = start_engine(cpu_settings(folder, k=2, stop=["="]))
 
     async def drive() -> Sample:
         async def start(index: int) -> Any:
-            return engine
+            return teller.engine
 
-        playing = Turns(environment, load_tokenizer(folder), 8)
+        playing = Turns(environment, load_tokenizer(teller.folder), 8)
         pool = await ReplicaPool.start(start, 1, max_in_flight=4, turns=playing)
         return await pool.sample(GenerationRequest(Sample("p", "g", [*b"Q?"]), 64, stop_token_ids=[EOS]))
 
@@ -205,3 +216,21 @@ def test_a_real_engine_hands_over_at_the_stop_string_and_goes_on_behind_the_answ
     assert sample.finish_reason == "stop"
     assert max(abs(logprob) for logprob in sample.behaviour_logprobs) < 1e-4
     assert sample.speculation.accepted > 0
+
+
+def test_a_stop_string_counts_that_begins_in_one_stretch_and_ends_in_the_next(teller: Teller, run: Loop) -> None:
+    def go_on(said: bytes, answered: bytes = b"", max_tokens: int = 40) -> Sample:
+        sample = Sample("p", "g", [*b"Qa"])
+        sample.append([*said], [-0.5] * len(said), 0)
+        sample.append([*answered], [0.0] * len(answered), 0, trained=False)
+        return run(teller.engine.generate(GenerationRequest(sample, max_tokens, stop=["def", "zz"])))
+
+    for said in (b"", b"bc", b"bcd", b"bcde"):
+        whole = go_on(said)
+        assert (bytes(whole.response_ids), whole.finish_reason) == (b"bcdef", "stop")
+        assert len(whole.behaviour_logprobs) == len(whole.loss_mask) == whole.version_spans[-1].end == 5
+    late = go_on(b"bcde", max_tokens=6)
+    assert (bytes(late.response_ids), late.finish_reason) == (b"bcdef", "stop")
+    # What an environment says is no part of it.
+    other = go_on(b"bc", b"de", max_tokens=8)
+    assert (bytes(other.response_ids), other.finish_reason) == (b"bcdefghi", "length")
