@@ -16,6 +16,16 @@ MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Config fields that name the count of routed experts."""
 
+ROPE_NUMBERS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (),
+}
+"""What each scaling of rotary embeddings cannot do without."""
+
+ROPE_OPTIONS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")
+"""What YaRN computes or takes as usual where the config does not say."""
+
 MIMO_7B = {"hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151680}
 MIMO_7B_POSITIONS = 32768
 """The published MiMo-7B config files state another length than the models were trained with."""
@@ -86,12 +96,10 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         head_dim=head_dim,
         vocab=vocab,
         rope_theta=rope.number("rope_theta", fields.number("rope_theta", family.rope_theta)),
-        rope_scaling=dict(rope.raw) if rope.raw.get("rope_type", rope.raw.get("type", "default")) != "default" else None,
+        rope_scaling=_rope_scaling(rope),
         rotary_fraction=rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", family.rotary_fraction)),
         rms_eps=fields.number("rms_norm_eps", family.rms_eps),
         qkv_bias=fields.flag(family.qkv_bias),
-        out_bias=fields.flag(family.out_bias),
-        mlp_bias=fields.flag(family.mlp_bias),
         qk_norm=fields.flag(family.qk_norm),
         gated_attention=family.gated_attention,
         tied=_Fields(config if "tie_word_embeddings" in config else fields.raw).switch("tie_word_embeddings", family.tied),
@@ -112,8 +120,26 @@ def _check_computed_so(family: Family, fields: _Fields) -> None:
         raise UserError(f"model config: hidden_act {activation!r} is not supported; silu is")
     if fields.raw.get("use_sliding_window"):
         raise UserError("model config: use_sliding_window is not supported: every token attends to all before it")
+    for key in family.output_biases:
+        if fields.switch(key, False):
+            raise UserError(f"model config: {key} puts a bias on the output projections of {family.name}, which is not supported")
     if family.moe and not family.moe.free_shares and fields.raw.get("norm_topk_prob") is False:
         raise UserError(f"model config: norm_topk_prob false is not supported for {family.name}: the experts' shares sum to 1")
+
+
+def _rope_scaling(rope: _Fields) -> dict[str, Any] | None:
+    """The config's own account of it, where there is one and all of its numbers are."""
+    kind = rope.raw.get("rope_type", rope.raw.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind not in ("linear", "llama3", "yarn"):
+        raise UserError(f"model config: RoPE scaling {kind!r} is not supported; linear, llama3 and yarn are")
+    for key in ROPE_NUMBERS[kind]:
+        if rope.raw.get(key) is None:
+            raise UserError(f"model config: RoPE scaling {kind!r} lacks {key}")
+    for key in (*ROPE_NUMBERS[kind], *ROPE_OPTIONS):
+        rope.number(key, 1.0)
+    return dict(rope.raw)
 
 
 class _Fields:

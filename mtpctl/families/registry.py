@@ -27,7 +27,10 @@ class MoeFields:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What all models of a family have in common, and which config field tells what differs."""
+    """What all models of a family have in common, and which config field tells what differs.
+
+    `output_biases`: fields that put a bias on an output projection, of attention or MLP; no model here computes one.
+    """
 
     name: str
     architectures: tuple[str, ...]
@@ -38,8 +41,7 @@ class Family:
     rotary_fraction: float = 1.0
     prefix: str = "model."
     qkv_bias: Flag = False
-    out_bias: Flag = False
-    mlp_bias: Flag = False
+    output_biases: tuple[str, ...] = ()
     qk_norm: Flag = False
     gated_attention: bool = False
     tied: bool = False
@@ -84,7 +86,7 @@ _QWEN_MTP = MtpConvention(
 )
 
 _QWEN2 = Family("qwen2", ("Qwen2ForCausalLM",), ("qwen2",), qkv_bias=True, head_dim_follows_hidden=True)
-_QWEN3 = Family("qwen3", ("Qwen3ForCausalLM",), ("qwen3",), qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True)
+_QWEN3 = Family("qwen3", ("Qwen3ForCausalLM",), ("qwen3",), output_biases=("attention_bias",), qk_norm=True)
 _QWEN_MOE = MoeFields(shared="none", shared_gate=False, router_bias=False, dense="sparse_step", free_shares=True)
 _QWEN_NEXT_MOE = replace(_QWEN_MOE, shared="shared_expert", shared_gate=True, free_shares=False)
 _DEEPSEEK_MOE = MoeFields(shared="shared_experts", shared_gate=False, router_bias=True, dense="first")
@@ -151,9 +153,7 @@ FAMILIES: tuple[Family, ...] = (
         ("LlamaForCausalLM",),
         ("llama",),
         max_positions=2048,
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        mlp_bias="mlp_bias",
+        output_biases=("attention_bias", "mlp_bias"),
     ),
     Family(
         "glm4-moe",

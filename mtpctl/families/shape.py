@@ -92,8 +92,6 @@ class ModelShape:
     rotary_fraction: float
     rms_eps: float
     qkv_bias: bool
-    out_bias: bool
-    mlp_bias: bool
     qk_norm: bool
     gated_attention: bool
     tied: bool

@@ -87,7 +87,7 @@ def _layer(shape: ModelShape, at: str, kind: LayerKind, sparse: bool) -> Named:
     if sparse:
         yield from _experts(shape, f"{at}mlp.")
     else:
-        yield from _mlp(shape, f"{at}mlp.", shape.ffn, shape.mlp_bias)
+        yield from _mlp(shape, f"{at}mlp.", shape.ffn)
 
 
 def _attention(shape: ModelShape, at: str) -> Named:
@@ -95,7 +95,7 @@ def _attention(shape: ModelShape, at: str) -> Named:
     yield from _linear(f"{at}q_proj", q * (2 if shape.gated_attention else 1), shape.hidden, shape.qkv_bias)
     yield from _linear(f"{at}k_proj", kv, shape.hidden, shape.qkv_bias)
     yield from _linear(f"{at}v_proj", kv, shape.hidden, shape.qkv_bias)
-    yield from _linear(f"{at}o_proj", shape.hidden, q, shape.out_bias)
+    yield from _linear(f"{at}o_proj", shape.hidden, q)
     if shape.qk_norm:
         yield f"{at}q_norm.weight", (shape.head_dim,)
         yield f"{at}k_norm.weight", (shape.head_dim,)
@@ -136,10 +136,10 @@ def _delta(shape: ModelShape, at: str) -> Named:
     yield from _linear(f"{at}out_proj", shape.hidden, values)
 
 
-def _mlp(shape: ModelShape, at: str, ffn: int, bias: bool = False) -> Named:
-    yield from _linear(f"{at}gate_proj", ffn, shape.hidden, bias)
-    yield from _linear(f"{at}up_proj", ffn, shape.hidden, bias)
-    yield from _linear(f"{at}down_proj", shape.hidden, ffn, bias)
+def _mlp(shape: ModelShape, at: str, ffn: int) -> Named:
+    yield from _linear(f"{at}gate_proj", ffn, shape.hidden)
+    yield from _linear(f"{at}up_proj", ffn, shape.hidden)
+    yield from _linear(f"{at}down_proj", shape.hidden, ffn)
 
 
 def _experts(shape: ModelShape, at: str) -> Named:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from mtpctl.families import ModelShape
-from mtpctl.recipe import UserError
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Rope:
 
 
 def rope_of(shape: ModelShape) -> Rope:
-    """Raises UserError for a kind of scaling that is not known."""
+    """As the config scales it."""
     dims = shape.latent.rope_dim if shape.latent else int(shape.head_dim * shape.rotary_fraction)
     plain = 1.0 / shape.rope_theta ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims)
     scaling = shape.rope_scaling
@@ -43,9 +42,8 @@ def rope_of(shape: ModelShape) -> Rope:
         return Rope(plain / scaling["factor"])
     if kind == "llama3":
         return Rope(_by_wavelength(plain, scaling))
-    if kind == "yarn":
-        return _yarn(plain, shape, scaling)
-    raise UserError(f"model config: RoPE scaling {kind!r} is not supported; linear, llama3 and yarn are")
+    assert kind == "yarn", f"RoPE scaling {kind!r} is not computed here"
+    return _yarn(plain, shape, scaling)
 
 
 def _by_wavelength(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:

@@ -15,7 +15,7 @@ from mtpctl.recipe.schema import ParallelConfig
 
 # Held whole by every tensor-parallel rank: norms, routers, the small gates, and what feeds a latent.
 _REPLICATED = re.compile(
-    r"(?:norm|layernorm|pre_fc_norm_(?:embedding|hidden)|mlp\.gate|e_score_correction_bias|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa|o_proj\.bias|down_proj\.bias)(?:\.weight)?$"
+    r"(?:norm|layernorm|pre_fc_norm_(?:embedding|hidden)|mlp\.gate|e_score_correction_bias|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa)(?:\.weight)?$"
 )
 _EXPERT = ".mlp.experts."
 _LAYER = re.compile(r"\.layers\.([0-9]+)\.")

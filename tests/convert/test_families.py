@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mtpctl.convert import HfFolder
-from mtpctl.recipe import UserError
 from mtpctl.recipe.schema import MtpConfig
 from tests.engine.tiny import engine, sequences
 from tests.model.test_mimo import packed_logits
@@ -176,16 +175,3 @@ def test_logits_are_those_of_transformers(tmp_path, case):
     saved = {name: value for name, value in load_file(tmp_path / "model.safetensors").items() if not name.startswith("model.visual.")}
     assert exported.keys() == saved.keys()
     assert all(torch.equal(exported[name], saved[name]) for name in saved)
-
-
-def test_biases_of_output_projections_are_refused(tmp_path):
-    hf_model("Llama", {"attention_bias": True}, tmp_path)
-    with pytest.raises(UserError, match="attention_bias"), engine(HfFolder.open(tmp_path)):
-        pass
-
-
-def test_unknown_rope_scaling_is_refused(tmp_path):
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64}
-    hf_model("Qwen2", {"rope_parameters": rope}, tmp_path)
-    with pytest.raises(UserError, match="'dynamic' is not supported; linear, llama3 and yarn are"), engine(HfFolder.open(tmp_path)):
-        pass
