@@ -29,7 +29,7 @@ from mtpctl.sync.session import SyncReport, or_cancel
 
 AFFINITY_SLACK = 8
 GRACE_S = 60.0
-"""Seconds beyond the deadline of what it was asked after which a replica that has not answered counts as dead."""
+"""Seconds beyond the deadline of what it was asked, and beyond an update, after which a replica that has not answered counts as dead."""
 
 Starter = Callable[[int], Awaitable[Replica]]
 
@@ -74,6 +74,7 @@ class ReplicaPool:
         self._room = asyncio.Condition()
         self._paused: PauseMode | None = None
         self._version = 0
+        self._taking_in, self._taken_in_at = False, float("-inf")
 
     @classmethod
     async def start(
@@ -166,7 +167,7 @@ class ReplicaPool:
             assert replica is not None
             attempt = replace(request, sample=request.sample.copy(), deadline_s=max(until - clock(), 0.0))
             try:
-                sample = await asyncio.wait_for(replica.generate(attempt), attempt.deadline_s + GRACE_S)
+                sample = await self._answer(replica, attempt)
             except (EngineDead, TargetDirty, TimeoutError) as error:
                 self._replicas.lost(seat, replica, error)
                 continue
@@ -175,6 +176,20 @@ class ReplicaPool:
             if sample.finish_reason != ABORTED and not await self._next_turn(sample, until - clock()):
                 return sample
             request = replace(request, sample=sample)
+
+    async def _answer(self, replica: Replica, request: GenerationRequest) -> Sample:
+        """The replica's answer. Raises TimeoutError where it is long overdue, and no update has held the replica up."""
+        clock = asyncio.get_running_loop().time
+        answer = asyncio.ensure_future(replica.generate(request))
+        until = clock() + request.deadline_s + GRACE_S
+        try:
+            while not (await asyncio.wait([answer], timeout=until - clock()))[0]:
+                until = (clock() if self._taking_in else self._taken_in_at) + GRACE_S
+                if until <= clock():
+                    raise TimeoutError(f"no answer within {GRACE_S:g} s of its deadline")
+            return answer.result()
+        finally:
+            answer.cancel()
 
     async def _next_turn(self, sample: Sample, seconds: float) -> bool:
         """Whether an environment has answered, and the model goes on. An answer that takes too long ends the response."""
@@ -273,7 +288,11 @@ class ReplicaPool:
                 await replica.pause(self._paused)
             return report
 
-        reports = await self._replicas.take_in(lambda replica: or_cancel(manifest, take_in(replica)))
+        self._taking_in = True
+        try:
+            reports = await self._replicas.take_in(lambda replica: or_cancel(manifest, take_in(replica)))
+        finally:
+            self._taking_in, self._taken_in_at = False, asyncio.get_running_loop().time()
         self._version = manifest.version
         return reports
 

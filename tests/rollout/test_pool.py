@@ -14,7 +14,7 @@ import pytest
 
 from mtpctl.cluster import host_store
 from mtpctl.recipe import RuntimeFailure, UserError
-from mtpctl.rollout import EngineDead, ReplicaPool
+from mtpctl.rollout import DEADLINE, EngineDead, ReplicaPool
 from mtpctl.rollout.pool import AFFINITY_SLACK
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync import Manifest, SyncError, SyncReport
@@ -285,6 +285,31 @@ async def test_a_replica_that_comes_back_takes_what_the_others_serve_and_not_wha
         await asyncio.sleep(0.005)
     assert [health.version for health in await pool.health()] == [1, 1]
     assert len(await pool.update(MANIFESTS[2])) == 2
+
+
+@in_loop
+async def test_a_deadline_that_falls_into_a_long_update_does_not_count_against_the_replica() -> None:
+    class Busy(FakeReplica):
+        """Its core hears of nothing before the weights are in."""
+
+        async def update(self, manifest: Manifest, **options: Any) -> SyncReport:
+            await self.pause("keep")
+            self.tick_s = 0.4
+            await asyncio.sleep(0.4)
+            self.tick_s = 0.0005
+            return await super().update(manifest, **options)
+
+    fleet = Fleet(lambda index: Busy())
+    pool = await fleet.pool(1)
+    asked = [GenerationRequest(Sample("p", "g", [0]), 1 << 20, deadline_s=0.1)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mtpctl.rollout.pool.GRACE_S", 0.1)
+        task = asyncio.ensure_future(collect(pool, asked))
+        await asyncio.sleep(0.02)
+        await pool.update(MANIFESTS[1])
+        (sample,) = await task
+    assert sample.finish_reason == DEADLINE and sample.response_ids
+    assert len(fleet.made[0]) == 1
 
 
 @in_loop
