@@ -1,11 +1,13 @@
 """What of a folder is written already, so that an interrupted conversion goes on where it stopped.
 
 The folder grows beside its place, under the name with `.partial`, and is renamed when it is whole. Its journal names the
-conversion on the first line, and then each part that is on the disk.
+conversion on the first line, and then each part that is on the disk. Whoever works on it holds a lock on it, which ends with
+its process.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -27,15 +29,42 @@ class Journal:
         self.done: dict[int, Any] = {}
         self.discarded = False
         """Whether another conversion's beginnings were thrown away."""
-        if self.work.exists() and not self.file.is_file():
-            raise UserError(f"{self.work}: is in the way, and no conversion of this command's; remove it or name another DST")
-        if self.work.exists() and not self._taken_up(conversion):
-            shutil.rmtree(self.work)
-            self.discarded = True
-        self.resumed = len(self.done)
-        if not self.work.exists():
-            self.work.mkdir(parents=True)
-            self._append(conversion)
+        begun = self.work.exists()
+        self.work.mkdir(parents=True, exist_ok=True)
+        self._lock = self._locked()
+        begun = begun or any(self.work.iterdir())
+        try:
+            if begun and not self.file.is_file():
+                raise UserError(f"{self.work}: is in the way, and no conversion of this command's; remove it or name another DST")
+            if begun and not self._taken_up(conversion):
+                self._clear()
+                self.discarded = True
+            self.resumed = len(self.done)
+            if not self.file.exists():
+                self._append(conversion)
+        except BaseException:
+            self.close()
+            raise
+
+    def _locked(self) -> int:
+        """The folder, open and locked. Raises UserError where another process works on it, or has just put it in its place."""
+        handle = os.open(self.work, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(handle), self.work.stat()):
+                raise FileNotFoundError
+        except (BlockingIOError, FileNotFoundError) as error:
+            os.close(handle)
+            raise UserError(f"{self.work}: another conversion writes there; wait for its end, or name another DST") from error
+        return handle
+
+    def _clear(self) -> None:
+        for path in self.work.iterdir():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+    def close(self) -> None:
+        """Let others work on the folder."""
+        os.close(self._lock)
 
     def _taken_up(self, conversion: dict[str, Any]) -> bool:
         # What follows the last line break was being written when the conversion stopped.

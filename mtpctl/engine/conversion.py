@@ -276,6 +276,8 @@ def _growing(target: Path, conversion: dict[str, Any]) -> Iterator[Journal]:
         if not journal.done:
             shutil.rmtree(journal.work, ignore_errors=True)
         raise
+    finally:
+        journal.close()
 
 
 @contextlib.contextmanager

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from mtpctl.convert.hf_writer import HfWriter
+from mtpctl.convert.journal import Journal
 from mtpctl.convert.layout import Stored
 from mtpctl.engine import conversion, parts
+from mtpctl.recipe import UserError
 from tests.convert.models import assert_same_tensors, change_config, converted, tensors, write
 from tests.engine.tiny import mimo
 
@@ -75,6 +77,28 @@ def test_a_model_folder_of_another_layout_makes_it_start_anew(tmp_path: Path, st
     stopped(tmp_path / "checkpoint", tmp_path / "back", model=folder)
     converted(tmp_path / "checkpoint", tmp_path / "back", model=other)
     assert_same_tensors(tmp_path / "back", other)
+
+
+def test_what_another_conversion_writes_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is the same conversion or another, and only as long as it runs."""
+    folder, other = mimo(tmp_path / "hf").path, mimo(tmp_path / "other", vocab_size=80).path
+    note, asked = conversion.Journal.note, []
+
+    def noted(self: conversion.Journal, part: int, what: Any = None) -> None:
+        note(self, part, what)
+        if not asked:
+            for source in (folder, other):
+                asked.append(source)
+                before = {path: path.read_bytes() for path in self.work.rglob("*") if path.is_file()}
+                with pytest.raises(UserError, match=r"checkpoint\.partial: another conversion writes there; wait for its end"):
+                    Journal(tmp_path / "checkpoint", {"of": str(source)})
+                assert {path: path.read_bytes() for path in self.work.rglob("*") if path.is_file()} == before
+
+    monkeypatch.setattr(conversion.Journal, "note", noted)
+    converted(folder, tmp_path / "checkpoint")
+    assert len(asked) == 2
+    converted(tmp_path / "checkpoint", tmp_path / "back")
+    assert_same_tensors(tmp_path / "back", folder)
 
 
 def layout(count: int) -> list[Stored]:
