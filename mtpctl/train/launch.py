@@ -16,7 +16,7 @@ from mtpctl.rl import make_checker
 from mtpctl.rollout import ReplicaPool, check_engine_installed, start_pool
 from mtpctl.telemetry import RunDirectory, Telemetry
 from mtpctl.train.buffer import SampleBuffer
-from mtpctl.train.prepare import Prepared, prepare, store_in
+from mtpctl.train.prepare import Prepared, check_drawn, prepare, store_in
 from mtpctl.train.rl import RlStage
 from mtpctl.train.scoring import Scoring
 from mtpctl.train.sft import SftStage
@@ -35,7 +35,9 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     placement = place(recipe)
     check_room(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus)
     fresh = not recipe.run_path.exists()
-    check_stages(RunDirectory(recipe.run_path).checkpoints, recipe.train.stages)
+    there = RunDirectory(recipe.run_path)
+    check_stages(there.checkpoints, recipe.train.stages)
+    check_drawn(recipe, there)
     with RunDirectory.create(recipe.run_path, dump_resolved(recipe)) as directory:
         try:
             prepared = prepare(recipe, directory.path)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mtpctl.convert import HfFolder, ModelWeights, create_hf_folder
 from mtpctl.data import ProblemSets, Tokenizer, check_fits_model, fit_problems, load_problem_sets, load_tokenizer, make_byte_tokenizer
 from mtpctl.families import ModelShape, count
 from mtpctl.plan import WEIGHT_BYTES
-from mtpctl.recipe import EnvironmentMissing, Recipe, UserError, hf_config
+from mtpctl.recipe import EnvironmentMissing, Recipe, UserError, hf_config, yaml12
+from mtpctl.recipe.loading import flatten
 from mtpctl.sync import VersionStore, default_root, name_of
+from mtpctl.telemetry import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,28 @@ def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
     if Path(config.path).is_dir():
         return HfFolder.open(config.path)
     return HfFolder.open(_download(config.path))
+
+
+def check_drawn(recipe: Recipe, run: RunDirectory) -> None:
+    """Raise UserError where the weights that a run began with were drawn for another model or from another seed than the recipe's."""
+    folder = run.path / "model"
+    if not makes_model(recipe) or not folder.is_dir() or not run.recipe.exists():
+        return
+    earlier = _drawn_from(yaml12.parse(run.recipe.read_text(encoding="utf-8"), str(run.recipe)).value)
+    asked = _drawn_from(recipe.model_dump(mode="json", by_alias=True))
+    for key in [*asked, *earlier]:
+        if (before := earlier.get(key)) != (now := asked.get(key)):
+            raise UserError(
+                f"{'.'.join(key)}: {now!r} is asked for, and {folder} was made with {before!r}; restore it, or name another run_dir"
+            )
+
+
+def _drawn_from(tree: dict[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Values of a resolved recipe that decide on the weights it draws, by key."""
+    model = {"config": tree["model"]["config"]}
+    if path := tree["model"]["path"]:
+        model["path"] = str(Path(path).resolve()) if Path(path).exists() else path
+    return flatten({"seed": tree["seed"], "model": model})
 
 
 def store_in(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from mtpctl.recipe import Recipe, UserError
+from mtpctl.recipe import Recipe, UserError, dump_resolved
 from mtpctl.telemetry import RunDirectory, Telemetry
 from mtpctl.train import launch
 from mtpctl.train.launch import Run
-from mtpctl.train.prepare import Prepared, model_of
+from mtpctl.train.prepare import Prepared, check_drawn, model_of
 from tests.train.test_offline import recipe
 
 SFT = ("train.stages=[sft]", "train.sft.steps=4")
@@ -78,3 +78,22 @@ def test_a_stage_that_was_begun_is_not_left_out_in_silence(tmp_path: Path) -> No
         launch.run(recipe(tmp_path / "run", "train.stages=[rl]", "cluster.num_cpus=2"))
     assert "\n" not in str(told.value)
     assert not RunDirectory(tmp_path / "run").recipe.exists(), "the directory is left as it was"
+
+
+@pytest.mark.parametrize(
+    ("now", "told"),
+    [
+        ("seed=1", "seed: 1 is asked for, and .*/model was made with 0; restore it"),
+        ("model.config.hidden_size=128", r"model\.config\.hidden_size: 128 is asked for, and .*/model was made with 64"),
+        ("model.config.extra=1", r"model\.config\.extra: 1 is asked for, and .*/model was made with None"),
+    ],
+)
+def test_weights_that_were_drawn_for_another_recipe_are_not_taken_for_this_one(tmp_path: Path, now: str, told: str) -> None:
+    """No checkpoint is there that could tell: the run was ended before its first one."""
+    begun = recipe(tmp_path / "run", *SFT, "cluster.num_cpus=2")
+    with RunDirectory.create(begun.run_path, dump_resolved(begun)):
+        model_of(begun, begun.run_path)
+    check_drawn(begun, RunDirectory(begun.run_path))
+    with pytest.raises(UserError, match=told):
+        launch.run(recipe(begun.run_path, *SFT, "cluster.num_cpus=2", now))
+    assert RunDirectory(begun.run_path).recipe.read_text() == dump_resolved(begun), "what is there is what its recipe says"
