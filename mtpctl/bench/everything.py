@@ -50,7 +50,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one ended: `code` is its exit code, None where it was not run, for the reason that `why` gives."""
+    """How one ended: `code` is its exit code, None where it was not run to its end, for the reason that `why` gives."""
 
     task: Task
     seconds: float = 0.0
@@ -151,18 +151,21 @@ async def _run(task: Task, cards: list[int], out: Path) -> Outcome:
             env=environment,
             start_new_session=True,
         )
+        why = ""
         try:
             async with asyncio.timeout(60 * task.minutes):
-                code = await process.wait()
+                code: int | None = await process.wait()
         except TimeoutError:
-            code = await _end(process)
+            await _end(process)
+            # Whatever it says: one that stops cleanly when it is told to has measured nothing all the same.
+            code, why = None, f"ended after its {task.minutes:g} minutes"
         except asyncio.CancelledError:
             await _end(process)
             raise
-    return Outcome(task, time.monotonic() - began, code)
+    return Outcome(task, time.monotonic() - began, code, why)
 
 
-async def _end(process: asyncio.subprocess.Process) -> int:
+async def _end(process: asyncio.subprocess.Process) -> None:
     """A clean stop if it can, and then no process of its session is left."""
     with suppress(ProcessLookupError):
         process.terminate()
@@ -171,7 +174,7 @@ async def _end(process: asyncio.subprocess.Process) -> int:
             await process.wait()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    return await process.wait()
+    await process.wait()
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

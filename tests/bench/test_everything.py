@@ -33,13 +33,16 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "python"
     script.write_text(
         f"""#!{sys.executable}
-import os, pathlib, subprocess, sys, time
+import os, pathlib, signal, subprocess, sys, time
 name, out = sys.argv[4], pathlib.Path(sys.argv[5])
 note = lambda what: open(out / "notes", "a").write(f"{{what}} {{name}} {{os.environ.get('CUDA_VISIBLE_DEVICES', '-')}}\\n")
 note("begin")
 if name == "stuck":
     child = subprocess.Popen(["sleep", "600"])
     (out / "child").write_text(str(child.pid))
+    time.sleep(600)
+if name == "polite":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     time.sleep(600)
 time.sleep(0.3)
 print("{{}}")
@@ -100,13 +103,19 @@ def test_a_missed_bound_is_a_result(tmp_path: Path) -> None:
 
 def test_one_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> None:
     (outcome,), _ = run(tmp_path, [task("stuck", minutes=0.02)], cards=1)
-    assert outcome.code not in (0, 6, None)
+    assert outcome.verdict == "ended after its 0.02 minutes" and exit_code([outcome]) == 5
     child = int((tmp_path / "out" / "child").read_text())
     for _ in range(50):
         if not _alive(child):
             return
         time.sleep(0.1)
     pytest.fail("a process that it had started goes on")
+
+
+def test_one_that_stops_cleanly_when_its_time_is_up_did_not_succeed(tmp_path: Path) -> None:
+    outcomes, _ = run(tmp_path, [task("polite", minutes=0.02), task("then", after=("polite",))], cards=1)
+    assert [o.verdict for o in outcomes] == ["ended after its 0.02 minutes", "comes after polite"]
+    assert exit_code(outcomes) == 5
 
 
 def _alive(pid: int) -> bool:
