@@ -8,6 +8,7 @@ whose name says nothing is shown, and never judged.
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,10 +42,11 @@ class Change:
 
     @property
     def worse_by(self) -> float:
-        """How much worse, relative to before; 0 or less where it is no worse, or nobody can say."""
-        if self.better is None or self.before <= 0:
+        """How much worse, relative to before, infinitely where that was 0; 0 or less where it is no worse, or nobody can say."""
+        if self.better is None or self.before == self.after:
             return 0.0
-        return self.ratio - 1 if self.better == "lower" else 1 - self.ratio
+        more = self.after - self.before if self.better == "lower" else self.before - self.after
+        return more / abs(self.before) if self.before else math.copysign(math.inf, more)
 
 
 def read(path: Path) -> Any:

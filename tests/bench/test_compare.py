@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,22 @@ def test_worse_is_worse_on_either_side() -> None:
     slower, fewer = changes({"median_ms": 10.0, "tokens_per_s": 100.0}, {"median_ms": 12.0, "tokens_per_s": 80.0})
     assert slower.worse_by == pytest.approx(0.2) and fewer.worse_by == pytest.approx(0.2)
     assert table([slower, fewer], 0.05).count("worse") == 2 and "worse" not in table([slower, fewer], 0.25)
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "worse_by"),
+    [
+        ("stall_seconds", 0.0, 0.5, math.inf),
+        ("trained_against_frozen.points", -2.0, -5.0, 1.5),
+        ("trained_against_frozen.points", 2.0, -1.0, 1.5),
+        ("trained_against_frozen.points", -2.0, 1.0, -1.5),
+        ("acceptance", 0.0, 0.4, -math.inf),
+        ("stall_seconds", 0.0, 0.0, 0.0),
+    ],
+)
+def test_what_was_nothing_or_less_can_get_worse_too(name: str, before: float, after: float, worse_by: float) -> None:
+    (change,) = changes({name: before}, {name: after})
+    assert change.worse_by == worse_by
 
 
 def test_files_that_are_none_or_share_nothing(tmp_path: Path) -> None:
