@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
 
+from mtpctl.cluster import host_store
 from mtpctl.recipe import UserError
 from mtpctl.rollout.engine import Engine, Stretch, check_options, speculation_counts
 from mtpctl.rollout.protocol import ABORTED
@@ -50,6 +53,7 @@ class SglangEngine(Engine):
         self._open.set()
         self._submitted: set[str] = set()
         self._drained = asyncio.Condition()
+        self._meeting: Any = None
         self._processes = [psutil.Process(pid) for pid in engine.get_all_child_pids()]
 
     @classmethod
@@ -69,9 +73,12 @@ class SglangEngine(Engine):
         sglang_plugin.register()
         sglang_plugin.check_plugin()
         check_options("SGLang", option_names(ServerArgs), settings.args)
-        # In the loop's own thread: SGLang binds its sockets and its event loop where it is built.
-        upstream = Upstream(**settings.args | {"weight_version": str(version)})
-        return cls(upstream, settings, version)
+        with ranks_meet_here() as meeting:
+            # In the loop's own thread: SGLang binds its sockets and its event loop where it is built.
+            upstream = Upstream(**settings.args | {"weight_version": str(version)})
+        engine = cls(upstream, settings, version)
+        engine._meeting = meeting
+        return engine
 
     # ------------------------------------------------------------------------------------------------- generation
 
@@ -141,6 +148,9 @@ class SglangEngine(Engine):
         counts = speculation_counts(list(histogram), meta["spec_num_proposed_drafts"]) if histogram else Speculation()
         return Stretch(tokens, logprobs, [span for span in spans if span[0] < span[1]], reason, counts)
 
+    def _read(self, tokens: list[int]) -> str:
+        return str(self._manager.tokenizer.decode(tokens, skip_special_tokens=True))
+
     async def _abort(self, request_ids: list[str]) -> None:
         # SGLang passes over what it has not registered yet, so it is told until they are gone.
         names = {f"{request_id}." for request_id in request_ids}
@@ -186,6 +196,33 @@ class SglangEngine(Engine):
         """End the engine. May be called again."""
         await asyncio.to_thread(self._engine.shutdown)
         self._target.close()
+
+
+@contextmanager
+def ranks_meet_here() -> Iterator[Any]:
+    """An SGLang engine that is started in the block has its ranks meet in the store that this gives, to be held as long as the engine.
+
+    By itself SGLang looks for a free port, and its first rank takes it many seconds later, when the model is loaded: where another
+    program has come first, that rank dies, and takes the process with it that started it.
+    """
+    store = host_store("127.0.0.1")
+    meeting = {
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
+        # torch's own: rank 0 joins a store that is there, as the others do.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    before = {name: os.environ.get(name) for name in meeting}
+    os.environ.update(meeting)
+    try:
+        yield store
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def usable_context(manager: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -42,6 +43,19 @@ def publish(engine: SglangEngine, tmp_path_factory: pytest.TempPathFactory) -> I
     publisher = Publisher(store, bucket_bytes=1 << 16)
     yield lambda tensors: publisher.publish(half(tensors).items(), engine.version + 1, checksums=True)
     store.close()
+
+
+def test_ranks_need_no_port_that_another_program_could_take(
+    start_engine: Callable[[SglangSettings], Any], run: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt import server_args
+
+    folder = write_checkpoint(tmp_path / "model", CONFIG, half(random_tensors(CONFIG, 0)))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(server_args, "get_free_port", lambda: taken.getsockname()[1])
+        engine = start_engine(sglang_settings(folder))
+        assert len(run(answers(engine, 1))[0].response_ids) == 60
+    run(engine.shutdown())
 
 
 def request(index: int = 0, max_tokens: int = 60, **options: Any) -> GenerationRequest:
