@@ -11,7 +11,15 @@ _FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = 2, 2, 2
 """Operations for each weight and token: one multiply and one add in each of the three products."""
 
 
-_PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+_PEAKS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+}
 """Dense bf16 FLOP/s by NVIDIA's data sheets; the first name that a card's name holds as whole words counts."""
 
 

@@ -52,7 +52,14 @@ def test_an_isolated_drafter_leaves_the_heads_gradient_out() -> None:
 
 @pytest.mark.parametrize(
     ("card", "peak"),
-    [("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H20", None), ("cpu", None)],
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H20", None),
+        ("cpu", None),
+    ],
 )
 def test_cards_by_name(card: str, peak: float | None) -> None:
     assert card_peak(card) == peak
