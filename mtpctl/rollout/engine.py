@@ -58,6 +58,7 @@ class Engine(ABC):
         self._occupied = Occupancy(places)
         self._stats = SpecStats()
         self._paused = False
+        self._patience_s = CONTROL_DEADLINE_S
         self._failure = ""
         self._holds: Collection[Section] = holds
         self._target = VllmTarget(client, version, within=self._within, paused=lambda: self._paused, holds=holds)
@@ -205,18 +206,21 @@ class Engine(ABC):
     async def update(self, manifest: Manifest, *, mode: PauseMode = "keep", verify: bool = False, deadline_s: float = 120.0) -> SyncReport:
         """Pause, take in the sections of `manifest` that the engine holds (`draft` where it drafts), check them if asked to, resume.
 
-        Raises what `update_target` raises; after a SyncError the engine goes on with the weights it had.
+        An engine that was paused stays so. Raises what `update_target` raises; after a SyncError the engine goes on with the weights
+        it had.
         """
         if self._target.updating is not None:
             raise VersionConflict(f"an update to version {self._target.updating} is under way")
-        started = time.monotonic()
+        started, stood = time.monotonic(), self._paused
+        self._patience_s = max(CONTROL_DEADLINE_S, deadline_s)
         try:
             await self.pause(mode)
             report = await update_target(self, manifest, verify=verify, deadline_s=deadline_s, holds=self._holds)
             if self.speculates_by_choice:
                 await self.speculate(look_again=True)
         finally:
-            if not self._target.dirty and not self._failure:
+            self._patience_s = CONTROL_DEADLINE_S
+            if not stood and not self._target.dirty and not self._failure:
                 await self.resume()
         stall = time.monotonic() - started
         return SyncReport(report.version, report.nbytes, report.seconds, stall, report.verified)
@@ -249,10 +253,15 @@ class Engine(ABC):
     # ------------------------------------------------------------------------------------------------- deadlines
 
     async def _within(self, step: Awaitable[T], what: str) -> T:
+        seconds = self._patience_s
         try:
-            return await asyncio.wait_for(step, CONTROL_DEADLINE_S)
+            return await asyncio.wait_for(step, seconds)
         except TimeoutError as error:
-            raise self._died(RuntimeError(f"{what} took longer than {CONTROL_DEADLINE_S:.0f} s")) from error
+            raise self._died(RuntimeError(f"{what} took longer than {seconds:.0f} s")) from error
+        except Exception as error:
+            if self._errored:
+                raise self._died(error) from error
+            raise
 
     def _check_alive(self) -> None:
         if self._target.dirty:

@@ -92,6 +92,8 @@ async def update_target(
             raise TargetDirty(
                 f"the sync to version {manifest.version} broke off, and giving it up took longer than {deadline_s:g} s"
             ) from error
+        except TargetDirty as dirty:
+            raise TargetDirty(f"{dirty}, after {type(error).__name__}: {error}") from error
         if isinstance(error, TimeoutError):
             raise SyncError(f"the sync to version {manifest.version} took longer than sync.deadline_s = {deadline_s}") from error
         raise

@@ -187,7 +187,7 @@ class VllmTarget:
         try:
             await self._in_session(self._client.start(draft=section == "draft" and not self._discarding), "opening a weight session")
             await self._in_session(self._client.step(step), "a weight update")
-        except SyncError:
+        except MtpctlError:
             raise
         except Exception as error:
             raise PlanMismatch(str(error)) from error

@@ -1,0 +1,128 @@
+"""What every engine does the same way, on one whose core is made up: how long it is waited for, and how its death is told."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtpctl.rollout import EngineDead
+from mtpctl.rollout.engine import Engine, Stretch
+from mtpctl.samples import GenerationRequest
+from mtpctl.sync import Manifest, PauseMode, Publisher, TargetDirty, VersionStore
+from tests.rollout.conftest import in_loop
+
+
+class Core:
+    """A `VllmClient` that takes its time, and dies, where it is told to."""
+
+    def __init__(self, slow_in: str = "", dies_in: str = "") -> None:
+        self.slow_in, self.dies_in, self.dead = slow_in, dies_in, False
+
+    async def _do(self, what: str) -> None:
+        if what == self.slow_in:
+            await asyncio.sleep(0.2)
+        if what == self.dies_in:
+            self.dead = True
+        if self.dead:
+            raise ValueError("no kernel image")
+
+    async def start(self, *, draft: bool) -> None:
+        await self._do("start")
+
+    async def step(self, info: dict[str, Any]) -> None:
+        await self._do(info["action"])
+
+    async def finish(self, version: int) -> None:
+        await self._do("finish")
+
+    async def rpc(self, method: str, *args: str) -> list[Any]:
+        await self._do(method)
+        return []
+
+    async def load_adapter(self, name: str, number: int, folder: str) -> None:
+        raise AssertionError("there is none")
+
+
+class Made(Engine):
+    """An engine around a `Core`, which generates nothing."""
+
+    def __init__(self, core: Core) -> None:
+        super().__init__(core, version=0, context=8, places=1, holds=("target",))
+        self.core, self.paused = core, False
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        await self._within(self.core._do("pause"), "pausing")
+        self._paused = self.paused = True
+
+    async def resume(self) -> None:
+        self._check_alive()
+        await self._within(self.core._do("resume"), "resuming")
+        self._paused = self.paused = False
+
+    async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> Stretch:
+        raise NotImplementedError
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        raise NotImplementedError
+
+    async def speculate(self, drafts: int | None = None, *, look_again: bool = False) -> dict[str, Any]:
+        raise NotImplementedError
+
+    async def shutdown(self) -> None:
+        raise NotImplementedError
+
+    def _read(self, tokens: list[int]) -> str:
+        raise NotImplementedError
+
+    @property
+    def _errored(self) -> bool:
+        return self.core.dead
+
+
+def manifest(root: Path, version: int = 1) -> Manifest:
+    return Publisher(VersionStore(root), bucket_bytes=1 << 10).publish([("w", torch.ones(3))], version)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_an_update_leaves_an_engine_as_it_was_paused_or_not(tmp_path: Path, paused: bool) -> None:
+    @in_loop
+    async def drive() -> None:
+        engine = Made(Core())
+        if paused:
+            await engine.pause()
+        await engine.update(manifest(tmp_path))
+        assert (engine.version, engine.paused) == (1, paused)
+
+    drive()
+
+
+def test_weights_may_take_as_long_as_the_sync_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtpctl.rollout.engine.CONTROL_DEADLINE_S", 0.1)
+
+    @in_loop
+    async def drive() -> None:
+        engine = Made(Core(slow_in="buckets"))
+        await engine.update(manifest(tmp_path), deadline_s=5)
+        assert engine.version == 1 and (await engine.health()).alive
+        engine.core.slow_in = "pause"
+        with pytest.raises(EngineDead, match="pausing took longer than 0 s"):
+            await engine.pause()
+
+    drive()
+
+
+@pytest.mark.parametrize("dies_in", ["pause", "start", "begin", "buckets", "finish", "resume"])
+def test_an_engine_that_dies_in_an_update_says_so_and_of_what(tmp_path: Path, dies_in: str) -> None:
+    @in_loop
+    async def drive() -> None:
+        engine = Made(Core(dies_in=dies_in))
+        # With weights half taken in it is dirty as well.
+        with pytest.raises((EngineDead, TargetDirty), match=r"ValueError: no kernel image$"):
+            await engine.update(manifest(tmp_path))
+        assert (await engine.health()).reason == "ValueError: no kernel image"
+
+    drive()
