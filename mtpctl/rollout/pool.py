@@ -236,13 +236,14 @@ class ReplicaPool:
 
     async def _bring_up(self, fresh: Replica) -> bool:
         """Take a restarted replica to where the others are, once that is kept; never beyond, to a version that is on its way."""
-        if self._version:
-            if self._published is None or self._version not in self._published.versions():
-                return False
-            manifest = self._published.open(self._version)
-            await fresh.update(manifest, mode="keep", verify=False, deadline_s=self._sync_deadline_s)
+        if self._version and (self._published is None or self._version not in self._published.versions()):
+            return False
         if self._paused is not None:
             await fresh.pause(self._paused)
+        if self._version:
+            assert self._published is not None
+            manifest = self._published.open(self._version)
+            await fresh.update(manifest, mode="keep", verify=False, deadline_s=self._sync_deadline_s)
         return True
 
     # ------------------------------------------------------------------------------------------------- control
@@ -280,13 +281,9 @@ class ReplicaPool:
             # As long for the update as for a way back from it, and a while to pause and to resume.
             seconds = 2 * deadline_s + GRACE_S
             try:
-                report = await asyncio.wait_for(replica.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s), seconds)
+                return await asyncio.wait_for(replica.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s), seconds)
             except TimeoutError as error:
                 raise EngineDead(f"the update to version {manifest.version} had no answer within {seconds:g} s") from error
-            if self._paused is not None:
-                # An update ends with an engine that goes on.
-                await replica.pause(self._paused)
-            return report
 
         self._taking_in = True
         try:
@@ -314,8 +311,11 @@ class ReplicaPool:
         """See `Generator.resume`."""
         async with self._replicas.updating:
             self._paused = None
-            await self._replicas.each(lambda replica: replica.resume())
-            self._running.set()
+            try:
+                await self._replicas.each(lambda replica: replica.resume())
+            finally:
+                # Also where one refuses: the others go on, and what waits here is theirs.
+                self._running.set()
 
     async def spec_stats(self) -> SpecStats:
         """Summed over the replicas that are alive."""

@@ -83,13 +83,15 @@ class FakeReplica:
     async def update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> SyncReport:
         if manifest.version <= self.version and manifest.transport not in PUSHED:
             raise VersionConflict(f"weight version {manifest.version} is not newer than the live {self.version}")
+        stood = not self._running.is_set()
         await self.pause(mode)
         if manifest.transport in PUSHED:
             # As a transport does: nothing moves before all who are expected have met.
             await asyncio.to_thread(join, Address.parse(manifest.address))
             self._check()
         self.version = manifest.version
-        await self.resume()
+        if not stood:
+            await self.resume()
         return SyncReport(manifest.version, manifest.nbytes, 0.0)
 
     async def pause(self, mode: PauseMode) -> None:

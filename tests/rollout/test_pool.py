@@ -326,6 +326,21 @@ async def test_a_refused_update_is_told() -> None:
 
 
 @in_loop
+async def test_a_replica_that_does_not_resume_keeps_no_other_from_it() -> None:
+    class Stubborn(FakeReplica):
+        async def resume(self) -> None:
+            raise RuntimeError("no memory for the KV cache")
+
+    fleet = Fleet(lambda index: Stubborn() if index else FakeReplica())
+    pool = await fleet.pool(2)
+    await pool.pause("abort")
+    task = asyncio.ensure_future(collect(pool, requests(1)))
+    with pytest.raises(RuntimeError, match="no memory for the KV cache"):
+        await pool.resume()
+    assert_all_once(await task, 1)
+
+
+@in_loop
 async def test_a_replica_that_keeps_failing_is_quarantined_with_its_reason() -> None:
     class Stillborn(FakeReplica):
         async def generate(self, request: GenerationRequest) -> Sample:
