@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.errors import UserError
-from mtpctl.recipe.fields import Key, Keys, children, find, suggest, variant
+from mtpctl.recipe.fields import Key, Keys, children, find, suggest, type_text, variant
 from mtpctl.recipe.schema import DEFAULT_VARIANTS, Recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -211,10 +211,12 @@ def _explain(error: ValidationError, origins: Origins, tree: Mapping[str, Any]) 
         path = _yaml_path(item["loc"], tree)
         if item["type"] == "union_tag_invalid":
             path = (*path, DEFAULT_VARIANTS[path[-1]][0])
+        elif item["type"] == "missing":  # of a list that is too short: every key has a default
+            path = path[:-1]
         origin = next((origins[path[:depth]] for depth in range(len(path), 0, -1) if path[:depth] in origins), None)
         mistakes.append((path, f"{origin}: " if origin else "", _sentence(dict(item), path, tree)))
     path, origin, sentence = mistakes[0]
-    more = ", ".join(dict.fromkeys(".".join(p) for p, _, _ in mistakes[1:]))
+    more = ", ".join(dict.fromkeys(".".join(p) for p, _, _ in mistakes[1:] if p != path))
     return f"{origin}{'.'.join(path)} {sentence}" + (f" (also wrong: {more})" if more else "")
 
 
@@ -268,6 +270,8 @@ def _sentence(item: dict[str, Any], path: Keys, tree: Mapping[str, Any]) -> str:
             return f"must be a mapping of keys to values, got {shown}"
         case "list_type" | "tuple_type":
             return f"must be a list, got {shown}; write [{got}]"
+        case "missing" | "too_long" if (key := find(path)) is not None:
+            return f"must be a list of {type_text(key.field.annotation)}, got {shown}"
         case "less_than":
             return f"must be below {limits['lt']}, got {shown}"
         case "string_too_short":

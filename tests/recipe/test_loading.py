@@ -138,7 +138,9 @@ def test_appending_starts_from_the_default(base: Path) -> None:
         ("model.config=3", "model.config must be a mapping of keys to values, got 3"),
         ("name=1.10", "name must be text, got 1.1: put it in quotes"),
         ("name=a b", "name may hold letters, digits, dots, dashes and underscores only, got 'a b'"),
-        ("train.rl.optimizer.betas=[0.9]", "train.rl.optimizer.betas"),
+        ("train.rl.optimizer.betas=[]", "train.rl.optimizer.betas must be a list of 2 × number, got []"),
+        ("train.rl.optimizer.betas=[0.9]", "train.rl.optimizer.betas must be a list of 2 × number, got [0.9]"),
+        ("train.rl.optimizer.betas=[0, 0, 0]", "train.rl.optimizer.betas must be a list of 2 × number, got [0, 0, 0]"),
     ],
 )
 def test_a_wrong_set_is_one_line_with_its_mend(base: Path, text: str, message: str) -> None:
