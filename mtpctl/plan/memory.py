@@ -171,18 +171,19 @@ def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     After Korthikanti et al. 2022, section 4, for flash attention (nothing quadratic is kept), grouped queries and a gated MLP,
     less what is made again from the rest (`mtpctl.model.rebuild`). Split over tp only with sequence parallelism: the inputs of
     both norms, and of a latent what all heads share. Split in any case: q, k, v and the attention's output, gate and up. Whole
-    on every rank: sine and cosine.
+    on every rank: sine and cosine; and the copies that routed experts read, where tp splits each expert.
     """
     latent, moe = shape.latent, shape.moe
     entry = 2 * shape.hidden
     if latent:
         entry += shape.hidden + 2 * ((latent.q_rank or 0) + latent.kv_rank) + latent.rope_dim
     if moe:
-        # The normed state, its copy for each expert that a token visits, and what the router makes of it.
-        entry += (1 + moe.experts_per_token) * shape.hidden + 3 * moe.experts
+        # The normed state, and what the router makes of it.
+        entry += shape.hidden + 3 * moe.experts
+    copies = moe.experts_per_token * shape.hidden * expert_tp(parallel) / parallel.tp if moe else 0
     rotated = latent.rope_dim if latent else int(shape.head_dim * shape.rotary_fraction)
     entry_width = entry / (parallel.tp if parallel.sequence_parallel else 1)
-    return entry_width + 4 * rotated + (_attention_width(shape) + 2 * _ffn_width(shape)) / parallel.tp
+    return entry_width + copies + 4 * rotated + (_attention_width(shape) + 2 * _ffn_width(shape)) / parallel.tp
 
 
 def passing_width(shape: ModelShape, parallel: ParallelConfig) -> float:

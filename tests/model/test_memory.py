@@ -5,6 +5,9 @@ A CPU runs norms and attention in pieces that keep more than a card's kernels do
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -57,11 +60,19 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def kept_bytes(monkeypatch, folder) -> tuple[int, int]:
+SHARED = {
+    "mimo-sp2": ("mimo", ParallelConfig(tp=2, sequence_parallel=True)),
+    "qwen3-moe-sp2": ("qwen3-moe", ParallelConfig(tp=2, sequence_parallel=True)),
+    "deepseek-sp2": ("deepseek", ParallelConfig(tp=2, sequence_parallel=True)),
+    "qwen3-moe-sp2-ep2": ("qwen3-moe", ParallelConfig(tp=2, sequence_parallel=True, dp=2, ep=2)),
+}
+
+
+def kept_bytes(monkeypatch, folder, **fields) -> tuple[int, int]:
     """Alive after a forward pass, and tokens."""
     monkeypatch.setattr(layers, "_rms_norm", lambda x, weight, config, eps: Norm.apply(x, weight))
     monkeypatch.setattr(layers.PackedAttention, "_grouped", lambda self, q, k, v, packing: Flash.apply(q, k, v))
-    with engine(folder, mtp=MtpConfig(mode="off"), tokens_per_microbatch=8192) as made:
+    with engine(folder, mtp=MtpConfig(mode="off"), tokens_per_microbatch=8192, **fields) as made:
         (micro,) = made._micro_batches(sequences(40, low=60, high=100), 0)
         made.model.train()
         with Kept(*made.module.parameters()) as memory:
@@ -78,3 +89,17 @@ def test_a_layer_keeps_what_is_planned(tmp_path, monkeypatch, case):
     a_token = (second - first) / tokens / 4
     expected = activation_width(less.shape, ParallelConfig())
     assert expected == pytest.approx(a_token, rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory):
+    out = tmp_path_factory.mktemp("ranks") / "elements.json"
+    subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.model.ranks", str(out)], check=True, timeout=200)
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_so_does_one_that_ranks_share(tmp_path, of_ranks, name):
+    """Which tokens visit a rank's experts is not planned: here it is as good as even."""
+    case, parallel = SHARED[name]
+    assert activation_width(mimo(tmp_path, **CASES[case]).shape, parallel) == pytest.approx(of_ranks[name], rel=0.05)
