@@ -211,16 +211,20 @@ class VllmTarget:
         if self._updating is None:
             raise SyncError("there is no update to finish")
         plan, section = self._updating
+        loaded = {**self._loaded, section: plan.version}
+        whole = all(loaded.get(name) == plan.version for name in plan.sections)  # type: ignore[call-overload]
+        # A section that passed by makes no version of what is live.
+        version = plan.version if whole or not self._discarding else self._version
         if not self._absent(plan):
-            await self._within(self._client.finish(plan.version), "closing a weight session")
+            await self._within(self._client.finish(version), "closing a weight session")
             self._session_open = False
             if section == "adapter" and not self._discarding:
                 await self._load_adapter(plan.version, plan.store)
             elif section != "draft" or self._discarding:
                 await self._load_again()
         self._updating = None
-        self._version = self._loaded[section] = plan.version
-        if all(self._loaded.get(name) == plan.version for name in plan.sections):  # type: ignore[call-overload]
+        self._version, self._loaded = version, loaded
+        if whole:
             self._manifest, self._touched = plan, set()
 
     async def probe(self, plan: Manifest, number: int) -> None:
@@ -261,6 +265,8 @@ class VllmTarget:
         self._updating = None
         await self._end_session()
         if not self._touched:
+            # Sections that passed by come again with the rest.
+            self._loaded = {section: version for section, version in self._loaded.items() if version <= self._version}
             return
         before, touched, self._touched = self._manifest, self._touched, set()
         self.dirty = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ class Core:
 
     def __init__(self) -> None:
         self.slow, self.live, self.active, self.label = "", 0, False, 0
+        self.refused = ""
         self._version = 0
         self._busy = asyncio.Lock()
 
@@ -51,6 +53,9 @@ class Core:
             if info["action"] == "abort":
                 self.active = False
                 raise RuntimeError(f"a worker failed: {ABORTED_BY_SENDER}")
+            if info["section"] == self.refused:
+                self.active = False
+                raise RuntimeError("lm_head.weight does not fit")
             self._version = info.get("version", self._version)
             if info["action"] == "buckets":
                 self.live = self._version
@@ -90,3 +95,27 @@ def test_an_update_that_is_too_slow_is_taken_back_and_the_next_one_comes(tmp_pat
 
     core = asyncio.run(drive())
     assert (core.live, core.label) == (3, 3)
+
+
+@pytest.mark.parametrize("transport", ["shm", "nccl"])
+def test_a_section_that_passes_by_makes_no_version(tmp_path: Path, transport: str) -> None:
+    """The drafter's, where nothing is drafted, comes first here, and then the target's is refused."""
+    sends = adapters.publisher(tmp_path, sections=("draft", "target"))
+
+    async def within(step: Awaitable[Any], what: str) -> Any:
+        return await step
+
+    async def drive() -> None:
+        core = Core()
+        target = VllmTarget(core, 0, within=within, paused=lambda: True, holds=("target",))
+        await update_target(target, replace(sends.publish(BASE.items(), 1), transport=transport))
+        second = replace(sends.publish(BASE.items(), 2), transport=transport)
+        core.refused = "target"
+        with pytest.raises(SyncError, match=r"lm_head\.weight does not fit"):
+            await update_target(target, second)
+        assert (core.label, target.version) == (1, 1)
+        core.refused = ""
+        await update_target(target, second)
+        assert (core.label, target.version, core.live) == (2, 2, 2)
+
+    asyncio.run(drive())
