@@ -97,6 +97,11 @@ class Sample:
         return cls(**{**data, "version_spans": spans, "speculation": Speculation(**data["speculation"])})
 
 
+def response_limit(sample: Sample, *, max_tokens: int, context: int) -> int:
+    """Tokens that the response may have: `max_tokens`, or what its prompt leaves of the context where that is less."""
+    return min(max_tokens, context - len(sample.prompt_ids))
+
+
 @dataclass(slots=True)
 class GenerationRequest:
     """One response wanted.

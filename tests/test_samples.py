@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from mtpctl.samples import Sample, Speculation, VersionSpan
+from mtpctl.samples import Sample, Speculation, VersionSpan, response_limit
 
 
 def sample() -> Sample:
@@ -87,3 +87,8 @@ def test_a_copy_is_the_same_and_shares_nothing_that_changes() -> None:
         assert getattr(other, name) is not getattr(s, name), name
     assert other.version_spans[0] is not s.version_spans[0]
     assert other.speculation.accepted_by_position is not s.speculation.accepted_by_position
+
+
+@pytest.mark.parametrize(("context", "limit"), [(64, 8), (11, 8), (10, 7), (4, 1)])
+def test_a_response_ends_at_its_tokens_or_where_the_context_does(context: int, limit: int) -> None:
+    assert response_limit(sample(), max_tokens=8, context=context) == limit

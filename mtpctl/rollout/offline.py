@@ -12,7 +12,7 @@ from typing import Any
 from mtpctl.recipe.schema import RolloutBase
 from mtpctl.rollout.protocol import Generator
 from mtpctl.rollout.sample_file import SampleFile, Tally
-from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.samples import GenerationRequest, Sample, response_limit
 
 Reward = Callable[[str, str], float]
 Progress = Callable[[int, int, Tally], None]
@@ -58,9 +58,10 @@ async def answer_all(
 
     async def requests() -> AsyncIterator[GenerationRequest]:
         for prompt, index in missing:
+            sample = Sample(prompt.prompt_id, prompt.prompt_id, prompt.ids, index=index)
             yield GenerationRequest(
-                sample=Sample(prompt.prompt_id, prompt.prompt_id, prompt.ids, index=index),
-                max_tokens=min(rollout.max_tokens, context - len(prompt.ids)),
+                sample=sample,
+                max_tokens=response_limit(sample, max_tokens=rollout.max_tokens, context=context),
                 temperature=rollout.temperature,
                 top_p=rollout.top_p,
                 top_k=rollout.top_k,

@@ -10,7 +10,7 @@ from mtpctl.data import Problem, encode_prompt
 from mtpctl.recipe import Recipe
 from mtpctl.rl import Checker
 from mtpctl.rollout import Generator
-from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.samples import GenerationRequest, Sample, response_limit
 from mtpctl.train.metrics import speculation
 from mtpctl.train.prepare import Prepared
 
@@ -45,9 +45,10 @@ def request_of(recipe: Recipe, prepared: Prepared, problem: Problem, *, group_id
     """One response to one problem, as the recipe samples."""
     rollout = recipe.rollout
     prompt = encode_prompt(prepared.tokenizer, problem, recipe.data)
+    sample = Sample(prompt_id=problem.prompt_id, group_id=group_id, prompt_ids=prompt, index=index)
     return GenerationRequest(
-        sample=Sample(prompt_id=problem.prompt_id, group_id=group_id, prompt_ids=prompt, index=index),
-        max_tokens=min(rollout.max_tokens, prepared.context - len(prompt)),
+        sample=sample,
+        max_tokens=response_limit(sample, max_tokens=rollout.max_tokens, context=prepared.context),
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,

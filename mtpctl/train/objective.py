@@ -8,7 +8,7 @@ from torch import Tensor
 from mtpctl.engine import MicroBatch, Sequence
 from mtpctl.recipe.schema import RlConfig
 from mtpctl.rl import LossInputs, group_advantages, loss_denominator, loss_metrics, overlong_penalty, policy_loss
-from mtpctl.samples import Sample
+from mtpctl.samples import Sample, response_limit
 
 
 class PolicyObjective:
@@ -44,14 +44,11 @@ class PolicyObjective:
 
 
 def advantages(samples: list[Sample], config: RlConfig, *, max_tokens: int, context: int) -> list[float]:
-    """One advantage a sample, from rewards after overlong shaping, relative to the sample's group.
-
-    A response's limit is `max_tokens`, or what its prompt leaves of the `context` where that is less.
-    """
+    """One advantage a sample, from rewards after overlong shaping, relative to the sample's group."""
     shaped = []
     for sample in samples:
         assert sample.reward is not None, f"{sample.prompt_id} was not rewarded"
-        limit = min(max_tokens, context - len(sample.prompt_ids))
+        limit = response_limit(sample, max_tokens=max_tokens, context=context)
         shaped.append(sample.reward + overlong_penalty(len(sample.response_ids), limit, config.overlong))
     numbers = {group_id: number for number, group_id in enumerate(dict.fromkeys(s.group_id for s in samples))}
     groups = torch.tensor([numbers[s.group_id] for s in samples])
