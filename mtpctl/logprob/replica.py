@@ -49,11 +49,12 @@ class Replica:
     def score(self, requests: list[ScoreRequest], version: int) -> Awaitable[list[Scored]]:
         """See `ScoreRank.score`. Calls run one after another, in the order in which they are made.
 
-        Raises TargetDirty where its weights are not what was sent.
+        Awaited, raises TargetDirty where its weights are not what was sent.
         """
-        if self._distrusted:
-            raise TargetDirty(f"{self.name}: its weights are not what was sent")
-        return self.ranks.call("score", requests, version)
+        return self._untrusted() if self._distrusted else self.ranks.call("score", requests, version)
+
+    async def _untrusted(self) -> list[Scored]:
+        raise TargetDirty(f"{self.name}: its weights are not what was sent")
 
     async def ping(self) -> None:
         """Return once the replica has nothing before this to do. Raises ReplicaDead where it is gone."""

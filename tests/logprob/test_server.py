@@ -49,6 +49,21 @@ async def test_weights_that_are_not_what_was_sent_end_the_sync_and_score_no_more
 
 
 @settled
+async def test_what_waits_for_weights_that_are_not_what_was_sent_is_refused_and_the_sync_says_why() -> None:
+    server = await serve(Started(), 1)
+    sent = Manifest(1, "shm", "nowhere", {"target": SectionPlan((), {"w": "this"})})
+    async with server.standing():
+        waiting = [asyncio.ensure_future(server.score(request())) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        with pytest.raises(WeightsDiffer, match="version 1 these tensors differ from what was sent: w"):
+            await server.take_in(sent, verify=True)
+    for answer in waiting:
+        with pytest.raises(TargetDirty, match="not what was sent"):
+            await asyncio.wait_for(answer, 1)
+    assert server.replicas.seats[0].busy == 0
+
+
+@settled
 async def test_answers_belong_to_their_requests() -> None:
     server = await serve(Started(seconds=1e-5), 2)
     requests = [request(n, prompt_length=n // 2) for n in range(2, 100)]
