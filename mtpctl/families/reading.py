@@ -79,6 +79,8 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     mtp_layers = mtp_layers_of(config)
     if mtp_layers and family.mtp is None:
         raise UserError(f"model config: {mtp_layers} MTP layers are named, but the family {family.name} has none")
+    if mtp_layers > 1 and family.mtp is not None and family.mtp.shared:
+        raise UserError(f"model config: {mtp_layers} MTP layers of {family.name} would share one projection, which is not supported; 1 is")
     moe = _moe(family.moe, fields, layers) if family.moe else None
     rope = _Fields(_mapping(fields.raw, "rope_parameters") or _mapping(fields.raw, "rope_scaling"))
     positions = fields.whole("max_position_embeddings", family.max_positions)

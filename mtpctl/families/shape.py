@@ -31,6 +31,11 @@ class MtpConvention:
     embedding_copy: str | None = None
     head_copy: str | None = None
 
+    @property
+    def shared(self) -> bool:
+        """Whether all depths read through one projection."""
+        return "{" not in self.projection
+
     def name(self, template: str, depth: int, layers: int) -> str:
         """A template filled in for MTP layer `depth` of a model with `layers` decoder layers."""
         return template.format(k=depth, n=layers + depth)

@@ -127,6 +127,10 @@ def test_linear_attention_by_interval() -> None:
         ({"rope_scaling": {"type": "linear"}}, "RoPE scaling 'linear' lacks factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1}}, "'llama3' lacks high_freq_factor"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "factor must be a number above 0, got '4'"),
+        (
+            {"architectures": ["Qwen3_5ForCausalLM"], "num_nextn_predict_layers": None, "mtp_num_hidden_layers": 2},
+            "2 MTP layers of qwen3.5 would share one projection, which is not supported; 1 is",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; silu is"),
         ({"use_sliding_window": True}, "use_sliding_window is not supported"),
         ({"architectures": ["Glm4MoeForCausalLM"], "norm_topk_prob": False}, "norm_topk_prob false is not supported for glm4-moe"),
