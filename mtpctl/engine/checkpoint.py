@@ -274,8 +274,14 @@ def _check_fit(path: Path, tree: dict[str, Any]) -> None:
     dist.all_gather_object(parts, mine)
     wanted = {name: shape for part in parts for name, shape in part.items()}
     differ = [f"{name}: {saved[name]} saved, {shape} wanted" for name, shape in wanted.items() if saved.get(name, shape) != shape]
-    differ += [f"{name}: not saved" for name in wanted if name not in saved]
+    lacks = [name for name in wanted if name not in saved]
+    differ += [f"{name}: not saved" for name in lacks]
     differ += [f"{name}: saved, not wanted" for name in saved if name not in wanted and not name.startswith("optimizer.")]
+    if lacks and len(lacks) == len(differ) and all(name.startswith("optimizer.") for name in lacks):
+        raise UserError(
+            f"{path}: its optimizer does not remember {lacks[0].removeprefix('optimizer.')} and {len(lacks) - 1} more that this run "
+            "steps with; train what it trained (train.rl.train_mtp, train.precision), or start in another run_dir"
+        )
     if differ:
         more = f" and {len(differ) - 6} more" if len(differ) > 6 else ""
         raise UserError(f"{path} is a checkpoint of another model: {'; '.join(differ[:6])}{more}")

@@ -102,6 +102,23 @@ def test_checkpoint_with_mtp_does_not_fit_a_model_without(tmp_path):
         made.restore(tmp_path / "checkpoint")
 
 
+def test_optimizer_that_stepped_with_less_is_told_as_that_and_not_as_another_model(tmp_path):
+    """A run whose MTP layers stood still, taken up by one that trains them; the other way round nothing is missing."""
+    folder = mimo(tmp_path / "hf")
+    with engine(folder) as made:
+        for trained in (False, True):
+            made.trains_mtp = trained
+            made.set_optimizer(ADAM)
+            made.save(tmp_path / f"trained-{trained}")
+        with pytest.raises(
+            UserError, match=r"trained-False: its optimizer does not remember exp_avg\.mtp\..* train what it trained \(train"
+        ):
+            made.restore(tmp_path / "trained-False")
+        made.trains_mtp = False
+        made.set_optimizer(ADAM)
+        made.restore(tmp_path / "trained-True")
+
+
 def test_optimizer_asked_of_a_checkpoint_without(tmp_path):
     with engine(mimo(tmp_path / "model")) as made:
         made.save(tmp_path / "checkpoint")
