@@ -136,7 +136,7 @@ def _served(recipe: Recipe, run: Path | None, scratch: Path) -> Served:
             tokenizer = None
     else:
         tokenizer = tokenizer_of(recipe, folder, run or scratch)
-    checkpoint, version = (None, 0) if run is None else newest_version(run / "checkpoints")
+    checkpoint, version = (None, 0) if run is None else newest_version(run.absolute() / "checkpoints")
     if checkpoint is not None:
         return Served(f"run {run}, checkpoint {checkpoint.name}", folder.path, tokenizer, checkpoint, version)
     if run is not None:

@@ -38,7 +38,10 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     there = RunDirectory(recipe.run_path)
     check_stages(there.checkpoints, recipe.train.stages)
     check_drawn(recipe, there)
-    with RunDirectory.create(recipe.run_path, dump_resolved(recipe)) as directory:
+    text = dump_resolved(recipe)
+    # What actors are told of by path: those of a cluster that was there before have another working directory.
+    recipe = recipe.model_copy(update={"run_dir": str(recipe.run_path.absolute())})
+    with RunDirectory.create(recipe.run_path, text) as directory:
         try:
             prepared = prepare(recipe, directory.path)
         except MtpctlError:

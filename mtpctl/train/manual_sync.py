@@ -37,7 +37,7 @@ class Source:
         """`--from`: a run directory (its newest checkpoint), or a checkpoint. Raises UserError for anything else."""
         if text is None:
             return cls()
-        path = Path(text)
+        path = Path(text).absolute()
         if (path / "run.json").is_file():
             return cls(path.parent.parent, path)
         if not (path / "recipe.resolved.yaml").is_file():

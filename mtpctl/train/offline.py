@@ -107,7 +107,7 @@ def _source(recipe: Recipe, folder: Path) -> Source:
     checkpoint, version = None, 0
     home = folder
     if makes_model(recipe):
-        home = recipe.run_path
+        home = recipe.run_path.absolute()
         if not (home / "model").is_dir():
             raise UserError(
                 f"model.{'init' if recipe.model.config is None else 'config'}: this recipe makes its model when it trains, and "

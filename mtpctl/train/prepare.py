@@ -47,10 +47,13 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
 
 
 def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
-    """The folder of the recipe's model: made in the run directory, or the one that is named, downloaded where it is a hub id."""
+    """The folder of the recipe's model: made in the run directory, or the one that is named, downloaded where it is a hub id.
+
+    Its path is absolute: actors have another working directory where their cluster was there before.
+    """
     config = recipe.model
     if makes_model(recipe):
-        folder = run_dir / "model"
+        folder = run_dir.absolute() / "model"
         if folder.exists():
             return HfFolder.open(folder)
         fields = hf_config(config)
@@ -58,7 +61,7 @@ def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
         return create_hf_folder(fields, folder, recipe.seed)
     assert config.path is not None, "the recipe's checks let no model without path and config through"
     if Path(config.path).is_dir():
-        return HfFolder.open(config.path)
+        return HfFolder.open(Path(config.path).absolute())
     return HfFolder.open(_download(config.path))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 from typing import Any, cast
@@ -97,3 +98,44 @@ def test_weights_that_were_drawn_for_another_recipe_are_not_taken_for_this_one(t
     with pytest.raises(UserError, match=told):
         launch.run(recipe(begun.run_path, *SFT, "cluster.num_cpus=2", now))
     assert RunDirectory(begun.run_path).recipe.read_text() == dump_resolved(begun), "what is there is what its recipe says"
+
+
+def test_actors_are_told_of_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a cluster that is joined do not work where the command was given."""
+    monkeypatch.chdir(tmp_path)
+    told: list[Path] = []
+
+    class Trainer:
+        def __init__(self, recipe: Recipe, placement: Any) -> None:
+            told.append(recipe.run_path)
+
+        async def build(self, folder: Path) -> dict[str, Any]:
+            told.append(folder)
+            return {"parameters": 1, "trained": 1}
+
+        async def call(self, method: str, *args: Any) -> Any:
+            if method == "begin_stage":
+                told.append(Path(args[1]))
+            elif method == "begin_save":
+                told.append(Path(args[0]))
+                Path(args[0]).mkdir()
+                return args[0]
+            return {"sft/loss": 1.0, "skipped": 0.0, "perf/tokens": 1.0} if method == "sft_step" else None
+
+    monkeypatch.setattr(launch, "TrainerGroup", Trainer)
+    monkeypatch.setattr(launch, "cluster", lambda *_, **__: contextlib.nullcontext())
+    assert launch.run(recipe(Path("runs/here"), *SFT, "cluster.num_cpus=2", "train.sft.batch_size=1"), plain=True) == 0
+    assert [path.relative_to(tmp_path / "runs" / "here") for path in told] == [
+        Path(),
+        Path("model"),
+        Path("reference"),
+        Path("checkpoints/sft-000004-end"),
+    ]
+    assert "run_dir: runs/here" in (tmp_path / "runs" / "here" / "recipe.resolved.yaml").read_text(), "as it was written"
+
+
+def test_so_is_a_folder_that_a_recipe_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model_of(recipe(tmp_path), tmp_path)
+    named = recipe(tmp_path / "run", "model.config=null", "model.path=model", "model.init=weights")
+    assert model_of(named, named.run_path).path == tmp_path / "model"
