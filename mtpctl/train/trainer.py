@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -142,8 +143,9 @@ class TrainerRank:
             training_sequence(s, gain, next(reference)) if s.response_ids else None for s, gain in zip(samples, gains, strict=True)
         ]
         objective = PolicyObjective(rl)
-        parts, size = [], len(sequences) // rl.minibatches
-        for start in range(0, size * rl.minibatches, size):
+        # Groups that a checkpoint kept may be of another size than those that came after it.
+        parts, size = [], math.ceil(len(sequences) / rl.minibatches)
+        for start in range(0, len(sequences), size):
             if batch := [s for s in sequences[start : start + size] if s is not None]:
                 parts.append(
                     self.engine.update(batch, objective, temperature=recipe.rollout.temperature, total_steps=rl.steps * rl.minibatches)

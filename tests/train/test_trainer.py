@@ -137,6 +137,13 @@ def test_a_response_without_a_token_counts_for_its_group_and_is_not_trained_on()
         rank.rl_step(batch(0, 0), 1)
 
 
+def test_minibatches_hold_every_sample_of_groups_of_several_sizes() -> None:
+    """As a run has them that goes on with another `group_size` than the groups that wait in its checkpoint."""
+    rank, engine = recorder(minibatches=2)
+    rank.rl_step(batch(1, 1, 1, 1, 1), 1)
+    assert [len(part) for part in engine.batches] == [3, 2]
+
+
 @pytest.mark.parametrize("context", [6, None])
 def test_a_response_that_the_context_cuts_is_at_its_limit(context: int | None) -> None:
     """Of the recipe or the model, whichever prompt and response fill before `rollout.max_tokens`."""
