@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import traceback
 from collections.abc import Awaitable, Coroutine
 from contextlib import suppress
@@ -156,6 +157,13 @@ def _portable(error: Exception) -> Exception:
     return found
 
 
+def _last_seen(error: Exception) -> str:
+    """Ray's news of a dead actor in one line: it takes paragraphs for causes that it does not know. What the engine said is in its log."""
+    news = str(error).strip()
+    pid = re.search(r"^\s*pid: (\d+)$", news, re.MULTILINE)
+    return news.partition("\n")[0] + (f" Its last words are in Ray's logs on its host, worker-*-{pid[1]}.err" if pid else "")
+
+
 class RayReplica:
     """A `Replica` that is a `RolloutActor` somewhere on the cluster, and its only handle: it takes all answers."""
 
@@ -175,7 +183,7 @@ class RayReplica:
         try:
             return await call
         except RayActorError as error:
-            raise EngineDead(f"{self.name}: {error}") from error
+            raise EngineDead(f"{self.name}: {_last_seen(error)}") from error
         except RayTaskError as error:
             raise error.as_instanceof_cause() from None
 

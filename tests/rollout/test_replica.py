@@ -197,3 +197,16 @@ def test_what_a_request_costs_beside_its_engine(capsys: pytest.CaptureFixture[st
     with capsys.disabled():
         print(f"\n256 requests at once: {taken[2] * 1000:.0f} ms ({taken[0] * 1000:.0f} – {taken[-1] * 1000:.0f})")
     assert taken[2] < 0.256, "a millisecond a request, in the median of five rounds"
+
+
+def test_a_dead_actor_is_told_in_one_line_with_where_its_last_words_are() -> None:
+    from ray.exceptions import ActorDiedError, RayActorError
+
+    async def call() -> None:
+        raise RayActorError("a4", f"{ActorDiedError.BASE_ERROR_MSG}\n\tclass_name: A\n\tpid: 22353\n\tip: 10.0.0.2\nCauses include: (1) …")
+
+    with pytest.raises(EngineDead) as died:
+        asyncio.run(RayReplica(None, "rollout replica 0")._call(call()))
+    news, said = str(died.value).split(" Its last words are in ")
+    assert news == f"rollout replica 0: {ActorDiedError.BASE_ERROR_MSG}"
+    assert said == "Ray's logs on its host, worker-*-22353.err"
