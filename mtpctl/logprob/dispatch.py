@@ -18,7 +18,7 @@ from mtpctl.logprob.protocol import ReplicaDead, Scored, ScoreRequest, VersionGo
 from mtpctl.logprob.queue import Waiting
 from mtpctl.logprob.replica import END_S, Replica
 from mtpctl.logprob.room import BoundedQueue
-from mtpctl.recipe import RuntimeFailure
+from mtpctl.recipe import MtpctlError, RuntimeFailure
 
 ATTEMPTS = 3
 """Replicas that may die over a request before it is taken for the reason."""
@@ -140,7 +140,7 @@ class Dispatcher:
             # The pass failed. Ranks that stand in a collective of it will not answer, and then the replica is lost too.
             await self.check_alive(seat, replica)
             if len(batch) == 1 and not batch[0].answer.done():
-                batch[0].answer.set_exception(error)
+                batch[0].answer.set_exception(_failed(error))
             elif len(batch) > 1:
                 self._again(batch, error, died=False)
         else:
@@ -212,6 +212,15 @@ class Dispatcher:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _failed(error: Exception) -> MtpctlError:
+    """What a pass over one request raised, as its caller is told: the error of a kernel or an allocator in one line."""
+    if isinstance(error, MtpctlError):
+        return error
+    failure = RuntimeFailure(f"scoring the request failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    failure.__cause__ = error
+    return failure
 
 
 def _ended() -> RuntimeFailure:

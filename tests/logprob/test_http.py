@@ -21,6 +21,7 @@ from mtpctl.logprob import LogprobServer, Replica
 from mtpctl.logprob.guard import HttpBounds, impatient
 from mtpctl.logprob.http import make_app
 from tests.logprob.conftest import serve
+from tests.logprob.fakes import Started
 
 KEY = "s3cret"
 BOUNDS = HttpBounds(body_bytes=1 << 20, held_bytes=4 << 20, body_s=0.6, header_s=0.5, drain_s=2.0)
@@ -260,6 +261,21 @@ def test_what_is_wrong_is_told_with_its_reason(client: httpx.Client, body: bytes
     response = client.post("/v1/logprobs", content=body, headers={"content-type": "application/json"})
     assert response.status_code == status
     assert reason in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_pass_that_fails_is_told_as_every_error_is(stream: bool) -> None:
+    async def drive() -> httpx.Response:
+        server = await serve(Started(poison=310))
+        app = make_app(server, None, "tiny", bounds=BOUNDS)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://here") as client:
+            answer = await client.post("/v1/logprobs", json={"token_ids": [1, 310], "stream": stream})
+        await server.close()
+        return answer
+
+    answer = asyncio.run(drive())
+    assert answer.status_code == (200 if stream else 503)
+    assert answer.json()["error"] == {"message": "scoring the request failed: ValueError: not a number", "type": "server_error"}
 
 
 @pytest.mark.parametrize(

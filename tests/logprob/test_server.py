@@ -233,7 +233,7 @@ async def test_one_bad_request_fails_alone() -> None:
     bad = asyncio.create_task(server.score(ScoreRequest([1, 310])))
     await until(lambda: server.queue.requests == 6)
     server.resume_serving()
-    with pytest.raises(ValueError, match="not a number"):
+    with pytest.raises(RuntimeFailure, match=r"^scoring the request failed: ValueError: not a number$"):
         await bad
     assert len(await asyncio.gather(*tasks)) == 5 and server.replicas.restarts == 0
     await server.close()
