@@ -20,7 +20,10 @@ Better = Literal["higher", "lower"]
 _IDENTITY = ("name", "what", "shape", "load", "transport", "batch", "k", "seed")
 _LOWER = re.compile(r"((^|_)(ms|gib|error)|_s|_seconds|seconds|_bytes|_ratio|stall|idle|loss)$|^(median|peak|latency)")
 _HIGHER = re.compile(r"(tokens_per_\w+|tflops|share|gb_per_s|acceptance|accept_length|accuracy\w*|speedup|gain|relative|points)$")
-_TOP = {"environment", "timer"}
+_TOP = {"environment", "timer", "options"}
+_FREE = {"folder", "transports", "rounds", "repeats", "singles"}
+"""Options in which two results of the same work may differ: where it was done, how often, and over how many ways."""
+
 _UNITS = {"tokens/s": "tokens_per_s", "ms": "ms", "s": "seconds", "GiB": "gib", "nats": "error"}
 
 
@@ -66,6 +69,13 @@ def changes(before: Any, after: Any) -> list[Change]:
     if not shared:
         raise UserError("the two files share no figure; give two results of the same bench")
     return shared
+
+
+def unlike(before: Any, after: Any) -> list[str]:
+    """What was asked for in one of them and not in the other, each in a few words: figures of unlike work say nothing of each other."""
+    first, second = (each.get("options", {}) if isinstance(each, dict) else {} for each in (before, after))
+    shared = [name for name in first if name in second and name not in _FREE and first[name] != second[name]]
+    return [f"{name}: {first[name]} and {second[name]}" for name in shared]
 
 
 def figures(document: Any, path: str = "") -> dict[str, float]:

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from mtpctl.bench import document
 from mtpctl.bench.logprob_rank import GIB, BenchRank
 from mtpctl.logprob import LogprobServer, Replica, ReplicaConfig, Scored, ScoreRequest, ServerLimits, start_replica
 from mtpctl.logprob.guard import HttpBounds
@@ -316,8 +315,7 @@ def table(report: Report) -> str:
     return "\n".join(lines)
 
 
-def as_json(report: Report, environment: dict[str, Any], load: Load) -> str:
+def as_json(report: Report, environment: dict[str, Any], load: Load) -> dict[str, Any]:
     """Everything that was measured, and on what."""
     findings = [{**asdict(f), "missed": f.missed} for f in report.findings]
-    everything = {"environment": environment, "timer": TIMER, "load": asdict(load), "findings": findings, "seconds": report.times}
-    return document.text(everything)
+    return {"environment": environment, "timer": TIMER, "options": asdict(load), "findings": findings, "seconds": report.times}

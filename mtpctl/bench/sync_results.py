@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mtpctl.bench import document
 from mtpctl.sync.transports import PUSHED
 
 GIB = 1 << 30
+TIMER = "announcement to last resume: export, packing, transfer, both update sessions; a stall from pause to resume"
 BOUNDS = {"wire": 2.0, "seconds": 0.5, "stall": 0.6, "memory_gib": 1.0, "tiny_seconds": 0.05}
 """Wire over link; seconds of a sync and of a stall at the shape of MiMo-7B; GiB beside two buckets; seconds on a CPU."""
 
@@ -30,6 +30,11 @@ class Options:
     eager: bool
     shared: bool
     folder: Path
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What was asked for, without where it was measured."""
+        return {name: value for name, value in asdict(self).items() if name != "folder"}
 
     @property
     def precision(self) -> Literal["fp32", "bf16"]:
@@ -140,10 +145,10 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def as_json(results: list[Result], environment: dict[str, Any]) -> str:
-    """Everything that was measured, and on what."""
+def as_json(results: list[Result], environment: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Everything that was measured, on what, and what was asked for."""
     told = [{**asdict(r), "link_seconds": r.link_seconds, "median": _medians(r)} for r in results]
-    return document.text({"environment": environment, "results": told})
+    return {"environment": environment, "timer": TIMER, "options": options, "results": told}
 
 
 def _medians(result: Result) -> dict[str, float]:

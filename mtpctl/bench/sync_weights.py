@@ -28,8 +28,6 @@ from mtpctl.recipe import Recipe
 from mtpctl.sync import Manifest, Sent
 from mtpctl.sync.transports import PUSHED
 
-TIMER = "announcement to last resume: export, packing, transfer, both update sessions; a stall from pause to resume"
-
 
 def recipe_of(options: Options) -> Recipe:
     """What trainer and engine are told."""

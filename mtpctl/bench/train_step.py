@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from mtpctl import families
-from mtpctl.bench import document
 from mtpctl.convert import HfFolder
 from mtpctl.engine import EngineConfig, MegatronEngine, NextToken, Sequence
 from mtpctl.engine.utilisation import update_flops
@@ -166,9 +165,10 @@ def table(results: list[Result], rate: float) -> str:
     return "\n".join(lines)
 
 
-def as_json(results: list[Result], rate: float, environment: dict[str, Any]) -> str:
-    """Everything that was measured, and on what."""
-    return document.text({"environment": environment, "timer": TIMER, "matmul_tflops": rate, "results": [asdict(r) for r in results]})
+def as_json(results: list[Result], rate: float, environment: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Everything that was measured, on what, and what was asked for."""
+    found = [asdict(r) for r in results]
+    return {"environment": environment, "timer": TIMER, "options": options, "matmul_tflops": rate, "results": found}
 
 
 def shape_folder(config: dict[str, Any], at: Path) -> HfFolder:

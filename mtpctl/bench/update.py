@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from mtpctl.bench import document
 from mtpctl.bench.train_step import GIB, samples, synchronize
 from mtpctl.convert import HfFolder
 from mtpctl.engine import EngineConfig, MegatronEngine, NextToken
@@ -102,7 +101,8 @@ def table(result: Result) -> str:
     r = result
     return "\n".join(
         [
-            f"{r.parameters:,} parameters, {r.trained:,} trained. The timer covers {TIMER}.",
+            f"{r.parameters:,} parameters, {r.trained:,} trained.",
+            "",
             "| update ms (least–most) | of it optimizer ms | peak GiB | between updates GiB | loss |",
             "|---|---|---|---|---|",
             f"| {r.median_ms:.0f} ({r.least_ms:.0f}–{r.most_ms:.0f}) | {r.optimizer_ms:.0f} | {r.peak_gib:.1f} | {r.between_gib:.1f} "
@@ -111,6 +111,6 @@ def table(result: Result) -> str:
     )
 
 
-def as_json(result: Result, environment: dict[str, Any]) -> str:
-    """Everything that was measured, and on what."""
-    return document.text({"environment": environment, "timer": TIMER, **asdict(result)})
+def as_json(result: Result, environment: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Everything that was measured, on what, and what was asked for."""
+    return {"environment": environment, "timer": TIMER, "options": options, **asdict(result)}

@@ -101,18 +101,15 @@ def train_step(
         raise UserError(f"--model: {model} is neither a folder with config.json nor a hub id whose sizes are known")
     if cpu and not model:
         raise UserError("--model: the default shape has 7.8 billion parameters and this machine no card; name a small model's folder")
+    from mtpctl.bench import document
     from mtpctl.bench import train_step as bench
-    from mtpctl.bench.machine import machine, told
+    from mtpctl.bench.machine import machine
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = bench.shape_folder(config, Path(scratch))
         results, rate = bench.measure(folder, tokens=tokens, count=samples, prompt_share=prompt_share, precision=precision, mtp=MtpConfig())
-    environment = machine()
-    answer(
-        bench.as_json(results, rate, environment)
-        if json
-        else f"{told(environment)}\nThe timer covers: {bench.TIMER}.\n{bench.table(results, rate)}"
-    )
+    options = {"model": model, "tokens": tokens, "samples": samples, "prompt_share": prompt_share, "precision": precision}
+    answer(document.answer(bench.as_json(results, rate, machine(), options), bench.table(results, rate), as_json=json))
 
 
 app.command("all")(bench_all.everything)

@@ -50,9 +50,8 @@ def mtp(
     outcomes = _outcomes(experiment, _chosen(bench.ARMS, arm), seed, measured_only, together=together)
     results, environment = bench.summarise(outcomes, last), machines([o.versions for o in outcomes])
     found = bench.as_json(results, environment, last)
-    text = f"{told(environment)}\nThe timer covers: {bench.TIMER}.\n\n{bench.table(results, last)}"
     _write(out, "bench mtp", told(environment), found, bench.figures(outcomes))
-    answer(document.text(found) if json else text)
+    answer(document.answer(found, bench.table(results, last), as_json=json))
     gain = bench.gain(results)
     if gain is None:
         silent = [r.name for r in results if r.name in ("frozen", "trained") and not r.drafted]
@@ -92,8 +91,7 @@ def asynchrony(
     environment = machines([o.versions for o in outcomes])
     found = bench.as_json(results, levels, environment)
     _write(out, "bench async", told(environment), found, bench.figures(outcomes))
-    text = f"{told(environment)}\nThe timer covers: {bench.TIMER}.\n\n{bench.table(results, levels)}"
-    answer(document.text(found) if json else text)
+    answer(document.answer(found, bench.table(results, levels), as_json=json))
     best = bench.best_speedup(results)
     if best is not None and best < least_speedup:
         raise ThresholdMissed(f"the best arm is {best:.2f}x as fast as the synchronous one, bound {least_speedup:g}x")
@@ -108,9 +106,12 @@ def compare(
     """Figure by figure, B against A. Exit code 6 where a figure whose better side is known got worse by more than the tolerance."""
     from mtpctl.bench import compare as bench
     from mtpctl.bench import document
-    from mtpctl.recipe.errors import ThresholdMissed
+    from mtpctl.recipe.errors import ThresholdMissed, UserError
 
-    changes = bench.changes(bench.read(before), bench.read(after))
+    first, second = bench.read(before), bench.read(after)
+    changes = bench.changes(first, second)
+    if unlike := bench.unlike(first, second):
+        raise UserError(f"{before} and {after}: are of unlike work ({'; '.join(unlike)}); give two results of the same options")
     answer(document.text(bench.as_json(changes)) if json else bench.table(changes, tolerance))
     worse = [change for change in changes if change.worse_by > tolerance]
     if worse:

@@ -38,7 +38,8 @@ def logprob(
         raise UserError(f"--precision: {precision} is neither fp32 nor bf16")
     import torch
 
-    from mtpctl.bench.machine import machine, told
+    from mtpctl.bench import document
+    from mtpctl.bench.machine import machine
     from mtpctl.recipe.model_source import hf_config
     from mtpctl.recipe.schema import ClusterConfig, ModelConfig
 
@@ -71,11 +72,7 @@ def logprob(
         )
         stack.enter_context(cluster(ClusterConfig(), cpus=0, gpus=float(cuda)))
         report = asyncio.run(bench.measure(folder.path, precision, load, Path(scratch), gpus=float(cuda)))
-    environment = machine()
-    if json:
-        answer(bench.as_json(report, environment, load))
-    else:
-        answer(f"{told(environment)}\nThe timer covers: {bench.TIMER}.\n\n{bench.table(report)}")
+    answer(document.answer(bench.as_json(report, machine(), load), bench.table(report), as_json=json))
     missed = [finding for finding in report.findings if finding.missed]
     if missed:
         raise ThresholdMissed(f"{len(missed)} bound(s) missed, first: {missed[0].what}: {missed[0].value:.3g}, bound {missed[0].bound:.3g}")

@@ -38,8 +38,9 @@ def sync_weights(
     import torch
 
     from mtpctl import families
+    from mtpctl.bench import document
     from mtpctl.bench import sync_weights as bench
-    from mtpctl.bench.machine import machine, told
+    from mtpctl.bench.machine import machine
     from mtpctl.bench.sync_results import Options, as_json, table
     from mtpctl.recipe import load_recipe
 
@@ -67,8 +68,7 @@ def sync_weights(
             folder=Path(scratch),
         )
         results = bench.run(options, say)
-    environment = machine()
-    answer(as_json(results, environment) if json else f"{told(environment)}\nThe timer covers: {bench.TIMER}.\n\n{table(results)}")
+    answer(document.answer(as_json(results, machine(), options.told), table(results), as_json=json))
     missed = [f"{result.transport}: {miss}" for result in results for miss in result.misses]
     if missed:
         raise ThresholdMissed("; ".join(missed))

@@ -56,9 +56,9 @@ def update(
         raise UserError(f"--model: {model} is neither a folder with config.json nor a hub id whose sizes are known")
     if cpu and not model:
         raise UserError("--model: the default shape has 7.8 billion parameters and this machine no card; name a small model's folder")
-    from mtpctl.bench import train_step
+    from mtpctl.bench import document, train_step
     from mtpctl.bench import update as bench
-    from mtpctl.bench.machine import machine, told
+    from mtpctl.bench.machine import machine
 
     with tempfile.TemporaryDirectory() as scratch:
         result = bench.measure(
@@ -71,5 +71,14 @@ def update(
             workspace_bytes=int(workspace_gib * (1 << 30)),
             recompute=recompute,
         )
-    environment = machine()
-    answer(bench.as_json(result, environment) if json else f"{told(environment)}\n{bench.table(result)}")
+    options = {
+        "model": model,
+        "tokens": tokens,
+        "samples": samples,
+        "precision": precision,
+        "lora": lora,
+        "offload": parts,
+        "recompute": recompute,
+        "workspace_gib": workspace_gib,
+    }
+    answer(document.answer(bench.as_json(result, machine(), options), bench.table(result), as_json=json))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.bench.compare import better, changes, figures, read, table
+from mtpctl.bench.compare import better, changes, figures, read, table, unlike
 from mtpctl.bench.logprob import Finding, Load, Report, as_json
 from mtpctl.bench.sync_results import Result
 from mtpctl.bench.sync_results import as_json as sync_json
@@ -52,9 +52,17 @@ def test_a_finding_is_judged_by_its_unit() -> None:
         Finding("difference", 1e-7, "nats", 1e-6),
     ]
     worse = [replace(each, value=(each.value or 0) * (0.5 if each.at_least or each.unit == "tokens/s" else 1.5)) for each in found]
-    first, second = (json.loads(as_json(Report(findings), {}, Load((2, 3)))) for findings in (found, worse))
+    first, second = (as_json(Report(findings), {}, Load((2, 3))) for findings in (found, worse))
     judged = [change for change in changes(first, second) if change.worse_by > 0.4]
     assert [change.name.split(".")[1] for change in judged] == [each.what for each in found]
+
+
+def test_results_of_unlike_work_are_told_apart() -> None:
+    first = {"options": {"tokens": 8192, "samples": 8, "folder": "/a"}, "median_ms": 1.0}
+    other = {"options": {"tokens": 4096, "samples": 8, "folder": "/b", "lora": 16}, "median_ms": 1.0}
+    assert unlike(first, other) == ["tokens: 8192 and 4096"] and unlike(first, first) == []
+    assert unlike(first, {"median_ms": 1.0}) == [] and unlike([1.0], [2.0]) == []
+    assert [change.name for change in changes(first, other)] == ["median_ms"]
 
 
 def test_a_slower_sync_is_seen() -> None:
@@ -63,7 +71,7 @@ def test_a_slower_sync_is_seen() -> None:
         for name in ("seconds", "export_seconds", "wire_seconds", "stall_seconds", "back_seconds", "tokens_per_s"):
             setattr(result, name, [1.0])
         result.seconds = result.stall_seconds = [seconds] * 3
-        return json.loads(sync_json([result], {}))
+        return sync_json([result], {}, {})
 
     worse = [change.name for change in changes(document(0.2), document(2.0)) if change.worse_by > 0.05]
     assert worse == ["results.nccl.median.seconds", "results.nccl.median.stall_seconds"]

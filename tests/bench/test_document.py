@@ -23,7 +23,7 @@ def test_numbers_that_are_none_become_null() -> None:
 
 
 def test_throughput_that_was_not_back_in_time() -> None:
-    told = as_json([result(back_seconds=[0.5, math.inf, math.inf], export_seconds=[0.1])], {"device": "H200 x 2"})
+    told = document.text(as_json([result(back_seconds=[0.5, math.inf, math.inf], export_seconds=[0.1])], {"device": "H200 x 2"}, {}))
     (found,) = json.loads(told, parse_constant=refuse)["results"]
     assert found["back_seconds"] == [0.5, None, None] and found["median"]["back_seconds"] is None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -32,7 +31,7 @@ def test_the_table_tells_bound_ratio_and_what_was_not_counted() -> None:
     lines = table(report).splitlines()
     assert lines[2] == "| added | 10 ms | ≤ 5 ms | 2.00 | **missed** · 12 in all |"
     assert lines[3].startswith("| memory | not counted on a CPU | ≤ 1 GiB |")
-    document = json.loads(as_json(report, {"device": "CPU"}, Load((2, 3))))
+    document = as_json(report, {"device": "CPU"}, Load((2, 3)))
     assert [finding["missed"] for finding in document["findings"]] == [True, False] and document["timer"]
 
 
