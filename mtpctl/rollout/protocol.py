@@ -45,10 +45,6 @@ class SpecStats:
         """Tokens a verification step, the sampled one included; 1 without speculation."""
         return 1.0 + self.accepted / self.steps if self.steps else 1.0
 
-    def accept_at(self, position: int) -> float:
-        """Acceptance of the draft at `position` (from 0), counting drafts after a rejected one as rejected."""
-        return self.accepted_by_position[position] / self.steps if self.steps and position < len(self.accepted_by_position) else 0.0
-
     def add(self, counts: Speculation | SpecStats, tokens: int = 0) -> None:
         """Add one response's counts, or another engine's sums."""
         self.drafted += counts.drafted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -54,10 +54,6 @@ class Manifest:
     def nbytes(self) -> int:
         """Bytes of all sections."""
         return sum(section.nbytes for section in self.sections.values())
-
-    def without(self, section: str) -> Manifest:
-        """The same version for a receiver that does not hold `section`."""
-        return replace(self, sections={name: plan for name, plan in self.sections.items() if name != section})
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
