@@ -167,6 +167,13 @@ class Load:
         """Tokens a second that came in `[start, stop)`."""
         return sum(count for at, count in self.came if start <= at < stop) / (stop - start)
 
+    def last(self, seconds: float) -> float:
+        """Tokens a second of late. Raises RuntimeFailure where none came: beside no generation a sync stalls nothing."""
+        now = time.perf_counter()
+        if rate := self.rate(now - seconds, now):
+            return rate
+        raise RuntimeFailure(f"the engine generated nothing in {seconds:g} s, with {self._options.batch} requests in flight")
+
     def back(self, since: float, rate: float) -> float:
         """Seconds from `since` until a window's rate is `BACK` of `rate`; infinite where it was not yet."""
         window = self._options.window_s

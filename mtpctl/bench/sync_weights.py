@@ -134,8 +134,7 @@ async def _one(
         await _steady(load, options)
         for _ in range(options.repeats):
             await asyncio.sleep(3 * options.window_s)
-            now = time.perf_counter()
-            rate = load.rate(now - 3 * options.window_s, now)
+            rate = load.last(3 * options.window_s)
             metrics = await sync(version := version + 1, verify=False)
             resumed = time.perf_counter()
             await sync.kept()
@@ -199,7 +198,10 @@ async def _link(options: Options, trainer: Trainer, engine: Any, manifest: Manif
 
 
 async def _steady(load: Load, options: Options) -> None:
-    """Return once every request is in flight and two windows in a row have the same rate, within 15%. Raises what ended a request."""
+    """Return once every request is in flight and two windows in a row have the same rate, within 15%, or after 60 pairs of them.
+
+    Raises what ended a request, and RuntimeFailure where no token came.
+    """
     window = options.window_s
     for _ in range(60):
         await asyncio.sleep(2 * window)
@@ -208,6 +210,7 @@ async def _steady(load: Load, options: Options) -> None:
         one, two = load.rate(now - 2 * window, now - window), load.rate(now - window, now)
         if one and abs(one - two) < 0.15 * one:
             return
+    load.last(2 * window)
 
 
 async def _back(load: Load, since: float, rate: float, options: Options) -> float:

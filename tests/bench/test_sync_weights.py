@@ -12,6 +12,7 @@ import pytest
 
 from mtpctl.bench import sync_weights
 from mtpctl.bench.sync_ends import Load
+from mtpctl.recipe import RuntimeFailure
 from tests.bench.test_sync_results import CARD
 
 
@@ -46,6 +47,28 @@ def test_a_load_that_ended_is_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(type(CARD), "window_s", 0.01)
     with pytest.raises(RuntimeError, match="the engine is dead"):
+        asyncio.run(measure())
+
+
+class Silent:
+    """An engine that takes requests and says nothing."""
+
+    async def generate(self, *given: Any) -> AsyncIterator[Any]:
+        await asyncio.sleep(60)
+        yield
+
+
+def test_nothing_is_measured_beside_an_engine_that_generates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def measure() -> None:
+        options = replace(CARD, device="cpu", batch=1)
+        load = Load(Silent(), options)
+        try:
+            await sync_weights._steady(load, options)
+        finally:
+            load.end()
+
+    monkeypatch.setattr(type(CARD), "window_s", 0.001)
+    with pytest.raises(RuntimeFailure, match="generated nothing in 0.002 s, with 1 requests in flight"):
         asyncio.run(measure())
 
 
