@@ -68,7 +68,7 @@ def test_nothing_is_measured_beside_an_engine_that_generates_nothing(monkeypatch
             load.end()
 
     monkeypatch.setattr(type(CARD), "window_s", 0.001)
-    with pytest.raises(RuntimeFailure, match="generated nothing in 0.002 s, with 1 requests in flight"):
+    with pytest.raises(RuntimeFailure, match=r"generated nothing in 0\.002 s, with 1 requests in flight"):
         asyncio.run(measure())
 
 
