@@ -101,7 +101,7 @@ class RlStage:
             if isinstance(error, Exception):
                 raise error
         if self.state.step == self.recipe.train.rl.steps:
-            if self.state.step % self.recipe.async_.sync_every:
+            if self.state.synced_at != self.state.step:
                 await self.publish()
             await self._evaluate()
 
@@ -219,11 +219,15 @@ class RlStage:
         return await batch
 
     async def publish(self) -> dict[str, float]:
-        """Send the trainer's weights to every target under the next version, and let more prompts out."""
-        metrics = await self.sync(self.state.version + 1)
+        """Send the trainer's weights to every target under the next version, and let more prompts out.
+
+        Weights that have a version already, since a run is resumed with them, go out under that: groups that waited got no staler.
+        """
+        version = self.state.version + (self.state.synced_at != self.state.step)
+        metrics = await self.sync(version)
         if self.recipe.rollout.speculation.auto:
             metrics |= await self._drafts()
-        self.state.version += 1
+        self.state.version, self.state.synced_at = version, self.state.step
         self.acceptance.synced(self.state.version)
         self.admission.synced(self.buffer.pending, self._trained_since_due())
         self._gate.set()

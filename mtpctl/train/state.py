@@ -16,7 +16,7 @@ from mtpctl.train.buffer import SampleBuffer
 from mtpctl.train.trainer import TrainerGroup
 
 _FILE = "run.json"
-_KEPT = ("stage", "step", "version", "cursor", "losses", "ended")
+_KEPT = ("stage", "step", "version", "synced_at", "cursor", "losses", "ended")
 
 
 def ended_stages(root: Path) -> list[str]:
@@ -66,8 +66,9 @@ def _newest(root: Path) -> tuple[Path | None, dict[str, Any]]:
 class RunState:
     """The controller's part of a checkpoint: stage and step, weight version, place in the data, the latest losses of a supervised stage.
 
-    `buffer` is written beside the checkpoint while a stage has one. `saving` is the checkpoint on its way to disk. `stopping` is
-    set when a stop was asked for: stages return at their next step.
+    `synced_at` is the step of the stage whose weights the version has, -1 where it has those of none. `buffer` is written beside the
+    checkpoint while a stage has one. `saving` is the checkpoint on its way to disk. `stopping` is set when a stop was asked for: stages
+    return at their next step.
     """
 
     root: Path
@@ -75,6 +76,7 @@ class RunState:
     stage: str = ""
     step: int = 0
     version: int = 0
+    synced_at: int = -1
     cursor: dict[str, Any] | None = None
     losses: list[float] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
@@ -90,7 +92,7 @@ class RunState:
     def begin(self, stage: str) -> None:
         """Enter a stage, at its first step unless the run was restored within it."""
         if self.stage != stage:
-            self.stage, self.step, self.cursor, self.losses, self.buffer = stage, 0, None, [], None
+            self.stage, self.step, self.synced_at, self.cursor, self.losses, self.buffer = stage, 0, -1, None, [], None
 
     def end(self, stage: str) -> None:
         """Leave a stage."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import threading
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
@@ -21,6 +22,7 @@ from mtpctl.train.prepare import Prepared
 from mtpctl.train.rl import BARREN_BATCHES, RlStage
 from mtpctl.train.state import RunState
 from mtpctl.train.trainer import TrainerGroup
+from tests.train.test_state import Trainer
 
 
 class Letters:
@@ -311,6 +313,44 @@ def test_a_run_resumed_between_two_syncs_generates_no_more_ahead_than_one_that_w
 
     asyncio.run(scenario())
     assert {step: metrics["async/staleness_max"] for step, metrics in world.rows} == {3: 1, 4: 1, 5: 0, 6: 0, 7: 0, 8: 0}
+
+
+@pytest.mark.parametrize("sync_every", [1, 2])
+def test_groups_that_waited_in_a_checkpoint_are_no_staler_than_the_threshold_allows(tmp_path: Path, sync_every: int) -> None:
+    """The weights that a resumed run begins with have a version already, where it was stopped behind a sync."""
+    recipe = recipe_of(steps=8, staleness=1.0, sync_every=sync_every)
+    stopped, resumed = World(), World()
+
+    async def scenario() -> None:
+        first = stage_of(recipe, stopped, tmp_path, lambda s: str(s.index))
+
+        class Stopping(FakeTrainer):
+            async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
+                if first.state.step == 3:
+                    first.state.stopping.set()
+                return await super().call(method, *args)
+
+        first.trainer = cast(TrainerGroup, Stopping(stopped))
+        first.state.begin("rl")
+        await first.publish()
+        await asyncio.wait_for(first.run(), 20)
+        saved = await first.state.checkpoint(cast(TrainerGroup, Trainer()))
+        assert saved is not None
+        kept = json.loads((saved / "run.json").read_text())
+        second = stage_of(recipe, resumed, tmp_path, lambda s: str(s.index))
+        for name, value in kept.items():
+            setattr(second.state, name, value)
+        second.cursor.load_state_dict(kept["cursor"])
+        await second.resume_buffer(*SampleBuffer.load(saved / "buffer.jsonl"))
+        assert second.buffer.ready, "there is what may get stale"
+        await second.publish()
+        await asyncio.wait_for(second.run(), 20)
+
+    asyncio.run(scenario())
+    rows = [*stopped.rows, *resumed.rows]
+    assert [step for step, _ in rows] == list(range(1, 9))
+    assert max(metrics["async/staleness_max"] for _, metrics in rows) == 1
+    assert [metrics["async/version"] for _, metrics in rows] == [1 + step // sync_every for step in range(1, 9)], "as without a stop"
 
 
 def test_the_last_evaluation_is_of_the_last_update_in_a_thread_of_its_own(tmp_path: Path) -> None:
