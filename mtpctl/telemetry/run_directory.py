@@ -8,6 +8,8 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -24,7 +26,7 @@ class RunDirectory:
     """Paths within a run directory, and the lock of whoever writes there.
 
     `RunDirectory(path)` is for reading; `RunDirectory.create(path, recipe_text)` makes or takes up a directory and holds
-    it until `close`, against a second run by mistake.
+    it until `close`, against a second run by mistake; `record` says what runs there.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -41,27 +43,23 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | Path, recipe_text: str) -> RunDirectory:
-        """Make the directory with its recipe and versions, or take up one that is there.
+        """Make the directory with its recipe, or take up one that is there, as it is.
 
-        A new directory is put together beside its place and renamed into it. In one that is there, a recipe that differs
-        replaces the old one, which is kept in `logs/`. Raises UserError, with nothing half written, where the place is
-        read-only, full, no directory, or held by another run.
+        A new directory is put together beside its place and renamed into it. Raises UserError, with nothing half written, where the
+        place is read-only, full, no directory, or held by another run.
         """
         path = Path(path)
-        try:
+        with _writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             if shutil.disk_usage(path.parent).free < _ROOM:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if not path.exists():
                 _make(path, recipe_text)
             run = cls(path)
-            run._take(recipe_text)
-        except OSError as error:
-            mend = "free space or name another place" if error.errno == errno.ENOSPC else "name a place that can be written"
-            raise UserError(f"run_dir: cannot write {path} ({error.strerror}); {mend}") from error
+            run._take()
         return run
 
-    def _take(self, recipe_text: str) -> None:
+    def _take(self) -> None:
         for folder in _FOLDERS:
             (self.path / folder).mkdir(exist_ok=True)
         lock = (self.path / ".lock").open("w")
@@ -71,10 +69,17 @@ class RunDirectory:
             lock.close()
             raise UserError(f"run_dir: another run is writing {self.path}; wait for it, or name another place") from None
         self._lock = lock
-        if self.recipe.exists() and (earlier := self.recipe.read_text()) != recipe_text:
-            _write(self.logs / f"recipe.{len(list(self.logs.glob('recipe.*.yaml'))) + 1}.yaml", earlier)
-        _write(self.recipe, recipe_text)
-        _write(self.versions, json.dumps(collect_versions(), indent=2) + "\n")
+
+    def record(self, recipe_text: str) -> None:
+        """The run goes on with this recipe, and on these versions. One that differs replaces the recipe there, which is kept in `logs/`.
+
+        Raises UserError where it cannot be written, and what is there stays.
+        """
+        with _writing(self.path):
+            if self.recipe.exists() and (earlier := self.recipe.read_text()) != recipe_text:
+                _write(self.logs / f"recipe.{len(list(self.logs.glob('recipe.*.yaml'))) + 1}.yaml", earlier)
+            _write(self.recipe, recipe_text)
+            _write(self.versions, json.dumps(collect_versions(), indent=2) + "\n")
 
     def close(self) -> None:
         """Let another process write here."""
@@ -87,6 +92,16 @@ class RunDirectory:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """What the system says against writing there, as a line with its mend."""
+    try:
+        yield
+    except OSError as error:
+        mend = "free space or name another place" if error.errno == errno.ENOSPC else "name a place that can be written"
+        raise UserError(f"run_dir: cannot write {path} ({error.strerror}); {mend}") from error
 
 
 def _make(path: Path, recipe_text: str) -> None:

@@ -48,6 +48,8 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
             if fresh:
                 shutil.rmtree(directory.path)
             raise
+        # What is refused has not run here.
+        directory.record(text)
         with (
             Telemetry(directory, recipe.telemetry, plain, totals=totals) as telemetry,
             cluster(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus),

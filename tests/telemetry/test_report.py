@@ -37,6 +37,7 @@ def metrics(step: int) -> dict[str, float]:
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     with RunDirectory.create(tmp_path / "run", RECIPE) as run:
+        run.record(RECIPE)
         rows: list[dict[str, Any]] = [{"phase": "sft", "step": s, "sft/loss": 5 / s, "mtp/loss_1": 6 / s} for s in range(1, 31)]
         rows.append({"phase": "rl", "step": 0, "eval/accuracy": 0.25})
         rows += [{"phase": "rl", "step": s, **metrics(s)} for s in range(1, 51)]

@@ -17,6 +17,7 @@ from mtpctl.telemetry import RunDirectory
 def test_a_new_directory(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "a" / "run", "name: x\n") as run:
         assert run.recipe.read_text() == "name: x\n"
+        run.record("name: x\n")
         assert json.loads(run.versions.read_text())["packages"]["torch"]
         assert all(folder.is_dir() for folder in (run.checkpoints, run.buffer, run.logs, run.tensorboard))
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["run"]
@@ -26,7 +27,8 @@ def test_resuming_keeps_everything_and_the_earlier_recipe(tmp_path: Path) -> Non
     with RunDirectory.create(tmp_path / "run", "steps: 1\n") as run:
         run.metrics.write_text("kept\n")
     for text in ("steps: 2\n", "steps: 3\n", "steps: 3\n"):
-        RunDirectory.create(tmp_path / "run", text).close()
+        with RunDirectory.create(tmp_path / "run", text) as run:
+            run.record(text)
     assert run.metrics.read_text() == "kept\n"
     assert run.recipe.read_text() == "steps: 3\n"
     assert [p.read_text() for p in sorted(run.logs.iterdir())] == ["steps: 1\n", "steps: 2\n"]
@@ -35,6 +37,8 @@ def test_resuming_keeps_everything_and_the_earlier_recipe(tmp_path: Path) -> Non
 def test_an_empty_directory_that_is_there_is_taken_up(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with RunDirectory.create(tmp_path / "run", "a: 1\n") as run:
+        assert not run.recipe.exists(), "what runs there is not known yet"
+        run.record("a: 1\n")
         assert run.recipe.read_text() == "a: 1\n"
 
 
@@ -75,8 +79,8 @@ def test_a_recipe_that_cannot_be_rewritten_stays_as_it_was(tmp_path: Path, monke
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_text", refuse)
-    with pytest.raises(UserError, match="free space or name another place"):
-        RunDirectory.create(tmp_path / "run", "a: 2\n")
+    with RunDirectory.create(tmp_path / "run", "a: 2\n") as run, pytest.raises(UserError, match="free space or name another place"):
+        run.record("a: 2\n")
     monkeypatch.undo()
     assert (tmp_path / "run" / "recipe.resolved.yaml").read_text() == "a: 1\n"
     assert not [p for p in (tmp_path / "run").rglob(".*") if p.name != ".lock"]

@@ -81,6 +81,15 @@ def test_a_stage_that_was_begun_is_not_left_out_in_silence(tmp_path: Path) -> No
     assert not RunDirectory(tmp_path / "run").recipe.exists(), "the directory is left as it was"
 
 
+def test_a_recipe_that_is_refused_is_not_told_as_what_the_run_ran(tmp_path: Path) -> None:
+    begun = recipe(tmp_path / "run", *SFT, "cluster.num_cpus=2")
+    RunDirectory.create(begun.run_path, dump_resolved(begun)).close()
+    with pytest.raises(UserError, match=r"rollout\.context: 4096 is more than"):
+        launch.run(recipe(begun.run_path, *SFT, "cluster.num_cpus=2", "rollout.context=4096"))
+    there = RunDirectory(begun.run_path)
+    assert there.recipe.read_text() == dump_resolved(begun) and not list(there.logs.iterdir())
+
+
 @pytest.mark.parametrize(
     ("now", "told"),
     [
