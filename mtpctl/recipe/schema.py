@@ -55,6 +55,11 @@ class ModelConfig(Section):
     )
     tokenizer: HomePath | None = Field(None, description="Tokenizer folder, or `bytes`; default: the one beside the model.")
 
+    @property
+    def drawn(self) -> bool:
+        """Whether the weights that a run begins with are drawn from its seed, into its directory."""
+        return self.config is not None or self.init == "random"
+
 
 class MtpConfig(Section):
     mode: Literal["off", "load", "joint", "isolated"] = Field(

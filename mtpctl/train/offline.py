@@ -20,7 +20,7 @@ from mtpctl.rollout.offline import Progress, Prompt, answer_all, summary, wanted
 from mtpctl.rollout.sample_file import Origin, SampleFile
 from mtpctl.rollout.start import check_engine_installed, start_pool
 from mtpctl.sync import Manifest, VersionStore
-from mtpctl.train.prepare import makes_model, model_of, store_in, tokenizer_of
+from mtpctl.train.prepare import model_of, store_in, tokenizer_of
 from mtpctl.train.state import newest_version
 
 Say = Callable[[str], None]
@@ -106,7 +106,7 @@ def _source(recipe: Recipe, folder: Path) -> Source:
     """Find model, tokenizer and checkpoint; what has to be made on the way goes to `folder`."""
     checkpoint, version = None, 0
     home = folder
-    if makes_model(recipe):
+    if recipe.model.drawn:
         home = recipe.run_path.absolute()
         if not (home / "model").is_dir():
             raise UserError(

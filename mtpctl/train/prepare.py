@@ -52,7 +52,7 @@ def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
     Its path is absolute: actors have another working directory where their cluster was there before.
     """
     config = recipe.model
-    if makes_model(recipe):
+    if recipe.model.drawn:
         folder = run_dir.absolute() / "model"
         if folder.exists():
             return HfFolder.open(folder)
@@ -68,7 +68,7 @@ def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
 def check_drawn(recipe: Recipe, run: RunDirectory) -> None:
     """Raise UserError where the weights that a run began with were drawn for another model or from another seed than the recipe's."""
     folder = run.path / "model"
-    if not makes_model(recipe) or not folder.is_dir() or not run.recipe.exists():
+    if not recipe.model.drawn or not folder.is_dir() or not run.recipe.exists():
         return
     earlier = _drawn_from(yaml12.parse(run.recipe.read_text(encoding="utf-8"), str(run.recipe)).value)
     asked = _drawn_from(recipe.model_dump(mode="json", by_alias=True))
@@ -93,11 +93,6 @@ def store_in(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:
     return VersionStore(default_root(name_of(folder), size, folder / "versions"))
 
 
-def makes_model(recipe: Recipe) -> bool:
-    """Whether the weights that a run begins with are drawn from its seed, into its directory."""
-    return recipe.model.config is not None or recipe.model.init == "random"
-
-
 def _download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -116,7 +111,7 @@ def tokenizer_of(recipe: Recipe, model: HfFolder, run_dir: Path) -> Tokenizer:
     """The tokenizer that the recipe names, or the one beside its model."""
     named = recipe.model.tokenizer
     if named != "bytes":
-        return load_tokenizer(named or (recipe.model.path if makes_model(recipe) else None) or model.path)
+        return load_tokenizer(named or (recipe.model.path if recipe.model.drawn else None) or model.path)
     # Beside a model that was made for this run, so that its folder can be served as it is; else in the run directory.
     folder = model.path if recipe.model.config is not None else run_dir / "tokenizer"
     if not (folder / "tokenizer.json").exists():
