@@ -7,7 +7,6 @@ is interpolated between the evaluations around it. So an arm that was cut short 
 
 from __future__ import annotations
 
-import math
 import statistics
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -208,8 +207,7 @@ def _result(outcome: Outcome, level: float) -> Result:
         name=outcome.arm.name,
         meaning=outcome.arm.meaning,
         seed=outcome.seed,
-        # A card that two share is one card all the same.
-        units=math.ceil(placement.gpus - 1e-9) or placement.cpus,
+        units=placement.cards or placement.cpus,
         updates=outcome.updates,
         updates_wanted=outcome.wanted,
         step_s=statistics.median(m["timing_s/step"] for m in rows),

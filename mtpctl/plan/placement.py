@@ -72,6 +72,19 @@ class Placement:
         """GPUs in all."""
         return sum(actor.gpus for actor in self.actors)
 
+    @property
+    def cards(self) -> int:
+        """Cards in use: one that several share is one, and one that is used in part is one too."""
+        found = 0
+        for host in {actor.host for actor in self.actors}:
+            shares = [actor.gpus for actor in self.actors if actor.host == host]
+            left: list[float] | None = [1.0] * sum(map(math.ceil, shares))
+            for share in shares:
+                assert left is not None
+                left = _without(left, 1, share)
+            found += sum(free < 1 for free in left or ())
+        return found
+
 
 def place(recipe: Recipe, hosts: Sequence[Host] | None = None) -> Placement:
     """Place a recipe's actors.

@@ -85,6 +85,19 @@ def test_ranks_that_talk_over_nccl_have_cards_of_their_own(sets: list[str], mess
     assert shares.count(0.6) + shares.count(0.75) >= 2
 
 
+@pytest.mark.parametrize(
+    ("sets", "cards"),
+    [
+        ([], 8),
+        (["train.gpus=0.6", "rollout.gpus=0.4", "logprob.gpus=0.4", "sync.transport=ipc"], 4),
+        (["train.parallel.tp=1", "rollout.gpus=0.6", "logprob.gpus=0.6", "sync.transport=ipc"], 5),
+        (["train.parallel.tp=1", "rollout.replicas=1", "logprob.gpus=0.25"], 2),
+    ],
+)
+def test_cards_in_use(sets: list[str], cards: int) -> None:
+    assert placed(*sets).cards == cards
+
+
 def test_engines_do_not_span_hosts() -> None:
     hosts = [Host(64, 3), Host(64, 4)]
     placement = placed("train.parallel.tp=2", "rollout.replicas=1", "rollout.tp=4", "logprob.standalone=false", hosts=hosts)
