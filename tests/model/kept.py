@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+SETTLES_S = 0.4
 
 
 class Kept(TorchDispatchMode):
@@ -29,4 +32,11 @@ class Kept(TorchDispatchMode):
 
     @property
     def bytes(self) -> int:
+        """Once nothing more of it goes: a collective's thread lets go of its tensors a moment after it is waited for."""
+        found = -1
+        while found != (found := self._alive()):
+            time.sleep(SETTLES_S)
+        return found
+
+    def _alive(self) -> int:
         return sum(size for alive, size in self.found.values() if not alive.expired())
