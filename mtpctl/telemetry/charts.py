@@ -76,7 +76,8 @@ def render_chart(chart: Chart) -> str:
     values = [y for pts in layers for _, y in pts]
     x_axis = Axis(min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1, [])
     y_axis = (
-        log_axis(min(values), max(values))
+        # Down to the lowest of the averaged curves: one value that is almost nothing would take up the decades above it.
+        log_axis(min(y for _, series, pts in drawn for _, y in (pts if series.dots else _smoothed(pts))), max(values))
         if chart.scale == "log"
         else linear_axis(min(values), max(values), zero=chart.zero or chart.stack)
     )

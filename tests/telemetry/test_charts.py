@@ -77,6 +77,13 @@ def test_phases_are_marked_and_count_their_own_steps() -> None:
     assert len(lines) == 2 and all(len(h) == 1 for h in heights), "an average across the border would bend the lines"
 
 
+def test_one_value_that_is_almost_nothing_takes_no_decades_from_the_others() -> None:
+    points = [(0.0, 1e-13), *((float(i), 2e-3 + 1e-4 * (i % 7)) for i in range(1, 81))]
+    figure = parse(render_chart(Chart("Mismatch", "n", [Series("KL", points)], RL, scale="log")))
+    assert [e.text for e in figure.iter("span") if e.get("class") == "y"] == ["0.001", "0.002", "0.005"]
+    assert all(0 <= y <= HEIGHT for _, y in coordinates(figure)), "it is drawn at the lower edge"
+
+
 def test_what_cannot_be_drawn_is_left_out() -> None:
     assert render_chart(Chart("T", "n", [], RL)) == ""
     assert render_chart(Chart("T", "n", [Series("a", [(1, math.nan)])], RL)) == ""
