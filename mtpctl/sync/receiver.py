@@ -75,7 +75,7 @@ def _place(model: nn.Module, slot: Slot, entry: Entry, ranks: Ranks, own: torch.
     place = find_place(model, live, slot, entry.shape, ranks)
     wire = getattr(torch, entry.dtype)
     if wire != live.dtype and not (wire == own and torch.promote_types(wire, live.dtype) == live.dtype):
-        raise Misfit(f"is {entry.dtype}, {slot.parameter} is {str(live.dtype).removeprefix('torch.')}")
+        raise Misfit(f"comes as {entry.dtype}, but the engine holds {slot.parameter} as {str(live.dtype).removeprefix('torch.')}")
     place = replace(place, dtype=wire)
     if not place.live.is_contiguous():
         raise Misfit(f"belongs to {slot.parameter}, which does not lie in memory row by row")
