@@ -112,7 +112,7 @@ def format_value(value: float, unit: Unit) -> str:
 
 
 def compact(value: float) -> str:
-    """Three significant digits, with k, M, G above a thousand and powers of ten below 1/1000."""
+    """Two or three significant digits, with k, M, G above a thousand and powers of ten below 1/1000."""
     size = abs(value)
     if size == 0:
         return "0"
@@ -121,13 +121,14 @@ def compact(value: float) -> str:
         return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size >= limit * 0.9995:
-            return f"{_three(value / limit)}{letter}"
-    return _three(value)
+            return f"{_rounded(value / limit)}{letter}"
+    return _rounded(value)
 
 
-def _three(value: float) -> str:
+def _rounded(value: float) -> str:
     size = abs(value)
-    text = f"{value:.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}" if size >= 0.9995 else f"{value:.3f}"
+    decimals = sum(size < limit for limit in (99.95, 9.995, 0.9995, 0.00995))
+    text = f"{value:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 

@@ -78,6 +78,7 @@ def test_families_of_names() -> None:
         (-3.14159, "number", "-3.14"),
         (15.7e9, "number", "15.7G"),
         (1.25, "seconds", "1.25 s"),
+        (0.003648, "nats", "0.0036"),
         (math.nan, "share", "–"),
     ],
 )
