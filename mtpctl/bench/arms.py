@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mtpctl.plan import Placement, place
-from mtpctl.recipe import Recipe, RuntimeFailure, UserError, dump_resolved, flatten, load_recipe, validate
+from mtpctl.recipe import Recipe, RuntimeFailure, UserError, dump_resolved, flatten, load_recipe, path_in_full, validate
 from mtpctl.telemetry import History, RunDirectory, load_history
 from mtpctl.train.state import ended_stages
 
@@ -200,12 +200,7 @@ def _check_taken(recipe: Recipe, *made: Path, unread: Collection[tuple[str, ...]
 def _settings(recipe: Recipe) -> dict[tuple[str, ...], Any]:
     """Every value of a recipe by its path; where the run lies is none."""
     found = flatten(recipe.model_dump(mode="json", by_alias=True))
-    return {key: value for key, value in found.items() if key != ("run_dir",)} | {("model", "path"): _place(recipe.model.path)}
-
-
-def _place(path: str | None) -> str | None:
-    """The same for one folder, however it is written; a hub id as it is."""
-    return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
+    return {key: value for key, value in found.items() if key != ("run_dir",)} | {("model", "path"): path_in_full(recipe.model.path)}
 
 
 def _start(arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:

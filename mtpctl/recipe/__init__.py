@@ -17,7 +17,7 @@ from mtpctl.recipe.errors import (
 if TYPE_CHECKING:
     from mtpctl.recipe.checks import validate
     from mtpctl.recipe.loading import Loaded, dump_resolved, flatten, load_recipe
-    from mtpctl.recipe.model_source import hf_config, model_folder
+    from mtpctl.recipe.model_source import hf_config, model_folder, path_in_full
     from mtpctl.recipe.schema import Recipe
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "hf_config",
     "load_recipe",
     "model_folder",
+    "path_in_full",
     "validate",
 ]
 
@@ -45,6 +46,7 @@ _HOMES = {
     "load_recipe": "loading",
     "hf_config": "model_source",
     "model_folder": "model_source",
+    "path_in_full": "model_source",
     "validate": "checks",
 }
 

@@ -32,6 +32,11 @@ def model_folder(model: ModelConfig) -> Path | None:
     raise UserError(f"model.path: there is no folder {model.path}; give a Hugging Face folder, or a hub id such as XiaomiMiMo/MiMo-7B-RL")
 
 
+def path_in_full(path: str | None) -> str | None:
+    """The same for one folder, however it is written; a hub id as it is."""
+    return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
+
+
 def hf_config(model: ModelConfig, *, fetch: bool = True) -> dict[str, Any] | None:
     """The config.json fields of the recipe's model: inline, from its folder, known here, or from the hub.
 

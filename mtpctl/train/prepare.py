@@ -10,7 +10,7 @@ from mtpctl.convert import HfFolder, ModelWeights, create_hf_folder
 from mtpctl.data import ProblemSets, Tokenizer, check_fits_model, fit_problems, load_problem_sets, load_tokenizer, make_byte_tokenizer
 from mtpctl.families import ModelShape, count
 from mtpctl.plan import WEIGHT_BYTES
-from mtpctl.recipe import EnvironmentMissing, Recipe, UserError, hf_config, yaml12
+from mtpctl.recipe import EnvironmentMissing, Recipe, UserError, hf_config, path_in_full, yaml12
 from mtpctl.recipe.loading import flatten
 from mtpctl.sync import VersionStore, default_root, name_of
 from mtpctl.telemetry import RunDirectory
@@ -81,9 +81,7 @@ def check_drawn(recipe: Recipe, run: RunDirectory) -> None:
 
 def _drawn_from(tree: dict[str, Any]) -> dict[tuple[str, ...], Any]:
     """Values of a resolved recipe that decide on the weights it draws, by key."""
-    model = {"config": tree["model"]["config"]}
-    if path := tree["model"]["path"]:
-        model["path"] = str(Path(path).resolve()) if Path(path).exists() else path
+    model = {"config": tree["model"]["config"], "path": path_in_full(tree["model"]["path"])}
     return flatten({"seed": tree["seed"], "model": model})
 
 

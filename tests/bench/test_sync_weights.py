@@ -26,6 +26,16 @@ def test_trainer_and_engine_take_cards_that_this_process_may_see(monkeypatch: py
     assert sync_weights.cards(replace(CARD, device="cpu")) == ("", "")
 
 
+async def steady(engine: Any) -> None:
+    """Wait for a load of one request on `engine`."""
+    options = replace(CARD, device="cpu", batch=1)
+    load = Load(engine, options)
+    try:
+        await sync_weights._steady(load, options)
+    finally:
+        load.end()
+
+
 class Dead:
     """An engine that answers nothing."""
 
@@ -36,18 +46,9 @@ class Dead:
 
 def test_a_load_that_ended_is_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without requests in flight a sync stalls nobody, and throughput is back at once."""
-
-    async def measure() -> None:
-        options = replace(CARD, device="cpu", batch=1)
-        load = Load(Dead(), options)
-        try:
-            await sync_weights._steady(load, options)
-        finally:
-            load.end()
-
     monkeypatch.setattr(type(CARD), "window_s", 0.01)
     with pytest.raises(RuntimeError, match="the engine is dead"):
-        asyncio.run(measure())
+        asyncio.run(steady(Dead()))
 
 
 class Silent:
@@ -59,17 +60,9 @@ class Silent:
 
 
 def test_nothing_is_measured_beside_an_engine_that_generates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def measure() -> None:
-        options = replace(CARD, device="cpu", batch=1)
-        load = Load(Silent(), options)
-        try:
-            await sync_weights._steady(load, options)
-        finally:
-            load.end()
-
     monkeypatch.setattr(type(CARD), "window_s", 0.001)
     with pytest.raises(RuntimeFailure, match=r"generated nothing in 0\.002 s, with 1 requests in flight"):
-        asyncio.run(measure())
+        asyncio.run(steady(Silent()))
 
 
 def test_a_store_in_memory_is_gone_when_a_sync_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
