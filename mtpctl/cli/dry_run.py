@@ -6,7 +6,7 @@ from typing import Any
 
 from mtpctl import families, plan
 from mtpctl.plan.memory import GIB
-from mtpctl.recipe import Recipe, UserError, hf_config
+from mtpctl.recipe import Recipe, UserError, cautions_of, hf_config
 
 
 def dry_run(recipe: Recipe) -> dict[str, Any]:
@@ -44,6 +44,7 @@ def dry_run(recipe: Recipe) -> dict[str, Any]:
         },
         "memory": {"trainer_rank": _sizes(trainer) | {"total": trainer.total}},
         "async": {"staleness_threshold": recipe.async_.staleness, "sync_every": recipe.async_.sync_every},
+        "cautions": list(cautions_of(recipe)),
     }
     if "rl" in recipe.train.stages:
         engine = plan.engine_memory(recipe, shape)
@@ -61,6 +62,7 @@ def dry_run(recipe: Recipe) -> dict[str, Any]:
             for section, buckets in plan.section_buckets(recipe, shape).items()
         }
         told["bytes_once"] = plan.bytes_beneath(recipe, shape)
+        told["async"]["old_logprobs"] = recipe.old_logprobs
     return told
 
 
@@ -87,12 +89,17 @@ def render(told: dict[str, Any]) -> str:
         lines.append(f"           {rank.replace('_', ' ')}: {parts}")
     if "buckets" in told:
         schedule = told["async"]
-        lines.append(f"sync       every {schedule['sync_every']} update(s), staleness threshold {schedule['staleness_threshold']:g}")
+        anchor = {"behaviour": "the engine's own", "recompute": "recomputed by Megatron"}[schedule["old_logprobs"]]
+        lines.append(
+            f"sync       every {schedule['sync_every']} update(s), staleness threshold {schedule['staleness_threshold']:g}, "
+            f"old log-probs {anchor}"
+        )
         for section, one in told["buckets"].items():
             sizes = f"{_bytes(one['bytes'])}, largest {_bytes(one['largest'])}"
             lines.append(f"           {section}: {one['tensors']} tensors in {one['buckets']} bucket(s), {sizes}")
         if told["bytes_once"]:
             lines.append(f"           at the first sync also {_bytes(told['bytes_once'])} of weights beneath the adapter")
+    lines += [f"caution    {caution}" for caution in told["cautions"]]
     return "\n".join(lines)
 
 

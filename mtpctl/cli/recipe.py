@@ -72,15 +72,22 @@ def schema() -> None:
     answer(json.dumps(Recipe.model_json_schema(by_alias=True), indent=2))
 
 
+@app.command("check", hidden=True, help="The same as `validate`.")
 @app.command()
 def validate(recipe: RecipeArgument, sets: Sets = None, overlay: Overlays = None, as_json: Json = False) -> None:
-    """Check a recipe. Nothing is started, and the network is not asked."""
+    """Check a recipe, and tell what in it is known to learn badly. Nothing is started, and the network is not asked."""
+    from mtpctl.recipe import cautions_of
     from mtpctl.recipe import validate as check
 
     loaded = load(recipe, overlay, sets)
     check(loaded.recipe)
-    sources = [str(path) for path in loaded.sources]
-    answer(json.dumps({"ok": True, "name": loaded.recipe.name, "sources": sources}) if as_json else f"{' + '.join(sources)}: ok")
+    sources, cautions = [str(path) for path in loaded.sources], list(cautions_of(loaded.recipe))
+    if as_json:
+        answer(json.dumps({"ok": True, "name": loaded.recipe.name, "sources": sources, "cautions": cautions}))
+        return
+    answer(f"{' + '.join(sources)}: ok")
+    for caution in cautions:
+        answer(f"caution: {caution}")
 
 
 @app.command()

@@ -15,6 +15,7 @@ from mtpctl.recipe.errors import (
 )
 
 if TYPE_CHECKING:
+    from mtpctl.recipe.cautions import cautions_of
     from mtpctl.recipe.checks import validate
     from mtpctl.recipe.loading import Loaded, dump_resolved, flatten, load_recipe
     from mtpctl.recipe.model_source import hf_config, model_folder, path_in_full
@@ -29,6 +30,7 @@ __all__ = [
     "RuntimeFailure",
     "ThresholdMissed",
     "UserError",
+    "cautions_of",
     "dump_resolved",
     "flatten",
     "hf_config",
@@ -40,6 +42,7 @@ __all__ = [
 
 _HOMES = {
     "Recipe": "schema",
+    "cautions_of": "cautions",
     "Loaded": "loading",
     "dump_resolved": "loading",
     "flatten": "loading",

@@ -150,8 +150,11 @@ class RlConfig(Section):
     )
     advantage: Literal["grpo", "grpo_no_std", "rloo"] = Field("grpo", description="Group baseline and normalisation.")
     aggregate: Literal["token", "sequence"] = Field("token", description="Mean over all tokens (DAPO), or over sequences of their means.")
-    old_logprobs: Literal["recompute", "behaviour"] = Field(
-        "recompute", description="recompute: from Megatron, by the trainer or the log-prob server; behaviour: the engine's own."
+    old_logprobs: Literal["auto", "recompute", "behaviour"] = Field(
+        "auto",
+        description="What the ratio is taken against. behaviour: the engine's own log-probs, so that the clip holds stale samples back; "
+        "recompute: Megatron's, by the trainer at the update or by the log-prob server; auto: behaviour where samples can be stale, "
+        "recompute on policy, and where a log-prob server, a correction or loss: decoupled needs it.",
     )
     clip_low: PositiveFloat = Field(0.2, description="Ratio clip below 1.")
     clip_high: PositiveFloat = Field(0.28, description="Ratio clip above 1 (clip-higher).")
@@ -397,6 +400,20 @@ class Recipe(Section):
             if isinstance(filled.get(section), dict):
                 filled[section] = {key: default, **filled[section]}
         return filled
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether a sample may be trained on by other weights than sampled it: some are let out ahead, or several updates share a sync."""
+        return self.async_.staleness > 0 or self.async_.sync_every > 1
+
+    @property
+    def old_logprobs(self) -> Literal["recompute", "behaviour"]:
+        """What `train.rl.old_logprobs` comes to in this recipe."""
+        rl = self.train.rl
+        if rl.old_logprobs != "auto":
+            return rl.old_logprobs
+        recomputes = self.logprob.standalone or rl.correction.mode != "off" or rl.loss == "decoupled"
+        return "behaviour" if self.off_policy and not recomputes else "recompute"
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:

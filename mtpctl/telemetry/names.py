@@ -28,6 +28,7 @@ METRICS: dict[str, Metric] = {
     "reward/unfiltered_mean": Metric("reward, unfiltered", "number", "The same with the groups that dynamic sampling dropped."),
     "reward/std": Metric("reward std", "number", "Standard deviation of the batch's rewards."),
     "reward/signal_fraction": Metric("with signal", "share", "Groups whose rewards are not all equal."),
+    "rl/stability": Metric("stability", "share", "What sampling explains of the reward's scatter about its trend; low: it swings."),
     "response/length_mean": Metric("response length", "tokens", "Mean response length."),
     "response/length_max": Metric("longest response", "tokens", "Longest response of the batch."),
     "response/truncated_fraction": Metric("cut off", "share", "Responses that reached the token limit."),

@@ -11,7 +11,7 @@ from pathlib import Path
 from mtpctl.cluster import check_room, cluster, settle_heap, within
 from mtpctl.logprob import LogprobServer, start_server
 from mtpctl.plan import Placement, place
-from mtpctl.recipe import MtpctlError, Recipe, dump_resolved
+from mtpctl.recipe import MtpctlError, Recipe, cautions_of, dump_resolved
 from mtpctl.rl import make_checker
 from mtpctl.rollout import ReplicaPool, check_engine_installed, start_pool
 from mtpctl.telemetry import RunDirectory, Telemetry
@@ -71,6 +71,8 @@ class Run:
     async def drive(self) -> bool:
         """Run all stages. Returns False where a stop was asked for before the end; a checkpoint, if the recipe keeps any, is there then."""
         self._listen()
+        for caution in cautions_of(self.recipe):
+            self.telemetry.event("caution", caution)
         self.store.close()
         trainer = TrainerGroup(self.recipe, self.placement)
         async with contextlib.AsyncExitStack() as stack:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -26,6 +28,7 @@ from mtpctl.train.evaluate import evaluate, request_of
 from mtpctl.train.metrics import of_samples
 from mtpctl.train.prepare import Prepared
 from mtpctl.train.sft import check_applied
+from mtpctl.train.stability import StabilityWatch
 from mtpctl.train.staleness import Admission
 from mtpctl.train.state import RunState
 from mtpctl.train.trainer import TrainerGroup
@@ -63,11 +66,12 @@ class RlStage:
         self.cursor = PromptCursor(prepared.problems.train, recipe.seed, shuffle=recipe.data.shuffle)
         self.clock = BusyClock()
         self.acceptance = AcceptanceWatch()
+        self.stability = StabilityWatch(recipe)
         self._gate = asyncio.Event()
         self._dropped = 0
         self._barren = 0
         self._generated = 0
-        self._rewards: list[float] = []
+        self._rewards: list[list[float]] = []  # of each group since the last update, dropped ones included
         self._told = {""}
         if state.cursor is not None:
             self.cursor.load_state_dict(state.cursor)
@@ -158,7 +162,7 @@ class RlStage:
             text = self.prepared.tokenizer.decode(sample.response_ids)
             sample.reward = await asyncio.to_thread(self.checker, text, group.problem.answer)
         rewards = [s.reward or 0.0 for s in group.samples]
-        self._rewards += rewards
+        self._rewards.append(rewards)
         if self.recipe.train.rl.dynamic_sampling and not has_signal(rewards):
             self._dropped += 1
             self._barren += 1
@@ -253,7 +257,11 @@ class RlStage:
         rewards, self._rewards = self._rewards, []
         if rewards:
             # Dynamic sampling keeps groups between all wrong and all right, so `reward/mean` hardly leaves one half.
-            shares["reward/unfiltered_mean"] = sum(rewards) / len(rewards)
+            shares["reward/unfiltered_mean"] = statistics.fmean(itertools.chain.from_iterable(rewards))
+        steady, warning = self.stability.take([statistics.fmean(group) for group in rewards], metrics)
+        if warning is not None:
+            self.telemetry.event("alarm", warning)
+        shares |= steady
         signal = sum(has_signal([sample.reward or 0.0 for sample in group.samples]) for group in groups)
         return shares | {
             "perf/tokens_per_s": metrics.pop("perf/tokens") / seconds,

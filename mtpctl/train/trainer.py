@@ -128,11 +128,11 @@ class TrainerRank:
         answered = [s for s in samples if s.response_ids]
         if not answered:
             raise RuntimeFailure("rollout.deadline_s: no response of a whole batch has a token; raise it, or lower rollout.max_in_flight")
-        unscored = [s for s in answered if s.old_logprobs is None]
-        if rl.old_logprobs == "behaviour":
-            for sample in unscored:
+        if recipe.old_logprobs == "behaviour":
+            for sample in answered:
                 sample.old_logprobs = sample.behaviour_logprobs
-        elif unscored:
+        unscored = [s for s in answered if s.old_logprobs is None]
+        if unscored:
             with record_function("mtpctl/old log-probs"):
                 self.score(unscored, version)
         scored = time.perf_counter()
@@ -186,7 +186,7 @@ class TrainerRank:
 
         from mtpctl.rl import mismatch_metrics, mismatch_sums
 
-        if self.recipe.train.rl.old_logprobs == "behaviour":
+        if self.recipe.old_logprobs == "behaviour":
             return {}
         old = torch.tensor([x for s in samples for x in s.old_logprobs or []])
         behaviour = torch.tensor([x for s in samples for x in s.behaviour_logprobs])

@@ -1,0 +1,151 @@
+"""Whether a run learns steadily: its unfiltered reward against what sampling alone explains.
+
+The mean reward of an update's groups scatters around the run's trend by sampling: s² = (variance of a group's mean) / groups. Over a
+window of updates a parabola is fitted to those means, and what is left of them is compared with s²:
+
+    stability = min(1, mean s² / mean residual²)      1: sampling explains it all; towards 0: the reward moves by itself
+
+A run whose samples are stale and not corrected overshoots and turns back, update after update: a cycle, in which residuals a few
+updates apart are alike and those half a cycle apart are opposite. Their autocorrelation tells it from a run that is only noisy.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mtpctl.recipe.schema import Recipe
+
+WINDOW = 20
+"""Updates that are looked at: two periods of the cycles seen with samples one update old."""
+LEAST = 14
+SWING_STABILITY = 0.4
+SWING_CORRELATION = 0.3
+FALL_WINDOW = 8
+FALL_ERRORS = 4.0
+LEAST_FALL = 0.08
+"""Of the mean reward over `FALL_WINDOW` updates under the best such mean: smaller ones may be a harder stretch of the data."""
+ENTROPY_GROWTH = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One update's unfiltered rewards: their mean over groups, the squared standard error of it, and the policy's entropy."""
+
+    mean: float
+    error2: float
+    entropy: float | None
+
+
+def observe(group_means: Sequence[float], entropy: float | None) -> Update | None:
+    """What an update tells; None where it has fewer than two groups."""
+    if len(group_means) < 2:
+        return None
+    return Update(statistics.fmean(group_means), statistics.variance(group_means) / len(group_means), entropy)
+
+
+def residuals(values: Sequence[float]) -> list[float]:
+    """What a parabola, fitted by least squares, leaves of equally spaced values."""
+    n = len(values)
+    x = [2 * i / (n - 1) - 1 for i in range(n)]
+    basis: list[list[float]] = []
+    for column in ([1.0] * n, x, [a * a for a in x]):
+        for other in basis:
+            share = sum(a * b for a, b in zip(column, other, strict=True)) / sum(b * b for b in other)
+            column = [a - share * b for a, b in zip(column, other, strict=True)]
+        basis.append(column)
+    rest = list(values)
+    for column in basis:
+        share = sum(a * b for a, b in zip(rest, column, strict=True)) / sum(b * b for b in column)
+        rest = [a - share * b for a, b in zip(rest, column, strict=True)]
+    return rest
+
+
+def autocorrelation(values: Sequence[float], lag: int) -> float:
+    """Correlation of values that are `lag` apart, of values whose mean is 0; the mean product over the mean square."""
+    square = statistics.fmean(v * v for v in values)
+    products = [a * b for a, b in zip(values, values[lag:], strict=False)]
+    return statistics.fmean(products) / square if square else 0.0
+
+
+def stability(updates: Sequence[Update]) -> float:
+    """See the module; 1 where the rewards do not differ at all."""
+    rest = residuals([u.mean for u in updates])
+    # A parabola takes three degrees of freedom.
+    residual2 = sum(r * r for r in rest) / (len(rest) - 3)
+    expected = statistics.fmean(u.error2 for u in updates)
+    return min(1.0, expected / residual2) if residual2 > 0 else 1.0
+
+
+def swings(updates: Sequence[Update]) -> bool:
+    """Whether the reward goes round: it moves by more than sampling does, and what goes up comes down half a period later."""
+    if stability(updates) >= SWING_STABILITY:
+        return False
+    rest = residuals([u.mean for u in updates])
+    return min(autocorrelation(rest, lag) for lag in range(2, len(rest) // 2 + 1)) < -SWING_CORRELATION
+
+
+def fall(updates: Sequence[Update]) -> float:
+    """How far the latest mean reward is under the best one before it, over windows; 0 where sampling may explain it."""
+    if len(updates) < 2 * FALL_WINDOW:
+        return 0.0
+    windows = [updates[i : i + FALL_WINDOW] for i in range(len(updates) - FALL_WINDOW + 1)]
+    means = [statistics.fmean(u.mean for u in window) for window in windows]
+    latest, best = means[-1], max(means)
+    error = (2 * statistics.fmean(u.error2 for u in updates) / FALL_WINDOW) ** 0.5
+    return best - latest if best - latest > max(LEAST_FALL, FALL_ERRORS * error) else 0.0
+
+
+class StabilityWatch:
+    """Looks at every update of a run, gives `rl/stability`, and says once in a window what goes wrong and which key turns it."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._updates: deque[Update] = deque(maxlen=4 * WINDOW)
+        self._quiet = 0
+
+    def take(self, group_means: Sequence[float], metrics: dict[str, float]) -> tuple[dict[str, float], str | None]:
+        """Metrics to log with the update, and a warning where one is due. `group_means`: rewards of all groups, dropped ones included."""
+        if (update := observe(group_means, metrics.get("actor/entropy"))) is None:
+            return {}, None
+        self._updates.append(update)
+        self._quiet = max(0, self._quiet - 1)
+        latest = list(self._updates)[-WINDOW:]
+        if len(latest) < LEAST:
+            return {}, None
+        found = {"rl/stability": stability(latest)}
+        told = None if self._quiet else self._wrong(latest, found["rl/stability"], metrics)
+        if told is not None:
+            self._quiet = WINDOW
+        return found, told
+
+    def _wrong(self, latest: list[Update], value: float, metrics: dict[str, float]) -> str | None:
+        if swings(latest):
+            low, high = min(u.mean for u in latest), max(u.mean for u in latest)
+            what = f"the reward swings between {low:.2f} and {high:.2f} over {len(latest)} updates (rl/stability {value:.2f})"
+        elif drop := fall(list(self._updates)):
+            what = f"the reward has fallen by {drop:.2f} under the best of its last {len(self._updates)} updates"
+        elif grown := self._entropy_growth():
+            what = f"the policy's entropy has grown {grown:.1f} times in {len(self._updates)} updates"
+        else:
+            return None
+        staleness = metrics.get("async/staleness_mean", 0.0)
+        return f"{what}; samples are {staleness:.1f} versions old in the mean: {self._mend(staleness)}"
+
+    def _entropy_growth(self) -> float:
+        entropies = [u.entropy for u in self._updates if u.entropy is not None]
+        if len(entropies) < 2 * FALL_WINDOW:
+            return 0.0
+        early, late = statistics.fmean(entropies[:FALL_WINDOW]), statistics.fmean(entropies[-FALL_WINDOW:])
+        return late / early if late > ENTROPY_GROWTH * early > 0 else 0.0
+
+    def _mend(self, staleness: float) -> str:
+        rl = self._recipe.train.rl
+        uncorrected = self._recipe.old_logprobs == "recompute" and rl.correction.mode == "off"
+        if self._recipe.off_policy and uncorrected:
+            return "leave train.rl.old_logprobs at auto, or set train.rl.correction.mode: truncate"
+        if staleness >= 1:
+            return "lower async.staleness_threshold, or train.rl.optimizer.lr"
+        return "lower train.rl.optimizer.lr, or raise train.rl.prompts_per_step"

@@ -1,0 +1,81 @@
+"""Which log-probs anchor the ratio, and what is told of combinations that are known to swing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mtpctl.cli import main
+from mtpctl.recipe import cautions_of, load_recipe, validate
+from mtpctl.recipe.loading import available
+
+STALE = "async.staleness_threshold=1"
+ON_POLICY = "async.staleness_threshold=0"
+TRUNCATE = "train.rl.correction.mode=truncate"
+
+
+@pytest.mark.parametrize(
+    ("sets", "anchor"),
+    [
+        ([STALE], "behaviour"),
+        ([ON_POLICY], "recompute"),
+        ([STALE, "async.deterministic=true"], "recompute"),
+        ([ON_POLICY, "async.sync_every=2"], "behaviour"),
+        ([STALE, "logprob.standalone=true"], "recompute"),
+        ([STALE, TRUNCATE], "recompute"),
+        ([STALE, "train.rl.loss=decoupled"], "recompute"),
+        ([STALE, "train.rl.old_logprobs=recompute"], "recompute"),
+        ([ON_POLICY, "train.rl.old_logprobs=behaviour"], "behaviour"),
+    ],
+)
+def test_stale_samples_are_anchored_on_what_sampled_them(sets: list[str], anchor: str) -> None:
+    recipe = load_recipe("tiny_mtp", sets=sets).recipe
+    validate(recipe)
+    assert recipe.old_logprobs == anchor
+
+
+@pytest.mark.parametrize(
+    ("sets", "caution"),
+    [
+        ([STALE, "train.rl.old_logprobs=recompute"], "train.rl.old_logprobs: recompute, with correction.mode: off"),
+        ([ON_POLICY, "async.sync_every=4", "train.rl.old_logprobs=recompute"], "train.rl.old_logprobs: recompute"),
+        ([STALE, "train.rl.loss=decoupled"], "train.rl.correction.mode: off leaves the weights"),
+    ],
+)
+def test_what_swings_is_told(sets: list[str], caution: str) -> None:
+    found = list(cautions_of(load_recipe("tiny_mtp", sets=sets).recipe))
+    assert len(found) == 1 and found[0].startswith(caution) and "\n" not in found[0]
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        [STALE],
+        [ON_POLICY, "train.rl.old_logprobs=recompute"],
+        [STALE, TRUNCATE],
+        [STALE, "train.rl.loss=decoupled", TRUNCATE],
+        ["train.stages=[sft]", "train.rl.old_logprobs=recompute"],
+    ],
+)
+def test_what_learns_is_not(sets: list[str]) -> None:
+    assert not list(cautions_of(load_recipe("tiny_mtp", sets=sets).recipe))
+
+
+@pytest.mark.parametrize("path", available(), ids=lambda path: path.stem)
+def test_our_recipes_need_none(path: Path) -> None:
+    assert not list(cautions_of(load_recipe(path).recipe))
+
+
+def test_the_command_line_tells_them(capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, "--set", "train.rl.old_logprobs=recompute", "--set", "cluster.num_cpus=8"])
+        assert not ended.value.code
+        return capsys.readouterr().out
+
+    for command in ("check", "validate"):
+        assert "caution: train.rl.old_logprobs" in told("recipe", command, "tiny_mtp")
+    assert len(json.loads(told("recipe", "check", "tiny_mtp", "--json"))["cautions"]) == 1
+    assert "caution    train.rl.old_logprobs" in told("train", "tiny_mtp", "--dry-run")
