@@ -38,7 +38,7 @@ METRICS: dict[str, Metric] = {
     "eval/spec_accept_rate": Metric("held-out acceptance", "share", "Draft tokens accepted on held-out problems."),
     "sft/loss": Metric("SFT loss", "nats", "Cross-entropy of the supervised stage, per supervised token."),
     "actor/pg_loss": Metric("policy loss", "number", "Clipped surrogate, on the optimizer's scale."),
-    "actor/entropy": Metric("entropy", "nats", "Mean entropy of the policy at the response's tokens."),
+    "actor/entropy": Metric("entropy", "nats", "Mean entropy of the policy that is updated, at the response's tokens."),
     "actor/grad_norm": Metric("trunk", "number", "Gradient norm of the trunk, before clipping."),
     "actor/ratio_mean": Metric("ratio", "number", "Mean of new over old probability."),
     "actor/ppo_kl": Metric("KL to old", "nats", "Estimate of KL(old ‖ new) within an update."),

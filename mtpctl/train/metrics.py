@@ -35,12 +35,11 @@ def speculation(samples: list[Sample]) -> dict[str, float]:
 
 
 def of_samples(samples: list[Sample], version: int) -> dict[str, float]:
-    """Reward, length and staleness of a batch that is trained on at weight version `version`; entropy where the model sampled."""
+    """Reward, length and staleness of a batch that is trained on at weight version `version`."""
     rewards = [s.reward or 0.0 for s in samples]
     lengths = [len(s.response_ids) for s in samples]
     staleness = [version - min((span.version for span in s.version_spans), default=version) for s in samples]
     partial = sum(len(s.version_spans) > 1 for s in samples)
-    entropies = [x for s in samples for x, sampled in zip(s.old_entropy or [], s.loss_mask, strict=False) if sampled]
     metrics = {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
@@ -51,6 +50,4 @@ def of_samples(samples: list[Sample], version: int) -> dict[str, float]:
         "async/staleness_max": float(max(staleness)),
         "async/partial_ratio": partial / len(samples),
     }
-    if entropies:
-        metrics["actor/entropy"] = sum(entropies) / len(entropies)
     return metrics | speculation(samples)
