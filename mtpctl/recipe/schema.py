@@ -362,7 +362,7 @@ class ClusterConfig(Section):
     gpu_gib: PositiveFloat | None = Field(None, description="Memory of a card in GiB, for the memory plan; default: nothing is checked.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one.")
     actor_deadline_s: PositiveFloat = Field(300.0, description="Seconds that an actor has to start.")
-    step_deadline_s: PositiveFloat = Field(1800.0, description="Seconds without any progress before the run stops.")
+    step_deadline_s: PositiveFloat = Field(1800.0, description="Seconds without any progress (a response, an update) before the run stops.")
 
 
 class TelemetryConfig(Section):

@@ -13,8 +13,8 @@ import itertools
 import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
-from mtpctl.cluster import within
 from mtpctl.data import PromptCursor
 from mtpctl.recipe import Recipe, RuntimeFailure
 from mtpctl.rl import Checker, has_signal
@@ -71,6 +71,7 @@ class RlStage:
         self._dropped = 0
         self._barren = 0
         self._generated = 0
+        self._progress = time.monotonic()
         self._rewards: list[list[float]] = []  # of each group since the last update, dropped ones included
         self._told = {""}
         if state.cursor is not None:
@@ -140,6 +141,7 @@ class RlStage:
         # Scoring runs beside generation: one task a sample, so that no sample waits for another one's scores.
         async with asyncio.TaskGroup() as taken, contextlib.aclosing(self.generator.generate(self._feed())) as samples:
             async for sample in samples:
+                self._progress = time.monotonic()
                 self._generated += sum(sample.loss_mask)
                 taken.create_task(self._take(sample))
 
@@ -161,6 +163,7 @@ class RlStage:
         for sample in group.samples:
             text = self.prepared.tokenizer.decode(sample.response_ids)
             sample.reward = await asyncio.to_thread(self.checker, text, group.problem.answer)
+            self._progress = time.monotonic()
         rewards = [s.reward or 0.0 for s in group.samples]
         self._rewards.append(rewards)
         if self.recipe.train.rl.dynamic_sampling and not has_signal(rewards):
@@ -211,16 +214,33 @@ class RlStage:
         """The next batch; None where a stop is asked for first."""
         if self.state.stopping.is_set():
             return None
-        count, deadline = self.recipe.train.rl.prompts_per_step, self.recipe.cluster.step_deadline_s
-        batch = asyncio.create_task(within(self.buffer.take(count), deadline, f"rollout, batch of step {self.state.step + 1}"))
+        batch = asyncio.create_task(self.buffer.take(self.recipe.train.rl.prompts_per_step))
         stop = asyncio.create_task(self.state.stopping.wait())
-        await asyncio.wait({batch, stop}, return_when=asyncio.FIRST_COMPLETED)
+        await self._while_progressing({batch, stop})
         stop.cancel()
         if not batch.done():
             batch.cancel()
             return None
         # Groups that were taken are in no checkpoint: they are trained on, even where a stop came at the same moment.
         return await batch
+
+    async def _while_progressing(self, awaited: set[asyncio.Task[Any]]) -> None:
+        """Wait for one of these, for as long as responses keep coming in and being rewarded.
+
+        Raises RuntimeFailure where nothing does for `cluster.step_deadline_s`.
+        """
+        deadline = self.recipe.cluster.step_deadline_s
+        self._progress = time.monotonic()  # what came in while the trainer was at work is not waited for
+        while (left := self._progress + deadline - time.monotonic()) > 0:
+            if (await asyncio.wait(awaited, timeout=left, return_when=asyncio.FIRST_COMPLETED))[0]:
+                return
+        for task in awaited:
+            task.cancel()
+        ready, wanted = self.buffer.ready, self.recipe.train.rl.prompts_per_step
+        raise RuntimeFailure(
+            f"rollout, batch of step {self.state.step + 1}: no response for {deadline:g} s, with {ready} of {wanted} groups ready; "
+            "look into logs/, or raise cluster.step_deadline_s"
+        )
 
     async def publish(self) -> dict[str, float]:
         """Send the trainer's weights to every target under the next version, and let more prompts out.

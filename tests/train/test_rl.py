@@ -71,11 +71,15 @@ class FakeGenerator:
     def __init__(self, world: World, text: Callable[[Sample], str]) -> None:
         self.world, self.text = world, text
 
+    async def wait(self, sample: Sample) -> None:
+        """How long a response takes."""
+        await asyncio.sleep(0.001)
+
     async def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
         waiting: asyncio.Queue[Sample] = asyncio.Queue()
 
         async def one(sample: Sample, version: int) -> None:
-            await asyncio.sleep(0.001)
+            await self.wait(sample)
             ids = [ord(c) for c in self.text(sample)]
             sample.append(ids, [-1.0] * len(ids), version)
             self.world.made_while_updating += self.world.updating
@@ -204,6 +208,46 @@ def test_groups_without_signal_that_are_trained_on_are_not_counted_as_having_any
 def test_a_task_that_never_gives_signal_ends_the_run_instead_of_going_on_for_ever(tmp_path: Path) -> None:
     with pytest.raises(RuntimeFailure, match=f"{BARREN_BATCHES * 4} groups in a row had no signal"):
         run(recipe_of(), tmp_path, lambda s: "0")
+
+
+def with_deadline(recipe: Recipe, seconds: float) -> Recipe:
+    return recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"step_deadline_s": seconds})})
+
+
+def test_a_batch_may_take_as_long_as_it_likes_while_its_responses_come_in(tmp_path: Path) -> None:
+    """Eight responses, one after the other, take longer than nothing may happen."""
+    recipe, world = with_deadline(recipe_of(steps=1, staleness=0.0), 0.5), World()
+    turn = asyncio.Lock()
+
+    class OneByOne(FakeGenerator):
+        async def wait(self, sample: Sample) -> None:
+            async with turn:
+                await asyncio.sleep(0.1)
+
+    async def scenario() -> None:
+        stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
+        stage.generator = cast(Any, OneByOne(world, lambda s: str(s.index)))
+        await asyncio.wait_for(stage.run(), 20)
+
+    asyncio.run(scenario())
+    assert len(world.batches) == 1
+
+
+def test_a_rollout_from_which_nothing_comes_any_more_ends_the_run_and_says_how_far_it_was(tmp_path: Path) -> None:
+    recipe, world = with_deadline(recipe_of(steps=1, staleness=0.0), 0.2), World()
+
+    class Stuck(FakeGenerator):
+        async def wait(self, sample: Sample) -> None:
+            if sample.group_id == "3":
+                await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
+        stage.generator = cast(Any, Stuck(world, lambda s: str(s.index)))
+        await asyncio.wait_for(stage.run(), 20)
+
+    with pytest.raises(RuntimeFailure, match=r"batch of step 1: no response for 0\.2 s, with 3 of 4 groups ready; .*step_deadline_s"):
+        asyncio.run(scenario())
 
 
 def test_a_stop_is_taken_at_the_next_step(tmp_path: Path) -> None:
