@@ -78,6 +78,8 @@ METRICS: dict[str, Metric] = {
     "logprob/wait_seconds": Metric("scored after", "seconds", "From a finished response to its old log-probs, mean over responses."),
     "logprob/tokens_per_s": Metric("log-prob server", "tokens/s", "Tokens over the time that log-prob replicas worked, prompts included."),
     "logprob/stall_seconds": Metric("scoring stalled", "seconds", "Time that the log-prob server stood still for weight updates."),
+    "logprob/late": Metric("late scores", "number", "Answers of the log-prob server that were late, and asked for again."),
+    "logprob/left_to_trainer": Metric("not scored", "number", "Responses that were late again: the trainer computes their old log-probs."),
     "skipped": Metric("skipped", "share", "Optimizer steps of the update left out, for a loss or gradient that was not finite."),
     "perf/tokens_per_s": Metric("trainer", "tokens/s", "Tokens trained a second, prompts included."),
     "perf/mfu": Metric("MFU", "share", "Model FLOP/s of forward, backward and optimizer over the cards' bf16 peak."),

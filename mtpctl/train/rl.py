@@ -34,7 +34,7 @@ from mtpctl.train.state import RunState
 from mtpctl.train.trainer import TrainerGroup
 
 Score = Callable[[Sample], Awaitable[Sample]]
-"""Fills in old log-probs beside generation: the log-prob server's call. None: the trainer recomputes them."""
+"""Fills in old log-probs beside generation: the log-prob server's call. The trainer computes those that it leaves out, or all without it."""
 
 Sync = Callable[[int], Awaitable[dict[str, float]]]
 """Publishes the trainer's weights under a version and waits until every target has them. Returns `sync/*`."""
@@ -154,6 +154,7 @@ class RlStage:
         sample.cut(self.prepared.context - len(sample.prompt_ids))
         if self.score is not None and sample.response_ids:
             sample = await self.score(sample)
+            self._progress = time.monotonic()
         group = self.buffer.add(sample)
         if group is not None:
             await self._complete(group)

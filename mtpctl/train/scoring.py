@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from mtpctl.logprob import LogprobServer, ScoreRequest
+from mtpctl.logprob import Late, LogprobServer, ScoreRequest
 from mtpctl.samples import Sample
+
+ATTEMPTS = 2
+"""Times that a sample is asked for: once more where the answer is late, since a replica may have died, or a queue been long."""
 
 
 class Scoring:
@@ -12,14 +15,25 @@ class Scoring:
     def __init__(self, server: LogprobServer, temperature: float) -> None:
         self.server, self.temperature = server, temperature
         self._last = dict.fromkeys(("busy_s", "wait_s", "tokens", "requests", "stall_s"), 0.0)
+        self._late, self._left = 0, 0
 
     async def __call__(self, sample: Sample) -> Sample:
-        """Fill in old log-probs and entropy, and the version that made them."""
+        """Fill in old log-probs and entropy, and the version that made them.
+
+        A sample whose answers were late `ATTEMPTS` times goes on without: the trainer computes its old log-probs with the batch's.
+        """
         request = ScoreRequest(
             sample.prompt_ids + sample.response_ids, len(sample.prompt_ids), temperature=self.temperature, caller="train"
         )
-        scored = await self.server.score(request)
-        sample.old_logprobs, sample.old_entropy, sample.old_version = scored.logprobs, scored.entropy, scored.version
+        for _ in range(ATTEMPTS):
+            try:
+                scored = await self.server.score(request)
+            except Late:
+                self._late += 1
+                continue
+            sample.old_logprobs, sample.old_entropy, sample.old_version = scored.logprobs, scored.entropy, scored.version
+            return sample
+        self._left += 1
         return sample
 
     def metrics(self) -> dict[str, float]:
@@ -27,11 +41,17 @@ class Scoring:
         now = {name: float(getattr(self.server.counters, name)) for name in self._last}
         passed = {name: now[name] - before for name, before in self._last.items()}
         self._last = now
-        if not passed["requests"]:
+        late, left = self._late, self._left
+        self._late = self._left = 0
+        if not passed["requests"] and not late:
             return {}
-        return {
+        metrics = {
             "timing_s/logprob_server": passed["busy_s"],
-            "logprob/wait_seconds": passed["wait_s"] / passed["requests"],
             "logprob/tokens_per_s": passed["tokens"] / passed["busy_s"] if passed["busy_s"] else 0.0,
             "logprob/stall_seconds": passed["stall_s"],
+            "logprob/late": float(late),
+            "logprob/left_to_trainer": float(left),
         }
+        if passed["requests"]:
+            metrics["logprob/wait_seconds"] = passed["wait_s"] / passed["requests"]
+        return metrics
