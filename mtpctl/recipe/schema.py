@@ -194,7 +194,10 @@ class TrainConfig(Section):
     offload: OffloadConfig = Field(default_factory=OffloadConfig)
     lora: LoraConfig | None = Field(None, description="Train an adapter instead of the weights.")
     async_save: bool = Field(False, description="Write checkpoints while training goes on; costs host memory of their size.")
-    checkpoint_every: NonNegativeInt = Field(0, description="Updates between checkpoints; 0: at the end of a stage only.")
+    checkpoint_every: NonNegativeInt = Field(0, description="Updates between checkpoints; 0: as checkpoint_minutes says.")
+    checkpoint_minutes: NonNegativeFloat = Field(
+        10.0, description="Minutes from one checkpoint to the next, taken after the update under way; 0: by checkpoint_every alone."
+    )
     keep_checkpoints: NonNegativeInt = Field(
         2, description="Newest checkpoints kept; 0: none is written, so that the run can be neither resumed nor converted."
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from mtpctl.cluster import check_room, cluster, settle_heap, within
 from mtpctl.logprob import LogprobServer, start_server
 from mtpctl.plan import Placement, place
-from mtpctl.recipe import MtpctlError, Recipe, cautions_of, dump_resolved
+from mtpctl.recipe import MtpctlError, Recipe, RuntimeFailure, cautions_of, dump_resolved
 from mtpctl.rl import make_checker
 from mtpctl.rollout import ReplicaPool, check_engine_installed, start_pool
 from mtpctl.telemetry import RunDirectory, Telemetry
@@ -81,6 +81,9 @@ class Run:
             starting = asyncio.create_task(self._start_actors(stack)) if "rl" in self.recipe.train.stages else None
             try:
                 await self._stages(trainer, starting)
+            except RuntimeFailure:
+                await self._rescue(trainer)
+                raise
             finally:
                 if starting is not None and not starting.done():
                     starting.cancel()
@@ -92,6 +95,16 @@ class Run:
                 self.telemetry.event("stop", f"stopped in {self.state.stage} at step {self.state.step}; {kept}")
                 return False
         return True
+
+    async def _rescue(self, trainer: TrainerGroup) -> None:
+        """What a stage that failed has trained goes into a checkpoint, where the trainer can still write one."""
+        try:
+            path = await self.state.rescue(trainer)
+        except RuntimeFailure as error:
+            self.telemetry.event("stop", f"no checkpoint could be taken at step {self.state.step}: {error}")
+        else:
+            if path is not None:
+                self.telemetry.event("stop", f"failed in {self.state.stage} at step {self.state.step}; checkpoint {path}")
 
     def _listen(self) -> None:
         """The first Ctrl-C or SIGTERM (a scheduler's) asks for a clean stop; the next one is the system's."""

@@ -34,7 +34,7 @@ from mtpctl.train.state import RunState
 from mtpctl.train.trainer import TrainerGroup
 
 Score = Callable[[Sample], Awaitable[Sample]]
-"""Fills in old log-probs beside generation: the log-prob server's call. The trainer computes those that it leaves out, or all without it."""
+"""Fills in old log-probs beside generation: the log-prob server's call. The trainer computes what it leaves out, or all without it."""
 
 Sync = Callable[[int], Awaitable[dict[str, float]]]
 """Publishes the trainer's weights under a version and waits until every target has them. Returns `sync/*`."""
@@ -67,7 +67,7 @@ class RlStage:
         self.clock = BusyClock()
         self.acceptance = AcceptanceWatch()
         self.stability = StabilityWatch(recipe)
-        self._gate = asyncio.Event()
+        self._gate, self._updated = asyncio.Event(), asyncio.Event()
         self._dropped = 0
         self._barren = 0
         self._generated = 0
@@ -99,6 +99,7 @@ class RlStage:
         # Whichever ends first ends the stage: training by being done or stopped, either of them by failing.
         await asyncio.wait({rollout, training}, return_when=asyncio.FIRST_COMPLETED)
         rollout.cancel()
+        await self._end_update(training)
         training.cancel()
         for error in await asyncio.gather(training, rollout, return_exceptions=True):
             while isinstance(error, ExceptionGroup):
@@ -109,6 +110,14 @@ class RlStage:
             if self.state.synced_at != self.state.step:
                 await self.publish()
             await self._evaluate()
+
+    async def _end_update(self, training: asyncio.Task[None]) -> None:
+        """Wait for the update under way, if any: without it no checkpoint could be taken of a stage whose rollout has failed."""
+        self._updated.clear()
+        if self.state.updating and not training.done():
+            updated = asyncio.create_task(self._updated.wait())
+            await asyncio.wait({training, updated}, return_when=asyncio.FIRST_COMPLETED)
+            updated.cancel()
 
     # ------------------------------------------------------------------------------------------------------- rollout
 
@@ -194,11 +203,14 @@ class RlStage:
             samples = [sample for group in groups for sample in group.samples]
             began = time.perf_counter()
             self.clock.set("trainer", True)
+            self.state.updating = True
             metrics = await self.trainer.call("rl_step", samples, self.state.version)
             updated = time.perf_counter()
             bad = check_applied(metrics, bad, self.recipe.train.max_bad_steps)
             metrics |= of_samples(samples, self.state.version)
             self.state.step += 1
+            self.state.updating = False
+            self._updated.set()
             if self.state.step % self.recipe.async_.sync_every == 0:
                 metrics |= await self.publish()
             self.clock.set("trainer", False)

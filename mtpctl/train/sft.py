@@ -51,6 +51,7 @@ class SftStage:
                 self.beside.result()
             began = time.perf_counter()
             pairs = [self._pair() for _ in range(sft.batch_size)]
+            self.state.updating = True
             metrics = await self.trainer.call("sft_step", pairs)
             seconds = time.perf_counter() - began
             bad = check_applied(metrics, bad, self.recipe.train.max_bad_steps)
@@ -58,6 +59,7 @@ class SftStage:
                 self.state.losses = [*losses, metrics["sft/loss"]][-WINDOW:]
             self.state.step += 1
             self.state.cursor = self.cursor.state_dict()
+            self.state.updating = False
             metrics |= {"timing_s/step": seconds, "perf/tokens_per_s": metrics.pop("perf/tokens") / seconds}
             self.telemetry.log(self.state.step, metrics, "sft")
             await self.state.checkpoint_if_due(self.trainer)

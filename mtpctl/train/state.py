@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mtpctl.cluster import within
 from mtpctl.engine import newest, pointer_of
 from mtpctl.recipe import UserError
 from mtpctl.recipe.schema import TrainConfig
@@ -16,6 +18,8 @@ from mtpctl.train.buffer import SampleBuffer
 from mtpctl.train.trainer import TrainerGroup
 
 _FILE = "run.json"
+RESCUE_S = 300.0
+"""Seconds that the checkpoint of a stage that failed may take: the trainer may be what failed."""
 _KEPT = ("stage", "step", "version", "synced_at", "cursor", "losses", "ended")
 
 
@@ -68,7 +72,8 @@ class RunState:
 
     `synced_at` is the step of the stage whose weights the version has, -1 where it has those of none. `buffer` is written beside the
     checkpoint while a stage has one. `saving` is the checkpoint on its way to disk. `stopping` is set when a stop was asked for: stages
-    return at their next step.
+    return at their next step. `updating`: the weights may be ahead of `step`, since an update is under way. `saved` is the step of the
+    newest checkpoint, 0 for where the stage begins, and `saved_at` when it was taken, on the clock of `time.monotonic`.
     """
 
     root: Path
@@ -82,6 +87,9 @@ class RunState:
     ended: list[str] = field(default_factory=list)
     buffer: SampleBuffer | None = None
     saving: Path | None = None
+    updating: bool = False
+    saved: int = 0
+    saved_at: float = field(default_factory=time.monotonic)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -93,6 +101,7 @@ class RunState:
         """Enter a stage, at its first step unless the run was restored within it."""
         if self.stage != stage:
             self.stage, self.step, self.synced_at, self.cursor, self.losses, self.buffer = stage, 0, -1, None, [], None
+        self.updating, self.saved, self.saved_at = False, self.step, time.monotonic()
 
     def end(self, stage: str) -> None:
         """Leave a stage."""
@@ -115,9 +124,11 @@ class RunState:
         return more and self.ended[-1:] == [self.stage] and not (self.stage == "sft" and self.train.sft.until_loss)
 
     async def checkpoint_if_due(self, trainer: TrainerGroup) -> None:
-        """A checkpoint, where the recipe wants one at this step; and one that was being written is published where it is whole."""
+        """A checkpoint, where the recipe wants one by now; and one that was being written is published where it is whole."""
         await self.settle(trainer, wait=False)
-        if self.train.checkpoint_every and self.step % self.train.checkpoint_every == 0:
+        by_step = self.train.checkpoint_every and self.step % self.train.checkpoint_every == 0
+        by_time = self.train.checkpoint_minutes and time.monotonic() - self.saved_at >= 60 * self.train.checkpoint_minutes
+        if by_step or by_time:
             await self.checkpoint(trainer, wait=not self.train.async_save)
 
     async def checkpoint(self, trainer: TrainerGroup, *, wait: bool = True) -> Path | None:
@@ -134,10 +145,25 @@ class RunState:
         (folder / _FILE).write_text(json.dumps({name: getattr(self, name) for name in _KEPT}))
         if self.buffer is not None:
             self.buffer.save(folder / "buffer.jsonl")
-        self.saving = path
+        self.saving, self.saved = path, self.step
         if wait:
             await self.settle(trainer)
+        # What writing takes is no part of the minutes, or a large model would do nothing else.
+        self.saved_at = time.monotonic()
         return path
+
+    async def rescue(self, trainer: TrainerGroup) -> Path | None:
+        """A checkpoint of a stage that has failed. None where there is nothing to add to what was saved, or no way to.
+
+        That is where the stage has done nothing since its newest checkpoint (or its beginning), where an update is under way, and
+        where no checkpoint is kept. Raises RuntimeFailure where the trainer does not write it within `RESCUE_S`.
+        """
+        if not self.within_stage:
+            return None
+        if self.updating or self.step == self.saved:
+            await within(self.settle(trainer), RESCUE_S, "checkpoint")
+            return None
+        return await within(self.checkpoint(trainer), RESCUE_S, "checkpoint")
 
     async def settle(self, trainer: TrainerGroup, *, wait: bool = True) -> None:
         """Publish the checkpoint that is being written, if any: once it is whole, or with `wait=False` only if it is.

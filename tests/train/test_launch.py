@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from mtpctl.recipe import Recipe, UserError, dump_resolved
+from mtpctl.recipe import Recipe, RuntimeFailure, UserError, dump_resolved
 from mtpctl.telemetry import RunDirectory, Telemetry
 from mtpctl.train import launch
 from mtpctl.train.launch import Run
-from mtpctl.train.prepare import Prepared, check_drawn, model_of
+from mtpctl.train.prepare import Prepared, check_drawn, model_of, prepare
 from tests.train.test_offline import recipe
 
 SFT = ("train.stages=[sft]", "train.sft.steps=4")
@@ -141,6 +141,55 @@ def test_actors_are_told_of_absolute_paths(tmp_path: Path, monkeypatch: pytest.M
         Path("checkpoints/sft-000004-end"),
     ]
     assert "run_dir: runs/here" in (tmp_path / "runs" / "here" / "recipe.resolved.yaml").read_text(), "as it was written"
+
+
+def test_a_stage_that_fails_between_updates_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the engines do not start, which the supervised stage beside them hears of after three updates."""
+    done, failed = 0, asyncio.Event()
+
+    class Trainer:
+        def __init__(self, recipe: Recipe, placement: Any) -> None:
+            pass
+
+        async def build(self, folder: Path) -> dict[str, Any]:
+            return {"parameters": 1, "trained": 1}
+
+        async def call(self, method: str, *args: Any) -> Any:
+            nonlocal done
+            if method == "begin_save":
+                Path(args[0]).mkdir(parents=True)
+                return args[0]
+            if method == "sft_step":
+                done += 1
+                if done == 3:
+                    failed.set()
+                await asyncio.sleep(0)
+                return {"sft/loss": 1.0, "skipped": 0.0, "perf/tokens": 1.0}
+            return method == "finish_save" or None
+
+    class Rows:
+        def __init__(self) -> None:
+            self.events: list[str] = []
+
+        def event(self, kind: str, message: str) -> None:
+            self.events.append(message)
+
+        def log(self, *_: Any) -> None: ...
+
+    async def engines(self: Run, stack: Any) -> Any:
+        await failed.wait()
+        raise RuntimeFailure("rollout replica 0, start: out of memory")
+
+    monkeypatch.setattr(launch, "TrainerGroup", Trainer)
+    monkeypatch.setattr(Run, "_start_actors", engines)
+    begun = recipe(tmp_path / "run", "train.stages=[sft,rl]", "train.rl.steps=1", "train.sft.steps=1000", "train.sft.batch_size=1")
+    home, rows = begun.run_path, Rows()
+    run = Run(begun, prepare(begun, home), RunDirectory(home), cast(Telemetry, rows), cast(Any, None))
+    with pytest.raises(RuntimeFailure, match="out of memory"):
+        asyncio.run(run.drive())
+    saved = home / "checkpoints" / f"sft-{done:06d}"
+    assert json.loads((saved / "run.json").read_text())["step"] == done < 10
+    assert rows.events[-1] == f"failed in sft at step {done}; checkpoint {saved}"
 
 
 def test_so_is_a_folder_that_a_recipe_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

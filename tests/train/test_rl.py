@@ -266,6 +266,37 @@ def test_a_stop_is_taken_at_the_next_step(tmp_path: Path) -> None:
     assert state.step == len(world.batches) < 1000
 
 
+def test_a_rollout_that_fails_during_an_update_leaves_the_weights_of_a_step(tmp_path: Path) -> None:
+    """So that a checkpoint of it can be taken."""
+    recipe, world = recipe_of(staleness=2.0), World()
+    under_way = asyncio.Event()
+
+    class Failing(FakeGenerator):
+        async def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
+            async for sample in super().generate(requests):
+                yield sample
+                if int(sample.group_id) >= 8:
+                    await under_way.wait()
+                    raise RuntimeFailure("every rollout replica failed")
+
+    class Slow(FakeTrainer):
+        async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
+            if len(world.batches) == 1:
+                under_way.set()
+            return await super().call(method, *args)
+
+    async def scenario() -> RunState:
+        stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
+        stage.generator = cast(Any, Failing(world, lambda s: str(s.index)))
+        stage.trainer = cast(TrainerGroup, Slow(world))
+        with pytest.raises(RuntimeFailure, match="every rollout replica failed"):
+            await asyncio.wait_for(stage.run(), 20)
+        return stage.state
+
+    state = asyncio.run(scenario())
+    assert (state.step, state.updating, len(world.batches)) == (2, False, 2)
+
+
 def numbers_of(groups: list[Group]) -> set[int]:
     return {group.number for group in groups}
 

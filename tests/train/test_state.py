@@ -69,12 +69,82 @@ def test_a_checkpoint_counts_before_the_next_step(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.minutes = 0.0
+        monkeypatch.setattr("mtpctl.train.state.time.monotonic", lambda: 60 * self.minutes)
+
+
+def test_by_default_a_checkpoint_is_taken_every_ten_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the time that writing takes is no part."""
+    clock = Clock(monkeypatch)
+
+    class Slow(Trainer):
+        async def call(self, method: str, *args: Any) -> Any:
+            clock.minutes += 4 * (method == "finish_save")
+            return await super().call(method, *args)
+
+    async def main() -> None:
+        state, trainer = RunState(tmp_path, TrainConfig()), Slow()
+        clock.minutes = 100.0
+        state.begin("sft")
+        for _ in range(12):
+            clock.minutes += 3
+            await step(state, cast(TrainerGroup, trainer))
+        assert trainer.published == ["sft-000004", "sft-000008", "sft-000012"]
+
+    asyncio.run(main())
+
+
+def test_without_minutes_only_updates_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    async def main() -> None:
+        state, trainer, group = run(tmp_path, checkpoint_minutes=0)
+        for _ in range(3):
+            clock.minutes += 1000
+            await step(state, group)
+        assert trainer.published == ["sft-000002"]
+
+    asyncio.run(main())
+
+
+def test_a_stage_that_fails_between_updates_leaves_what_it_did_since_the_newest_checkpoint(tmp_path: Path) -> None:
+    async def main() -> None:
+        state, trainer, group = run(tmp_path)
+        assert await state.rescue(group) is None, "nothing was trained"
+        for _ in range(3):
+            await step(state, group)
+        assert await state.rescue(group) == tmp_path / "sft-000003"
+        assert await state.rescue(group) is None, "it is there"
+        await step(state, group)
+        await step(state, group)
+        state.updating = True
+        assert await state.rescue(group) is None, "the weights are no step's"
+        assert trainer.published == ["sft-000002", "sft-000003", "sft-000004"]
+
+    asyncio.run(main())
+
+
+def test_a_stage_that_fails_waits_for_the_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+    async def main() -> None:
+        state, trainer, group = run(tmp_path, async_save=True)
+        await step(state, group)
+        await step(state, group)
+        assert await state.rescue(group) is None and trainer.published == ["sft-000002"]
+
+    asyncio.run(main())
+
+
 def test_where_none_is_kept_none_is_written(tmp_path: Path) -> None:
     async def main() -> None:
         state, trainer, group = run(tmp_path, keep_checkpoints=0)
         await step(state, group)
         await step(state, group)
         assert await state.checkpoint(group) is None
+        assert await state.rescue(group) is None
         assert trainer.published == [] and list(tmp_path.iterdir()) == []
 
     asyncio.run(main())
