@@ -31,7 +31,10 @@ class Speculation:
 
 @dataclass(slots=True)
 class Sample:
-    """One response to one prompt. Per-token lists run over the response and have the length of `response_ids`."""
+    """One response to one prompt. Per-token lists run over the response and have the length of `response_ids`.
+
+    `spent_s`: seconds of its deadline that are used up, in places of engines and in environments.
+    """
 
     prompt_id: str
     group_id: str
@@ -47,6 +50,7 @@ class Sample:
     reward: float | None = None
     finish_reason: str | None = None
     speculation: Speculation = field(default_factory=Speculation)
+    spent_s: float = 0.0
 
     @property
     def length(self) -> int:
@@ -107,7 +111,8 @@ class GenerationRequest:
     """One response wanted.
 
     `sample` is where tokens are appended: new and empty, or a partial rollout to be continued. `max_tokens` bounds the
-    whole response, tokens already there included. `seed` makes sampling repeatable; `deadline_s` is from admission.
+    whole response, tokens already there included. `seed` makes sampling repeatable. `deadline_s` bounds the time in which the response
+    is worked on: of a pool all of it, of an engine what is left. Waiting for a place counts with neither.
     """
 
     sample: Sample

@@ -238,7 +238,7 @@ class RolloutBase(Section):
         None, description="Share of a card that each engine rank takes, beside others on it; default: what logprob.gpus leaves."
     )
     gpu_memory: Fraction = Field(0.85, description="Share of the card that the engine may fill.")
-    deadline_s: PositiveFloat = Field(600.0, description="Seconds after which one sample is given up.")
+    deadline_s: PositiveFloat = Field(600.0, description="Seconds that a response may be worked on, all its turns together.")
     max_restarts: NonNegativeInt = Field(3, description="Restarts of a replica within an hour before it is quarantined.")
     threads: NonNegativeInt = Field(0, description="CPU threads of an engine; 0: one beside a card, else its own choice.")
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)

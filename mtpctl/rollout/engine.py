@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from typing import Any, TypeVar
 
 from mtpctl.plan import Bucket
@@ -54,7 +54,9 @@ class Engine(ABC):
     def __init__(self, client: VllmClient, *, version: int, context: int, places: int, holds: tuple[Section, ...]) -> None:
         self._context = context
         self._ids = count()
-        self._in_flight: set[str] = set()
+        # In the order in which they came, which is that in which engines begin with them. Set: it has a place.
+        self._in_flight: dict[str, asyncio.Event] = {}
+        self._places = places
         self._occupied = Occupancy(places)
         self._stats = SpecStats()
         self._paused = False
@@ -84,15 +86,16 @@ class Engine(ABC):
             sample.finish_reason = "length"
             return sample
         request_id = f"{sample.prompt_id}/{sample.index}/{next(self._ids)}"
-        self._in_flight.add(request_id)
-        self._occupied.count(len(self._in_flight))
+        self._in_flight[request_id] = asyncio.Event()
+        self._give_places()
         try:
-            stretch, late = await self._until_deadline(request, request_id, prompt, room)
+            stretch, seconds, late = await self._until_deadline(request, request_id, prompt, room)
         finally:
-            self._in_flight.discard(request_id)
-            self._occupied.count(len(self._in_flight))
+            del self._in_flight[request_id]
+            self._give_places()
         seam = len(sample.response_ids)
         self._append(sample, stretch)
+        sample.spent_s += seconds
         sample.finish_reason = DEADLINE if late else stretch.finish_reason
         if request.stop:
             self._stop_over(seam, sample, request.stop)
@@ -114,25 +117,38 @@ class Engine(ABC):
         """How many tokens the engine can make behind so many; 0 or less where none."""
         return self._context - tokens
 
-    async def _until_deadline(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> tuple[Stretch, bool]:
-        """What was made, and whether the deadline cut it."""
-        late = False
+    def _give_places(self) -> None:
+        """The first in line are worked on."""
+        for placed in islice(self._in_flight.values(), self._places):
+            placed.set()
+        self._occupied.count(len(self._in_flight))
+
+    async def _until_deadline(
+        self, request: GenerationRequest, request_id: str, prompt: list[int], room: int
+    ) -> tuple[Stretch, float, bool]:
+        """What was made, in how many seconds since the request had a place, and whether the deadline cut it."""
+        placed, late = self._in_flight[request_id], False
+        began: float | None = None
 
         async def give_up() -> None:
-            nonlocal late
+            nonlocal began, late
+            await placed.wait()
+            began = time.monotonic()
             await asyncio.sleep(request.deadline_s)
             late = True
             await self._abort([request_id])
 
         timer = asyncio.ensure_future(give_up())
         try:
-            return await self._answer(request, request_id, prompt, room), late
+            stretch = await self._answer(request, request_id, prompt, room)
         except Exception as error:
             if self._errored:
                 raise self._died(error) from error
             raise
         finally:
             timer.cancel()
+        seconds = 0.0 if began is None else time.monotonic() - began
+        return stretch, seconds, late or (stretch.finish_reason == ABORTED and began is not None and seconds >= request.deadline_s)
 
     def _append(self, sample: Sample, stretch: Stretch) -> None:
         if stretch.finish_reason == ABORTED:

@@ -2,7 +2,8 @@
 
 A request belongs to the pool until its sample is finished. A replica gets a copy, so a replica that dies takes nothing
 with it: the request goes to another one, from the state it was sent in. Responses cut by `pause("abort")` come back with
-their tokens, wait for `resume`, and go on wherever there is room.
+their tokens, wait for `resume`, and go on wherever there is room. A response's deadline counts the time in which it is worked on,
+over all of its turns and replicas, and none in which it waits; what a replica that died did to it is forgotten with its tokens.
 
 A group's samples share their prompt, so they go to the replica that has its prefix cached, unless it has `AFFINITY_SLACK`
 more responses in flight than the least busy one.
@@ -29,7 +30,7 @@ from mtpctl.sync.session import SyncReport, or_cancel
 
 AFFINITY_SLACK = 8
 GRACE_S = 60.0
-"""Seconds beyond the deadline of what it was asked, and beyond an update, after which a replica that has not answered counts as dead."""
+"""Seconds beyond the deadline of what it was asked, the wait for a place and an update, after which a replica that is silent is dead."""
 
 Starter = Callable[[int], Awaitable[Replica]]
 
@@ -156,8 +157,6 @@ class ReplicaPool:
             await self._changed()
 
     async def _whole(self, request: GenerationRequest) -> Sample:
-        clock = asyncio.get_running_loop().time
-        until = clock() + request.deadline_s
         if self._turns is not None:
             request = replace(request, stop=[*request.stop, *self._turns.stop])
         while True:
@@ -165,23 +164,27 @@ class ReplicaPool:
             seat = await self._take(request.sample.group_id)
             replica = seat.replica
             assert replica is not None
-            attempt = replace(request, sample=request.sample.copy(), deadline_s=max(until - clock(), 0.0))
+            left = max(request.deadline_s - request.sample.spent_s, 0.0)
+            attempt = replace(request, sample=request.sample.copy(), deadline_s=left)
             try:
-                sample = await self._answer(replica, attempt)
+                sample = await self._answer(replica, attempt, request.deadline_s)
             except (EngineDead, TargetDirty, TimeoutError) as error:
                 self._replicas.lost(seat, replica, error)
                 continue
             finally:
                 await self._give(seat, request.sample.group_id)
-            if sample.finish_reason != ABORTED and not await self._next_turn(sample, until - clock()):
+            if sample.finish_reason != ABORTED and not await self._next_turn(sample, request.deadline_s):
                 return sample
             request = replace(request, sample=sample)
 
-    async def _answer(self, replica: Replica, request: GenerationRequest) -> Sample:
-        """The replica's answer. Raises TimeoutError where it is long overdue, and no update has held the replica up."""
+    async def _answer(self, replica: Replica, request: GenerationRequest, wait_s: float) -> Sample:
+        """The replica's answer. Raises TimeoutError where it is long overdue, and no update has held the replica up.
+
+        `wait_s`: how long it may stand in line within the engine, where those before it leave by deadlines of their own.
+        """
         clock = asyncio.get_running_loop().time
         answer = asyncio.ensure_future(replica.generate(request))
-        until = clock() + request.deadline_s + GRACE_S
+        until = clock() + wait_s + request.deadline_s + GRACE_S
         try:
             while not (await asyncio.wait([answer], timeout=until - clock()))[0]:
                 until = (clock() if self._taking_in else self._taken_in_at) + GRACE_S
@@ -191,15 +194,19 @@ class ReplicaPool:
         finally:
             answer.cancel()
 
-    async def _next_turn(self, sample: Sample, seconds: float) -> bool:
+    async def _next_turn(self, sample: Sample, deadline_s: float) -> bool:
         """Whether an environment has answered, and the model goes on. An answer that takes too long ends the response."""
         if self._turns is None or sample.finish_reason != "stop":
             return False
+        clock = asyncio.get_running_loop().time
+        began = clock()
         try:
-            return await asyncio.wait_for(self._turns.go_on(sample), max(seconds, 0.0))
+            return await asyncio.wait_for(self._turns.go_on(sample), max(deadline_s - sample.spent_s, 0.0))
         except TimeoutError:
             sample.finish_reason = DEADLINE
             return False
+        finally:
+            sample.spent_s += clock() - began
 
     async def _take(self, group: str) -> Seat[Replica]:
         """A replica with room, counted as busier by one."""

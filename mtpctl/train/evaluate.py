@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 from mtpctl.data import Problem, encode_prompt
 from mtpctl.recipe import Recipe
 from mtpctl.rl import Checker
-from mtpctl.rollout import Generator
+from mtpctl.rollout import DEADLINE, Generator
 from mtpctl.samples import GenerationRequest, Sample, response_limit
-from mtpctl.train.metrics import speculation
+from mtpctl.train.metrics import cut_share, speculation
 from mtpctl.train.prepare import Prepared
 
 
@@ -38,6 +38,7 @@ async def evaluate(recipe: Recipe, prepared: Prepared, generator: Generator, che
     metrics = {"eval/accuracy": hits / len(samples), "eval/problems": float(len(samples))}
     metrics |= {name.replace("rollout/", "eval/"): value for name, value in speculation(samples).items()}
     metrics["eval/length_mean"] = sum(len(s.response_ids) for s in samples) / len(samples)
+    metrics |= {"eval/truncated_fraction": cut_share(samples, "length"), "eval/deadline_fraction": cut_share(samples, DEADLINE)}
     return metrics
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+from mtpctl.rollout import DEADLINE
 from mtpctl.samples import Sample
 
 
@@ -34,6 +35,11 @@ def speculation(samples: list[Sample]) -> dict[str, float]:
     return metrics
 
 
+def cut_share(samples: list[Sample], reason: str) -> float:
+    """Share of the responses that ended for `reason`."""
+    return sum(sample.finish_reason == reason for sample in samples) / len(samples)
+
+
 def of_samples(samples: list[Sample], version: int) -> dict[str, float]:
     """Reward, length and staleness of a batch that is trained on at weight version `version`."""
     rewards = [s.reward or 0.0 for s in samples]
@@ -45,7 +51,8 @@ def of_samples(samples: list[Sample], version: int) -> dict[str, float]:
         "reward/std": statistics.pstdev(rewards),
         "response/length_mean": sum(lengths) / len(lengths),
         "response/length_max": float(max(lengths)),
-        "response/truncated_fraction": sum(s.finish_reason == "length" for s in samples) / len(samples),
+        "response/truncated_fraction": cut_share(samples, "length"),
+        "response/deadline_fraction": cut_share(samples, DEADLINE),
         "async/staleness_mean": sum(staleness) / len(staleness),
         "async/staleness_max": float(max(staleness)),
         "async/partial_ratio": partial / len(samples),

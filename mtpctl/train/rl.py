@@ -74,6 +74,7 @@ class RlStage:
         self._progress = time.monotonic()
         self._rewards: list[list[float]] = []  # of each group since the last update, dropped ones included
         self._told = {""}
+        self._cuts_told = False
         if state.cursor is not None:
             self.cursor.load_state_dict(state.cursor)
 
@@ -208,6 +209,7 @@ class RlStage:
             updated = time.perf_counter()
             bad = check_applied(metrics, bad, self.recipe.train.max_bad_steps)
             metrics |= of_samples(samples, self.state.version)
+            self._tell_of_cuts(metrics["response/deadline_fraction"], len(samples))
             self.state.step += 1
             self.state.updating = False
             self._updated.set()
@@ -222,6 +224,13 @@ class RlStage:
                 # Evaluations are timed on their own; neither their time nor what was generated in it counts as an update's.
                 self.clock.read()
                 self._generated = 0
+
+    def _tell_of_cuts(self, share: float, responses: int) -> None:
+        """Once a run: from then on the metric tells."""
+        if share and not self._cuts_told:
+            self._cuts_told = True
+            cut = f"{round(share * responses)} of {responses} responses were cut by rollout.deadline_s: {self.recipe.rollout.deadline_s:g}"
+            self.telemetry.event("rollout", f"{cut}; raise it, or lower rollout.max_tokens or max_in_flight (response/deadline_fraction)")
 
     async def _batch(self) -> list[Group] | None:
         """The next batch; None where a stop is asked for first."""
@@ -314,4 +323,7 @@ class RlStage:
         began = time.perf_counter()
         if metrics := await evaluate(self.recipe, self.prepared, self.generator, self.checker):
             metrics["timing_s/evaluation"] = time.perf_counter() - began
+            if cut := round(metrics["eval/deadline_fraction"] * metrics["eval/problems"]):
+                told = f"{cut} of {metrics['eval/problems']:g} held-out responses were cut by rollout.deadline_s"
+                self.telemetry.event("eval", f"{told}: {self.recipe.rollout.deadline_s:g}, and count as they are; raise it")
             self.telemetry.log(self.state.step, metrics, "rl")

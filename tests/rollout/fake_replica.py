@@ -54,7 +54,8 @@ class FakeReplica:
         self._check()
         sample = request.sample
         clock = asyncio.get_running_loop().time
-        until = clock() + request.deadline_s
+        began = clock()
+        until = began + request.deadline_s
         aborts = self._aborts
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
@@ -79,6 +80,7 @@ class FakeReplica:
                 return sample
         finally:
             self.in_flight -= 1
+            sample.spent_s += clock() - began
 
     async def update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> SyncReport:
         if manifest.version <= self.version and manifest.transport not in PUSHED:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.rollout import EngineDead
+from mtpctl.rollout import ABORTED, DEADLINE, EngineDead
 from mtpctl.rollout.engine import Engine, Stretch
-from mtpctl.samples import GenerationRequest
+from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync import Manifest, PauseMode, Publisher, TargetDirty, VersionStore
 from tests.rollout.conftest import in_loop
 
@@ -51,7 +51,7 @@ class Made(Engine):
     """An engine around a `Core`, which generates nothing."""
 
     def __init__(self, core: Core) -> None:
-        super().__init__(core, version=0, context=8, places=1, holds=("target",))
+        super().__init__(core, version=0, context=64, places=1, holds=("target",))
         self.core, self.paused = core, False
 
     async def pause(self, mode: PauseMode = "keep") -> None:
@@ -81,6 +81,44 @@ class Made(Engine):
     @property
     def _errored(self) -> bool:
         return self.core.dead
+
+
+class InLine(Made):
+    """Answers one request after the other, each with a token every 10 ms."""
+
+    def __init__(self) -> None:
+        super().__init__(Core())
+        self.turn, self.cut = asyncio.Lock(), set[str]()
+
+    async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> Stretch:
+        async with self.turn:
+            for made in range(room):
+                if request_id in self.cut:
+                    return Stretch([7] * made, [-1.0] * made, [(0, made, 0)], ABORTED)
+                await asyncio.sleep(0.01)
+        return Stretch([7] * room, [-1.0] * room, [(0, room, 0)], "length")
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        self.cut |= set(request_ids)
+
+
+@in_loop
+async def test_a_deadline_begins_when_the_engine_has_a_place() -> None:
+    """The pool sends a few requests more than an engine has places for."""
+    engine = InLine()
+    asked = [GenerationRequest(Sample(f"p{index}", "g", [1]), 20, deadline_s=1.0) for index in range(8)]
+    samples = await asyncio.gather(*(engine.generate(request) for request in asked))
+    assert [(sample.finish_reason, len(sample.response_ids)) for sample in samples] == [("length", 20)] * 8
+    assert all(0.15 < sample.spent_s < 1.0 for sample in samples)
+
+
+@in_loop
+async def test_a_response_that_is_worked_on_for_too_long_is_cut_and_the_next_one_is_not() -> None:
+    engine = InLine()
+    asked = [GenerationRequest(Sample(f"p{index}", "g", [1]), tokens, deadline_s=0.3) for index, tokens in enumerate((60, 5))]
+    late, next_one = await asyncio.gather(*(engine.generate(request) for request in asked))
+    assert late.finish_reason == DEADLINE and 0 < len(late.response_ids) < 60
+    assert (next_one.finish_reason, len(next_one.response_ids)) == ("length", 5)
 
 
 def manifest(root: Path, version: int = 1) -> Manifest:

@@ -29,7 +29,7 @@ def test_cut_off_is_what_the_engine_cut_at_whatever_limit() -> None:
     cut, ended, empty = sample((3, 1)), sample((4, 1)), sample()
     cut.finish_reason, ended.finish_reason, empty.finish_reason = "length", "stop", "deadline"
     metrics = of_samples([cut, ended, empty], version=2)
-    assert metrics["response/truncated_fraction"] == pytest.approx(1 / 3)
+    assert metrics["response/truncated_fraction"] == metrics["response/deadline_fraction"] == pytest.approx(1 / 3)
     assert metrics["async/staleness_mean"] == pytest.approx(2 / 3)
 
 

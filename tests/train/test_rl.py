@@ -15,6 +15,7 @@ import pytest
 
 from mtpctl.data import Problem, ProblemSets
 from mtpctl.recipe import Recipe, RuntimeFailure
+from mtpctl.rollout import DEADLINE
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.telemetry import Telemetry
 from mtpctl.train.buffer import Group, SampleBuffer
@@ -426,6 +427,30 @@ def test_groups_that_waited_in_a_checkpoint_are_no_staler_than_the_threshold_all
     assert [step for step, _ in rows] == list(range(1, 9))
     assert max(metrics["async/staleness_max"] for _, metrics in rows) == 1
     assert [metrics["async/version"] for _, metrics in rows] == [1 + step // sync_every for step in range(1, 9)], "as without a stop"
+
+
+def test_what_is_cut_by_time_is_counted_and_told_in_evaluations_too(tmp_path: Path) -> None:
+    recipe, world = recipe_of(steps=2), World()
+
+    class Cutting(FakeGenerator):
+        async def wait(self, sample: Sample) -> None:
+            sample.finish_reason = DEADLINE if sample.index == 0 else "stop"
+
+    async def scenario() -> None:
+        stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
+        stage.prepared = replace(stage.prepared, problems=ProblemSets(stage.prepared.problems.train, [Problem("e0", "0", "1")], []))
+        stage.generator = cast(Any, Cutting(world, lambda s: str(s.index)))
+        await asyncio.wait_for(stage.run(), 20)
+
+    asyncio.run(scenario())
+    evaluated, trained = [[m for _, m in world.rows if name in m] for name in ("eval/accuracy", "reward/mean")]
+    assert [metrics["eval/deadline_fraction"] for metrics in evaluated] == [1.0, 1.0]
+    assert [metrics["response/deadline_fraction"] for metrics in trained] == [0.5, 0.5]
+    assert [(kind, message[:32]) for kind, message in world.events if kind != "data"] == [
+        ("eval", "1 of 1 held-out responses were c"),
+        ("rollout", "4 of 8 responses were cut by rol"),
+        ("eval", "1 of 1 held-out responses were c"),
+    ]
 
 
 def test_the_last_evaluation_is_of_the_last_update_in_a_thread_of_its_own(tmp_path: Path) -> None:
