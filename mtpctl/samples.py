@@ -6,6 +6,7 @@ old log-probs and entropy with the version that made them; the checker adds the 
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -112,7 +113,8 @@ class GenerationRequest:
 
     `sample` is where tokens are appended: new and empty, or a partial rollout to be continued. `max_tokens` bounds the
     whole response, tokens already there included. `seed` makes sampling repeatable. `deadline_s` bounds the time in which the response
-    is worked on: of a pool all of it, of an engine what is left. Waiting for a place counts with neither.
+    is worked on: of a pool all of it, of an engine what is left. Waiting for a place counts with neither. `unwanted` is set once nobody
+    wants the response any more: it is given up, and its sample comes back as it was asked for.
     """
 
     sample: Sample
@@ -124,3 +126,4 @@ class GenerationRequest:
     stop: list[str] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)
     deadline_s: float = 600.0
+    unwanted: asyncio.Event | None = None

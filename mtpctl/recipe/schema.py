@@ -267,6 +267,11 @@ class AsyncConfig(Section):
     staleness_threshold: NonNegativeFloat = Field(
         0.5, description="Share of samples, beyond what the updates until the next sync need, that may be generated ahead; 0: none."
     )
+    max_staleness: NonNegativeInt = Field(
+        8,
+        description="Weight versions that a token may be older than those published when it is trained on; groups that would be older "
+        "are asked for again, and waited for the second time.",
+    )
     sync_every: PositiveInt = Field(1, description="Updates between weight syncs.")
     partial_rollout: bool = Field(True, description="Responses in flight at a sync go on under the new weights.")
     deterministic: bool = Field(False, description="Same seed, same loss: no staleness, fixed batches in prompt order, a seed per request.")

@@ -151,10 +151,25 @@ class ReplicaPool:
         await self._admitting.wait()
         self._under_way += 1
         try:
-            return await self._whole(request)
+            return await self._while_wanted(request)
         finally:
             self._under_way -= 1
             await self._changed()
+
+    async def _while_wanted(self, request: GenerationRequest) -> Sample:
+        """The finished sample, or once it is unwanted the request's own; the replica's place is free again then."""
+        if request.unwanted is None:
+            return await self._whole(request)
+        whole, unwanted = asyncio.ensure_future(self._whole(request)), asyncio.ensure_future(request.unwanted.wait())
+        try:
+            await asyncio.wait({whole, unwanted}, return_when=asyncio.FIRST_COMPLETED)
+            if whole.done():
+                return whole.result()
+        finally:
+            whole.cancel()
+            unwanted.cancel()
+        request.sample.finish_reason = ABORTED
+        return request.sample
 
     async def _whole(self, request: GenerationRequest) -> Sample:
         if self._turns is not None:
@@ -165,7 +180,7 @@ class ReplicaPool:
             replica = seat.replica
             assert replica is not None
             left = max(request.deadline_s - request.sample.spent_s, 0.0)
-            attempt = replace(request, sample=request.sample.copy(), deadline_s=left)
+            attempt = replace(request, sample=request.sample.copy(), deadline_s=left, unwanted=None)
             try:
                 sample = await self._answer(replica, attempt, request.deadline_s)
             except (EngineDead, TargetDirty, TimeoutError) as error:

@@ -98,7 +98,8 @@ class Generator(Protocol):
     def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
         """Every request's sample, grown by its response, exactly once.
 
-        Requests are drawn as there is room. A finished sample has a `finish_reason` of `stop`, `length` or `deadline`.
+        Requests are drawn as there is room. A finished sample has a `finish_reason` of `stop`, `length` or `deadline`; one that became
+        `unwanted` before has `abort`, and no response of this call.
         """
         ...
 

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Unit = Literal["share", "seconds", "tokens/s", "nats", "tokens", "GB/s", "updates", "number"]
+Unit = Literal["share", "seconds", "tokens/s", "nats", "tokens", "GB/s", "versions", "updates", "number"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,12 @@ METRICS: dict[str, Metric] = {
     "rollout_corr/ess": Metric("effective samples", "share", "Effective share of the tokens under importance weights."),
     "rollout_corr/is_mean": Metric("importance weight", "number", "Mean weight of the off-policy correction."),
     "rollout_corr/masked_fraction": Metric("masked", "share", "Tokens that the off-policy correction dropped."),
-    "async/staleness_mean": Metric("mean", "updates", "Weight versions between sampling and training, mean over samples."),
-    "async/staleness_max": Metric("max", "updates", "The same, of the stalest sample."),
+    "async/staleness_mean": Metric("mean", "versions", "Weight versions between a sample's oldest token and training, mean over samples."),
+    "async/staleness_max": Metric("max", "versions", "The same, of the stalest sample."),
+    "async/staleness_tokens_mean": Metric("by token", "versions", "Weight versions between sampling and training, mean over tokens."),
+    "async/staleness_updates_mean": Metric("in updates", "updates", "Updates between sampling and training, mean over tokens."),
+    "async/staleness_updates_max": Metric("in updates, max", "updates", "The same, of the stalest token."),
+    "async/asked_again": Metric("asked again", "number", "Groups given up as older than async.max_staleness, and asked for again."),
     "async/trainer_idle": Metric("trainer idle", "share", "Time that the trainer waited for samples."),
     "async/rollout_idle": Metric("rollout idle", "share", "Time that the rollout engines had nothing to do."),
     "async/overlap": Metric("both busy", "share", "Time in which trainer and rollout engines worked at once."),

@@ -14,16 +14,30 @@ from mtpctl.samples import Sample
 
 @dataclass
 class Group:
-    """All responses to one drawing of one prompt. `number` counts drawings from 0 and orders deterministic runs."""
+    """All responses to one drawing of one prompt. `number` counts drawings from 0 and orders deterministic runs.
+
+    `version` is the weight version that was published when it was sent out, `again` how often that had been before: it was given up as
+    too old each time, which sets `unwanted`.
+    """
 
     number: int
     problem: Problem
     size: int
     samples: list[Sample] = field(default_factory=list)
+    version: int = 0
+    again: int = 0
+    unwanted: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
 
     @property
     def group_id(self) -> str:
-        return str(self.number)
+        """Another one each time that it is sent out: what still comes of the time before is told apart by it."""
+        return f"{self.number}.{self.again}" if self.again else str(self.number)
+
+    @property
+    def oldest(self) -> int:
+        """Weight version of its oldest token; where some are still to come, the oldest that one can have."""
+        versions = [span.version for sample in self.samples for span in sample.version_spans]
+        return min(versions) if self.complete and versions else self.version
 
     @property
     def complete(self) -> bool:
@@ -31,10 +45,10 @@ class Group:
 
 
 class SampleBuffer:
-    """Complete groups that wait for the trainer, in the order they were completed or, if `ordered`, drawn.
+    """Complete groups that wait for the trainer: the oldest weights first, then in the order they were completed; if `ordered`, as drawn.
 
     A group that was sent out is in flight until it is `put` or `drop`ped, its rewards included. `again` holds groups that a
-    checkpoint left unfinished and that were not sent out anew yet.
+    checkpoint left unfinished, or that got too old, and that were not sent out anew yet.
     """
 
     def __init__(self, *, ordered: bool = False) -> None:
@@ -58,37 +72,63 @@ class SampleBuffer:
         """A group is sent out."""
         self._open[group.group_id] = group
 
+    def wants(self, sample: Sample) -> bool:
+        """Whether the sample's group is in flight. One that was given up is not."""
+        return sample.group_id in self._open
+
     def add(self, sample: Sample) -> Group | None:
-        """A sample came back. Returns its group once that is complete; the caller puts it or drops it."""
-        group = self._open[sample.group_id]
+        """A sample came back. Returns its group once that is complete, which the caller puts or drops; None where it is given up."""
+        group = self._open.get(sample.group_id)
+        if group is None:
+            return None
         group.samples.append(sample)
         if not group.complete:
             return None
         group.samples.sort(key=lambda s: s.index)
         return group
 
+    def expire(self, least: int) -> int:
+        """Give up all groups with tokens of weights before version `least`: they are to be sent out again. Returns how many they are."""
+        old = [group for group in (*self._open.values(), *self._ready) if group.oldest < least]
+        for group in old:
+            group.unwanted.set()
+            self._open.pop(group.group_id, None)
+            self.again.append(Group(group.number, group.problem, group.size, again=group.again + 1))
+        self._ready = [group for group in self._ready if not group.unwanted.is_set()]
+        self.again.sort(key=lambda group: group.number)
+        return len(old)
+
     async def put(self, group: Group) -> None:
-        """A complete group is ready to be trained on."""
+        """A complete group is ready to be trained on, unless it was given up meanwhile."""
         async with self._changed:
+            if group.unwanted.is_set():
+                return
             self._open.pop(group.group_id, None)
             self._ready.append(group)
-            if self._ordered:
-                self._ready.sort(key=lambda g: g.number)
+            # Sorting is stable: of equals, the one that was completed first.
+            self._ready.sort(key=(lambda g: g.number) if self._ordered else (lambda g: (g.oldest, -g.again)))
             self._changed.notify_all()
 
-    async def drop(self, group: Group) -> None:
-        """A complete group is not to be trained on."""
+    async def drop(self, group: Group) -> bool:
+        """A complete group is not to be trained on. Returns whether it was in flight: False where it was given up meanwhile."""
         async with self._changed:
-            del self._open[group.group_id]
             self._changed.notify_all()
+            return self._open.pop(group.group_id, None) is not None
 
-    async def take(self, count: int) -> list[Group]:
-        """The next `count` groups, waiting until there are as many, and if `ordered` until none that was drawn before them is missing."""
+    async def take(self, count: int, *, due: int = -1, later: int = 0) -> list[Group]:
+        """The next `count` groups, waiting until there are as many, and if `ordered` until none that was drawn before them is missing.
+
+        Groups that were sent out again and are of version `due` or before are waited for too, except for `later` of them, which the
+        batches after this one can still take.
+        """
 
         def there() -> bool:
             if len(self._ready) < count:
                 return False
-            return not self._ordered or all(group.number > self._ready[count - 1].number for group in self.unfinished())
+            if self._ordered:
+                return all(group.number > self._ready[count - 1].number for group in self.unfinished())
+            ready, coming = ([g for g in groups if g.again and g.oldest <= due] for groups in (self._ready, self._open.values()))
+            return len(ready) >= min(len(ready) + len(coming) - later, count)
 
         async with self._changed:
             await self._changed.wait_for(there)
@@ -107,7 +147,8 @@ class SampleBuffer:
             for group, held in kept:
                 problem = [group.problem.prompt_id, group.problem.prompt, group.problem.answer, group.problem.solution]
                 samples = [s.to_dict() for s in held]
-                file.write(json.dumps({"number": group.number, "problem": problem, "size": group.size, "samples": samples}) + "\n")
+                line = {"number": group.number, "problem": problem, "size": group.size, "again": group.again, "samples": samples}
+                file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
@@ -120,6 +161,6 @@ class SampleBuffer:
         for line in path.read_text().splitlines():
             data = json.loads(line)
             samples = [Sample.from_dict(s) for s in data["samples"]]
-            group = Group(data["number"], Problem(*data["problem"]), data["size"], samples)
+            group = Group(data["number"], Problem(*data["problem"]), data["size"], samples, again=data.get("again", 0))
             (complete if group.complete else again).append(group)
         return complete, again

@@ -40,11 +40,16 @@ def cut_share(samples: list[Sample], reason: str) -> float:
     return sum(sample.finish_reason == reason for sample in samples) / len(samples)
 
 
-def of_samples(samples: list[Sample], version: int) -> dict[str, float]:
-    """Reward, length and staleness of a batch that is trained on at weight version `version`."""
+def of_samples(samples: list[Sample], version: int, sync_every: int = 1, ahead: int = 0) -> dict[str, float]:
+    """Reward, length and staleness of a batch that is trained on at weight version `version`, published every `sync_every` updates.
+
+    `ahead`: updates of the trainer since then. Versions count from what sampled to what was published; updates count these too.
+    """
     rewards = [s.reward or 0.0 for s in samples]
     lengths = [len(s.response_ids) for s in samples]
     staleness = [version - min((span.version for span in s.version_spans), default=version) for s in samples]
+    ages = [(span.end - span.start, version - span.version) for s in samples for span in s.version_spans]
+    by_token = sum(tokens * age for tokens, age in ages) / max(sum(tokens for tokens, _ in ages), 1)
     partial = sum(len(s.version_spans) > 1 for s in samples)
     metrics = {
         "reward/mean": statistics.fmean(rewards),
@@ -55,6 +60,9 @@ def of_samples(samples: list[Sample], version: int) -> dict[str, float]:
         "response/deadline_fraction": cut_share(samples, DEADLINE),
         "async/staleness_mean": sum(staleness) / len(staleness),
         "async/staleness_max": float(max(staleness)),
+        "async/staleness_tokens_mean": by_token,
+        "async/staleness_updates_mean": ahead + sync_every * by_token,
+        "async/staleness_updates_max": float(ahead + sync_every * max(staleness)),
         "async/partial_ratio": partial / len(samples),
     }
     return metrics | speculation(samples)

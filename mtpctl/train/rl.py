@@ -3,6 +3,12 @@
 Two tasks share a buffer. `_feed` sends prompts out as far as admission allows and `_collect` takes samples back, scores
 and rewards them, and puts whole groups into the buffer; the trainer's loop takes batches out, updates, and every
 `sync_every` updates publishes the weights, which the generator takes in without draining.
+
+How stale a sample may be is bounded twice: in count by admission (`staleness`), and in age by what a new version does here. Of
+no batch is any token more than `async.max_staleness` versions older than the version that the trainer has published. When a new
+version is out, groups that could only be older are given up, in flight or not, and their prompts asked again under the new
+weights, ahead of others. A group is given up like this once: asked again, it has its time, and the trainer waits for it before it
+publishes what would make it too old. So a prompt that always takes longer than the bound is trained on all the same.
 """
 
 from __future__ import annotations
@@ -69,6 +75,7 @@ class RlStage:
         self.stability = StabilityWatch(recipe)
         self._gate, self._updated = asyncio.Event(), asyncio.Event()
         self._dropped = 0
+        self._asked_again = 0
         self._barren = 0
         self._generated = 0
         self._progress = time.monotonic()
@@ -129,6 +136,7 @@ class RlStage:
                 await self._gate.wait()
             group = self._next_group()
             self.admission.admit()
+            group.version = self.state.version
             self.buffer.begin(group)
             self.clock.set("rollout", True)
             for index in range(group.size):
@@ -145,7 +153,9 @@ class RlStage:
         seed = None
         if self.recipe.async_.deterministic:
             seed = (self.recipe.seed * 1_000_003 + group.number) * group.size + index
-        return request_of(self.recipe, self.prepared, group.problem, group_id=group.group_id, index=index, seed=seed)
+        request = request_of(self.recipe, self.prepared, group.problem, group_id=group.group_id, index=index, seed=seed)
+        request.unwanted = group.unwanted
+        return request
 
     async def _collect(self) -> None:
         # Scoring runs beside generation: one task a sample, so that no sample waits for another one's scores.
@@ -156,6 +166,11 @@ class RlStage:
                 taken.create_task(self._take(sample))
 
     async def _take(self, sample: Sample) -> None:
+        if self.buffer.wants(sample):
+            await self._score_and_add(sample)
+        self.clock.set("rollout", self.buffer.pending > self.buffer.ready)
+
+    async def _score_and_add(self, sample: Sample) -> None:
         if (collapse := self.acceptance.take(sample)) is not None:
             if self.recipe.sync.on_collapse == "error":
                 raise RuntimeFailure(f"sync.on_collapse: {collapse}")
@@ -168,13 +183,14 @@ class RlStage:
         group = self.buffer.add(sample)
         if group is not None:
             await self._complete(group)
-        self.clock.set("rollout", self.buffer.pending > self.buffer.ready)
 
     async def _complete(self, group: Group) -> None:
         for sample in group.samples:
             text = self.prepared.tokenizer.decode(sample.response_ids)
             sample.reward = await asyncio.to_thread(self.checker, text, group.problem.answer)
             self._progress = time.monotonic()
+        if group.unwanted.is_set():
+            return
         rewards = [s.reward or 0.0 for s in group.samples]
         self._rewards.append(rewards)
         if self.recipe.train.rl.dynamic_sampling and not has_signal(rewards):
@@ -185,9 +201,9 @@ class RlStage:
                     f"train.rl.dynamic_sampling: {self._barren} groups in a row had no signal (the last rewards were all {rewards[0]:g}); "
                     "take easier or harder problems or a longer train.sft, or set it to false"
                 )
-            await self.buffer.drop(group)
-            self.admission.drop()
-            self._gate.set()
+            if await self.buffer.drop(group):
+                self.admission.drop()
+                self._gate.set()
             return
         self._barren = 0
         await self.buffer.put(group)
@@ -208,7 +224,7 @@ class RlStage:
             metrics = await self.trainer.call("rl_step", samples, self.state.version)
             updated = time.perf_counter()
             bad = check_applied(metrics, bad, self.recipe.train.max_bad_steps)
-            metrics |= of_samples(samples, self.state.version)
+            metrics |= of_samples(samples, self.state.version, self.recipe.async_.sync_every, self._ahead())
             self._tell_of_cuts(metrics["response/deadline_fraction"], len(samples))
             self.state.step += 1
             self.state.updating = False
@@ -236,7 +252,10 @@ class RlStage:
         """The next batch; None where a stop is asked for first."""
         if self.state.stopping.is_set():
             return None
-        batch = asyncio.create_task(self.buffer.take(self.recipe.train.rl.prompts_per_step))
+        count, every = self.recipe.train.rl.prompts_per_step, self.recipe.async_.sync_every
+        # What the other batches until the next sync have room for can still wait.
+        later = (every - 1 - self.state.step % every) * count
+        batch = asyncio.create_task(self.buffer.take(count, due=self.state.version - self.recipe.async_.max_staleness, later=later))
         stop = asyncio.create_task(self.state.stopping.wait())
         await self._while_progressing({batch, stop})
         stop.cancel()
@@ -274,10 +293,15 @@ class RlStage:
         if self.recipe.rollout.speculation.auto:
             metrics |= await self._drafts()
         self.state.version, self.state.synced_at = version, self.state.step
+        self._asked_again += self.buffer.expire(version - self.recipe.async_.max_staleness)
         self.acceptance.synced(self.state.version)
         self.admission.synced(self.buffer.pending, self._trained_since_due())
         self._gate.set()
         return metrics
+
+    def _ahead(self) -> int:
+        """Updates of this stage since the weights that were published."""
+        return self.state.step - max(self.state.synced_at, 0)
 
     def _trained_since_due(self) -> int:
         """Groups that were trained on since a sync was due: some only where a run that was resumed between two of them syncs."""
@@ -296,6 +320,7 @@ class RlStage:
         wall = shares["timing_s/step"]
         generated, self._generated = self._generated, 0
         dropped, self._dropped = self._dropped, 0
+        again, self._asked_again = self._asked_again, 0
         rewards, self._rewards = self._rewards, []
         if rewards:
             # Dynamic sampling keeps groups between all wrong and all right, so `reward/mean` hardly leaves one half.
@@ -310,6 +335,7 @@ class RlStage:
             "rollout/tokens_per_s": generated / wall,
             "reward/signal_fraction": signal / (dropped + len(groups)),
             "async/buffer_groups": float(self.buffer.ready),
+            "async/asked_again": float(again),
             "async/version": float(self.state.version),
         }
 

@@ -14,7 +14,7 @@ import pytest
 
 from mtpctl.cluster import host_store
 from mtpctl.recipe import RuntimeFailure, UserError
-from mtpctl.rollout import DEADLINE, EngineDead, ReplicaPool
+from mtpctl.rollout import ABORTED, DEADLINE, EngineDead, ReplicaPool
 from mtpctl.rollout.pool import AFFINITY_SLACK
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync import Manifest, SyncError, SyncReport
@@ -142,6 +142,23 @@ async def test_a_place_is_free_again_however_often_a_request_is_given_up() -> No
             await asyncio.sleep(0.01)
     await asyncio.wait(tasks)
     assert [health.in_flight for health in await pool.health()] == [0] and pool._replicas.seats[0].busy == 0
+
+
+@in_loop
+async def test_what_is_unwanted_comes_back_at_once_as_it_was_and_leaves_its_place_to_others() -> None:
+    fleet = Fleet(lambda index: FakeReplica(tick_s=0.005))
+    pool = await fleet.pool(1, max_in_flight=2)
+    wanted, unwanted = requests(4), asyncio.Event()
+    for request in wanted[:3]:  # two that are worked on, and one that waits for a place
+        request.unwanted, request.max_tokens = unwanted, 1 << 20
+    task = asyncio.ensure_future(collect(pool, wanted))
+    await asyncio.sleep(0.05)
+    assert fleet.live[0].in_flight == 2
+    unwanted.set()
+    samples = await asyncio.wait_for(task, 5)
+    assert [sample.finish_reason for sample in samples] == [ABORTED] * 3 + ["length"]
+    assert [len(sample.response_ids) for sample in samples] == [0, 0, 0, 20]
+    assert pool._replicas.seats[0].busy == 0 and fleet.live[0].in_flight == 0
 
 
 @in_loop

@@ -104,3 +104,91 @@ def test_an_ordered_batch_waits_for_what_was_drawn_before_it() -> None:
         assert [g.number for g in await asyncio.wait_for(taking, 1)] == [1, 2]
 
     asyncio.run(scenario())
+
+
+def sent(number: int, version: int, again: int = 0) -> Group:
+    """A group of one response that was sent out under `version`."""
+    return Group(number, Problem(f"p{number}", f"{number}+1=", str(number + 1)), 1, version=version, again=again)
+
+
+def answer(group: Group, version: int) -> Sample:
+    made = Sample(group.problem.prompt_id, group.group_id, [1, 2])
+    made.append([3], [-0.5], version)
+    return made
+
+
+def test_the_oldest_weights_are_trained_on_first() -> None:
+    async def scenario() -> list[int]:
+        buffer = SampleBuffer()
+        for number, version in ((0, 5), (1, 3), (2, 5), (3, 4)):
+            group = sent(number, 0)
+            group.samples.append(answer(group, version))
+            await buffer.put(group)
+        return [g.number for g in await buffer.take(4)]
+
+    assert asyncio.run(scenario()) == [1, 3, 0, 2]
+
+
+def test_groups_that_are_too_old_are_given_up_and_sent_out_again_under_another_name() -> None:
+    """In flight by the weights that they were sent out under, and complete by those of their oldest token."""
+
+    async def scenario() -> None:
+        buffer = SampleBuffer()
+        coming, there, young = sent(0, 1), sent(1, 1), sent(2, 1)
+        for group, version in ((coming, None), (there, 1), (young, 2)):
+            buffer.begin(group)
+            if version is not None:
+                assert buffer.add(answer(group, version)) is group
+                await buffer.put(group)
+        assert buffer.expire(2) == 2
+        assert [group.unwanted.is_set() for group in (coming, there, young)] == [True, True, False]
+        assert (buffer.pending, buffer.ready) == (1, 1)
+        assert [(g.number, g.group_id, g.samples) for g in buffer.again] == [(0, "0.1", []), (1, "1.1", [])]
+        late = answer(coming, 1)
+        assert not buffer.wants(late) and buffer.add(late) is None
+        # One that was being rewarded.
+        coming.samples.append(late)
+        await buffer.put(coming)
+        assert not await buffer.drop(coming) and buffer.ready == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_batch_waits_for_groups_that_were_sent_out_again_and_would_be_too_old_for_the_next() -> None:
+    async def scenario() -> None:
+        buffer = SampleBuffer()
+        groups = [sent(0, 3, again=1), sent(1, 4, again=1), sent(2, 3), sent(3, 4), sent(4, 4)]
+        for group in groups:
+            buffer.begin(group)
+        for group in groups[2:]:
+            buffer.add(answer(group, group.version))
+            await buffer.put(group)
+        taking = asyncio.create_task(buffer.take(2, due=3))
+        await asyncio.sleep(0.01)
+        assert not taking.done()
+        buffer.add(answer(groups[0], 3))
+        await buffer.put(groups[0])
+        assert [g.number for g in await asyncio.wait_for(taking, 1)] == [0, 2], "nobody waits for the other, which may be older still"
+
+    asyncio.run(scenario())
+
+
+def test_a_batch_leaves_to_the_next_ones_what_they_have_room_for() -> None:
+    async def scenario() -> list[int]:
+        buffer = SampleBuffer()
+        for group in [late := sent(0, 3, again=1), other := sent(1, 3, again=1), there := sent(2, 3)]:
+            buffer.begin(group)
+        for group in (other, there):
+            buffer.add(answer(group, 3))
+            await buffer.put(group)
+        assert late.samples == []
+        return [g.number for g in await asyncio.wait_for(buffer.take(2, due=3, later=1), 1)]
+
+    assert asyncio.run(scenario()) == [1, 2]
+
+
+def test_a_group_that_is_sent_out_again_is_so_after_a_restart_too(tmp_path: Path) -> None:
+    buffer = SampleBuffer()
+    buffer.begin(sent(0, 3, again=1))
+    buffer.save(tmp_path / "buffer.jsonl")
+    assert [(g.number, g.again) for g in SampleBuffer.load(tmp_path / "buffer.jsonl")[1]] == [(0, 1)]

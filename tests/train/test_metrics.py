@@ -24,6 +24,14 @@ def test_staleness_is_counted_from_the_oldest_weights_that_made_a_token() -> Non
     assert metrics["reward/mean"] == metrics["reward/std"] == 0.5
 
 
+def test_staleness_by_token_weighs_versions_by_their_tokens_and_in_updates_counts_those_since_the_sync() -> None:
+    """Published every 4 updates, 3 ago: a token of the version before is 7 updates old."""
+    metrics = of_samples([sample((1, 4), (2, 5)), sample((5, 5))], version=5, sync_every=4, ahead=3)
+    assert metrics["async/staleness_tokens_mean"] == 1 / 8
+    assert metrics["async/staleness_mean"] == 1 / 2
+    assert (metrics["async/staleness_updates_mean"], metrics["async/staleness_updates_max"]) == (3.5, 7.0)
+
+
 def test_cut_off_is_what_the_engine_cut_at_whatever_limit() -> None:
     """The prompt may leave less room in the context than `max_tokens`; and an end may come at the last token."""
     cut, ended, empty = sample((3, 1)), sample((4, 1)), sample()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import random
 import threading
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from dataclasses import dataclass, field, replace
@@ -117,13 +118,24 @@ class Rows:
 
 
 def recipe_of(
-    *, steps: int = 6, staleness: float = 0.5, sync_every: int = 1, deterministic: bool = False, dynamic_sampling: bool = True
+    *,
+    steps: int = 6,
+    staleness: float = 0.5,
+    sync_every: int = 1,
+    max_staleness: int = 8,
+    deterministic: bool = False,
+    dynamic_sampling: bool = True,
 ) -> Recipe:
     return Recipe.model_validate(
         {
             "model": {"path": "anywhere"},
             "train": {"rl": {"steps": steps, "prompts_per_step": 4, "group_size": 2, "dynamic_sampling": dynamic_sampling}},
-            "async": {"staleness_threshold": staleness, "sync_every": sync_every, "deterministic": deterministic},
+            "async": {
+                "staleness_threshold": staleness,
+                "sync_every": sync_every,
+                "max_staleness": max_staleness,
+                "deterministic": deterministic,
+            },
             "data": {"shuffle": False},
         }
     )
@@ -154,6 +166,75 @@ def run(recipe: Recipe, tmp_path: Path, text: Callable[[Sample], str] = lambda s
     world = World()
     asyncio.run(asyncio.wait_for(stage_of(recipe, world, tmp_path, text).run(), 20))
     return world
+
+
+class LongTails(FakeGenerator):
+    """One response in fifty takes 200 times as long as the others, and those to `slow` prompts do so each time."""
+
+    def __init__(self, world: World, slow: set[str]) -> None:
+        super().__init__(world, lambda s: str(s.index))
+        self.slow, self.dice = slow, random.Random(0)
+
+    async def wait(self, sample: Sample) -> None:
+        await asyncio.sleep(0.2 if sample.prompt_id in self.slow or self.dice.random() < 0.02 else 0.001)
+
+
+def run_with_long_tails(recipe: Recipe, tmp_path: Path, slow: set[str]) -> World:
+    world = World()
+
+    async def scenario() -> None:
+        stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
+        stage.generator = cast(Any, LongTails(world, slow))
+        await stage.publish()
+        await asyncio.wait_for(stage.run(), 60)
+
+    asyncio.run(scenario())
+    return world
+
+
+@pytest.mark.parametrize("sync_every", [1, 3])
+@pytest.mark.parametrize("staleness", [0.5, 1.0])
+def test_no_sample_is_older_than_the_bound_however_long_its_group_took(tmp_path: Path, staleness: float, sync_every: int) -> None:
+    """In versions, token by token; and a prompt that always takes longer than the bound is trained on in the end."""
+    slow = {f"p{number}" for number in (3, 4, 5, 40, 41, 90)}
+    recipe = recipe_of(steps=60, staleness=staleness, sync_every=sync_every, max_staleness=2)
+    world = run_with_long_tails(recipe, tmp_path, slow)
+    rows = [metrics for _, metrics in world.rows]
+    assert max(metrics["async/staleness_max"] for metrics in rows) == 2
+    for number, batch in enumerate(world.batches):
+        published = 1 + number // sync_every
+        assert max(published - span.version for sample in batch for span in sample.version_spans) <= 2
+    trained = [sample.prompt_id for batch in world.batches for sample in batch]
+    assert slow <= set(trained)
+    assert len(trained) == 2 * len(set(trained)), "each prompt's group once"
+    assert sum(metrics["async/asked_again"] for metrics in rows) >= len(slow)
+
+
+def test_what_comes_of_a_group_that_was_given_up_is_neither_scored_nor_trained_on(tmp_path: Path) -> None:
+    world, scored = World(), []
+
+    class Stale(FakeGenerator):
+        async def wait(self, sample: Sample) -> None:
+            """The first group comes back when it has been given up, while its second time is under way."""
+            if sample.prompt_id == "p0":
+                await asyncio.sleep(0.01)
+                while self.world.version < 3:
+                    await asyncio.sleep(0.001)
+                await asyncio.sleep(0.0 if sample.group_id == "0" else 0.1)
+
+    async def score(sample: Sample) -> Sample:
+        scored.append(sample.group_id)
+        return sample
+
+    async def scenario() -> None:
+        stage = stage_of(recipe_of(steps=12, staleness=1.0, max_staleness=1), world, tmp_path, lambda s: str(s.index))
+        stage.generator, stage.score = cast(Any, Stale(world, lambda s: str(s.index))), score
+        await stage.publish()
+        await asyncio.wait_for(stage.run(), 20)
+
+    asyncio.run(scenario())
+    assert "0" not in scored and scored.count("0.1") == 2
+    assert [s.group_id for batch in world.batches for s in batch if s.prompt_id == "p0"] == ["0.1", "0.1"]
 
 
 @pytest.mark.parametrize("sync_every", [1, 2])
@@ -389,6 +470,8 @@ def test_a_run_resumed_between_two_syncs_generates_no_more_ahead_than_one_that_w
 
     asyncio.run(scenario())
     assert {step: metrics["async/staleness_max"] for step, metrics in world.rows} == {3: 1, 4: 1, 5: 0, 6: 0, 7: 0, 8: 0}
+    updates = {step: metrics["async/staleness_updates_max"] for step, metrics in world.rows}
+    assert updates == {3: 4, 4: 5, 5: 0, 6: 1, 7: 2, 8: 3}, "the trainer is ahead of what it published"
 
 
 @pytest.mark.parametrize("sync_every", [1, 2])
