@@ -43,7 +43,8 @@ def cut_share(samples: list[Sample], reason: str) -> float:
 def of_samples(samples: list[Sample], version: int, sync_every: int = 1, ahead: int = 0) -> dict[str, float]:
     """Reward, length and staleness of a batch that is trained on at weight version `version`, published every `sync_every` updates.
 
-    `ahead`: updates of the trainer since then. Versions count from what sampled to what was published; updates count these too.
+    `ahead`: updates of the trainer since then. Versions count from what sampled to what was published; updates count on from there to
+    the trainer, a version as `sync_every` of them, which is too many for one that a resumed run published between two syncs.
     """
     rewards = [s.reward or 0.0 for s in samples]
     lengths = [len(s.response_ids) for s in samples]

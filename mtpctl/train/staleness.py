@@ -2,7 +2,8 @@
 
 The bound has verl's meaning. Between two weight syncs the trainer consumes `sync_every * groups_per_step` groups; with a
 threshold of s, at most (1 + s) times as many are let out, those counted in that were already on their way at the sync.
-With s = 0 nothing is generated ahead: every sample is of the weights that train on it.
+With s = 0 nothing is generated ahead: every sample is of the weights that train on it. That bounds how many samples are stale,
+and not how old one gets that takes long: its age has a bound of its own (`mtpctl.train.rl`).
 """
 
 from __future__ import annotations
