@@ -278,8 +278,8 @@ class AsyncConfig(Section):
 
     @property
     def staleness(self) -> float:
-        """The threshold that holds: a deterministic run generates nothing ahead, whatever `staleness_threshold` says."""
-        return 0.0 if self.deterministic else self.staleness_threshold
+        """The threshold that holds: a deterministic run generates nothing ahead, and none generates what would get too old in line."""
+        return 0.0 if self.deterministic else min(self.staleness_threshold, self.max_staleness)
 
 
 VLLM_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

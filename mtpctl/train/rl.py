@@ -140,6 +140,8 @@ class RlStage:
             self.buffer.begin(group)
             self.clock.set("rollout", True)
             for index in range(group.size):
+                if group.unwanted.is_set():
+                    break
                 yield self._request(group, index)
 
     def _next_group(self) -> Group:

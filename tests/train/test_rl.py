@@ -239,11 +239,17 @@ def test_what_comes_of_a_group_that_was_given_up_is_neither_scored_nor_trained_o
 
 @pytest.mark.parametrize("sync_every", [1, 2])
 @pytest.mark.parametrize("staleness", [0.0, 0.5, 1.0])
-def test_no_sample_is_staler_than_the_threshold_allows(tmp_path: Path, staleness: float, sync_every: int) -> None:
+def test_where_responses_take_equally_long_no_sample_is_staler_than_the_threshold_allows(tmp_path: Path, staleness: float, sync_every: int) -> None:
     world = run(recipe_of(staleness=staleness, sync_every=sync_every), tmp_path)
     assert len(world.batches) == 6
     for step, metrics in world.rows:
         assert metrics["async/staleness_max"] <= math.ceil(staleness), f"step {step}"
+
+
+def test_nothing_is_generated_ahead_that_would_get_too_old_in_line(tmp_path: Path) -> None:
+    world = run(recipe_of(staleness=5.0, max_staleness=1, steps=20), tmp_path)
+    assert {metrics["async/asked_again"] for _, metrics in world.rows} == {0.0}
+    assert max(metrics["async/staleness_max"] for _, metrics in world.rows) == 1
 
 
 def test_with_staleness_generation_goes_on_while_the_trainer_works(tmp_path: Path) -> None:
