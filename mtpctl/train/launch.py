@@ -100,7 +100,7 @@ class Run:
         """What a stage that failed has trained goes into a checkpoint, where the trainer can still write one."""
         try:
             path = await self.state.rescue(trainer)
-        except RuntimeFailure as error:
+        except (RuntimeFailure, OSError) as error:
             self.telemetry.event("stop", f"no checkpoint could be taken at step {self.state.step}: {error}")
         else:
             if path is not None:

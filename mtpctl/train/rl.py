@@ -259,8 +259,13 @@ class RlStage:
         later = (every - 1 - self.state.step % every) * count
         batch = asyncio.create_task(self.buffer.take(count, due=self.state.version - self.recipe.async_.max_staleness, later=later))
         stop = asyncio.create_task(self.state.stopping.wait())
-        await self._while_progressing({batch, stop})
-        stop.cancel()
+        try:
+            await self._while_progressing({batch, stop})
+        except BaseException:
+            batch.cancel()
+            raise
+        finally:
+            stop.cancel()
         if not batch.done():
             batch.cancel()
             return None
@@ -277,8 +282,6 @@ class RlStage:
         while (left := self._progress + deadline - time.monotonic()) > 0:
             if (await asyncio.wait(awaited, timeout=left, return_when=asyncio.FIRST_COMPLETED))[0]:
                 return
-        for task in awaited:
-            task.cancel()
         ready, wanted = self.buffer.ready, self.recipe.train.rl.prompts_per_step
         raise RuntimeFailure(
             f"rollout, batch of step {self.state.step + 1}: no response for {deadline:g} s, with {ready} of {wanted} groups ready; "

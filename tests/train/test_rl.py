@@ -239,7 +239,7 @@ def test_what_comes_of_a_group_that_was_given_up_is_neither_scored_nor_trained_o
 
 @pytest.mark.parametrize("sync_every", [1, 2])
 @pytest.mark.parametrize("staleness", [0.0, 0.5, 1.0])
-def test_where_responses_take_equally_long_no_sample_is_staler_than_the_threshold_allows(tmp_path: Path, staleness: float, sync_every: int) -> None:
+def test_without_a_tail_no_sample_is_staler_than_the_threshold_allows(tmp_path: Path, staleness: float, sync_every: int) -> None:
     world = run(recipe_of(staleness=staleness, sync_every=sync_every), tmp_path)
     assert len(world.batches) == 6
     for step, metrics in world.rows:
