@@ -29,13 +29,17 @@ COLOURS = 7
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve. `dots` marks each point, for what is measured now and then; `colour` counts from 0, by default as the curves do."""
+    """One curve. `dots` marks each point, for what is measured now and then; `colour` counts from 0, by default as the curves do.
+
+    A `guide` is what another curve is read by, dashed; a `faint` one is one of many, thin and without a label. Neither is averaged.
+    """
 
     label: str
     points: Points
     unit: Unit = "number"
     dots: bool = False
     colour: int | None = None
+    style: Literal["curve", "guide", "faint"] = "curve"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +89,20 @@ def render_chart(chart: Chart) -> str:
     phases = [phase for phase in chart.phases if phase.end >= x_axis.low and phase.begin < x_axis.high]
     shapes = [_bands(phases, x_axis), _grid(y_axis)]
     marks: list[str] = []
-    ends: list[float] = []
-    finals: list[float] = []
+    labelled: list[tuple[int, Series, float, float]] = []
     for k, (colour, series, pts) in enumerate(drawn):
         if chart.stack:
             below = layers[k - 1] if k else [(x, 0.0) for x, _ in pts]
             outline = _path(layers[k], x_axis, y_axis) + "L" + _path(below[::-1], x_axis, y_axis)[1:] + "Z"
             shapes.append(f'<path class="fill k{colour}" d="{outline}"/>')
-            ends.append((_y(layers[k][-1][1], y_axis) + _y(below[-1][1], y_axis)) / 2)
-            finals.append(layers[k][-1][1] - below[-1][1])
+            middle = (_y(layers[k][-1][1], y_axis) + _y(below[-1][1], y_axis)) / 2
+            labelled.append((colour, series, middle, layers[k][-1][1] - below[-1][1]))
+            continue
+        if series.style != "curve":
+            kind = "raw" if series.style == "faint" else "guide"
+            shapes.append(f'<path class="{kind} k{colour}" d="{_path(pts, x_axis, y_axis)}"/>')
+            if series.style == "guide":
+                labelled.append((colour, series, _y(pts[-1][1], y_axis), pts[-1][1]))
             continue
         for piece in _by_phase(pts, phases):
             smooth = piece if series.dots else _smoothed(piece)
@@ -101,12 +110,12 @@ def render_chart(chart: Chart) -> str:
                 shapes.append(f'<path class="raw k{colour}" d="{_path(thin(piece, _MOST_POINTS), x_axis, y_axis)}"/>')
             shapes.append(f'<path class="line k{colour}" d="{_path(thin(smooth, _MOST_POINTS), x_axis, y_axis)}"/>')
         marks += [_dot(x, y, colour, x_axis, y_axis) for x, y in (pts if series.dots else smooth[-1:])]
-        ends.append(_y(smooth[-1][1], y_axis))
-        finals.append(smooth[-1][1])
+        labelled.append((colour, series, _y(smooth[-1][1], y_axis), smooth[-1][1]))
     gap = 17.0 if chart.stack else 33.0
+    places = spread([end for _, _, end, _ in labelled], gap, gap / 2 - 6, HEIGHT - gap / 2 + 6)
     labels = [
         f'<span class="label k{colour}" style="top:{place:.1f}px">{escape(series.label)}<b>{format_value(final, series.unit)}</b></span>'
-        for (colour, series, _), final, place in zip(drawn, finals, spread(ends, gap, gap / 2 - 6, HEIGHT - gap / 2 + 6), strict=True)
+        for (colour, series, _, final), place in zip(labelled, places, strict=True)
     ]
     y_ticks = [f'<span class="y" style="top:{_y(t, y_axis):.1f}px">{tick_label(t, unit)}</span>' for t in y_axis.ticks]
     kind = "plot stack" if chart.stack else "plot"
@@ -223,6 +232,7 @@ def _x_labels(phases: Sequence[Phase], axis: Axis, counts: str) -> str:
 
 def _hits(drawn: list[tuple[int, Series, Points]], phases: Sequence[Phase], axis: Axis, counts: str) -> str:
     """Strips over the drawing, one for each place on the x axis (or few), that show its values while pointed at."""
+    drawn = [(colour, series, pts) for colour, series, pts in drawn if series.style != "faint"] or drawn
     steps = sorted({x for _, _, pts in drawn for x, _ in pts})
     if len(steps) > _MOST_HITS:
         steps = [steps[round(i * (len(steps) - 1) / (_MOST_HITS - 1))] for i in range(_MOST_HITS)]

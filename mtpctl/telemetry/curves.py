@@ -81,7 +81,10 @@ def best_so_far(curve: Curve) -> list[Point]:
 
 
 def height(curve: Curve, x: float) -> float:
-    """The curve at `x`, on the line between the points around it; beyond its ends, the end. Raises ValueError for a curve without a point."""
+    """The curve at `x`, on the line between the points around it; beyond its ends, the end.
+
+    Raises ValueError for a curve without a point.
+    """
     if not curve:
         raise ValueError("a curve without a point has no height")
     for (x0, y0), (x1, y1) in pairwise(curve):

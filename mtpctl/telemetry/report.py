@@ -16,11 +16,12 @@ import yaml
 
 from mtpctl.recipe import UserError
 from mtpctl.telemetry.charts import Chart, Phase, Points, Series, render_chart, sparkline_svg
+from mtpctl.telemetry.curves import best_so_far, late_mean, late_points, worst_fall
 from mtpctl.telemetry.history import History, load_history
 from mtpctl.telemetry.names import describe, format_duration, format_value
 from mtpctl.telemetry.page import page, write_page
 from mtpctl.telemetry.run_directory import RunDirectory
-from mtpctl.telemetry.summary import before_and_after
+from mtpctl.telemetry.summary import before_and_after, evaluations, in_between
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +41,10 @@ class Wanted:
 CHARTS = (
     Wanted(
         "Reward",
-        "mean over the batch, and the share of held-out problems solved",
-        ("reward/mean", "eval/accuracy", "reward/unfiltered_mean"),
+        "mean over the batch, and with the groups that dynamic sampling dropped",
+        ("reward/mean", "reward/unfiltered_mean"),
         phases=("rl",),
-        labels={"reward/mean": "batch", "eval/accuracy": "held-out", "reward/unfiltered_mean": "unfiltered"},
+        labels={"reward/mean": "batch", "reward/unfiltered_mean": "unfiltered"},
     ),
     Wanted(
         "Draft acceptance",
@@ -75,9 +76,8 @@ CHARTS = (
     Wanted("Groups with signal", "share of groups whose rewards differ", ("reward/signal_fraction",), zero=True),
 )
 
-_DOTTED = {"eval/accuracy"}
-_TOTALS = {"timing_s/step"}
-"""What the other timings are parts of, and so no layer beside them."""
+_NO_LAYERS = {"timing_s/step", "timing_s/evaluation"}
+"""What the other timings are parts of, and what lies between updates."""
 _OVER_STEPS = {"async/overlap", "rollout/tokens_per_s"}
 """Shares of and rates over the time of a whole step."""
 _MOST_LAYERS = 6
@@ -104,7 +104,8 @@ def render_report(run: RunDirectory, history: History) -> str:
     recipe_text, recipe = _read(run.recipe, yaml.safe_load)
     _, versions = _read(run.versions, json.loads)
     name = str(recipe.get("name", run.path.name))
-    charts = "".join(render_chart(chart) for wanted in CHARTS if (chart := _chart(wanted, history)))
+    found = [_held_out(history), *(_chart(wanted, history) for wanted in CHARTS)]
+    charts = "".join(render_chart(chart) for chart in found if chart)
     body = (
         f'<section class="tiles">{_tiles(history)}</section><section class="charts">{charts}</section>'
         f"{_before_after(history)}{_all_metrics(history)}{_events(history)}{_recipe(recipe_text)}{_versions(versions)}"
@@ -139,8 +140,28 @@ def _subtitle(recipe: dict[str, Any], history: History) -> list[str]:
     return parts
 
 
+def _held_out(history: History) -> Chart | None:
+    """Every evaluation, marked at its update, with the best until then and the late mean to read it by; from two of them on."""
+    points = evaluations(history)
+    if len(points) < 2:
+        return None
+    best: Points = [points[0]]
+    for (x, y), (_, before) in zip(best_so_far(points)[1:], best_so_far(points), strict=False):
+        best += [(x, before), (x, y)]
+    late = late_points(points)
+    mean: Points = [(late[0][0], late_mean(points)), (late[-1][0], late_mean(points))]
+    series = [
+        Series("best so far", best, "share", colour=6, style="guide"),
+        Series(f"mean of last {len(late)}", mean, "share", colour=1, style="guide"),
+        Series("evaluations", points, "share", dots=True, colour=0),
+    ]
+    note = "share of held-out problems solved, at the updates after which it was measured"
+    return Chart("Held-out accuracy", note, series, [Phase("rl", 0, points[-1][0], 0)])
+
+
 def _tiles(history: History) -> str:
     tiles = []
+    # Of the two rows of held-out accuracy the later one stays: the mean of the late evaluations.
     changes = {row.name: row for row in before_and_after(history)}
     reward = "reward/unfiltered_mean" if "reward/unfiltered_mean" in changes else "reward/mean"
     for colour, (name, label) in enumerate(
@@ -149,6 +170,10 @@ def _tiles(history: History) -> str:
         if (row := changes.get(name)) is not None:
             points: Points = [(float(x), y) for x, y in history.series(name, "rl")]
             detail = f"from {format_value(row.before, row.metric.unit)} <b>{escape(row.change)}</b>"
+            if name == "eval/accuracy" and len(points) > 2:
+                fall = worst_fall(evaluations(history))
+                label += f", mean of last {len(late_points(points))}"
+                detail += f"<br>worst fall <b>{100 * fall.size if fall else 0:.1f} points</b>"
             tiles.append(_tile(label, format_value(row.after, row.metric.unit), detail, sparkline_svg(points, colour)))
     same = "rollout_corr/abs_diff_same_version"
     for name, label, detail in (
@@ -186,7 +211,7 @@ def _chart(wanted: Wanted, history: History) -> Chart | None:
     phases = [phase for phase in history.phases if not wanted.phases or phase in wanted.phases]
     names = [n for w in wanted.names for n in history.names() if (n.startswith(w[:-1]) if w.endswith("*") else n == w)]
     if wanted.stack and len(names) > 1:
-        names = [name for name in names if name not in _TOTALS]
+        names = [name for name in names if name not in _NO_LAYERS]
     phases = [phase for phase in phases if any(history.series(name, phase) for name in names)]
     if not phases:
         return None
@@ -200,7 +225,7 @@ def _chart(wanted: Wanted, history: History) -> Chart | None:
     for name in names:
         points = [(step + span.offset, value) for span in spans for step, value in history.series(name, span.name)]
         metric = describe(name)
-        series.append(Series(wanted.labels.get(name, metric.label), points, metric.unit, name in _DOTTED))
+        series.append(Series(wanted.labels.get(name, metric.label), points, metric.unit))
     if wanted.stack:
         series = _largest(series)
     return Chart(wanted.title, wanted.note, series, spans, wanted.scale, wanted.zero, wanted.stack)
@@ -227,9 +252,10 @@ def _before_after(history: History) -> str:
     )
     if not rows:
         return ""
+    told = f'<p class="told">{escape(told)}</p>' if (told := in_between(history)) else ""
     return (
         '<section class="card"><h2>Before and after RL</h2><div class="scroll"><table><thead><tr><th></th><th>before</th><th>after</th>'
-        f"<th>change</th></tr></thead><tbody>{rows}</tbody></table></div></section>"
+        f"<th>change</th></tr></thead><tbody>{rows}</tbody></table></div>{told}</section>"
     )
 
 

@@ -15,7 +15,7 @@ from mtpctl.telemetry.metrics_file import MetricsFile
 from mtpctl.telemetry.panel import Face, LivePanel, PlainLines
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.sinks import Sink, TensorBoardSink, WandbSink
-from mtpctl.telemetry.summary import before_and_after, summary_table
+from mtpctl.telemetry.summary import before_and_after, in_between, summary_table
 
 
 class Telemetry:
@@ -69,13 +69,17 @@ class Telemetry:
             self._face.event(kind, message)
 
     def print_summary(self) -> None:
-        """Before and after, as a table; nothing where the run holds no RL phase of two steps. Ends the live panel."""
+        """Before, after and what lay between; nothing where the run holds no RL phase of two steps. Ends the live panel."""
         with self._lock:
             self._face.close()
-            rows = before_and_after(load_history(self._run_dir.path))
+            history = load_history(self._run_dir.path)
+            rows, told = before_and_after(history), in_between(history)
             if rows:
                 self._console.print()
                 self._console.print(summary_table(rows))
+            if told:
+                self._console.print()
+                self._console.print(told, highlight=False)
 
     def close(self) -> None:
         """End the panel, flush every sink. Calling again does nothing."""

@@ -1,4 +1,4 @@
-"""Before and after: what a run began with, and what it ended with."""
+"""Before and after: what a run began with, what it ended with, and how held-out accuracy went in between."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from mtpctl.telemetry.curves import measure
 from mtpctl.telemetry.history import History
 from mtpctl.telemetry.names import Metric, describe, format_value
 
@@ -51,7 +52,8 @@ class SummaryRow:
 def before_and_after(history: History, phase: str = "rl") -> list[SummaryRow]:
     """The headline metrics of a phase: first and last for held-out figures, means of the first and last tenth for the rest.
 
-    A metric that was logged fewer than two times has no before and after, and is left out.
+    A metric that was logged fewer than two times has no before and after, and is left out. Held-out accuracy has a second row where it
+    was measured between its ends too: to the mean of the late evaluations, which unlike the last one is no stroke of luck.
     """
     rows = []
     for name in HEADLINES:
@@ -60,7 +62,30 @@ def before_and_after(history: History, phase: str = "rl") -> list[SummaryRow]:
             continue
         window = 1 if name in _SINGLE else max(1, len(values) // 10)
         rows.append(SummaryRow(name, describe(name), sum(values[:window]) / window, sum(values[-window:]) / window))
+        if name == "eval/accuracy" and (measures := measure(evaluations(history, phase))) and measures.late > 1:
+            late = Metric(f"its last {measures.late}, mean", "share", f"Held-out accuracy, mean of the last {measures.late} evaluations.")
+            rows.append(SummaryRow(name, late, measures.start, measures.late_mean))
     return rows
+
+
+def evaluations(history: History, phase: str = "rl") -> list[tuple[float, float]]:
+    """(step, held-out accuracy) of every evaluation whose accuracy is a number."""
+    return [(float(step), value) for step, value in history.series("eval/accuracy", phase) if math.isfinite(value)]
+
+
+def in_between(history: History, phase: str = "rl") -> str:
+    """The best evaluation and the worst fall in a sentence, or that nobody looked; nothing where there is no before and after."""
+    measures = measure(evaluations(history, phase))
+    if measures is None:
+        return ""
+    if measures.late == 1:
+        return "Held-out accuracy was measured before and after alone; train.eval_every shows how it went in between."
+    (step, best), fall = measures.best, measures.worst_fall
+    told = f"Held-out accuracy: best {_accuracy(best)} at update {step:g}"
+    if fall is None:
+        return f"{told}; no evaluation fell under one before it."
+    (x0, y0), (x, y) = fall.top, fall.bottom
+    return f"{told}; worst fall {100 * fall.size:.1f} points, from {_accuracy(y0)} at update {x0:g} to {_accuracy(y)} at update {x:g}."
 
 
 def summary_table(rows: list[SummaryRow]) -> Table:
@@ -74,3 +99,7 @@ def summary_table(rows: list[SummaryRow]) -> Table:
         label = {"rollout/tokens_per_s": "rollout speed", "perf/tokens_per_s": "trainer speed"}.get(row.name, row.metric.label)
         table.add_row(label, format_value(row.before, unit), f"[bold]{format_value(row.after, unit)}[/]", row.change)
     return table
+
+
+def _accuracy(value: float) -> str:
+    return format_value(value, "share")

@@ -60,6 +60,19 @@ def test_series_may_share_a_colour() -> None:
     assert labels == ["label k0", "label k0", "label k1", "label k1"]
 
 
+def test_guides_and_faint_curves_are_drawn_as_they_are() -> None:
+    """A curve of as many points is averaged; a guide has a label and no dot, a faint curve neither, nor a value where it is pointed at."""
+    noisy = [(float(i), float(i % 2)) for i in range(80)]
+    styles = [Series("level", noisy, style="guide"), Series("seed 3", noisy, style="faint", colour=2)]
+    figure = parse(render_chart(Chart("A", "n", [curve("mean", 80), *styles], RL)))
+    drawn = {p.get("class"): p.get("d", "").count("L") for p in figure.iter("path")}
+    assert drawn["guide k1"] == drawn["raw k2"] == 79
+    labels = ["".join(e.itertext()) for e in figure.iter("span") if (e.get("class") or "").startswith("label")]
+    assert [label[:4] for label in labels] == ["mean", "leve"]
+    assert [e.get("class") for e in figure.iter("i") if (e.get("class") or "").startswith("dot")] == ["dot k0"]
+    assert "seed 3" not in "".join(figure.itertext())
+
+
 def test_names_and_notes_are_escaped() -> None:
     html = render_chart(Chart("a <b>", "x & y", [Series("<script>", [(1, 1.0), (2, 2.0)])], RL))
     assert "<script>" not in html

@@ -107,6 +107,7 @@ def test_every_chart_that_has_data_is_there_and_no_other(run_dir: Path) -> None:
     html = write_report(run_dir).read_text()
     titles = re.findall(r"<h3>(.*?)</h3>", html)
     assert titles == [
+        "Held-out accuracy",
         "Reward",
         "Draft acceptance",
         "Supervised loss",
@@ -117,6 +118,42 @@ def test_every_chart_that_has_data_is_there_and_no_other(run_dir: Path) -> None:
         "Throughput",
         "Where an update&#x27;s time goes",
     ]
+
+
+def figure(html: str, title: str) -> str:
+    """The part of the page that is one chart."""
+    return html[html.index(f"<h3>{title}</h3>") :].split("</figure>")[0]
+
+
+def evaluated(run_dir: Path, accuracies: dict[int, float]) -> str:
+    """The page after these evaluations alone."""
+    rows = [{"phase": "rl", "step": s, "eval/accuracy": a, "timing_s/evaluation": 9.0} for s, a in accuracies.items()]
+    rows += [{"phase": "rl", "step": s, **metrics(s)} for s in range(1, 51)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps({"session": 1, "time": 1.7e9, **row}) + "\n" for row in rows))
+    return write_report(run_dir).read_text()
+
+
+def test_evaluations_are_a_curve_of_their_own(run_dir: Path) -> None:
+    """Marked where it was measured, with the best until then and the late mean; what swings is told where the headline is."""
+    html = evaluated(run_dir, {0: 0.40, 10: 0.60, 20: 0.30, 30: 0.70, 40: 0.50, 50: 0.66})
+    chart = figure(html, "Held-out accuracy")
+    assert chart.count('class="dot k0"') == 6 and chart.count('class="guide ') == 2
+    labels = re.findall(r'class="label k\d" [^>]*>([^<]*)<b>([^<]*)<', chart)
+    assert labels == [("best so far", "70.0%"), ("mean of last 4", "54.0%"), ("evaluations", "66.0%")]
+    assert "held-out" not in figure(html, "Reward")
+    tiles = re.sub(r"<[^>]+>", " ", html[html.index('class="tiles"') : html.index("<figure")])
+    assert re.search(r"Held-out accuracy, mean of last 4\s+54.0%\s+from 40.0%\s+\+14.0 points\s+worst fall\s+30.0 points", tiles)
+    assert "best 70.0% at update 30; worst fall 30.0 points, from 60.0% at update 10 to 30.0% at update 20." in html
+    assert "evaluation" not in re.findall(r'class="label k\d" [^>]*>([^<]*)<', figure(html, "Where an update&#x27;s time goes"))
+
+
+def test_one_evaluation_makes_no_curve(run_dir: Path) -> None:
+    assert "<h3>Held-out accuracy</h3>" not in evaluated(run_dir, {0: 0.4})
+
+
+def test_two_ends_are_told_as_such(run_dir: Path) -> None:
+    html = evaluated(run_dir, {0: 0.40, 50: 0.66})
+    assert "measured before and after alone" in html and "mean of last 4" not in html
 
 
 def test_many_timings_are_folded_into_other(run_dir: Path) -> None:

@@ -31,16 +31,19 @@ def test_log_event_and_summary(tmp_path: Path) -> None:
         telemetry.log(0, {"eval/accuracy": 0.25}, "rl")
         for step in range(1, 21):
             telemetry.log(step, {"reward/mean": step / 20}, "rl")
+        telemetry.log(10, {"eval/accuracy": 0.15}, "rl")
         telemetry.log(20, {"eval/accuracy": 0.75}, "rl")
         telemetry.event("checkpoint", "step 20")
         telemetry.print_summary()
     telemetry.close()
     history = load_history(tmp_path / "run")
-    assert history.series("eval/accuracy") == [(0, 0.25), (20, 0.75)]
+    assert history.series("eval/accuracy") == [(0, 0.25), (10, 0.15), (20, 0.75)]
     assert len(history.series("reward/mean")) == 20 and history.events[0].message == "step 20"
     table = " ".join(out.getvalue().split())
     assert "held-out accuracy 25.0% 75.0% +50.0 points" in table
+    assert "its last 2, mean 25.0% 45.0% +20.0 points" in table
     assert "reward 0.075 0.975 +1200%" in table
+    assert "best 75.0% at update 20; worst fall 10.0 points, from 25.0% at update 0 to 15.0% at update 10." in table
 
 
 def test_a_run_of_no_rl_has_no_summary(tmp_path: Path) -> None:
