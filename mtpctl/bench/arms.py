@@ -8,6 +8,8 @@ Face folder, drafter included: trainer and engines of every arm begin with it.
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -43,6 +45,33 @@ class Arm:
     name: str
     meaning: str
     sets: tuple[str, ...] = ()
+
+
+def chosen(arms: Sequence[Arm], wanted: Sequence[str] | None, *, own: bool = False) -> list[Arm]:
+    """Those of `arms` that are named, in their own order, or all of them; with `own`, arms that the user makes come after them.
+
+    One's own is `NAME: KEY=VALUE …`, words as in a shell, and may set nothing: `NAME:` is the recipe as it is. Raises UserError.
+    """
+    made: list[Arm] = []
+    names: list[str] = []
+    for text in wanted or ():
+        name, colon, rest = text.partition(":")
+        if not (own and colon):
+            names.append(text)
+            continue
+        if not re.fullmatch(r"[\w.-]*\w", name) or name in {arm.name for arm in (*arms, *made)} | {WARM}:
+            raise UserError(
+                f"--arm {text!r}: {name!r} is no name for an arm of your own; give one that no arm has, of letters, digits, - and _"
+            )
+        try:
+            sets = tuple(shlex.split(rest))
+        except ValueError as error:
+            raise UserError(f"--arm {text!r}: {str(error).lower()}; write NAME: KEY=VALUE …, quoted as in a shell") from error
+        made.append(Arm(name, " ".join(sets) or "the recipe as it is", sets))
+    if unknown := set(names) - {arm.name for arm in arms}:
+        more = "; one of your own is NAME: KEY=VALUE …" if own else ""
+        raise UserError(f"--arm: there is no {sorted(unknown)[0]}; the arms are {', '.join(arm.name for arm in arms)}{more}")
+    return [arm for arm in arms if arm.name in names or not wanted] + made
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,21 @@
 """`mtpctl bench async`: the same samples and updates on the same cards, from synchronous to asynchronous with a log-prob server.
 
-What counts is the time until held-out accuracy reaches a fixed level, not only the time of an update: samples of older
-weights may teach less. The level is the highest that every arm of a seed reaches, unless one is asked for, and the moment
-is interpolated between the evaluations around it. So an arm that was cut short still counts: what it had reached is the level then.
+What counts is how well an arm learns and how soon it holds an accuracy, not the time of an update: samples of older weights may teach
+less, or make a run swing that a first crossing calls fast. Each run is evaluated every few updates, and told by the mean of its late
+evaluations, its worst fall and the area under its curve; seconds and updates count to the point from which a level is held.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mtpctl.bench.arms import Arm, Experiment, Outcome, share_of
-from mtpctl.bench.mtp import mean_curve
+from mtpctl.bench.arms import Arm, Experiment, Outcome
 from mtpctl.telemetry import History
-from mtpctl.telemetry.charts import Chart, Phase, Points, Series, render_chart
+from mtpctl.telemetry.curves import LATE, Point, area, held_at, late_mean, measure
 
 _ALONE = "logprob.standalone=false"
 SYNCHRONOUS = "synchronous"
@@ -36,11 +37,31 @@ ARMS = (
     Arm(BY_SERVER, "the same; old log-probs by the log-prob server", ("async.partial_rollout=true", "logprob.standalone=true")),
 )
 TIMER = "RL from its first update, all waiting and syncs included; evaluations excluded, and beside it with them"
+EVALUATIONS = 16
+"""Over RL, where the recipe asks for none: the late ones are then its last quarter."""
+MARGIN = 0.02
+"""What the default level lies below the synchronous arm's late mean: within it an arm has learned as much."""
+TOLERANCE = 0.03
+"""How far below a held level a later evaluation may lie: about one standard error of 256 problems (2.5 points at 80%)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Held-out accuracy after so many updates, and after so many seconds of RL without and with the time of evaluations before it."""
+
+    update: int
+    seconds: float
+    seconds_with_evaluations: float
+    accuracy: float
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One arm with one seed. Times in seconds; `units` are whole GPUs, or CPU cores claimed where there are none."""
+    """One arm with one seed. Accuracies are shares of 1, times in seconds; `units` are whole GPUs, or CPU cores where there are none.
+
+    `start` to `area` are None of a run without an evaluation after an update, `held_*` of one that never holds the seed's level.
+    `evaluations` are those after the start; `area` is a mean height over the updates that all runs of the seed were evaluated at.
+    """
 
     name: str
     meaning: str
@@ -48,106 +69,170 @@ class Result:
     units: float
     updates: int
     updates_wanted: int
+    evaluations: int
+    start: float | None
+    late_mean: float | None
+    best_accuracy: float | None
+    worst_fall: float | None
+    area: float | None
+    held_updates: float | None
+    held_s: float | None
+    held_with_evaluations_s: float | None
+    accuracy_after: float | None
     step_s: float
     old_logprob_s: float
-    to_level_s: float | None
-    to_level_with_evaluations_s: float | None
-    accuracy_after: float
     overlap: float
     trainer_idle: float
     rollout_idle: float
     staleness: float
 
 
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A figure over seeds: its mean, and the least and the most of them."""
+
+    mean: float
+    least: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class ArmSummary:
+    """One arm over its seeds. `held` counts those that held their level, and `held_*` are over these alone.
+
+    `against` is the late mean less the synchronous arm's of the same seed; a seed in which the arm never holds the level that the
+    synchronous one holds has a speed-up of 0. None where no seed has the figure.
+    """
+
+    name: str
+    meaning: str
+    seeds: int
+    start: Spread | None
+    late_mean: Spread | None
+    against: Spread | None
+    best_accuracy: Spread | None
+    worst_fall: Spread | None
+    area: Spread | None
+    held: int
+    held_updates: Spread | None
+    held_s: Spread | None
+    speedup: Spread | None
+
+
 def evaluated(experiment: Experiment) -> Experiment:
-    """With evaluations, from which the time to an accuracy is read: where the recipe has none, ten over RL."""
+    """With evaluations every few updates, from which the measures are read, where the recipe has none."""
     train = experiment.load("probe", 0).train
     if train.eval_every:
         return experiment
-    return replace(experiment, sets=[*experiment.sets, f"train.eval_every={max(1, train.rl.steps // 10)}"])
+    return replace(experiment, sets=[*experiment.sets, f"train.eval_every={max(1, train.rl.steps // EVALUATIONS)}"])
 
 
-def summarise(outcomes: list[Outcome], level: float | None) -> tuple[list[Result], dict[int, float]]:
-    """One result a run, and the accuracy that counts for each seed. Arms that were not evaluated after an update do not lower it."""
-    levels: dict[int, float] = {}
-    for seed in dict.fromkeys(o.seed for o in outcomes):
-        curves = [accuracy(o.history) for o in outcomes if o.seed == seed]
-        reached = [max(y for _, y in points) for points in curves if any(x > 0 for x, _ in points)]
-        levels[seed] = min(reached, default=0.0) if level is None else level
-    return [_result(outcome, levels[outcome.seed]) for outcome in outcomes], levels
-
-
-def accuracy(history: History, *, evaluations: bool = False) -> Points:
-    """(seconds since RL's first update began, held-out accuracy). `evaluations`: their own time counts too."""
-    points: Points = []
-    elapsed = 0.0
+def evaluations_of(history: History) -> list[Evaluation]:
+    """Every evaluation of RL in the order of updates; one whose accuracy is no number is left out."""
+    found = []
+    seconds = evaluating = 0.0
     for row in history.rows:
         if row.phase != "rl":
             continue
-        elapsed += row.metrics.get("timing_s/step", 0.0)
-        if "eval/accuracy" in row.metrics:
-            points.append((elapsed, row.metrics["eval/accuracy"]))
-            if evaluations and row.step > 0:
-                elapsed += row.metrics.get("timing_s/evaluation", 0.0)
-    return points
+        seconds += row.metrics.get("timing_s/step", 0.0)
+        accuracy = row.metrics.get("eval/accuracy", math.nan)
+        if math.isfinite(accuracy):
+            found.append(Evaluation(row.step, seconds, seconds + evaluating, accuracy))
+            if row.step > 0:
+                evaluating += row.metrics.get("timing_s/evaluation", 0.0)
+    return found
 
 
-def time_to(points: Points, level: float) -> float | None:
-    """Seconds until the curve first reaches `level`, on the line between the evaluations around it; None where it never does."""
-    for i, (x, y) in enumerate(points):
-        if y >= level:
-            if i == 0:
-                return x
-            x0, y0 = points[i - 1]
-            return x0 + (x - x0) * (level - y0) / (y - y0)
-    return None
+def by_updates(history: History) -> list[Point]:
+    """(updates, held-out accuracy)."""
+    return [(float(e.update), e.accuracy) for e in evaluations_of(history)]
 
 
-def table(results: list[Result], levels: dict[int, float]) -> str:
-    """For a terminal, and for docs/benchmarks.md. Speed-ups are against the synchronous arm of the same seed."""
-    lines = [
-        "Held-out accuracy that counts: " + ", ".join(f"{100 * level:.1f}% (seed {seed})" for seed, level in levels.items()),
-        "",
-        "| arm | seed | GPUs or cores | updates | s an update | s to accuracy | with evaluations | speed-up | per unit | old log-probs, s "
-        "| both busy | trainer idle | rollout idle | staleness | accuracy at the end |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    base = {r.seed: r for r in results if r.name == SYNCHRONOUS}
-    for r in results:
-        speedup = _speedup(base.get(r.seed), r)
-        per_unit = "–" if speedup is None else f"{speedup * base[r.seed].units / r.units:.2f}x"
-        lines.append(
-            f"| {r.name} | {r.seed} | {r.units:g} | {share_of(r.updates, r.updates_wanted)} | {r.step_s:.2f} "
-            f"| {_seconds(r.to_level_s)} | {_seconds(r.to_level_with_evaluations_s)} "
-            f"| {'–' if speedup is None else f'{speedup:.2f}x'} | {per_unit} | {r.old_logprob_s:.2f} | {r.overlap:.0%} "
-            f"| {r.trainer_idle:.0%} | {r.rollout_idle:.0%} | {r.staleness:.2f} | {r.accuracy_after:.1%} |"
-        )
-    for gain in server_gains(results):
-        to_level = "" if gain.to_level is None else f", {gain.to_level:.2f}x to accuracy"
-        ratios = f"{gain.update:.2f}x an update, {gain.update_per_unit:.2f}x per unit{to_level}"
-        lines += ["", f"Log-prob server against own recompute (seed {gain.seed}): {ratios}"]
-    return "\n".join(lines)
+def by_seconds(history: History) -> list[Point]:
+    """(seconds since RL's first update began, held-out accuracy), evaluations excluded."""
+    return [(e.seconds, e.accuracy) for e in evaluations_of(history)]
 
 
-def best_speedup(results: list[Result]) -> float | None:
-    """Mean over seeds of the best arm's time to accuracy against the synchronous arm's.
+def summarise(
+    outcomes: Sequence[Outcome], level: float | None = None, tolerance: float = TOLERANCE
+) -> tuple[list[Result], dict[int, float]]:
+    """One result a run, and the accuracy to hold for each seed: `level`, or by default what `default_level` says."""
+    results: list[Result] = []
+    levels: dict[int, float] = {}
+    for seed in dict.fromkeys(o.seed for o in outcomes):
+        runs = [o for o in outcomes if o.seed == seed]
+        counts = default_level(runs) if level is None else level
+        if counts is not None:
+            levels[seed] = counts
+        learned = [points for o in runs if len(points := by_updates(o.history)) > 1]
+        end = min((points[-1][0] for points in learned), default=0.0)
+        results += [_result(outcome, counts, tolerance, end) for outcome in runs]
+    return results, levels
 
-    An arm that never gets where the synchronous one does has won nothing there: 0. None where no synchronous arm got there.
+
+def default_level(outcomes: Sequence[Outcome]) -> float | None:
+    """Of one seed's runs: the synchronous arm's late mean less the margin; without that arm the lowest late mean less the margin.
+
+    Arms that were not evaluated after an update set none; None where no arm was.
     """
-    base = {r.seed: r for r in results if r.name == SYNCHRONOUS and r.to_level_s}
-    by_arm: dict[str, list[float]] = {}
-    for r in results:
-        if r.name == SYNCHRONOUS or r.seed not in base:
-            continue
-        found = 0.0 if r.to_level_s is None else _speedup(base[r.seed], r)
-        if found is not None:
-            by_arm.setdefault(r.name, []).append(found)
-    return max((statistics.mean(values) for values in by_arm.values()), default=None)
+    means = {o.arm.name: late_mean(points) for o in outcomes if len(points := by_updates(o.history)) > 1}
+    found = means.get(SYNCHRONOUS, min(means.values(), default=None))
+    return None if found is None else found - MARGIN
+
+
+def by_arm(results: Sequence[Result]) -> list[ArmSummary]:
+    """One summary an arm, in the order of the results."""
+    base = {r.seed: r for r in results if r.name == SYNCHRONOUS}
+
+    def against(result: Result) -> float | None:
+        other = base.get(result.seed)
+        return None if other is None or other.late_mean is None or result.late_mean is None else result.late_mean - other.late_mean
+
+    def of(runs: list[Result]) -> ArmSummary:
+        def over(figure: Callable[[Result], float | None]) -> Spread | None:
+            values = [value for r in runs if (value := figure(r)) is not None]
+            return Spread(statistics.mean(values), min(values), max(values)) if values else None
+
+        return ArmSummary(
+            name=runs[0].name,
+            meaning=runs[0].meaning,
+            seeds=len(runs),
+            start=over(lambda r: r.start),
+            late_mean=over(lambda r: r.late_mean),
+            against=over(against),
+            best_accuracy=over(lambda r: r.best_accuracy),
+            worst_fall=over(lambda r: r.worst_fall),
+            area=over(lambda r: r.area),
+            held=sum(r.held_s is not None for r in runs),
+            held_updates=over(lambda r: r.held_updates),
+            held_s=over(lambda r: r.held_s),
+            speedup=over(lambda r: speedup(base.get(r.seed), r)),
+        )
+
+    return [of([r for r in results if r.name == name]) for name in dict.fromkeys(r.name for r in results)]
+
+
+def speedup(base: Result | None, result: Result) -> float | None:
+    """Of seconds to the held level: the synchronous arm's over this one's; 0 where this one never holds it.
+
+    None where the synchronous arm never does, or begins above it: there nobody can say.
+    """
+    if base is None or not base.held_s:
+        return None
+    if result.held_s is None:
+        return 0.0
+    return base.held_s / result.held_s if result.held_s else None
+
+
+def best_speedup(results: Sequence[Result]) -> float | None:
+    """The best arm's mean speed-up over seeds against the synchronous one. None where no synchronous arm held its level."""
+    found = [arm.speedup.mean for arm in by_arm(results) if arm.name != SYNCHRONOUS and arm.speedup is not None]
+    return max(found, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerGain:
-    """What the log-prob server wins over the trainer's own recompute, for one seed: ratios of seconds an update and to the accuracy."""
+    """What the log-prob server wins over the trainer's own recompute, for one seed: ratios of seconds an update and to the held level."""
 
     seed: int
     update: float
@@ -155,46 +240,37 @@ class ServerGain:
     to_level: float | None
 
 
-def server_gains(results: list[Result]) -> list[ServerGain]:
+def server_gains(results: Sequence[Result]) -> list[ServerGain]:
     """One a seed in which both arms ran."""
     own = {r.seed: r for r in results if r.name == OWN_RECOMPUTE}
     gains = []
     for r in results:
         if r.name == BY_SERVER and (base := own.get(r.seed)):
             update = base.step_s / r.step_s
-            gains.append(ServerGain(r.seed, update, update * base.units / r.units, _speedup(base, r)))
+            gains.append(ServerGain(r.seed, update, update * base.units / r.units, speedup(base, r)))
     return gains
 
 
-def figures(outcomes: list[Outcome]) -> str:
-    """Held-out accuracy over time and over updates, as HTML."""
-    arms = list(dict.fromkeys(o.arm for o in outcomes))
-    by_time = [Series(f"{o.arm.name} {o.seed}", accuracy(o.history), "share", True, arms.index(o.arm)) for o in outcomes]
-    by_step = [Series(arm.name, mean_curve([o.history for o in outcomes if o.arm == arm], "eval/accuracy"), "share", True) for arm in arms]
-    charts = []
-    for title, note, counts, series in (
-        ("Held-out accuracy over time", "of RL, evaluations excluded", "seconds", by_time),
-        ("Held-out accuracy over updates", "the mean of the seeds", "step", by_step),
-    ):
-        end = max((x for s in series for x, _ in s.points), default=1)
-        charts.append(render_chart(Chart(title, note, series, [Phase("rl", 0, end, 0)], counts=counts)))
-    return f'<section class="charts">{"".join(charts)}</section>'
-
-
-def as_json(results: list[Result], levels: dict[int, float], environment: dict[str, Any]) -> dict[str, Any]:
-    """Everything that was measured."""
+def as_json(
+    outcomes: Sequence[Outcome], results: Sequence[Result], levels: dict[int, float], tolerance: float, environment: dict[str, Any]
+) -> dict[str, Any]:
+    """Everything that was measured, the evaluations themselves included."""
     return {
         "bench": "async",
         "environment": environment,
         "timer": TIMER,
+        "late_evaluations": LATE,
         "levels": levels,
+        "tolerance": tolerance,
         "best_speedup": best_speedup(results),
         "server_gains": [asdict(gain) for gain in server_gains(results)],
+        "arms": [asdict(arm) for arm in by_arm(results)],
         "results": [asdict(r) for r in results],
+        "curves": [{"name": o.arm.name, "seed": o.seed, "points": [asdict(e) for e in evaluations_of(o.history)]} for o in outcomes],
     }
 
 
-def _result(outcome: Outcome, level: float) -> Result:
+def _result(outcome: Outcome, level: float | None, tolerance: float, end: float) -> Result:
     history, placement = outcome.history, outcome.placement
     rows = [row.metrics for row in history.rows if row.phase == "rl" and "timing_s/step" in row.metrics]
 
@@ -202,7 +278,14 @@ def _result(outcome: Outcome, level: float) -> Result:
         values = [m[name] for m in rows if name in m]
         return statistics.mean(values) if values else 0.0
 
-    without, with_evaluations = accuracy(history), accuracy(history, evaluations=True)
+    found = evaluations_of(history)
+    updates = by_updates(history)
+    measures = measure(updates)
+    fall = measures.worst_fall if measures else None
+
+    def held(points: list[Point]) -> float | None:
+        return None if level is None else held_at(points, level, tolerance)
+
     return Result(
         name=outcome.arm.name,
         meaning=outcome.arm.meaning,
@@ -210,23 +293,20 @@ def _result(outcome: Outcome, level: float) -> Result:
         units=placement.cards or placement.cpus,
         updates=outcome.updates,
         updates_wanted=outcome.wanted,
+        evaluations=max(0, len(found) - 1),
+        start=measures.start if measures else None,
+        late_mean=measures.late_mean if measures else None,
+        best_accuracy=measures.best[1] if measures else None,
+        worst_fall=(fall.size if fall else 0.0) if measures else None,
+        area=area(updates, end) if measures else None,
+        held_updates=held(updates),
+        held_s=held([(e.seconds, e.accuracy) for e in found]),
+        held_with_evaluations_s=held([(e.seconds_with_evaluations, e.accuracy) for e in found]),
+        accuracy_after=found[-1].accuracy if found else None,
         step_s=statistics.median(m["timing_s/step"] for m in rows),
         old_logprob_s=mean("timing_s/old_log_prob"),
-        to_level_s=time_to(without, level),
-        to_level_with_evaluations_s=time_to(with_evaluations, level),
-        accuracy_after=without[-1][1] if without else 0.0,
         overlap=mean("async/overlap"),
         trainer_idle=mean("async/trainer_idle"),
         rollout_idle=mean("async/rollout_idle"),
         staleness=mean("async/staleness_mean"),
     )
-
-
-def _speedup(base: Result | None, result: Result) -> float | None:
-    if base is None or not base.to_level_s or not result.to_level_s:
-        return None
-    return base.to_level_s / result.to_level_s
-
-
-def _seconds(value: float | None) -> str:
-    return "never" if value is None else f"{value:.1f}"

@@ -18,9 +18,11 @@ from mtpctl.recipe import UserError
 
 Better = Literal["higher", "lower"]
 _IDENTITY = ("name", "what", "shape", "load", "transport", "batch", "k", "seed")
-_LOWER = re.compile(r"((^|_)(ms|gib|error)|_s|_seconds|seconds|_bytes|_ratio|stall|idle|loss)$|^(median|peak|latency)")
-_HIGHER = re.compile(r"(tokens_per_\w+|tflops|share|gb_per_s|acceptance|accept_length|accuracy\w*|speedup|gain|relative|points)$")
-_TOP = {"environment", "timer", "options"}
+_LOWER = re.compile(r"((^|_)(ms|gib|error)|_s|_seconds|seconds|_bytes|_ratio|stall|idle|loss|fall|held_updates)$|^(median|peak|latency)")
+_HIGHER = re.compile(
+    r"(tokens_per_\w+|tflops|share|gb_per_s|acceptance|accept_length|accuracy\w*|late_mean|area|speedup|gain|relative|points)$"
+)
+_TOP = {"environment", "timer", "options", "curves"}
 _FREE = {"folder", "transports", "rounds", "repeats", "singles"}
 """Options in which two results of the same work may differ: where it was done, how often, and over how many ways."""
 

@@ -10,7 +10,7 @@ _RL_7B = (
     "--set 'data.task={name: reverse, min_digits: 299, max_digits: 299, train_size: 4000, eval_size: 8}' "
     "--set train.rl.prompts_per_step=32 --set train.rl.dynamic_sampling=false --set train.rl.overlong.enabled=false "
     "--set train.checkpoint_every=0 --set train.keep_checkpoints=0 --set train.eval_every=100 "
-    "--set rollout.max_tokens=256 --set rollout.context=1024 --set rollout.eager=true --set async.sync_every=2 --json"
+    "--set rollout.max_tokens=256 --set rollout.context=1024 --set rollout.eager=true --set async.sync_every=2 --seed 0 --json"
 )
 """RL on the model of known answers, whose rewards are all alike: prompts of 300 tokens, responses of 197 that end by themselves."""
 
@@ -66,6 +66,6 @@ ON_A_LAPTOP = [
     Task("rollout", 0, 8, "bench rollout --tokens 64 --rounds 1 --batch 8 --json"),
     Task("sync-weights", 0, 5, "bench sync-weights --repeats 3 --json"),
     Task("mtp", 0, 15, f"bench mtp tiny_mtp --out {{out}}/mtp {_SHORT}"),
-    Task("async", 0, 15, f"bench async tiny_mtp --out {{out}}/async {_SHORT}"),
+    Task("async", 0, 15, f"bench async tiny_mtp --out {{out}}/async --seed 0 --least-speedup 0 {_SHORT}"),
 ]
 """At toy size: whether everything runs, and what it prints."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.bench.arms import WARM, Arm, Experiment
+from mtpctl.bench.arms import WARM, Arm, Experiment, chosen
 from mtpctl.recipe import UserError, dump_resolved, load_recipe
 from mtpctl.telemetry.versions import collect_versions
 
@@ -33,6 +33,38 @@ def checkpoint(run: Path, name: str, ended: list[str]) -> None:
     (folder / "run.json").write_text(json.dumps({"ended": ended}))
     (run / "checkpoints" / "latest").write_text(name)
     (run / "versions.json").write_text(json.dumps(collect_versions()))
+
+
+OTHERS = (ARM, Arm("trained", ""), Arm("none", ""))
+
+
+def test_arms_are_named_or_are_all_of_them() -> None:
+    assert chosen(OTHERS, None) == list(OTHERS)
+    assert [arm.name for arm in chosen(OTHERS, ["none", "frozen"])] == ["frozen", "none"]
+
+
+def test_an_arm_of_ones_own_is_a_name_and_the_keys_it_sets() -> None:
+    asked = ["clip: async.staleness_threshold=2 'train.rl.correction={mode: truncate, high: 2.0}'", "trained", "as-it-is:"]
+    trained, clip, plain = chosen(OTHERS, asked, own=True)
+    assert trained.name == "trained" and plain == Arm("as-it-is", "the recipe as it is")
+    assert (clip.name, clip.sets) == ("clip", ("async.staleness_threshold=2", "train.rl.correction={mode: truncate, high: 2.0}"))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "own", "told"),
+    [
+        (["foo"], True, "there is no foo; the arms are frozen, trained, none; one of your own is NAME: KEY=VALUE …$"),
+        (["foo: a=1"], False, "there is no foo: a=1; the arms are frozen, trained, none$"),
+        (["frozen: a=1"], True, "'frozen' is no name for an arm of your own"),
+        (["a: x=1", "a: x=2"], True, "'a' is no name for an arm of your own"),
+        ([f"{WARM}: x=1"], True, "is no name for an arm of your own"),
+        (["../a: x=1"], True, "'../a' is no name"),
+        (["a: 'x=1"], True, "no closing quotation; write NAME: KEY=VALUE"),
+    ],
+)
+def test_an_arm_that_cannot_be_is_told_in_one_line(wanted: list[str], own: bool, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        chosen(OTHERS, wanted, own=own)
 
 
 def test_a_run_has_its_own_place_and_its_arms_keys(tmp_path: Path) -> None:
