@@ -13,7 +13,8 @@ from typing import Any
 
 from mtpctl.bench.arms import Arm, Outcome, share_of
 from mtpctl.telemetry import History, format_value
-from mtpctl.telemetry.charts import Chart, Phase, Points, Series, render_chart
+from mtpctl.telemetry.charts import Chart, Phase, Series, render_chart
+from mtpctl.telemetry.curves import mean_curve
 
 ARMS = (
     Arm("none", "no speculation", ("rollout.speculation.num_tokens=0",)),
@@ -109,21 +110,13 @@ def figures(outcomes: list[Outcome]) -> str:
     for name, title, note, zero in wanted:
         series = []
         for arm in dict.fromkeys(outcome.arm for outcome in outcomes):
-            points = mean_curve([o.history for o in outcomes if o.arm == arm], name)
+            curves = [o.history.series(name, "rl") for o in outcomes if o.arm == arm]
+            points = mean_curve([curve for curve in curves if curve])
             unit = "tokens/s" if name.endswith("per_s") else "share"
             series.append(Series(arm.name, points, unit, name.startswith("eval")))  # type: ignore[arg-type]
         end = max((x for s in series for x, _ in s.points), default=1)
         parts.append(render_chart(Chart(title, note, series, [Phase("rl", 0, end, 0)], zero=zero)))
     return f'<section class="charts">{"".join(parts)}</section>'
-
-
-def mean_curve(histories: list[History], name: str) -> Points:
-    """(step, mean over the histories that have it) of one RL metric."""
-    values: dict[int, list[float]] = {}
-    for history in histories:
-        for step, value in history.series(name, "rl"):
-            values.setdefault(step, []).append(value)
-    return [(float(step), sum(found) / len(found)) for step, found in sorted(values.items())]
 
 
 def as_json(results: list[Result], environment: dict[str, Any], last: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ first point is the start, before anything was learned. Everything here is arithm
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -87,10 +88,11 @@ def height(curve: Curve, x: float) -> float:
     """
     if not curve:
         raise ValueError("a curve without a point has no height")
-    for (x0, y0), (x1, y1) in pairwise(curve):
-        if x0 <= x < x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return curve[0][1] if x < curve[0][0] else curve[-1][1]
+    after = bisect_right(curve, x, key=lambda point: point[0])
+    if after in (0, len(curve)):
+        return curve[0][1] if after == 0 else curve[-1][1]
+    (x0, y0), (x1, y1) = curve[after - 1], curve[after]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 def area(curve: Curve, end: float | None = None) -> float:
