@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import random
+import statistics
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from mtpctl.bench.arms import Experiment, Outcome
 from mtpctl.bench.asynchrony import (
     ARMS,
+    MARGIN,
     TOLERANCE,
     Result,
     as_json,
@@ -27,6 +31,7 @@ from mtpctl.bench.document import text
 from mtpctl.plan import Placement
 from mtpctl.plan.placement import Actor
 from mtpctl.telemetry import History, Row
+from mtpctl.telemetry.curves import held_at
 
 BY_NAME = {arm.name: arm for arm in ARMS}
 SWINGING = "45 51 47 60 46 62 44 66 33 72 43 49 61 45 68 31 59 67 43 76 43"
@@ -105,6 +110,20 @@ def test_the_level_is_held_at_an_update_and_after_seconds() -> None:
 def test_without_tolerance_the_same_run_never_holds_it() -> None:
     (steady, _), _ = summarise(swing_and_rise(), tolerance=0.0)
     assert steady.late_mean == pytest.approx(0.8175) and steady.held_updates is None, "it ends at 79%"
+
+
+def test_noise_of_256_problems_moves_the_moment_little_and_to_no_side() -> None:
+    """Margin and tolerance are such that a run which rises steadily is told so: right in the mean, and seldom `never`."""
+    drawn = random.Random(0)
+    heights = [0.45 + 0.37 * (1 - math.exp(-i / 5)) for i in range(17)]
+    truth = held_at(list(enumerate(heights)), sum(heights[-4:]) / 4 - MARGIN)
+    found = []
+    for _ in range(300):
+        noisy = [drawn.gauss(p, math.sqrt(p * (1 - p) / 256)) for p in heights]
+        found.append(summarise([outcome("synchronous", run(1, noisy))])[0][0].held_updates)
+    held = [x for x in found if x is not None]
+    assert len(held) > 0.97 * len(found)
+    assert truth is not None and statistics.mean(held) == pytest.approx(truth, abs=0.6) and statistics.stdev(held) < 2
 
 
 def test_a_level_that_is_asked_for_counts_for_every_seed() -> None:
