@@ -60,7 +60,8 @@ class Result:
     """One arm with one seed. Accuracies are shares of 1, times in seconds; `units` are whole GPUs, or CPU cores where there are none.
 
     `start` to `area` are None of a run without an evaluation after an update, `held_*` of one that never holds the seed's level.
-    `evaluations` are those after the start; `area` is a mean height over the updates that all runs of the seed were evaluated at.
+    `evaluations` are those after the start, `gain` is the late mean less the start, and `area` a mean height over the updates that all
+    runs of the seed made.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Result:
     evaluations: int
     start: float | None
     late_mean: float | None
+    gain: float | None
     best_accuracy: float | None
     worst_fall: float | None
     area: float | None
@@ -109,6 +111,7 @@ class ArmSummary:
     seeds: int
     start: Spread | None
     late_mean: Spread | None
+    gain: Spread | None
     against: Spread | None
     best_accuracy: Spread | None
     worst_fall: Spread | None
@@ -199,6 +202,7 @@ def by_arm(results: Sequence[Result]) -> list[ArmSummary]:
             seeds=len(runs),
             start=over(lambda r: r.start),
             late_mean=over(lambda r: r.late_mean),
+            gain=over(lambda r: r.gain),
             against=over(against),
             best_accuracy=over(lambda r: r.best_accuracy),
             worst_fall=over(lambda r: r.worst_fall),
@@ -296,6 +300,7 @@ def _result(outcome: Outcome, level: float | None, tolerance: float, end: float)
         evaluations=max(0, len(found) - 1),
         start=measures.start if measures else None,
         late_mean=measures.late_mean if measures else None,
+        gain=measures.late_mean - measures.start if measures else None,
         best_accuracy=measures.best[1] if measures else None,
         worst_fall=(fall.size if fall else 0.0) if measures else None,
         area=area(updates, end) if measures else None,

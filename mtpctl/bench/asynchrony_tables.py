@@ -68,39 +68,60 @@ def _told(results: Sequence[Result], levels: dict[int, float], tolerance: float,
 
 def _arms(results: Sequence[Result]) -> str:
     lines = [
-        "| arm | seeds | start | late mean | against synchronous | best | worst fall | area | level held at update | after s | speed-up |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| arm | seeds | start | late mean | over the start | against synchronous | best | worst fall | area | level held at update "
+        "| after s | speed-up |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for arm in by_arm(results):
-        held = f"{arm.held} of {arm.seeds}: " if 0 < arm.held < arm.seeds else ""
+        of = f"{arm.held} of {arm.seeds}: " if 0 < arm.held < arm.seeds else ""
         never = "never" if arm.late_mean is not None else "–"
-        lines.append(
-            f"| {arm.name} | {arm.seeds} | {_spread(arm.start, _share)} | {_spread(arm.late_mean, _share)} "
-            f"| {'–' if arm.name == SYNCHRONOUS else _spread(arm.against, _signed)} | {_spread(arm.best_accuracy, _share)} "
-            f"| {_spread(arm.worst_fall, _points)} | {_spread(arm.area, _share)} "
-            f"| {held + _spread(arm.held_updates, _whole) if arm.held else never} "
-            f"| {held + _spread(arm.held_s, _seconds) if arm.held else never} | {_spread(arm.speedup, _times_x)} |"
-        )
+        cells = [
+            arm.name,
+            str(arm.seeds),
+            _spread(arm.start, _share),
+            _spread(arm.late_mean, _share),
+            _spread(arm.gain, _signed),
+            "–" if arm.name == SYNCHRONOUS else _spread(arm.against, _signed),
+            _spread(arm.best_accuracy, _share),
+            _spread(arm.worst_fall, _points),
+            _spread(arm.area, _share),
+            of + _spread(arm.held_updates, _whole) if arm.held else never,
+            of + _spread(arm.held_s, _seconds) if arm.held else never,
+            _spread(arm.speedup, _times_x),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def _runs(results: Sequence[Result]) -> str:
     lines = [
-        "| arm | seed | updates | evaluations | start | late mean | best | worst fall | area | level held at update | after s "
-        "| with evaluations | speed-up | per unit |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| arm | seed | updates | evaluations | start | late mean | over the start | best | worst fall | area | level held at update "
+        "| after s | with evaluations | speed-up | per unit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     base = {r.seed: r for r in results if r.name == SYNCHRONOUS}
     for r in results:
         found = speedup(base.get(r.seed), r)
         per_unit = None if found is None else found * base[r.seed].units / r.units
         never = "never" if r.late_mean is not None else "–"
-        lines.append(
-            f"| {r.name} | {r.seed} | {share_of(r.updates, r.updates_wanted)} | {r.evaluations} | {_or_dash(r.start, _share)} "
-            f"| {_or_dash(r.late_mean, _share)} | {_or_dash(r.best_accuracy, _share)} | {_or_dash(r.worst_fall, _points)} "
-            f"| {_or_dash(r.area, _share)} | {_or_dash(r.held_updates, _whole, never)} | {_or_dash(r.held_s, _seconds, never)} "
-            f"| {_or_dash(r.held_with_evaluations_s, _seconds, never)} | {_or_dash(found, _times_x)} | {_or_dash(per_unit, _times_x)} |"
-        )
+        cells = [
+            r.name,
+            str(r.seed),
+            share_of(r.updates, r.updates_wanted),
+            str(r.evaluations),
+            _or_dash(r.start, _share),
+            _or_dash(r.late_mean, _share),
+            _or_dash(r.gain, _signed),
+            _or_dash(r.best_accuracy, _share),
+            _or_dash(r.worst_fall, _points),
+            _or_dash(r.area, _share),
+            _or_dash(r.held_updates, _whole, never),
+            _or_dash(r.held_s, _seconds, never),
+            _or_dash(r.held_with_evaluations_s, _seconds, never),
+            _or_dash(found, _times_x),
+            _or_dash(per_unit, _times_x),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -95,7 +95,7 @@ def test_a_run_that_swings_is_seen_for_what_it_is() -> None:
     assert swinging.held_updates is None and swinging.held_s is None and swinging.held_with_evaluations_s is None
     assert swinging.area and steady.area and steady.area - swinging.area > 0.15
     assert best_speedup(results) == 0
-    assert row(table(results, levels, TOLERANCE), "| partial | 1 |")[8:] == ["never", "never", "0.00x"]
+    assert row(table(results, levels, TOLERANCE), "| partial | 1 |")[9:] == ["never", "never", "0.00x"]
 
 
 def test_the_level_is_held_at_an_update_and_after_seconds() -> None:
@@ -160,7 +160,7 @@ def test_an_arm_without_an_evaluation_after_an_update_sets_no_level() -> None:
     del early.rows[1].metrics["eval/accuracy"]
     results, levels = summarise([outcome("synchronous", run(10, [0, 0.8, 0.8])), outcome("partial", early)])
     assert levels == {0: pytest.approx(0.78)} and results[1].late_mean is None and results[1].held_s is None
-    assert row(table(results, levels, TOLERANCE), "| partial | 0 | 1 of 2 |")[4:] == ["–"] * 8 + ["0.00x", "0.00x"]
+    assert row(table(results, levels, TOLERANCE), "| partial | 0 | 1 of 2 |")[4:] == ["–"] * 9 + ["0.00x", "0.00x"]
     results, levels = summarise([outcome("partial", early)])
     assert levels == {} and "none, since no run was evaluated" in table(results, levels, TOLERANCE)
 
@@ -197,7 +197,8 @@ def test_seeds_are_summed_up_with_their_spread() -> None:
     assert partial.speedup and (partial.speedup.least, partial.speedup.most) == pytest.approx((0, 2 * 0.95 / 0.76))
     assert best_speedup(results) == pytest.approx((0 + 2 + 2.5) / 3)
     cells = row(table(results, levels, TOLERANCE), "| partial | 3 |")
-    assert cells[3:5] == ["80.0% (70.0% to 90.0%)", "+0.0 (-10.0 to +10.0)"] and cells[8].startswith("2 of 3: 1")
+    assert cells[3:6] == ["80.0% (70.0% to 90.0%)", "+40.0 (+30.0 to +50.0)", "+0.0 (-10.0 to +10.0)"]
+    assert cells[9].startswith("2 of 3: 1")
 
 
 def test_speed_ups_are_per_unit_too() -> None:

@@ -65,7 +65,7 @@ def test_runs_of_arms_of_ones_own_are_read_too(tmp_path: Path, capsys: pytest.Ca
     for seed in (0, 1):
         recorded(tmp_path, f"quickstart-{seed}", STEADY, 2.0)
     assert bench(tmp_path, "--arm", "quickstart:") == 0
-    assert "| quickstart | 2 | 40.0% | 80.0% | – | 80.0% | 0.0 |" in capsys.readouterr().out
+    assert "| quickstart | 2 | 40.0% | 80.0% | +40.0 | – | 80.0% | 0.0 |" in capsys.readouterr().out
 
 
 def test_three_seeds_are_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
