@@ -81,6 +81,22 @@ def test_the_time_of_evaluations_is_kept_apart_and_that_of_the_first_never_count
     assert [e.seconds_with_evaluations for e in evaluations_of(run(10, [0.2, 0.4, 0.8]))] == [0, 10, 25]
 
 
+def test_an_update_after_an_evaluation_counts_as_the_others() -> None:
+    """Its samples were made beside the evaluation, whose time is excluded; the wall time with evaluations has it as it was."""
+    history = run(10, [0.2, 0.4, 0.6, 0.8], every=4)
+    for step in (5, 9):
+        history.rows[step].metrics["timing_s/step"] = 1.0
+    found = evaluations_of(history)
+    assert [e.seconds for e in found] == [0, 40, 80, 120]
+    assert [e.seconds_with_evaluations for e in found] == [0, 40, 31 + 45, 31 + 31 + 50]
+
+
+def test_the_first_update_waits_as_any_other_and_counts_as_it_is() -> None:
+    history = run(10, [0.2, 0.4], every=4)
+    history.rows[1].metrics["timing_s/step"] = 30.0
+    assert [e.seconds for e in evaluations_of(history)] == [0, 60]
+
+
 def test_an_accuracy_that_is_no_number_is_none() -> None:
     assert by_updates(run(10, [0.2, float("nan"), 0.8])) == [(0, 0.2), (2, 0.8)]
 
@@ -176,8 +192,8 @@ def test_evaluations_at_other_steps_compare() -> None:
     assert best_speedup(results) == pytest.approx(10 / 4.5)
 
 
-@pytest.mark.parametrize(("sets", "every"), [([], 5), (["train.rl.steps=6"], 1), (["train.eval_every=3"], 3)])
-def test_a_recipe_without_evaluations_gets_sixteen(tmp_path: Path, sets: list[str], every: int) -> None:
+@pytest.mark.parametrize(("sets", "every"), [([], 5), (["train.rl.steps=6"], 2), (["train.eval_every=3"], 3)])
+def test_a_recipe_without_evaluations_gets_sixteen_or_one_every_two_updates(tmp_path: Path, sets: list[str], every: int) -> None:
     experiment = evaluated(Experiment("tiny_mtp", (), ["train.eval_every=0", *sets], tmp_path))
     assert experiment.load("stale-0", 0).train.eval_every == every
 
