@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -121,7 +122,9 @@ class _LinearPolicyLoss(torch.autograd.Function):
         logprob, row_entropy = torch.zeros(2, n, dtype=whole.wide, device=hidden.device).unbind(0)
         loss = torch.zeros((), dtype=whole.wide, device=hidden.device)
         broken = torch.zeros((), dtype=torch.bool, device=hidden.device)
-        for number, part in enumerate(_slices(n, backend.rows_that_keep(whole) if keep else n)):
+        # Ranks meet once a slice: all cut their rows as the first one does, which has the most columns, whatever padding leaves them.
+        widest = replace(whole, valid=min(call.shard.columns, call.shard.total))
+        for number, part in enumerate(_slices(n, backend.rows_that_keep(widest) if keep else n)):
             problem = _part(whole, part)
             scores = backend.scores(problem, entropy=asked.entropy, topk=0, keep=keep)
             stats = reduce.join_shards(scores.stats, call.shard)
@@ -175,13 +178,11 @@ def _slices(n: int, at_most: int) -> list[slice]:
 
 def _part(whole: Problem, part: slice) -> Problem:
     inverse = whole.inverse_temperature
-    return Problem(
-        whole.hidden[part],
-        whole.weight,
-        whole.targets[part],
-        inverse[part] if isinstance(inverse, Tensor) else inverse,
-        whole.valid,
-        whole.workspace_bytes,
+    return replace(
+        whole,
+        hidden=whole.hidden[part],
+        targets=whole.targets[part],
+        inverse_temperature=inverse[part] if isinstance(inverse, Tensor) else inverse,
     )
 
 
