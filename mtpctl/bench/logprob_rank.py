@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from mtpctl import families
-from mtpctl.engine import MegatronEngine, Sequence
+from mtpctl.engine import Sequence
+from mtpctl.engine.head import Head
 from mtpctl.kernels import LogProbOut
 from mtpctl.logprob import ScoreRank
 from mtpctl.model import TORCH_DTYPES
@@ -21,16 +22,16 @@ GIB = 1 << 30
 STD = 0.02
 
 
-class _Metered(MegatronEngine):
+class _Metered(Head):
     """Notes the most memory that taking log-probs from hidden states needed beyond what was there before."""
 
     logits_bytes = 0
 
-    def _logprob(self, *args: Any, **options: Any) -> LogProbOut:
+    def logprob(self, *args: Any, **options: Any) -> LogProbOut:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        out = super()._logprob(*args, **options)
+        out = super().logprob(*args, **options)
         torch.cuda.synchronize()
         self.logits_bytes = max(self.logits_bytes, torch.cuda.max_memory_allocated() - before)
         return out
@@ -52,11 +53,11 @@ class BenchRank(ScoreRank):
         """GiB that log-probs and entropy of these sequences take beyond the hidden states. None on a CPU, which keeps no count."""
         if self.engine.device.type != "cuda":
             return None
-        kind, self.engine.__class__ = self.engine.__class__, _Metered
+        plain = self.engine.head
+        self.engine.head = metered = _Metered(plain.kernels, plain.shape, plain.parallel, sequence_parallel=plain.sequence_parallel)
         self.bare(sequences, prompt_lengths)
-        found = self.engine.logits_bytes / GIB
-        self.engine.__class__ = kind
-        return found
+        self.engine.head = plain
+        return metered.logits_bytes / GIB
 
     def publish(self, root: str, version: int, bucket_bytes: int, sharper: float) -> tuple[Manifest, float]:
         """Other random weights as a version in the store at `root`, logits `sharper` times as large; also the seconds it took."""

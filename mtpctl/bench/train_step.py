@@ -1,4 +1,7 @@
-"""`mtpctl bench train-step`: forward and backward of a policy update on packed samples, fused log-probs beside materialised logits.
+"""`mtpctl bench train-step`: forward and backward of a policy update on packed samples, by every way to its loss.
+
+One pass makes loss and gradients of the head together, as updates do; two passes make log-probs first, as a loss that couples tokens
+needs; the baseline materialises every logit.
 
 The timer covers one forward and backward pass of the whole model with policy and MTP loss, gradients into the fp32
 buffers, packing included; no optimizer step. The rate it is held against is a large bf16 matrix product, measured in the
@@ -20,6 +23,8 @@ from torch import Tensor
 from mtpctl import families
 from mtpctl.convert import HfFolder
 from mtpctl.engine import EngineConfig, MegatronEngine, NextToken, Sequence
+from mtpctl.engine.head import Head
+from mtpctl.engine.objective import Sums
 from mtpctl.engine.utilisation import update_flops
 from mtpctl.kernels import LogProbOut
 from mtpctl.model import Packing
@@ -30,13 +35,20 @@ WARMUP, ROUNDS, STEPS = 2, 3, 3
 TIMER = "one forward and backward pass, policy and MTP loss, gradients into fp32 buffers; no optimizer step"
 
 
-class UnfusedEngine(MegatronEngine):
-    """The plain baseline: every logit materialised, log-softmax by PyTorch."""
+class TwoPasses(Head):
+    """Log-probs first, then their loss; most logits are made a second time in the backward pass."""
 
-    def _logprob(
-        self, packing: Packing, state: Tensor, head: Tensor, rows: Tensor, labels: Tensor, temperature: Any, **options: Any
+    def loss(self, *args: Any, couples_tokens: bool = True, **options: Any) -> tuple[Tensor, Sums]:
+        return super().loss(*args, couples_tokens=True, **options)
+
+
+class Materialised(TwoPasses):
+    """The plain baseline: every logit in memory, log-softmax by PyTorch."""
+
+    def logprob(
+        self, packing: Packing, state: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, temperature: Any, **options: Any
     ) -> LogProbOut:
-        weight = head.detach() if options.get("detach_weight") else head
+        weight = weight.detach() if options.get("detach_weight") else weight
         logprobs = (state[rows] @ weight.t()).float().log_softmax(-1)
         chosen = logprobs.gather(1, labels[:, None]).squeeze(1)
         with torch.no_grad():
@@ -45,9 +57,13 @@ class UnfusedEngine(MegatronEngine):
         return LogProbOut(chosen, entropy, hit, None)
 
 
+WAYS: dict[str, type[Head]] = {"two passes": TwoPasses, "one pass": Head, "materialised": Materialised}
+
+
 @dataclass(frozen=True)
 class Result:
-    """One way of taking log-probs. Times in ms over the steps; `share` is of the measured matrix-product rate; memory in GiB."""
+    """One way from hidden states to a loss and its gradients. Times in ms over the steps; `share` is of the measured matrix-product rate;
+    memory in GiB; `gradient` is how far the head's gradient is from that of the first way, as a share of its norm."""
 
     name: str
     median_ms: float
@@ -58,6 +74,7 @@ class Result:
     share: float
     peak_gib: float
     loss: float
+    gradient: float
 
 
 class _WithEntropy(NextToken):
@@ -102,7 +119,7 @@ def samples(vocab: int, tokens: int, count: int, prompt_share: float) -> list[Se
 def measure(
     folder: HfFolder, *, tokens: int, count: int, prompt_share: float, precision: str, mtp: MtpConfig
 ) -> tuple[list[Result], float]:
-    """Both ways, in turns that follow each other, and the matrix-product rate (TFLOP/s)."""
+    """All ways, in turns that follow each other, and the matrix-product rate (TFLOP/s)."""
     cuda = torch.cuda.is_available()
     config = EngineConfig(
         parallel=ParallelConfig(),
@@ -112,19 +129,21 @@ def measure(
         tokens_per_microbatch=tokens,
         random_seed=0,
     )
-    engine = UnfusedEngine(folder, config)
+    engine = MegatronEngine(folder, config)
     batch = samples(folder.shape.vocab, tokens, count, prompt_share)
     flops = update_flops(folder.shape, batch, engine.depths if engine.trains_mtp else 0, isolated=mtp.mode == "isolated")
     packed = sum(len(s.token_ids) for s in batch)
     rate = matmul_tflops(engine.device, 8192 if cuda else 512)
-    times: dict[str, list[float]] = {"unfused": [], "fused": []}
+    times: dict[str, list[float]] = {name: [] for name in WAYS}
     peaks: dict[str, float] = {}
     losses: dict[str, float] = {}
-    kinds: dict[str, type[MegatronEngine]] = {"unfused": UnfusedEngine, "fused": MegatronEngine}
+    off: dict[str, float] = {}
+    head = dict(engine.module.named_parameters())["embedding.word_embeddings.weight" if folder.shape.tied else "output_layer.weight"]
+    first: Tensor | None = None
     for turn in range(ROUNDS):
-        for name, kind in kinds.items():
-            # The same weights and buffers serve both: only the way to log-probs differs.
-            engine.__class__ = kind  # type: ignore[assignment]
+        for name, kind in WAYS.items():
+            # The same weights and buffers serve all: only the way from hidden states to a loss differs.
+            engine.head = kind(config.kernels, folder.shape, config.parallel, sequence_parallel=False)
             for step in range(STEPS + (WARMUP if turn == 0 else 1)):
                 synchronize(engine.device)
                 if cuda:
@@ -138,12 +157,27 @@ def measure(
                     losses[name] = metrics["sft/loss"]
                     if cuda:
                         peaks[name] = (torch.cuda.max_memory_allocated() - before) / GIB
+            if turn == 0:
+                gradient = head.main_grad.to("cpu", copy=True)
+                first = gradient if first is None else first
+                off[name] = float((gradient - first).norm() / first.norm())
     results = []
     for name, taken in times.items():
         median = statistics.median(taken)
         tflops = flops / median / 1e9
         results.append(
-            Result(name, median, min(taken), max(taken), 1000 * packed / median, tflops, tflops / rate, peaks.get(name, 0.0), losses[name])
+            Result(
+                name,
+                median,
+                min(taken),
+                max(taken),
+                1000 * packed / median,
+                tflops,
+                tflops / rate,
+                peaks.get(name, 0.0),
+                losses[name],
+                off[name],
+            )
         )
     engine.close()
     return results, rate
@@ -154,13 +188,13 @@ def table(results: list[Result], rate: float) -> str:
     lines = [
         f"Large bf16 matrix product: {rate:.0f} TFLOP/s.",
         "",
-        "| log-probs | ms (least–most) | tokens/s | TFLOP/s | share of matmul rate | peak beyond weights and buffers, GiB | loss |",
-        "|---|---|---|---|---|---|---|",
+        "| head | ms (least–most) | tokens/s | TFLOP/s | of matmul rate | peak beyond weights and buffers, GiB | loss | gradient off by |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
         lines.append(
             f"| {r.name} | {r.median_ms:.0f} ({r.least_ms:.0f}–{r.most_ms:.0f}) | {r.tokens_per_s:.0f} | {r.tflops:.0f} | {r.share:.1%} "
-            f"| {r.peak_gib:.1f} | {r.loss:.4f} |"
+            f"| {r.peak_gib:.1f} | {r.loss:.4f} | {r.gradient:.1e} |"
         )
     return "\n".join(lines)
 

@@ -85,7 +85,7 @@ def train_step(
     precision: Annotated[str, typer.Option("--precision", help="fp32 or bf16.")] = "bf16",
     json: Json = False,
 ) -> None:
-    """Forward and backward of an update with MTP on one device, weights random: fused log-probs beside materialised logits."""
+    """Forward and backward of an update with MTP on one device, weights random: one pass, two passes, and every logit materialised."""
     bench_update.check_step(precision, tokens, samples)
     import tempfile
     from pathlib import Path

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -27,14 +26,13 @@ from mtpctl.engine import checkpoint, data_parallel
 from mtpctl.engine import parallel as groups
 from mtpctl.engine.batch import MicroBatch, Sequence, check, idle, pack, partition
 from mtpctl.engine.config import EngineConfig
+from mtpctl.engine.head import HITS, Head
 from mtpctl.engine.objective import Objective, Sums
 from mtpctl.engine.offload import HostMemory, hold, release
 from mtpctl.engine.optimizer import Optimizer
 from mtpctl.engine.optimizer_state import set_step
-from mtpctl.engine.spread import over_ranks
 from mtpctl.engine.utilisation import utilisation
-from mtpctl.kernels import LogProbOut, linear_logprob
-from mtpctl.model import Hidden, MtpModel, Packing, attach_adapters, build_model, complete_config, draw_weights
+from mtpctl.model import Hidden, MtpModel, attach_adapters, build_model, complete_config, draw_weights
 from mtpctl.recipe.schema import OptimizerConfig
 
 
@@ -88,6 +86,7 @@ class MegatronEngine:
         if config.train:
             self.model = data_parallel.wrapped(model, self.transformer, distributed_optimizer=config.distributed_optimizer)
         self.host = HostMemory(self.module.parameters()) if config.offload.params else None
+        self.head = Head(config.kernels, folder.shape, config.parallel, sequence_parallel=self.transformer.sequence_parallel)
         self._users = 0
         with self.resident():
             pass
@@ -213,18 +212,39 @@ class MegatronEngine:
         finite = self._finite(states)
         if not finite:
             hidden = Hidden(torch.zeros_like(hidden.trunk), hidden.head, [torch.zeros_like(state) for state in hidden.mtp])
-        out = self._logprob(
-            micro.packing, hidden.trunk, hidden.head, micro.rows, micro.labels, temperature, entropy=objective.needs_entropy
+        # MTP first: gradients of the head are added up in the order in which a backward pass would have come by.
+        parts: list[Tensor] = []
+        sums: Sums = {}
+        for depth, (state, draft) in reversed(list(enumerate(zip(hidden.mtp, micro.drafts, strict=True), start=1))):
+            loss, found = self.head.loss(
+                micro.packing,
+                state,
+                hidden.head,
+                draft.rows,
+                draft.labels,
+                temperature,
+                _likelihood,
+                # In fp32, as the gradient that will come: it is made beforehand.
+                scale=torch.tensor(1 / (drafts[depth - 1] * len(drafts))).mul(self.config.mtp.loss_scale).item(),
+                hit=True,
+                detach_weight=self.config.mtp.mode == "isolated",
+            )
+            parts.append(loss)
+            sums |= {f"mtp/loss_{depth}": found["loss"], f"mtp/accept_{depth}": found[HITS]}
+        loss, found = self.head.loss(
+            micro.packing,
+            hidden.trunk,
+            hidden.head,
+            micro.rows,
+            micro.labels,
+            temperature,
+            objective.token_loss(micro),
+            scale=1 / denominator,
+            couples_tokens=objective.couples_tokens,
+            entropy=objective.needs_entropy,
         )
-        loss, sums = objective(out.logprob, out.entropy, micro)
-        total = loss / denominator
-        isolated = self.config.mtp.mode == "isolated"
-        for depth, (state, draft) in enumerate(zip(hidden.mtp, micro.drafts, strict=True), start=1):
-            out = self._logprob(micro.packing, state, hidden.head, draft.rows, draft.labels, temperature, hit=True, detach_weight=isolated)
-            assert out.hit is not None
-            mtp_loss = -out.logprob.sum()
-            total = total + self.config.mtp.loss_scale * mtp_loss / (drafts[depth - 1] * len(drafts))
-            sums |= {f"mtp/loss_{depth}": mtp_loss.detach(), f"mtp/accept_{depth}": out.hit.float().sum()}
+        total = torch.stack([loss, *parts]).sum()
+        sums |= found
         if self.config.parallel.cp > 1:
             # A rank without a supervised token still owes the others its part of the collectives of a backward pass.
             for state in states:
@@ -253,7 +273,7 @@ class MegatronEngine:
         found: dict[int, Scores] = {}
 
         def collect(micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
-            out = self._logprob(micro.packing, hidden.trunk, hidden.head, micro.rows, micro.labels, temperature, entropy=True)
+            out = self.head.logprob(micro.packing, hidden.trunk, hidden.head, micro.rows, micro.labels, temperature, entropy=True)
             assert out.entropy is not None
             logprobs = out.logprob.float().cpu().split(micro.lengths)
             entropies = out.entropy.float().cpu().split(micro.lengths)
@@ -377,33 +397,12 @@ class MegatronEngine:
                 sums[name] = sums[name] + value if name in sums else value
         return groups.reduced(sums)
 
-    def _logprob(
-        self, packing: Packing, state: Tensor, head: Tensor, rows: Tensor, labels: Tensor, temperature: Any, **options: Any
-    ) -> LogProbOut:
-        """Of `labels` under the states at `rows` of the whole micro-batch; the same on all tp and cp ranks."""
-        kernels = self.config.kernels
-        if self.transformer.sequence_parallel:
-            state = gather_from_sequence_parallel_region(state, tensor_parallel_output_grad=False)
-
-        def scored(rows: Tensor, labels: Tensor, temperature: Any) -> LogProbOut:
-            return linear_logprob(
-                state[rows],
-                head,
-                labels,
-                temperature=temperature,
-                group=parallel_state.get_tensor_model_parallel_group() if self.config.parallel.tp > 1 else None,
-                valid_vocab=self.folder.shape.vocab,
-                workspace_bytes=kernels.workspace_bytes,
-                implementation=kernels.linear_logprob,
-                # A tied head's gradient has another part, the embedding's, which autograd brings.
-                main_grad=not self.folder.shape.tied,
-                **options,
-            )
-
-        if self.config.parallel.cp == 1:
-            return scored(rows, labels, temperature)
-        return over_ranks(scored, rows, labels, temperature, here=packing.here, group=parallel_state.get_context_parallel_group())
-
     def close(self) -> None:
         """Leave the process groups."""
         groups.stop()
+
+
+def _likelihood(logprob: Tensor, entropy: Tensor | None, tokens: Tensor) -> tuple[Tensor, Sums]:
+    """The loss of an MTP depth: negative log-probs, added up."""
+    loss = -logprob.sum()
+    return loss, {"loss": loss.detach()}

@@ -82,7 +82,7 @@ def _score(engine: MegatronEngine, micro: MicroBatch, hidden: Hidden, wants: lis
     # A token outside the mask keeps its place, but is not projected on the vocabulary.
     labels = micro.labels.masked_fill(micro.mask == 0, _IGNORED)
     k = max(want.topk for want in wants)
-    out = engine._logprob(micro.packing, hidden.trunk, hidden.head, micro.rows, labels, temperature, entropy=True, topk=k)
+    out = engine.head.logprob(micro.packing, hidden.trunk, hidden.head, micro.rows, labels, temperature, entropy=True, topk=k)
     assert out.entropy is not None
     logprobs, entropies = (_by_sequence(x, micro) for x in (out.logprob, out.entropy))
     scores = [TokenScores(logprob, entropy) for logprob, entropy in zip(logprobs, entropies, strict=True)]
@@ -103,7 +103,7 @@ def _draft(
     asked = torch.tensor([want.mtp for want in wants], device=micro.seq_ids.device)[micro.seq_ids]
     for state, draft in zip(hidden.mtp, micro.drafts, strict=True):
         labels = draft.labels.masked_fill(~asked[draft.tokens], _IGNORED)
-        out = engine._logprob(micro.packing, state, hidden.head, draft.rows, labels, temperature[draft.tokens], hit=True)
+        out = engine.head.logprob(micro.packing, state, hidden.head, draft.rows, labels, temperature[draft.tokens], hit=True)
         logprobs, hits = _placed(out, draft.tokens, micro)
         for score, want, logprob, hit in zip(scores, wants, logprobs, hits, strict=True):
             if want.mtp:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,12 +34,14 @@ TokenLoss = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, dict[str, Te
 
 
 class PolicyLossOut(NamedTuple):
-    """`loss_sum` is differentiable (once); `sums` are what `token_loss` named, added up; `logprob` and `entropy` [N] are detached."""
+    """`loss_sum` is differentiable (once); `sums` are what `token_loss` named, added up; `logprob`, `entropy` and `hit` [N] are those
+    of `LogProbOut`, detached."""
 
     loss_sum: Tensor
     sums: dict[str, Tensor]
     logprob: Tensor
     entropy: Tensor | None
+    hit: Tensor | None
 
 
 def linear_policy_loss(
@@ -51,6 +54,7 @@ def linear_policy_loss(
     temperature: float | Tensor = 1.0,
     group: dist.ProcessGroup | None = None,
     entropy: bool = False,
+    hit: bool = False,
     ignore_index: int = -100,
     rows: Tensor | None = None,
     detach_weight: bool = False,
@@ -67,13 +71,14 @@ def linear_policy_loss(
         slice's summed loss and any sums to report. It must be separable: no term may look at another token's log-prob. It is
         differentiated inside.
     grad_scale: the gradient that `loss_sum` will receive (1 / global denominator, times a loss scale). Gradients are made for it.
-        If another comes, they are multiplied once more; with `main_grad`, where they are already added, that is a ValueError.
+        If another comes, they are multiplied once more; with `main_grad`, where they are already added, or a foretold 0, that is a
+        ValueError.
 
     All else is as in `linear_logprob`. The default workspace of 1 GiB makes slices of about 3,000 rows at 150,000 vocabulary entries; of a
     half-precision weight gradient every further slice costs one more rounding, unless it is added to an fp32 `main_grad`.
     """
-    if not 0 < grad_scale < math.inf:
-        raise ValueError(f"grad_scale: {grad_scale}, expected a finite number above 0")
+    if not 0 <= grad_scale < math.inf:
+        raise ValueError(f"grad_scale: {grad_scale}, expected a finite number, 0 or above")
     call = prepare(
         hidden,
         weight,
@@ -94,8 +99,8 @@ def linear_policy_loss(
     sums: dict[str, Tensor] = {}
     live = torch.is_grad_enabled()
     asked = _Asked(call, backend, token_loss, entropy, grad_scale, live and hidden.requires_grad, live and weight.requires_grad, sums)
-    loss, logprob, row_entropy = _LinearPolicyLoss.apply(hidden, weight, labels, asked)
-    return PolicyLossOut(loss, sums, logprob, row_entropy if entropy else None)
+    loss, logprob, row_entropy, greedy = _LinearPolicyLoss.apply(hidden, weight, labels, asked)
+    return PolicyLossOut(loss, sums, logprob, row_entropy if entropy else None, greedy if hit else None)
 
 
 class _Asked(NamedTuple):
@@ -119,17 +124,17 @@ class _LinearPolicyLoss(torch.autograd.Function):
         sink = weight_sink(weight, asked.weight, call.main_grad)
         share = call.share_dtype(hidden) if asked.hidden else None
         hidden_grad = None if share is None else torch.empty(whole.hidden.shape, dtype=share, device=hidden.device)
-        logprob, row_entropy = torch.zeros(2, n, dtype=whole.wide, device=hidden.device).unbind(0)
+        logprob, row_entropy, checked = torch.zeros(3, n, dtype=whole.wide, device=hidden.device).unbind(0)
+        greedy = torch.zeros(n, dtype=torch.bool, device=hidden.device)
         loss = torch.zeros((), dtype=whole.wide, device=hidden.device)
-        broken = torch.zeros((), dtype=torch.bool, device=hidden.device)
         # Ranks meet once a slice: all cut their rows as the first one does, which has the most columns, whatever padding leaves them.
         widest = replace(whole, valid=min(call.shard.columns, call.shard.total))
         for number, part in enumerate(_slices(n, backend.rows_that_keep(widest) if keep else n)):
             problem = _part(whole, part)
             scores = backend.scores(problem, entropy=asked.entropy, topk=0, keep=keep)
             stats = reduce.join_shards(scores.stats, call.shard)
-            broken |= ~torch.isfinite(stats.lse + stats.entropy if asked.entropy else stats.lse).all()
-            logprob[part] = stats.logprob
+            checked[part] = stats.lse + stats.entropy if asked.entropy else stats.lse
+            logprob[part], greedy[part] = stats.logprob, stats.hit
             if asked.entropy:
                 row_entropy[part] = stats.entropy
             value, per_row = _loss_and_grads(stats, index[part], asked, keep)
@@ -139,14 +144,16 @@ class _LinearPolicyLoss(torch.autograd.Function):
                 if hidden_grad is not None and local is not None:
                     hidden_grad[part] = local
             del scores  # or two slices' logits would live at the same time
-        if broken:
-            raise inputs.explain_nonfinite(whole.hidden, weight)
+        finite = inputs.FiniteCheck(checked)
         if keep:
             if hidden_grad is not None:
                 hidden_grad = call.whole_hidden_grad(hidden_grad, hidden.dtype)
             ctx.grads, ctx.asked = (hidden_grad, sink), asked
+            ctx.check = partial(finite.enforce, whole.hidden.detach(), weight.detach())
+        else:
+            finite.enforce(whole.hidden, weight)
         spread = call.rows.spread
-        outputs = loss, spread(logprob), spread(row_entropy)
+        outputs = loss, spread(logprob), spread(row_entropy), spread(greedy)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
@@ -156,14 +163,17 @@ class _LinearPolicyLoss(torch.autograd.Function):
         if ctx.grads is None:
             raise RuntimeError("linear_policy_loss: its gradients were made for one backward pass, which has been")
         (hidden_grad, sink), ctx.grads = ctx.grads, None
+        ctx.check()
         expected, came = ctx.asked.grad_scale, grad.item()
-        factor = came / expected
-        if not math.isclose(factor, 1.0, rel_tol=1e-6):
-            if sink.out is not None and sink.add:
-                raise ValueError(f"grad_scale: {expected}, but the loss received a gradient of {came}; main_grad has been added to already")
+        if not math.isclose(came, expected, rel_tol=1e-6):
+            why = (
+                "main_grad has been added to already" if sink.out is not None and sink.add else "" if expected else "no factor leads there"
+            )
+            if why:
+                raise ValueError(f"grad_scale: {expected}, but the loss received a gradient of {came}; {why}")
             for x in (hidden_grad, sink.out):
                 if x is not None:
-                    x.mul_(factor)
+                    x.mul_(came / expected)
         return hidden_grad, sink.finish(), None, None
 
 

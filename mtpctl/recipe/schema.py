@@ -357,7 +357,7 @@ class DataConfig(Section):
 
 class KernelsConfig(Section):
     linear_logprob: Literal["auto", "reference", "chunked", "triton", "liger"] = Field(
-        "auto", description="How log-probs are computed from hidden states."
+        "auto", description="How log-probs and losses are made from hidden states; `reference` and `liger` make no loss in one pass."
     )
     workspace_bytes: PositiveInt = Field(1 << 30, description="Memory that log-prob kernels may use beside their inputs and outputs.")
 

@@ -65,6 +65,11 @@ class TokenTerms:
     aggregation: Tensor
     ref_logprob: Tensor | None = None
 
+    def at(self, tokens: Tensor) -> TokenTerms:
+        """Those of `tokens` [t], places among the T."""
+        reference = None if self.ref_logprob is None else self.ref_logprob[tokens]
+        return TokenTerms(self.anchor[tokens], self.advantage[tokens], self.weight[tokens], self.aggregation[tokens], reference)
+
 
 @dataclass(frozen=True, slots=True)
 class LossOut:

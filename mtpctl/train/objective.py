@@ -6,8 +6,18 @@ import torch
 from torch import Tensor
 
 from mtpctl.engine import MicroBatch, Sequence
+from mtpctl.kernels import TokenLoss
 from mtpctl.recipe.schema import RlConfig
-from mtpctl.rl import LossInputs, group_advantages, loss_denominator, loss_metrics, overlong_penalty, policy_loss
+from mtpctl.rl import (
+    LossInputs,
+    group_advantages,
+    loss_denominator,
+    loss_metrics,
+    overlong_penalty,
+    policy_loss,
+    token_policy_loss,
+    token_terms,
+)
 from mtpctl.samples import Sample, response_limit
 
 
@@ -18,14 +28,31 @@ class PolicyObjective:
 
     def __init__(self, config: RlConfig) -> None:
         self.config = config
+        self.couples_tokens = config.loss == "gspo"
 
     def denominator(self, sequences: list[Sequence]) -> float:
         tokens = sum(sum(s.loss_mask) for s in sequences)
         return float(loss_denominator(self.config, tokens=tokens, sequences=len(sequences)))
 
-    def __call__(self, logprob: Tensor, entropy: Tensor | None, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def token_loss(self, micro: MicroBatch) -> TokenLoss:
+        def coupled(logprob: Tensor, entropy: Tensor | None, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            out = policy_loss(self._inputs(micro, logprob, entropy), self.config)
+            return out.loss_sum, out.sums
+
+        if self.couples_tokens:
+            return coupled
+        # In place of log-probs, which are yet to be made, and at which the terms of this loss do not look.
+        terms = token_terms(self._inputs(micro, micro.columns["old"], None), self.config)
+
+        def separable(logprob: Tensor, entropy: Tensor | None, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            out = token_policy_loss(logprob, entropy, terms.at(tokens), self.config)
+            return out.loss_sum, out.sums
+
+        return separable
+
+    def _inputs(self, micro: MicroBatch, logprob: Tensor, entropy: Tensor | None) -> LossInputs:
         columns = micro.columns
-        inputs = LossInputs(
+        return LossInputs(
             logprob=logprob,
             old_logprob=columns["old"],
             behaviour_logprob=columns["behaviour"],
@@ -36,8 +63,6 @@ class PolicyObjective:
             entropy=entropy,
             ref_logprob=columns.get("reference"),
         )
-        out = policy_loss(inputs, self.config)
-        return out.loss_sum, out.sums
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         return loss_metrics(sums)

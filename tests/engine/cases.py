@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtpctl.recipe.schema import CorrectionConfig, LoraConfig, MtpConfig, OffloadConfig, ParallelConfig, RlConfig
+from mtpctl.recipe.schema import CorrectionConfig, KernelsConfig, LoraConfig, MtpConfig, OffloadConfig, ParallelConfig, RlConfig
 
 NO_MTP = {"num_nextn_predict_layers": 0}
 
@@ -114,6 +114,8 @@ def _case(
     )
 
 
+FEW_ROWS = 5 * 3 * 4 * 64
+"""Bytes of workspace in which half the toy's logits fit for five rows at a time."""
 SHARDED = {"distributed_optimizer": True}
 POLICIES = {
     "token": RlConfig(clip_dual=1.5, entropy_coef=0.01, kl_coef=0.1, correction=CorrectionConfig(mode="truncate", high=1.1)),
@@ -187,6 +189,16 @@ CASES = [
         _case(f"{loss}-{layout}", mode="isolated", policy=policy, like=f"{loss}-one", **parallel)
         for loss, policy in POLICIES.items()
         for layout, parallel in LAYOUTS.items()
+    ),
+    _case(
+        "token-sp2-cp2-slices",
+        mode="isolated",
+        policy=POLICIES["token"],
+        like="token-one",
+        fields={"kernels": KernelsConfig(workspace_bytes=FEW_ROWS)},
+        tp=2,
+        sequence_parallel=True,
+        cp=2,
     ),
     _case("one-to-tp2", tp=2, restore="mimo-joint"),
     _case("one-to-dp2-sharded", dp=2, fields=SHARDED, restore="mimo-joint"),

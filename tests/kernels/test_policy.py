@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from mtpctl.kernels import linear_logprob, linear_policy_loss
 from mtpctl.recipe.schema import RlConfig
-from mtpctl.rl import LossInputs, TokenTerms, policy_loss, token_policy_loss, token_terms
+from mtpctl.rl import LossInputs, policy_loss, token_policy_loss, token_terms
 from tests.kernels.agreement import relative
 
 ROWS, WIDTH, VOCAB, SEQUENCES = 300, 16, 131, 7
@@ -44,10 +43,6 @@ def loss_inputs(p: dict[str, Any], logprob: Tensor, entropy: Tensor | None) -> L
     )
 
 
-def part(terms: TokenTerms, rows: Tensor) -> TokenTerms:
-    return TokenTerms(*(None if (x := getattr(terms, f.name)) is None else x[rows] for f in fields(TokenTerms)))
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -73,7 +68,7 @@ def test_every_loss_equals_the_unfused_one(settings: dict[str, Any], workspace: 
 
     def token_loss(logprob: Tensor, entropy: Tensor | None, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         calls.append(len(rows))
-        made = token_policy_loss(logprob, entropy, part(terms, rows), config)
+        made = token_policy_loss(logprob, entropy, terms.at(rows), config)
         return made.loss_sum, made.sums
 
     fused = linear_policy_loss(
@@ -103,6 +98,27 @@ def test_another_upstream_gradient_than_foretold_is_multiplied_in() -> None:
     right = torch.autograd.grad(linear_logprob(p["hidden"], p["weight"], p["labels"]).logprob.sum() * 3, (p["hidden"], p["weight"]))
     for mine, exact in zip(got, right, strict=True):
         assert relative(mine, exact) < 1e-12
+
+
+def test_a_loss_of_no_weight_gives_no_gradient_and_no_other_can_be_made_of_it() -> None:
+    p = problem()
+    out = linear_policy_loss(p["hidden"], p["weight"], p["labels"], summed, grad_scale=0.0)
+    for grad in torch.autograd.grad(out.loss_sum * 0.0, (p["hidden"], p["weight"])):
+        assert not grad.any()
+    out = linear_policy_loss(p["hidden"], p["weight"], p["labels"], summed, grad_scale=0.0)
+    with pytest.raises(ValueError, match=r"grad_scale: 0.0, but the loss received a gradient of 1.0"):
+        out.loss_sum.backward()
+
+
+@pytest.mark.parametrize("workspace", [1 << 22, 1], ids=["one slice", "row by row"])
+def test_greedy_hits_are_those_of_the_log_probs(workspace: int) -> None:
+    p = problem()
+    p["labels"][::3] = (p["hidden"] @ p["weight"].T).argmax(1)[::3]
+    out = linear_policy_loss(p["hidden"], p["weight"], p["labels"], summed, rows=p["mask"], hit=True, workspace_bytes=workspace)
+    right = linear_logprob(p["hidden"], p["weight"], p["labels"], rows=p["mask"], hit=True).hit
+    assert out.hit is not None and right is not None
+    assert 60 < out.hit.sum() < 120
+    assert torch.equal(out.hit, right)
 
 
 def test_main_grad_is_added_to_for_the_gradient_foretold_and_no_other() -> None:
@@ -153,5 +169,8 @@ def test_weights_that_are_not_finite_are_refused() -> None:
     p = problem()
     weight = p["weight"].detach().clone()
     weight[5, 5] = float("inf")
-    with pytest.raises(ValueError, match=r"weight: inf at \[5, 5\]"):
+    with pytest.raises(ValueError, match=r"weight: inf at \[5, 5\]"), torch.no_grad():
         linear_policy_loss(p["hidden"], weight, p["labels"], summed)
+    out = linear_policy_loss(p["hidden"], weight, p["labels"], summed)
+    with pytest.raises(ValueError, match=r"weight: inf at \[5, 5\]"):  # the device is waited for where it is anyway
+        out.loss_sum.backward()
