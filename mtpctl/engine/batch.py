@@ -6,6 +6,7 @@ Sizes: T tokens of a micro-batch, R response tokens among them, D MTP depths.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -36,6 +37,14 @@ class Sequence:
         for name, length in lengths.items():
             if length != response:
                 raise UserError(f"{name} has {length} entries for {response} response tokens")
+
+    def drafted(self, depth: int) -> int:
+        """How many tokens of the response `depth` can be asked to draft: those behind the first `depth` of each turn.
+
+        A turn is a run of sampled tokens. What stands before it is read in one go, from which the target samples the turn's first token;
+        the first draft is of the second one, and drafts of a depth k begin k - 1 tokens further.
+        """
+        return sum(max(0, len(turn) - depth) for turn in bytes(self.loss_mask).split(b"\0"))
 
 
 @dataclass
@@ -118,13 +127,11 @@ def pack(
     ids: list[int] = []
     rows: list[int] = []
     seq_ids: list[int] = []
-    place: list[int] = []
     for number, sequence in enumerate(chosen):
         first = len(ids) + sequence.prompt_length
         count = len(sequence.token_ids) - sequence.prompt_length
         rows += range(first - 1, first - 1 + count)
         seq_ids += [number] * count
-        place += range(count)
         ids += sequence.token_ids
     lengths = [len(s.token_ids) for s in chosen]
     if spare := -len(ids) % (blocks(cp) * tp):
@@ -134,11 +141,15 @@ def pack(
     row_index = torch.tensor(rows, device=device)
     labels = input_ids[row_index + 1]
     mask = torch.tensor([m for s in chosen for m in s.loss_mask], dtype=torch.float32, device=device)
-    placed = torch.tensor(place, device=device)
+    # Where each token stands in its turn; -1 where nobody sampled it.
+    index = torch.arange(len(rows), device=device)
+    begin = torch.where(mask > 0, 0, index + 1)
+    first = torch.tensor([0, *accumulate(len(s.loss_mask) for s in chosen[:-1])], device=device)
+    begin[first] = torch.maximum(begin[first], first)
+    placed = index - begin.cummax(0).values
     drafts = []
     for depth in range(1, depths + 1):
-        # The first tokens of a response are sampled before a drafter has anything to go on.
-        tokens = torch.nonzero((placed >= depth) & (mask > 0)).squeeze(1)
+        tokens = torch.nonzero(placed >= depth).squeeze(1)
         drafts.append(DraftRows(row_index[tokens] - depth, labels[tokens], tokens))
     names = chosen[0].columns.keys()
     columns = {name: torch.tensor([x for s in chosen for x in s.columns[name]], dtype=torch.float32, device=device) for name in names}

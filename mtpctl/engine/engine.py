@@ -202,8 +202,8 @@ class MegatronEngine:
         }
 
     def _draft_counts(self, sequences: list[Sequence]) -> list[int]:
-        """For each depth, how many supervised tokens a drafter can be asked for, in the whole batch."""
-        return [max(1, sum(sum(s.loss_mask[depth:]) for s in sequences)) for depth in range(1, self.depths + 1)]
+        """For each depth, how many tokens a drafter can be asked for, in the whole batch."""
+        return [max(1, sum(s.drafted(depth) for s in sequences)) for depth in range(1, self.depths + 1)]
 
     def _loss(
         self, micro: MicroBatch, hidden: Hidden, *, objective: Objective, temperature: float, denominator: float, drafts: list[int]

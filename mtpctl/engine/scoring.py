@@ -36,7 +36,7 @@ class Want:
 class DraftScores:
     """One MTP depth over the response: log-prob of each token, and whether the depth would have drafted it greedily.
 
-    None where no drafter can be asked: the first tokens of a response, up to the depth, and those outside the mask.
+    None where no drafter can be asked: the first tokens of each turn, up to the depth, and those outside the mask.
     """
 
     logprobs: list[float | None]

@@ -22,5 +22,5 @@ def utilisation(
 
 def update_flops(shape: ModelShape, sequences: list[Sequence], depths: int, *, isolated: bool) -> int:
     """Operations of a forward and backward pass over these sequences, with so many MTP depths trained. See `step_flops`."""
-    rows, *drafts = (sum(sum(s.loss_mask[depth:]) for s in sequences) for depth in range(depths + 1))
+    rows, *drafts = (sum(s.drafted(depth) for s in sequences) for depth in range(depths + 1))
     return step_flops(shape, [len(s.token_ids) for s in sequences], rows, drafts, isolated=isolated)

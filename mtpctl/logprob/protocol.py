@@ -46,7 +46,7 @@ class ScoreRequest:
 class Draft:
     """One MTP depth over the response: log-prob of each token, and whether it would have been drafted greedily.
 
-    None for the first tokens, up to the depth, which no drafter can be asked for, and outside the mask.
+    None for the first tokens of each turn, up to the depth, which no drafter can be asked for, and outside the mask.
     """
 
     logprobs: list[float | None]

@@ -52,8 +52,19 @@ class TestPack:
     def test_a_depth_begins_at_the_last_prompt_token(self):
         """Depth k at position i predicts token i + 1 + k, never before the response, never a token that nobody sampled."""
         first, second = pack(BATCH, [1, 0], 2, "cpu").drafts
-        assert (first.rows.tolist(), first.labels.tolist(), first.tokens.tolist()) == ([1, 2, 6], [4, 9, 8], [2, 3, 5])
-        assert (second.rows.tolist(), second.labels.tolist(), second.tokens.tolist()) == ([0, 1], [4, 9], [2, 3])
+        assert (first.rows.tolist(), first.labels.tolist(), first.tokens.tolist()) == ([2, 6], [9, 8], [3, 5])
+        assert second.tokens.tolist() == []
+
+    @pytest.mark.parametrize("depth", [1, 2, 3])
+    def test_every_turn_begins_without_drafts(self, depth):
+        """What an environment says is read in one go, and the target samples what comes next, as behind the prompt."""
+        turns = Sequence(list(range(1, 17)), 2, [1, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 0, 1, 1])
+        alone = Sequence(list(range(1, 6)), 1, [1, 1, 1, 1])
+        drafted = {1: [1, 2, 3, 7, 8, 13], 2: [2, 3, 8], 3: [3]}[depth]
+        micro = pack([alone, turns], [0, 1], 3, "cpu").drafts[depth - 1]
+        assert micro.tokens.tolist() == [*range(depth, 4), *(4 + place for place in drafted)]
+        assert micro.rows.tolist() == [*range(4 - depth), *(5 + 1 + place - depth for place in drafted)]
+        assert (turns.drafted(depth), alone.drafted(depth)) == (len(drafted), 4 - depth)
 
     def test_spare_tokens_stand_apart(self):
         micro = pack(BATCH, [0, 1], 1, "cpu", cp=2, tp=2)

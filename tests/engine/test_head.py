@@ -94,5 +94,5 @@ def test_logits_are_made_once_unless_tokens_are_coupled(tmp_path: Any, monkeypat
         monkeypatch.setattr(products, "logits", counted)
         made.update(batch, PolicyObjective(LOSSES[loss]))
     trunk = sum(len(s.loss_mask) for s in batch)
-    drafts = sum(sum(s.loss_mask[1:]) for s in batch)
+    drafts = sum(s.drafted(1) for s in batch)
     assert sum(made_of) == 640 * (times * trunk + drafts)

@@ -12,25 +12,28 @@ from tests.engine.tiny import GENTLE, assert_close, engine, gradients, mimo, seq
 from tests.model import mimo_reference
 
 
+def sampled(sequence, start, end):
+    """Whether tokens `start` up to `end` are all of the response and were all sampled."""
+    return start >= sequence.prompt_length and all(sequence.loss_mask[start - sequence.prompt_length : end - sequence.prompt_length])
+
+
 def reference(folder, batch, *, depths, isolated, loss_scale, dtype=torch.float64):
     """Losses by definition, token by token: depth k at position i predicts token i + 1 + k.
 
-    Supervised are response tokens that were sampled, and of them, at depth k, those after the first k: the drafter begins
-    at the last prompt token. Each loss is a mean over all such tokens of the batch.
+    Supervised are response tokens that were sampled, and of them, at depth k, those after the first k of their turn: the drafter
+    begins at the last token that was read and not sampled. Each loss is a mean over all such tokens of the batch.
     """
     weights = {name: value.to(dtype).requires_grad_() for name, value in load_file(folder.path / "model.safetensors").items()}
     sums, counts = [0.0] * (depths + 1), [0] * (depths + 1)
     for sequence in batch:
         logits, drafts = mimo_reference.forward(weights, folder.config, sequence.token_ids, depths, isolated=isolated)
         for target in range(sequence.prompt_length, len(sequence.token_ids)):
-            if not sequence.loss_mask[target - sequence.prompt_length]:
-                continue
             for depth, scores in enumerate((logits, *drafts)):
                 position = target - 1 - depth
-                if position >= sequence.prompt_length - 1:
+                if sampled(sequence, position + 1, target + 1):
                     sums[depth] = sums[depth] - scores[position].log_softmax(-1)[sequence.token_ids[target]]
                     counts[depth] += 1
-    means = [total / count for total, count in zip(sums, counts, strict=True)]
+    means = [total / max(1, count) for total, count in zip(sums, counts, strict=True)]
     (means[0] + loss_scale * sum(means[1:]) / max(1, depths)).backward()
     grads = {name: value.grad if value.grad is not None else torch.zeros_like(value) for name, value in weights.items()}
     return [float(mean) for mean in means], grads
@@ -79,15 +82,17 @@ def test_isolated_loss_moves_nothing_but_mtp(tmp_path, depths, tied):
 
 
 def test_chain_of_depths_is_not_cut(tmp_path):
-    """The second depth's loss alone reaches the first depth's layer."""
-    folder = mimo(tmp_path / "model", num_nextn_predict_layers=2)
-    batch = [Sequence([3, 5, 7], 1, [0, 0]), Sequence([2, 4, 6, 8], 1, [0, 0, 1])]
+    """The second depth's loss reaches the first depth's layer, beside what the first depth's own brings."""
+    folder, name = mimo(tmp_path / "model", num_nextn_predict_layers=2), "model.mtp_layers.0.input_proj.weight"
+    batch = [Sequence([3, 5, 7], 1, [0, 0]), Sequence([2, 4, 6, 8], 1, [1, 1, 1])]
     with engine(folder, mtp=MtpConfig(mode="isolated", clip_grad=0)) as made:
         made.set_optimizer(GENTLE)
         made.update(batch, Nothing())
-        both = gradients(made)["model.mtp_layers.0.input_proj.weight"]
+        both = gradients(made)[name]
     _, expected = reference(folder, batch, depths=2, isolated=True, loss_scale=0.1)
-    assert_close({"first": both}, {"first": expected["model.mtp_layers.0.input_proj.weight"]}, 1e-5)
+    _, alone = reference(folder, batch, depths=1, isolated=True, loss_scale=0.05)
+    assert_close({"first": both}, {"first": expected[name]}, 1e-5)
+    assert float((both - alone[name]).norm()) > 0.01 * float(both.norm())
 
 
 @pytest.mark.parametrize("mode", ["off", "load"])
@@ -164,7 +169,7 @@ def test_acceptance_counts_greedy_hits(tmp_path):
     for sequence in batch:
         (draft,) = mimo_reference.forward(weights, folder.config, sequence.token_ids, 1)[1]
         for position in range(sequence.prompt_length - 1, len(sequence.token_ids) - 2):
-            if sequence.loss_mask[position + 2 - sequence.prompt_length]:
+            if sampled(sequence, position + 1, position + 3):
                 total += 1
                 hits += int(draft[position].argmax()) == sequence.token_ids[position + 2]
     assert hits

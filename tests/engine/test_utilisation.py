@@ -35,7 +35,7 @@ def test_an_update_tells_it_where_all_weights_train_in_bf16(tmp_path: Path, monk
     with engine(folder, precision="bf16", mtp=MtpConfig(mode="isolated")) as made:
         made.set_optimizer(GENTLE)
         metrics = made.update(batch, NextToken())
-    rows, drafts = (sum(sum(s.loss_mask[depth:]) for s in batch) for depth in (0, 1))
+    rows, drafts = (sum(s.drafted(depth) for s in batch) for depth in (0, 1))
     flops = step_flops(folder.shape, [len(s.token_ids) for s in batch], rows, [drafts], isolated=True)
     assert metrics["perf/mfu"] == pytest.approx(flops / metrics["timing_s/update"] / 1e12)
     with engine(folder, precision="fp32") as made:

@@ -56,13 +56,13 @@ def varied(folder: HfFolder) -> HfFolder:
 
 
 def sequences(count: int = 7, *, seed: int = 0, vocab: int = 64, low: int = 5, high: int = 20) -> list[Sequence]:
-    """Random prompts and responses; every fourth response token was sampled by nobody."""
+    """Random prompts and responses; every sixth response token was sampled by nobody."""
     draw = random.Random(seed)
     made = []
     for _ in range(count):
         length = draw.randint(low, high)
         prompt = draw.randint(1, length - 4)
-        mask = [int((i + length) % 4 > 0) for i in range(length - prompt)]
+        mask = [int((i + length) % 6 > 0) for i in range(length - prompt)]
         made.append(Sequence([draw.randrange(vocab) for _ in range(length)], prompt, mask))
     return made
 
