@@ -22,8 +22,7 @@ def on_one_host() -> bool:
 
 def check_room(config: ClusterConfig, *, cpus: float, gpus: float) -> None:
     """Raise ClusterResources where a cluster of this machine alone would have too few CPUs or GPUs."""
-    # Without an address Ray takes the environment's, before it starts anything.
-    if config.address is not None or os.environ.get("RAY_ADDRESS"):
+    if config.address is not None:
         return
     cards = config.num_gpus
     if cards is None and gpus:
@@ -57,7 +56,8 @@ def cluster(config: ClusterConfig, *, cpus: float, gpus: float) -> Iterator[None
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
-            address=config.address,
+            # Without an address Ray joins whatever RAY_ADDRESS or somebody's `ray start` on this machine names.
+            address=config.address or "local",
             num_cpus=None if config.address else config.num_cpus,
             num_gpus=None if config.address else config.num_gpus,
             include_dashboard=False,

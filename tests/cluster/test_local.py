@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 
@@ -28,10 +32,50 @@ def test_a_cluster_elsewhere_is_asked_when_it_answers() -> None:
     check_room(ClusterConfig(address="head:6379", num_cpus=1), cpus=64, gpus=64)
 
 
-def test_so_is_one_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it does for what `ray job submit` starts, on a head without cards perhaps."""
+def test_one_that_the_environment_names_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run without an address never joins it, whatever room there may be."""
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    check_room(ClusterConfig(), cpus=64, gpus=64)
+    with pytest.raises(ClusterResources, match=r"cluster\.num_cpus"):
+        check_room(ClusterConfig(num_cpus=1), cpus=64, gpus=64)
+
+
+def assert_own_ray(address: str) -> None:
+    with cluster(ClusterConfig(num_cpus=2), cpus=2, gpus=0):
+        import ray
+
+        assert ray.get_runtime_context().gcs_address != address
+        assert ray.cluster_resources()["CPU"] == 2
+
+
+def test_what_the_machine_names_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the environment's Ray nor the last that was started here, which nobody answers for any more."""
+    address = "127.0.0.1:1"
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        (Path(folder) / "ray").mkdir()
+        (Path(folder) / "ray" / "ray_current_cluster").write_text(address)
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert_own_ray(address)
+
+
+@pytest.mark.slow
+def test_a_foreign_ray_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else's `ray start`, of one CPU, which Ray's own search on this machine finds: it would refuse the run."""
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:  # pytest's own are too deep for Ray's sockets
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        options = ["--head", "--block", "--port=0", "--num-cpus=1", "--include-dashboard=false", "--disable-usage-stats"]
+        with (Path(folder) / "log").open("w") as log:
+            process = subprocess.Popen([Path(sys.executable).with_name("ray"), "start", *options], stdout=log, stderr=log)
+        try:
+            named = Path(folder) / "ray" / "ray_current_cluster"
+            ends = time.monotonic() + 120
+            while not (named.exists() and named.read_text()):
+                assert process.poll() is None and time.monotonic() < ends, (Path(folder) / "log").read_text()
+                time.sleep(0.1)
+            assert_own_ray(named.read_text())
+        finally:
+            process.terminate()
+            process.wait(60)
 
 
 @pytest.mark.parametrize(("alive", "one"), [([True], True), ([True, False], True), ([True, True], False)])
