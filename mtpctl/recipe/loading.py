@@ -16,8 +16,9 @@ from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.fields import Key, Keys, children, find, suggest, type_text, variant
 from mtpctl.recipe.schema import DEFAULT_VARIANTS, Recipe
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-"""The recipes that come with the project."""
+_PACKAGE = Path(__file__).resolve().parents[1]
+RECIPES = packed if (packed := _PACKAGE / "recipes").is_dir() else _PACKAGE.parent / "recipes"
+"""The recipes that come with mtpctl: packed into its wheel, and beside the package where it runs from a checkout."""
 
 Origins = dict[Keys, str]
 
