@@ -5,7 +5,6 @@ Checkpoint conversion, the trainer's start and its weight sync all stream throug
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -69,15 +68,29 @@ class WeightBridge:
     def fill(self, chunks: list[MegatronModule], weights: ModelWeights) -> None:
         """Fill the modules from weights that are open; each rank reads those of its own parameters, one parameter at a time."""
         self._check_same(weights)
-        missing = _Missing()
-        logger = logging.getLogger("megatron.bridge.models.conversion.model_bridge")
-        logger.addHandler(missing)
-        try:
-            self.mapping().load_weights_hf_to_megatron(self.told(weights, weights, weights.folder.path), chunks)
-        finally:
-            logger.removeHandler(missing)
-        if missing.names:
-            raise RuntimeError(f"parameters of {self.folder.shape.architecture} that were not filled: {'; '.join(missing.names[:8])}")
+        before = {name: tensor._version for name, tensor in self._filled(chunks)}
+        bridge = self.mapping()
+        build = bridge.build_conversion_tasks
+        # A parameter that it cannot map is a hole among its tasks, which the pass over them would trip over without a name.
+        bridge.build_conversion_tasks = lambda *given: [task for task in build(*given) if task is not None]
+        bridge.load_weights_hf_to_megatron(self.told(weights, weights, weights.folder.path), chunks)
+        # A tensor counts what is written into it. What the bridge cannot map it tells its log alone.
+        left = [name for name, tensor in self._filled(chunks) if tensor._version == before[name]]
+        if left:
+            more = f" and {len(left) - 8} more" if len(left) > 8 else ""
+            raise RuntimeError(f"parameters of {self.folder.shape.architecture} that were not filled: {', '.join(left[:8])}{more}")
+
+    def _filled(self, chunks: list[MegatronModule]) -> Iterator[tuple[str, Tensor]]:
+        """What `fill` must write on this rank: parameters and stored buffers, without adapters and what repeats a tied embedding."""
+        for number, chunk in enumerate(chunks):
+            at = f"{number}." if len(chunks) > 1 else ""
+            for path, module in chunk.named_modules():
+                buffers = ((name, buffer) for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set)
+                for name, tensor in (*module._parameters.items(), *buffers):
+                    full = f"{path}.{name}" if path else name
+                    copied = self.folder.shape.tied and "output_layer" in full
+                    if tensor is not None and ".adapter." not in full and not copied:
+                        yield at + full, tensor
 
     def _check_same(self, weights: ModelWeights) -> None:
         """Raise UserError where these are another model's."""
@@ -200,16 +213,3 @@ def _merged(task: Any) -> Any:
     if isinstance(getattr(task.megatron_module, "adapter", None), Adapter) and task.param_name.endswith(".weight"):
         return replace(task, param_weight=task.megatron_module.adapter.merged(task.param_weight))
     return task
-
-
-class _Missing(logging.Handler):
-    """Collects the bridge's warnings on tensors that it could not find or map: here they are errors."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.names: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if "find" in text or "No mapping" in text:
-            self.names.append(text.removeprefix("WARNING: "))

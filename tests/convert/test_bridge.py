@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from mtpctl.convert import WeightBridge
 from mtpctl.recipe import UserError
 from mtpctl.recipe.schema import MtpConfig
 from tests.engine.tiny import engine, mimo
@@ -55,3 +57,26 @@ def test_other_weights_of_the_same_model(tmp_path):
         made.load(second.path)
         expected = load_file(file)
         assert all(value.equal(expected[name]) for name, value in made.export())
+
+
+def test_a_parameter_that_no_tensor_fills(tmp_path):
+    """It would stay as memory was found."""
+    with engine(mimo(tmp_path / "model")) as made:
+        made.module.decoder.layers[0].mlp.scale = torch.nn.Parameter(torch.empty(2))
+        with pytest.raises(RuntimeError, match=r"of MiMoForCausalLM that were not filled: decoder\.layers\.0\.mlp\.scale$"):
+            made.bridge.load([made.module])
+
+
+@pytest.mark.parametrize(
+    ("lost", "left"),
+    [("model.norm.weight", r"decoder\.final_layernorm\.weight"), ("v_proj.bias", r"(decoder|mtp)\.layers\.\d.*linear_qkv\.bias, .*")],
+)
+def test_a_tensor_that_the_bridge_does_not_see(lost, left, tmp_path, monkeypatch):
+    told = WeightBridge.told
+
+    def fewer(self, names, *rest):
+        return told(self, [name for name in names if not name.endswith(lost)], *rest)
+
+    monkeypatch.setattr(WeightBridge, "told", fewer)
+    with pytest.raises(RuntimeError, match=f"were not filled: {left}$"), engine(mimo(tmp_path / "model")):
+        pass
