@@ -13,7 +13,17 @@ def register() -> None:
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from mtpctl.compat import vllm_cut, vllm_drafter, vllm_gemm, vllm_logprobs, vllm_mimo, vllm_packed, vllm_rotary, vllm_sampler, vllm_seeds
+    from mtpctl.compat import (
+        vllm_cut,
+        vllm_drafter,
+        vllm_gemm,
+        vllm_logprobs,
+        vllm_mimo,
+        vllm_packed,
+        vllm_rotary,
+        vllm_sampler,
+        vllm_seeds,
+    )
 
     vllm_mimo.install()
     vllm_sampler.install()

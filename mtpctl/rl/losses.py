@@ -24,7 +24,7 @@ the whole batch, over micro-batches and ranks, never by what one micro-batch hap
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from mtpctl.recipe.schema import RlConfig
 from mtpctl.rl.corrections import correction_weights
 from mtpctl.rl.divergence import kl_estimate
 from mtpctl.rl.limits import MAX_LOG_RATIO
+from mtpctl.rl.mismatch import token_mismatch, token_mismatch_metrics
 from mtpctl.rl.segments import Reduce, sequence_mean, sequence_sum
 
 
@@ -41,7 +42,8 @@ class LossInputs:
     """One packed micro-batch. All [T]; `logprob` and `entropy` carry the gradient, the others are constants.
 
     `mask` is 1 at tokens that are trained. `seq_ids` numbers the responses from 0 to `num_sequences` - 1. With
-    `aggregate: sequence` or `gspo` under context parallelism the engine passes `reduce` (see `segments`).
+    `aggregate: sequence` or `gspo` under context parallelism the engine passes `reduce` (see `segments`). `same_weights` is 1 at
+    tokens that were sampled by the weights that `logprob` is of; where it is given, the loss compares the two (`mismatch`).
     """
 
     logprob: Tensor
@@ -53,22 +55,28 @@ class LossInputs:
     num_sequences: int
     entropy: Tensor | None = None
     ref_logprob: Tensor | None = None
+    same_weights: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTerms:
-    """Constants of each token [T]: what its log-prob is compared with, and how much it counts (0 where not trained)."""
+    """Constants of each token [T]: what its log-prob is compared with, and how much it counts (0 where not trained).
+
+    `behaviour` and `same_weights` are there where the loss also tells how far behaviour and trained policy are apart.
+    """
 
     anchor: Tensor
     advantage: Tensor
     weight: Tensor
     aggregation: Tensor
     ref_logprob: Tensor | None = None
+    behaviour: Tensor | None = None
+    same_weights: Tensor | None = None
 
     def at(self, tokens: Tensor) -> TokenTerms:
         """Those of `tokens` [t], places among the T."""
-        reference = None if self.ref_logprob is None else self.ref_logprob[tokens]
-        return TokenTerms(self.anchor[tokens], self.advantage[tokens], self.weight[tokens], self.aggregation[tokens], reference)
+        columns = (getattr(self, each.name) for each in fields(self))
+        return TokenTerms(*(None if column is None else column[tokens] for column in columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +106,8 @@ def token_terms(inputs: LossInputs, config: RlConfig, reduce: Reduce | None = No
     if config.aggregate == "sequence":
         length = sequence_sum(mask, inputs.seq_ids, inputs.num_sequences, reduce)
         aggregation = mask / length.clamp(min=1)[inputs.seq_ids]
-    return TokenTerms(anchor, inputs.advantage, weight, aggregation, inputs.ref_logprob)
+    behaviour = None if inputs.same_weights is None else inputs.behaviour_logprob
+    return TokenTerms(anchor, inputs.advantage, weight, aggregation, inputs.ref_logprob, behaviour, inputs.same_weights)
 
 
 def token_policy_loss(logprob: Tensor, entropy: Tensor | None, terms: TokenTerms, config: RlConfig) -> LossOut:
@@ -146,6 +155,8 @@ def token_policy_loss(logprob: Tensor, entropy: Tensor | None, terms: TokenTerms
         sums["ref_kl"] = kl.detach().sum()
         if config.kl_coef:
             loss_sum = loss_sum + config.kl_coef * (kl * terms.aggregation).sum()
+    if terms.behaviour is not None and terms.same_weights is not None:
+        sums |= token_mismatch(logprob.detach(), terms.behaviour, trained, terms.same_weights)
     return LossOut(loss_sum, sums)
 
 
@@ -160,7 +171,10 @@ def loss_denominator(config: RlConfig, *, tokens: int, sequences: int) -> int:
 
 
 def loss_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """`actor/*` from sums that were added over every micro-batch and rank; `actor/pg_loss` is on the loss's own scale."""
+    """`actor/*`, and `rollout_corr/*` where the loss compared policies, from sums added over every micro-batch and rank.
+
+    `actor/pg_loss` is on the loss's own scale.
+    """
     s = {name: float(value) for name, value in sums.items()}
     tokens = max(s["tokens"], 1.0)
     metrics = {
@@ -174,4 +188,4 @@ def loss_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
     for name in ("entropy", "ref_kl"):
         if name in s:
             metrics[f"actor/{name}"] = s[name] / tokens
-    return metrics
+    return metrics | token_mismatch_metrics(s)

@@ -13,6 +13,12 @@ masked_fraction  share of tokens that the correction dropped
 
 kl, k3, abs_diff and chi2 are always by token; ess, is_mean and masked_fraction follow the correction's level. With the
 correction off, w = ρ: what it would have been, unbounded.
+
+Two ways lead here. Where old log-probs are recomputed, `mismatch_sums` compares them with the behaviour's, response by response.
+Where the behaviour's own are the anchor, nothing is recomputed: the loss compares them with the log-probs that it is made of, token by
+token (`token_mismatch`), and tells kl, k3, abs_diff and chi2.
+
+abs_diff_same_version is the mean of |d| over the tokens that the very weights of `old` sampled: the difference between two engines.
 """
 
 from __future__ import annotations
@@ -81,3 +87,31 @@ def mismatch_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
         "rollout_corr/is_mean": s["weight"] / tokens,
         "rollout_corr/masked_fraction": s["masked"] / tokens,
     }
+
+
+@torch.no_grad()
+def token_mismatch(logprob: Tensor, behaviour_logprob: Tensor, trained: Tensor, same_weights: Tensor) -> dict[str, Tensor]:
+    """Sums over any slice of tokens, to be added up and given to `token_mismatch_metrics`. All [T]; scalars in float64."""
+    d = torch.where(trained, (logprob - behaviour_logprob).double(), 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    same = torch.where(trained, same_weights.double(), 0.0)
+    return {
+        "mismatch/tokens": trained.sum().double(),
+        "mismatch/kl": -d.sum(),
+        "mismatch/k3": (torch.expm1(d) - d).sum(),
+        "mismatch/abs_diff": d.abs().sum(),
+        "mismatch/ratio_squared": torch.where(trained, (2 * d).exp(), 0.0).sum(),
+        "mismatch/same": same.sum(),
+        "mismatch/same_abs_diff": (d.abs() * same).sum(),
+    }
+
+
+def token_mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """`rollout_corr/*` from those sums; empty where they are not among `sums`."""
+    s = {name.removeprefix("mismatch/"): value for name, value in sums.items() if name.startswith("mismatch/")}
+    if not s.get("tokens"):
+        return {}
+    metrics = {f"rollout_corr/{name}": s[name] / s["tokens"] for name in ("kl", "k3", "abs_diff")}
+    metrics["rollout_corr/chi2"] = s["ratio_squared"] / s["tokens"] - 1
+    if s["same"]:
+        metrics["rollout_corr/abs_diff_same_version"] = s["same_abs_diff"] / s["same"]
+    return metrics

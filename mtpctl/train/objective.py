@@ -22,7 +22,10 @@ from mtpctl.samples import Sample, response_limit
 
 
 class PolicyObjective:
-    """RL's loss over packed responses. The sequences carry the columns old, behaviour, advantage and, with a KL penalty, reference."""
+    """RL's loss over packed responses. The sequences carry the columns old, behaviour, advantage and, with a KL penalty, reference.
+
+    With a column same_weights (see `LossInputs`) it also tells how far behaviour and trained policy are apart.
+    """
 
     needs_entropy = True
 
@@ -62,6 +65,7 @@ class PolicyObjective:
             num_sequences=len(micro.order),
             entropy=entropy,
             ref_logprob=columns.get("reference"),
+            same_weights=columns.get("same_weights"),
         )
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
@@ -85,8 +89,8 @@ def scoring_sequence(sample: Sample) -> Sequence:
     return Sequence(sample.prompt_ids + sample.response_ids, len(sample.prompt_ids), sample.loss_mask)
 
 
-def training_sequence(sample: Sample, advantage: float, reference: list[float] | None) -> Sequence:
-    """A scored sample as the engine trains on it."""
+def training_sequence(sample: Sample, advantage: float, reference: list[float] | None, weights: int | None = None) -> Sequence:
+    """A scored sample as the engine trains on it. `weights`: the version that does, where the loss is to compare policies; -1: none's."""
     assert sample.old_logprobs is not None, f"{sample.prompt_id} was not scored"
     columns = {
         "old": sample.old_logprobs,
@@ -95,4 +99,6 @@ def training_sequence(sample: Sample, advantage: float, reference: list[float] |
     }
     if reference is not None:
         columns["reference"] = reference
+    if weights is not None:
+        columns["same_weights"] = [float(span.version == weights) for span in sample.version_spans for _ in range(span.end - span.start)]
     return Sequence(sample.prompt_ids + sample.response_ids, len(sample.prompt_ids), sample.loss_mask, columns)

@@ -139,20 +139,27 @@ class TrainerRank:
         reference = iter(self._reference_logprobs(answered)) if self.reference is not None else itertools.repeat(None)
         context = recipe.rollout.context or self.engine.folder.shape.max_positions
         gains = advantages(samples, rl, max_tokens=recipe.rollout.max_tokens, context=context)
-        sequences = [
-            training_sequence(s, gain, next(reference)) if s.response_ids else None for s, gain in zip(samples, gains, strict=True)
-        ]
-        objective = PolicyObjective(rl)
         # Groups that a checkpoint kept may be of another size than those that came after it.
-        parts, size = [], math.ceil(len(sequences) / rl.minibatches)
-        for start in range(0, len(sequences), size):
-            if batch := [s for s in sequences[start : start + size] if s is not None]:
+        parts, size = [], math.ceil(len(samples) / rl.minibatches)
+        # Where nothing is recomputed, the update itself compares policies, as long as it is the sampling weights' turn: in its first part.
+        weights = None if recipe.old_logprobs == "recompute" else -1 if self.ahead else version
+        for start in range(0, len(samples), size):
+            batch = [
+                training_sequence(sample, gain, next(reference), weights)
+                for sample, gain in zip(samples[start : start + size], gains[start : start + size], strict=True)
+                if sample.response_ids
+            ]
+            if batch:
                 parts.append(
-                    self.engine.update(batch, objective, temperature=recipe.rollout.temperature, total_steps=rl.steps * rl.minibatches)
+                    self.engine.update(
+                        batch, PolicyObjective(rl), temperature=recipe.rollout.temperature, total_steps=rl.steps * rl.minibatches
+                    )
                 )
+                weights = None
         metrics = mean_of(parts)
         metrics |= {"timing_s/old_log_prob": scored - began, "timing_s/update": time.perf_counter() - scored}
-        metrics |= self._mismatch(samples, exact=not (unscored and self.ahead))
+        if recipe.old_logprobs == "recompute":
+            metrics |= self._mismatch(samples, exact=not (unscored and self.ahead))
         self.ahead = True
         metrics["perf/tokens"] = sum(part["perf/tokens"] for part in parts)
         return metrics
@@ -186,8 +193,6 @@ class TrainerRank:
 
         from mtpctl.rl import mismatch_metrics, mismatch_sums
 
-        if self.recipe.old_logprobs == "behaviour":
-            return {}
         old = torch.tensor([x for s in samples for x in s.old_logprobs or []])
         behaviour = torch.tensor([x for s in samples for x in s.behaviour_logprobs])
         mask = torch.tensor([float(m) for s in samples for m in s.loss_mask])

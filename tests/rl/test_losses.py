@@ -216,9 +216,9 @@ def test_the_token_part_runs_on_any_slices(config: RlConfig) -> None:
     terms = token_terms(inputs, config)
     total = torch.zeros((), dtype=torch.float64)
     for chunk in (slice(0, 3), slice(3, 9), slice(9, None)):
-        cut = {f.name: getattr(terms, f.name)[chunk] for f in fields(terms)}
+        cut = terms.at(torch.arange(len(inputs.mask))[chunk])
         assert inputs.entropy is not None
-        total = total + token_policy_loss(inputs.logprob[chunk], inputs.entropy[chunk], type(terms)(**cut), config).loss_sum
+        total = total + token_policy_loss(inputs.logprob[chunk], inputs.entropy[chunk], cut, config).loss_sum
     whole = policy_loss(inputs, config).loss_sum
     torch.testing.assert_close(total, whole)
     torch.testing.assert_close(*(torch.autograd.grad(x, inputs.logprob)[0] for x in (total, whole)))

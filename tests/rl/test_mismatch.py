@@ -9,6 +9,7 @@ import torch
 
 from mtpctl.recipe.schema import CorrectionConfig
 from mtpctl.rl import mismatch_metrics, mismatch_sums
+from mtpctl.rl.mismatch import token_mismatch, token_mismatch_metrics
 
 OFF = CorrectionConfig()
 
@@ -96,3 +97,23 @@ def test_nothing_trained_is_an_error() -> None:
     old, behaviour, mask, seq = batch()
     with pytest.raises(ValueError, match="no tokens"):
         mismatch_metrics(mismatch_sums(old, behaviour, torch.zeros_like(mask), seq, 3, OFF))
+
+
+def test_what_the_loss_compares_token_by_token_is_the_same() -> None:
+    old, behaviour, mask, seq = batch()
+    whole = mismatch_metrics(mismatch_sums(old, behaviour, mask, seq, 3, OFF))
+    same = (seq == 1).double()
+    sums: dict[str, float] = {}
+    for part in (slice(0, 7), slice(7, 16)):
+        for name, value in token_mismatch(old[part], behaviour[part], mask[part].bool(), same[part]).items():
+            sums[name] = sums.get(name, 0.0) + float(value)
+    got = token_mismatch_metrics(sums)
+    gap = (old - behaviour)[mask.bool() & (seq == 1)].abs().mean().item()
+    assert got.pop("rollout_corr/abs_diff_same_version") == pytest.approx(gap)
+    assert got == pytest.approx({name: whole[name] for name in got}) and len(got) == 4
+
+
+def test_nothing_is_told_where_nothing_was_compared() -> None:
+    assert token_mismatch_metrics({"tokens": 3.0}) == {}
+    nowhere = token_mismatch(torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.bool), torch.ones(2))
+    assert token_mismatch_metrics({name: float(value) for name, value in nowhere.items()}) == {}

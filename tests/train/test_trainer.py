@@ -156,7 +156,7 @@ def test_a_response_that_the_context_cuts_is_at_its_limit(context: int | None) -
 
 def test_mismatch_under_one_version_is_told_where_the_trainer_scores_with_that_version() -> None:
     """Between two syncs its weights have moved on, and the difference is not the engines'."""
-    rank, _ = recorder()
+    rank, _ = recorder(old_logprobs="recompute")
     rank.weights = Weights()  # type: ignore[assignment]
     name = "rollout_corr/abs_diff_same_version"
     assert rank.rl_step(batch(2, 2), 1)[name] == 0.5
@@ -168,3 +168,16 @@ def test_mismatch_under_one_version_is_told_where_the_trainer_scores_with_that_v
 class Weights:
     def publish(self, *args: Any) -> None:
         pass
+
+
+def test_an_update_that_recomputes_nothing_compares_policies_in_its_first_part() -> None:
+    """Tokens of the version that trains are marked, as long as the trainer has that version's weights."""
+    rank, engine = recorder(minibatches=2, old_logprobs="behaviour")
+    samples = batch(2, 2, 2, 2)
+    samples[0].append([4], [-1.0], 2)
+    rank.rl_step(samples, 2)
+    assert [s.columns.get("same_weights") for part in engine.batches for s in part] == [[0, 0, 1], [0, 0], None, None]
+    assert all(s.columns["old"] == s.columns["behaviour"] for part in engine.batches for s in part)
+    engine.batches.clear()
+    rank.rl_step(batch(2, 2), 2)
+    assert [s.columns["same_weights"] for s in engine.batches[0]] == [[0, 0]], "it is ahead of version 2 now"
