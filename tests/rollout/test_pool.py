@@ -309,14 +309,14 @@ async def test_waiting_for_a_place_does_not_count_against_the_deadline() -> None
     """As an evaluation does beside a rollout that has all places."""
     fleet = Fleet(lambda index: FakeReplica(tick_s=0.01))
     pool = await fleet.pool(1, max_in_flight=2)
-    rollout = asyncio.ensure_future(collect(pool, requests(12)))
+    rollout = asyncio.ensure_future(collect(pool, requests(12)))  # 1.2 s
     await asyncio.sleep(0.01)
-    evaluation = requests(4)
+    evaluation = requests(4, max_tokens=4)
     for request in evaluation:
-        request.deadline_s = 1.0  # each takes 0.2 s, and the last place is free after 1.4 s
+        request.deadline_s = 1.0
     samples = await collect(pool, evaluation)
     assert [sample.finish_reason for sample in samples] == ["length"] * 4
-    assert all(0.1 < sample.spent_s < 1.0 for sample in samples)
+    assert all(0 < sample.spent_s < 1.0 for sample in samples)
     await rollout
 
 
@@ -325,16 +325,16 @@ async def test_a_deadline_is_of_all_stretches_of_a_response_together() -> None:
     """Of a pause between two of them nothing counts."""
     fleet = Fleet(lambda index: FakeReplica(tick_s=0.005))
     pool = await fleet.pool(1)
-    asked = [GenerationRequest(Sample("p", "g", [0]), 1 << 20, deadline_s=0.3)]
+    asked = [GenerationRequest(Sample("p", "g", [0]), 1 << 20, deadline_s=1.0)]
     task = asyncio.ensure_future(collect(pool, asked))
     for _ in range(2):
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.2)
         await pool.pause("abort")
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.7)
         assert not task.done()
         await pool.resume()
     (sample,) = await task
-    assert sample.finish_reason == DEADLINE and sample.spent_s == pytest.approx(0.3, abs=0.15)
+    assert sample.finish_reason == DEADLINE and sample.spent_s >= 1.0
     assert fleet.live[0].served == ["p"] * 3
 
 
@@ -344,15 +344,15 @@ async def test_an_environment_has_what_the_model_left_of_the_deadline() -> None:
         stop = ()
 
         async def go_on(self, sample: Sample) -> bool:
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(1.0)
             sample.append([30], [0.0], 0, trained=False)
             return True
 
     pool = await Fleet().pool(1, turns=Slow())
-    asked = [GenerationRequest(Sample("p", "g", [0]), 1 << 20, stop_token_ids=[10, 40], deadline_s=1.0)]
+    asked = [GenerationRequest(Sample("p", "g", [0]), 1 << 20, stop_token_ids=[10, 40], deadline_s=1.5)]
     (sample,) = await collect(pool, asked)
     assert sample.finish_reason == DEADLINE
-    assert sum(not mask for mask in sample.loss_mask) == 2, "the third answer was too late"
+    assert sum(not mask for mask in sample.loss_mask) == 1, "the second answer was too late"
 
 
 @in_loop
