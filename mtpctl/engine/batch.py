@@ -144,8 +144,8 @@ def pack(
     # Where each token stands in its turn; -1 where nobody sampled it.
     index = torch.arange(len(rows), device=device)
     begin = torch.where(mask > 0, 0, index + 1)
-    first = torch.tensor([0, *accumulate(len(s.loss_mask) for s in chosen[:-1])], device=device)
-    begin[first] = torch.maximum(begin[first], first)
+    opening = torch.tensor([0, *accumulate(len(s.loss_mask) for s in chosen[:-1])], device=device)
+    begin[opening] = torch.maximum(begin[opening], opening)
     placed = index - begin.cummax(0).values
     drafts = []
     for depth in range(1, depths + 1):

@@ -48,7 +48,10 @@ def weight_grad(logit_grad: Tensor, hidden: Tensor, out: Tensor, add: bool) -> N
     """logit_grad [n, c] and hidden [n, H] -> out [c, H], written or added, in the dtype of `out` (the operands' or fp32)."""
     if not _mixed(hidden):
         wide = _wide(logit_grad).T @ _wide(hidden)
-        out.copy_(out + wide if add else wide)
+        if add and out.dtype == wide.dtype:
+            out.add_(wide)
+        else:
+            out.copy_(out + wide if add else wide)
         return
     logit_grad = logit_grad.to(hidden.dtype)
     if out.dtype == hidden.dtype:
