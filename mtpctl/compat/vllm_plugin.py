@@ -15,6 +15,7 @@ def register() -> None:
 
     from mtpctl.compat import (
         vllm_cut,
+        vllm_draft_counts,
         vllm_drafter,
         vllm_gemm,
         vllm_logprobs,
@@ -33,6 +34,7 @@ def register() -> None:
     vllm_rotary.install()
     vllm_drafter.install()
     vllm_cut.install()
+    vllm_draft_counts.install()
     vllm_logprobs.install()
     if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, "mtpctl.sync.vllm_receiver", "ManifestTransferEngine")

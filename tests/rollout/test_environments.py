@@ -15,7 +15,7 @@ import torch
 from mtpctl.data import load_tokenizer, make_byte_tokenizer
 from mtpctl.rollout import ABORTED, DEADLINE, EngineDead, ReplicaPool, VllmEngine, VllmSettings
 from mtpctl.rollout.environments import Calculator, Turns, compute, last_turn, turns
-from mtpctl.samples import GenerationRequest, Sample, VersionSpan
+from mtpctl.samples import GenerationRequest, Sample, Speculation, VersionSpan
 from tests.rollout.checkpoints import Tensors, cycle_tensors, tiny_config, write_checkpoint
 from tests.rollout.conftest import Loop, cpu_settings
 from tests.rollout.fake_replica import FakeReplica
@@ -215,7 +215,16 @@ def test_a_real_engine_hands_over_at_the_stop_string_and_goes_on_behind_the_answ
     assert sample.loss_mask == [1, 1, 1, 1, 0, 0, 1, 1, 1]
     assert sample.finish_reason == "stop"
     assert max(abs(logprob) for logprob in sample.behaviour_logprobs) < 1e-4
-    assert sample.speculation.accepted > 0
+    # In each turn one step, of which both drafts are taken: behind the first token `+2` and then `=`, and `9` and the end.
+    assert sample.speculation == Speculation(drafted=4, accepted=4, accepted_by_position=[2, 2], steps=2)
+
+
+@pytest.mark.parametrize(("stop", "taken"), [("c", 1), ("d", 2), ("e", 2), ("f", 3)])
+def test_drafts_behind_a_stop_string_are_not_counted(teller: Teller, run: Loop, stop: str, taken: int) -> None:
+    """`b` comes from the prompt; a step makes two drafts and a token more."""
+    sample = run(teller.engine.generate(GenerationRequest(Sample("p", "g", [*b"Qa"]), 40, stop=[stop])))
+    assert bytes(sample.response_ids).endswith(stop.encode())
+    assert (sample.speculation.drafted, sample.speculation.accepted) == (taken, taken)
 
 
 def test_a_stop_string_counts_that_begins_in_one_stretch_and_ends_in_the_next(teller: Teller, run: Loop) -> None:

@@ -68,6 +68,31 @@ def test_the_cycle_is_accepted_exactly_when_the_drafter_knows_it(load: Load, gen
         assert max(abs(value) for value in sample.behaviour_logprobs) < 1e-5
 
 
+@pytest.mark.parametrize("max_tokens", [58, 59, 60])
+@pytest.mark.parametrize("mtp_step", [STEP, STEP + 1])
+def test_drafts_behind_the_last_token_are_not_counted(load: Load, generate: Generate, mtp_step: int, max_tokens: int) -> None:
+    load(cycle_tensors(CONFIG, STEP, mtp_step))
+    (sample,) = generate(requests(1, max_tokens))
+    counts, behind = sample.speculation, max_tokens - 1  # the first token is the prompt's
+    if mtp_step == STEP:
+        assert counts.drafted == counts.accepted == 2 * (behind // 3) + behind % 3
+    else:
+        assert (counts.drafted, counts.accepted) == (2 * behind - 1, 0)
+
+
+@pytest.mark.parametrize("length", range(5, 11))
+def test_drafts_behind_a_stop_token_are_not_counted(load: Load, generate: Generate, length: int) -> None:
+    """The drafter is right up to the stop token, and knows nothing of what the target would say behind it."""
+    stop, other, tensors = 3 + STEP * length, 1, cycle_tensors(CONFIG, STEP, STEP)
+    rows = tensors["model.embed_tokens.weight"]
+    project = tensors["model.mtp_layers.0.input_proj.weight"]
+    project[:, project.shape[0] :] += torch.outer(rows[other] - rows[stop], rows[stop]) / len(project)
+    load(tensors)
+    (sample,) = generate(requests(1, 60, stop_token_ids=[stop]))
+    assert sample.response_ids == [3 + STEP * place for place in range(1, length + 1)]
+    assert sample.speculation.accepted == sample.speculation.drafted > 0
+
+
 def toy_tensors() -> tuple[Tensors, torch.Tensor]:
     """Weights whose next-token logits depend on the last token alone, and those logits `[128, 128]`.
 
