@@ -20,8 +20,8 @@ _CONVOLUTION = "_cpu_unpacked_conv_weight"
 _PLAIN_BACKENDS = ("TRITON", "BATCHED_TRITON")
 
 
-class PackedExperts(ValueError):
-    """Expert weights lie in a layout of their kernel's own."""
+class PackedWeight(ValueError):
+    """A weight lies in a layout of its kernel's own."""
 
 
 def install() -> bool:
@@ -51,7 +51,7 @@ def install() -> bool:
 
 
 def plain_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
-    """Memory of a layer's parameter in the layout of loading. Raises PackedExperts where there is none."""
+    """Memory of a layer's parameter in the layout of loading. Raises PackedWeight where there is none."""
     if leaf == "weight" and hasattr(layer, _CONVOLUTION):
         kernel: torch.Tensor = getattr(layer, _CONVOLUTION)
         return kernel.view(kernel.shape[0], 1, -1)
@@ -60,10 +60,14 @@ def plain_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
         return plain
     backend = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
     if backend is not None and backend.name not in _PLAIN_BACKENDS:
-        raise PackedExperts(
+        raise PackedWeight(
             f"belongs to experts that vLLM packs for its {backend.name} kernel; set rollout.engine_args: {{moe_backend: triton}}"
         )
     found: torch.Tensor = getattr(layer, leaf).data
+    if not found.numel():
+        raise PackedWeight(
+            "belongs to a layer that vLLM holds packed alone; take attention_backend out of rollout.engine_args, if it is there"
+        )
     return found
 
 

@@ -56,7 +56,7 @@ def match(
         filled[id(live[slot.parameter])] |= {(slot.expert, part) for part in slot.parts or (None,)}
         try:
             places[name] = _place(model, slot, entry, ranks or Ranks(), dtype)
-        except (Misfit, vllm_packed.PackedExperts) as error:
+        except (Misfit, vllm_packed.PackedWeight) as error:
             wrong.append(f"{name} {error}")
     for name, parameter in live.items():
         if id(parameter) in shared or name.rpartition(".")[2] in vllm_derived.DERIVED:
