@@ -17,6 +17,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from mtpctl.cluster import settle_heap
+from mtpctl.recipe import MtpctlError
 from mtpctl.rollout.protocol import EngineDead, Health, SpecStats
 from mtpctl.rollout.sglang_settings import SglangSettings
 from mtpctl.rollout.vllm_settings import VllmSettings
@@ -185,7 +186,8 @@ class RayReplica:
         except RayActorError as error:
             raise EngineDead(f"{self.name}: {_last_seen(error)}") from error
         except RayTaskError as error:
-            raise error.as_instanceof_cause() from None
+            # Ray's own instance of the cause has the actor's traceback in its message.
+            raise error.cause if isinstance(error.cause, MtpctlError) else error.as_instanceof_cause() from error
 
     async def generate(self, request: GenerationRequest) -> Sample:
         """See `Engine.generate`. Where the caller gives up, the engine does too."""

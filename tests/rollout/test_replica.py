@@ -14,6 +14,7 @@ from mtpctl.recipe import UserError
 from mtpctl.rollout import EngineDead, RayReplica, ReplicaPool, RolloutActor, SglangSettings
 from mtpctl.rollout.actor import _portable
 from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.sync import PlanMismatch
 from tests.rollout.conftest import in_loop
 
 
@@ -210,3 +211,15 @@ def test_a_dead_actor_is_told_in_one_line_with_where_its_last_words_are() -> Non
     news, said = str(died.value).split(" Its last words are in ")
     assert news == f"rollout replica 0: {ActorDiedError.BASE_ERROR_MSG}"
     assert said == "Ray's logs on its host, worker-*-22353.err"
+
+
+def test_what_an_actor_refuses_comes_in_its_own_words() -> None:
+    """Without the traceback that Ray puts into the message."""
+    from ray.exceptions import RayTaskError
+
+    async def call() -> None:
+        raise RayTaskError("update", "Traceback (most recent call last): …", PlanMismatch("lm_head.weight resolves to nothing"))
+
+    with pytest.raises(PlanMismatch) as refused:
+        asyncio.run(RayReplica(None, "rollout replica 0")._call(call()))
+    assert str(refused.value) == "lm_head.weight resolves to nothing"
