@@ -41,6 +41,8 @@ DEEPSEEK: dict[str, Any] = {
     "n_shared_experts": 1,
     "num_experts_per_tok": 4,
     "n_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
     "topk_group": 2,
     "first_k_dense_replace": 1,
     "max_position_embeddings": 128,
@@ -48,7 +50,8 @@ DEEPSEEK: dict[str, Any] = {
     "tie_word_embeddings": False,
     "num_nextn_predict_layers": 0,
 }
-"""With its own width of the compressed state, which vLLM's CPU kernels are made for."""
+"""With its own width of the compressed state, which vLLM's CPU kernels are made for. transformers knows `topk_method` and `scoring_func` by
+itself; vLLM without them takes a softmax, and has no place for the router's bias."""
 
 
 def sampled_after(engine: VllmEngine, run: Loop, weights: dict[str, torch.Tensor], store: Path) -> Sample:
