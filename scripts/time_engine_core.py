@@ -99,9 +99,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     told = parser.parse_args()
-    from mtpctl.compat.vllm_plugin import register
+    from mtpctl.compat.vllm_plugin import install
 
-    register()
+    install()
     found: dict[bool, list[float]] = {False: [], True: []}
     with tempfile.TemporaryDirectory() as scratch:
         core = core_of(write_cycle_model(Path(scratch), TINY, acceptance=0.75, device="cpu"), told.requests)

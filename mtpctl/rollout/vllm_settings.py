@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mtpctl.compat.vllm_plugin import TRANSFER_BACKEND
+from mtpctl.compat.vllm_plugin import OURS, TRANSFER_BACKEND
 from mtpctl.recipe import UserError
 from mtpctl.recipe.schema import DTYPES, VLLM_ADAPTER_RANKS, VllmConfig
 
@@ -117,6 +117,7 @@ def capture_sizes(k: int, requests: int) -> list[int]:
 def _environment(cpu: bool, in_loop: bool, threads: int) -> dict[str, str]:
     """Variables that must be set before vLLM, or torch, is imported."""
     found = {
+        OURS: "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_NO_USAGE_STATS": "1",

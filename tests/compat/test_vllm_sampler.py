@@ -10,7 +10,7 @@ import torch
 from vllm.v1.sample import rejection_sampler as mended
 
 from mtpctl.compat import vllm_sampler, vllm_version
-from mtpctl.compat.vllm_plugin import register
+from mtpctl.compat.vllm_plugin import install
 from mtpctl.compat.vllm_version import UpstreamMoved
 
 X = torch.tensor([0.5, 2.0, 0.0])
@@ -23,7 +23,7 @@ def shipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's functions as they are shipped, for one test."""
     from vllm.platforms import current_platform
 
-    register()
+    install()
     current_platform.register_triton_kernel_overrides()
     spec = importlib.util.find_spec(mended.__name__)
     assert spec is not None and spec.loader is not None
@@ -73,7 +73,7 @@ COOLED = LOGITS / torch.tensor([0.5, 0.5, 2.0])[:, None]
 
 
 def test_temperature_reaches_every_draft_token() -> None:
-    register()
+    install()
     assert torch.allclose(constrained(LOGITS, [2, 1], Metadata([0.5, 2.0], None)), COOLED)
 
 
@@ -86,7 +86,7 @@ def test_temperature_is_lost_without_the_mend(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_top_k_without_draft_tokens() -> None:
-    register()
+    install()
     assert constrained(torch.empty(0, 6), [0, 0], Metadata([1.0, 1.0], [3, 3])).shape == (0, 6)
 
 
