@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, load
+from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, load, say
 
 if TYPE_CHECKING:
     from mtpctl.rollout.offline import Progress
@@ -26,9 +26,13 @@ def rollout(
     n: Annotated[int, typer.Option("--n", metavar="N", help="Responses to each prompt.", min=1)] = 1,
     sets: Sets = None,
     overlay: Overlays = None,
+    start: Annotated[
+        str | None,
+        typer.Option("--from", metavar="RUN|CKPT|FOLDER", help="Weights; default: the run directory's newest checkpoint, else the model."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Generate with the recipe's model and engines. The same command again makes what is missing in the file."""
+    """Generate with the recipe's engines, from the newest weights of its run. The same command again makes what is missing in the file."""
     from mtpctl.recipe import UserError
 
     loaded = load(recipe, overlay, sets)
@@ -39,7 +43,7 @@ def rollout(
     from mtpctl.train.offline import rollout as generate
 
     with _progress() as progress:
-        found = generate(loaded.recipe, prompts, out, n=n, say=lambda line: print(line, file=sys.stderr), progress=progress)
+        found = generate(loaded.recipe, prompts, out, n=n, say=say, progress=progress, start=start)
     answer(json.dumps(found, indent=2) if as_json else _told(found))
 
 

@@ -15,12 +15,12 @@ from typing import Any
 from mtpctl.cluster import cluster, within
 from mtpctl.logprob import LogprobServer, start_server
 from mtpctl.plan import Placement, place
-from mtpctl.recipe import Recipe, UserError
+from mtpctl.recipe import Recipe
 from mtpctl.rollout import check_engine_installed, start_pool
 from mtpctl.sync.transports import PUSHED
 from mtpctl.sync.vllm_http import ServedEngine, ServedEngines
 from mtpctl.train.prepare import model_of, store_in
-from mtpctl.train.state import newest_version
+from mtpctl.train.state import version_named
 from mtpctl.train.trainer import TrainerGroup
 from mtpctl.train.weights import WeightSync
 
@@ -37,15 +37,8 @@ class Source:
         """`--from`: a run directory (its newest checkpoint), or a checkpoint. Raises UserError for anything else."""
         if text is None:
             return cls()
-        path = Path(text).absolute()
-        if (path / "run.json").is_file():
-            return cls(path.parent.parent, path)
-        if not (path / "recipe.resolved.yaml").is_file():
-            raise UserError(f"--from: {text} is neither a run directory (recipe.resolved.yaml) nor a checkpoint (run.json)")
-        checkpoint, _ = newest_version(path / "checkpoints")
-        if checkpoint is None:
-            raise UserError(f"--from: {text} has no checkpoint yet")
-        return cls(path, checkpoint)
+        run, checkpoint, _ = version_named(text)
+        return cls(run, checkpoint)
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,14 @@ from mtpctl.rollout.sample_file import Origin, SampleFile
 from mtpctl.rollout.start import check_engine_installed, start_pool
 from mtpctl.sync import Manifest, VersionStore
 from mtpctl.train.prepare import model_of, store_in, tokenizer_of
-from mtpctl.train.state import newest_version
+from mtpctl.train.state import newest_version, version_named
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Source:
-    """The weights to sample from: a folder, and where a run has trained them further, its newest checkpoint."""
+    """The weights to sample from: a folder, and where a run has trained them further, the checkpoint."""
 
     model: HfFolder
     tokenizer: Tokenizer
@@ -44,8 +44,11 @@ class Source:
         return f"checkpoint {self.checkpoint} (weight version {self.version})"
 
 
-def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progress: Progress) -> dict[str, Any]:
+def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progress: Progress, start: str | None = None) -> dict[str, Any]:
     """Answer every prompt `n` times into `out`, or what is missing there. Returns the summary.
+
+    `start` names the weights: a run (its newest checkpoint), a checkpoint, or a model's folder. Without it they are the newest checkpoint
+    of the recipe's run directory, and where that holds none the recipe's model.
 
     Raises UserError, before anything is started, for prompts, model or file that cannot serve; EnvironmentMissing without
     vLLM, ClusterResources and RuntimeFailure as the cluster and the engines raise them.
@@ -59,7 +62,7 @@ def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progr
         raise UserError(f"--out: {out} holds the prompts; name another file")
     with tempfile.TemporaryDirectory(prefix="mtpctl-rollout-") as made, contextlib.ExitStack() as stack:
         folder = Path(made)
-        source = _source(recipe, folder)
+        source = _source(recipe, start, folder)
         say(f"model: {source.told}")
         asked = [
             Prompt(
@@ -102,23 +105,26 @@ def _whole(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"sync": sync})
 
 
-def _source(recipe: Recipe, folder: Path) -> Source:
-    """Find model, tokenizer and checkpoint; what has to be made on the way goes to `folder`."""
-    checkpoint, version = None, 0
-    home = folder
-    if recipe.model.drawn:
-        home = recipe.run_path.absolute()
-        if not (home / "model").is_dir():
-            raise UserError(
-                f"model.{'init' if recipe.model.config is None else 'config'}: this recipe makes its model when it trains, and "
-                f"{home} holds no run of it yet; run mtpctl train first, set run_dir to that of a run, or name weights: "
-                "model.path, with model.config: null and model.init: weights"
-            )
-        checkpoint, version = newest_version(home / "checkpoints")
-    model = model_of(recipe, home)
-    tokenizer = tokenizer_of(recipe, model, home)
-    check_fits_model(tokenizer, model.shape.vocab)
-    return Source(model, tokenizer, recipe.rollout.context or model.shape.max_positions, checkpoint, version)
+def _source(recipe: Recipe, start: str | None, made: Path) -> Source:
+    """Find model, tokenizer and checkpoint; what has to be made on the way goes to the folder `made`."""
+    run, checkpoint, version = recipe.run_path.absolute(), None, 0
+    if start is not None and (Path(start) / "config.json").is_file():
+        model = recipe.model.model_copy(update={"path": str(Path(start).absolute()), "config": None, "init": "weights"})
+        recipe = recipe.model_copy(update={"model": model})
+    elif start is not None:
+        run, checkpoint, version = version_named(start, "a model's folder (config.json)")
+    else:
+        checkpoint, version = newest_version(run / "checkpoints")
+    if recipe.model.drawn and not (run / "model").is_dir():
+        raise UserError(
+            f"model.{'init' if recipe.model.config is None else 'config'}: this recipe makes its model when it trains, and "
+            f"{run} holds no run of it yet; run mtpctl train first, set run_dir to that of a run, or name weights: --from FOLDER"
+        )
+    home = run if recipe.model.drawn or checkpoint is not None else made
+    model_folder = model_of(recipe, home)
+    tokenizer = tokenizer_of(recipe, model_folder, home)
+    check_fits_model(tokenizer, model_folder.shape.vocab)
+    return Source(model_folder, tokenizer, recipe.rollout.context or model_folder.shape.max_positions, checkpoint, version)
 
 
 def _origin(recipe: Recipe, source: Source) -> Origin:

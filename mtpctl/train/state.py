@@ -40,6 +40,23 @@ def newest_version(root: Path) -> tuple[Path | None, int]:
     return path, int(state["version"])
 
 
+def version_named(text: str, *others: str) -> tuple[Path, Path, int]:
+    """What `--from` names: a run directory (its newest checkpoint) or a checkpoint → the run, the checkpoint, and its weight version.
+
+    Raises UserError for anything else, which may be `others` too, and for a run without one.
+    """
+    path = Path(text).absolute()
+    if (path / _FILE).is_file():
+        return path.parent.parent, path, int(json.loads((path / _FILE).read_text())["version"])
+    if not (path / "recipe.resolved.yaml").is_file():
+        kinds = ("a run directory (recipe.resolved.yaml)", f"a checkpoint ({_FILE})", *others)
+        raise UserError(f"--from: {text} is neither {' nor '.join(kinds)}")
+    checkpoint, version = newest_version(path / "checkpoints")
+    if checkpoint is None:
+        raise UserError(f"--from: {text} has no checkpoint yet")
+    return path, checkpoint, version
+
+
 def check_stages(root: Path, stages: Sequence[str]) -> None:
     """Raise UserError where the newest checkpoint under `root` is within a stage that is not among `stages`.
 

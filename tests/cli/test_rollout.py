@@ -25,8 +25,8 @@ def rollout(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     def call(found: dict[str, Any], *arguments: str) -> tuple[int, str, str, list[Any]]:
         handed: list[Any] = []
 
-        def generate(recipe: Any, prompts: Path, out: Path, *, n: int, say: Any, progress: Any) -> dict[str, Any]:
-            handed.extend([recipe, prompts, out, n])
+        def generate(recipe: Any, prompts: Path, out: Path, *, n: int, say: Any, progress: Any, start: Any) -> dict[str, Any]:
+            handed.extend([recipe, prompts, out, n, start])
             say("model: as it is")
             for done in range(1, 41):
                 progress(done, 40, Tally(speculation=_spec()))
@@ -54,9 +54,11 @@ def found(**changes: Any) -> dict[str, Any]:
 
 
 def test_arguments_are_handed_on_with_the_recipe_as_set(rollout: Any) -> None:
-    code, _, _, handed = rollout(found(), "tiny_mtp", "--prompts", "p.jsonl", "--out", "o.jsonl", "--n", "4", "--set", "seed=5")
+    code, _, _, handed = rollout(
+        found(), "tiny_mtp", "--prompts", "p.jsonl", "--out", "o.jsonl", "--n", "4", "--set", "seed=5", "--from", "r"
+    )
     assert code == 0
-    assert handed == [load_recipe("tiny_mtp", sets=["seed=5"]).recipe, Path("p.jsonl"), Path("o.jsonl"), 4]
+    assert handed == [load_recipe("tiny_mtp", sets=["seed=5"]).recipe, Path("p.jsonl"), Path("o.jsonl"), 4, "r"]
 
 
 def test_progress_goes_to_the_error_stream_and_the_summary_to_the_output(rollout: Any) -> None:

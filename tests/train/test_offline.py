@@ -61,8 +61,19 @@ def generated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return asked
 
 
-def answer(recipe: Recipe, prompts: Path, out: Path, n: int = 1, say: Callable[[str], None] = silent) -> dict[str, Any]:
-    return offline.rollout(recipe, prompts, out, n=n, say=say, progress=silent)
+def answer(
+    recipe: Recipe, prompts: Path, out: Path, n: int = 1, say: Callable[[str], None] = silent, start: str | None = None
+) -> dict[str, Any]:
+    return offline.rollout(recipe, prompts, out, n=n, say=say, progress=silent, start=start)
+
+
+def leave_checkpoint(run: Path, name: str, version: int) -> Path:
+    """What tells of a checkpoint, without its tensors."""
+    checkpoint = run / "checkpoints" / name
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "run.json").write_text(json.dumps({"version": version}))
+    (run / "checkpoints" / "latest").write_text(name)
+    return checkpoint
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["weights", "adapter"])
@@ -130,6 +141,52 @@ def test_a_folder_named_by_the_recipe_is_what_answers_and_no_run_directory_is_ma
     assert not (tmp_path / "elsewhere").exists()
 
 
+@pytest.mark.parametrize("from_", ["", "run", "run/checkpoints/rl-000003", "other", "model"])
+def test_of_a_trained_run_the_newest_weights_answer_unless_others_are_named(
+    from_: str, run: Path, tmp_path: Path, generated: list[Any]
+) -> None:
+    """Whether the model was made for the run or is a folder that the recipe names."""
+    weights, trained, other = run / "model", tmp_path / "run", tmp_path / "other"
+    for each in (trained, other):
+        each.mkdir(exist_ok=True)
+        (each / "recipe.resolved.yaml").touch()
+    third, newest, elsewhere = (
+        leave_checkpoint(*it) for it in ((trained, "rl-000003", 3), (trained, "rl-000007", 7), (other, "sft-000001", 1))
+    )
+    wanted = {"": (newest, 7), "run": (newest, 7), "run/checkpoints/rl-000003": (third, 3), "other": (elsewhere, 1), "model": (None, 0)}
+    start = str(weights) if from_ == "model" else str(tmp_path / from_) if from_ else None
+    made = recipe(trained, "model.config=null", f"model.path={weights}", "model.init=weights")
+    said: list[str] = []
+    answer(made, write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}), tmp_path / "o", say=said.append, start=start)
+    source, (checkpoint, version) = generated[0][0], wanted[from_]
+    assert (source.model.path, source.checkpoint, source.version) == (weights, checkpoint, version)
+    assert said[0] == "model: " + (f"checkpoint {checkpoint} (weight version {version})" if checkpoint else f"the weights of {weights}")
+
+
+def test_a_model_can_be_named_for_a_recipe_that_makes_its_own(run: Path, tmp_path: Path, generated: list[Any]) -> None:
+    before = sorted((run / "model").iterdir())
+    made = recipe(tmp_path / "nowhere")
+    answer(made, write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}), tmp_path / "o", start=str(run / "model"))
+    assert (generated[0][0].model.path, generated[0][0].checkpoint) == (run / "model", None)
+    assert sorted((run / "model").iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("left", "told"),
+    [
+        ("", r"is neither a run directory .* nor a checkpoint .* nor a model's folder \(config\.json\)"),
+        ("recipe.resolved.yaml", "no checkpoint yet"),
+    ],
+)
+def test_what_holds_no_weights_is_told(left: str, told: str, run: Path, tmp_path: Path, generated: list[Any]) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    if left:
+        (empty / left).touch()
+    with pytest.raises(UserError, match=rf"--from: {empty} .*{told}"):
+        answer(recipe(run), write_prompts(tmp_path / "p.jsonl", {"prompt": "1"}), tmp_path / "o", start=str(empty))
+
+
 def test_top_p_is_fine_where_nobody_trains_on_the_samples(run: Path, tmp_path: Path, generated: list[Any]) -> None:
     answer(recipe(run, "rollout.top_p=0.9"), write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}), tmp_path / "o")
     assert len(generated) == 1
@@ -140,14 +197,11 @@ def test_another_checkpoint_does_not_go_on_with_the_file_of_the_one_before(run: 
 
     prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}, {"prompt": "2+2="})
     made = recipe(run)
-    with SampleFile.open(tmp_path / "o", offline._origin(made, offline._source(made, tmp_path)), {"p.jsonl:1": "1+1="}) as file:
+    with SampleFile.open(tmp_path / "o", offline._origin(made, offline._source(made, None, tmp_path)), {"p.jsonl:1": "1+1="}) as file:
         file.append(Sample("p.jsonl:1", "g", [1], response_ids=[2], finish_reason="stop"), "1+1=", "x")
     answer(made, prompts, tmp_path / "o")
     assert [prompt.prompt_id for prompt, _ in generated[0][1]] == ["p.jsonl:2"]
-    checkpoint = run / "checkpoints" / "rl-000003"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "run.json").write_text('{"version": 3}')
-    (run / "checkpoints" / "latest").write_text("rl-000003")
+    leave_checkpoint(run, "rl-000003", 3)
     with pytest.raises(UserError, match="was made from other weights or sampling settings of this recipe"):
         answer(made, prompts, tmp_path / "o")
 
@@ -178,7 +232,7 @@ def test_a_recipe_that_makes_its_model_wants_a_run(tmp_path: Path, generated: li
 
 def test_a_folder_whose_weights_are_not_to_be_loaded_answers_nothing_by_itself(run: Path, tmp_path: Path, generated: list[Any]) -> None:
     drawn = recipe(tmp_path / "elsewhere", "model.config=null", f"model.path={run / 'model'}", "model.init=random")
-    with pytest.raises(UserError, match=r"model\.init: this recipe makes its model .* model\.init: weights"):
+    with pytest.raises(UserError, match=r"model\.init: this recipe makes its model .* --from FOLDER"):
         answer(drawn, write_prompts(tmp_path / "p.jsonl", {"prompt": "1"}), tmp_path / "o")
 
 
