@@ -349,7 +349,9 @@ class DataConfig(Section):
     sft_task: GeneratedTask | None = Field(
         None, description="Generate the supervised stage's problems, less what is held out; default: RL's."
     )
-    checker: Literal["exact", "math"] = Field("exact", description="exact: the text after the last `#`, trimmed; math: math-verify.")
+    checker: Literal["exact", "math"] = Field(
+        "exact", description="exact: the text after the last `#` of response and answer; math: math-verify."
+    )
     chat_template: bool = Field(False, description="Wrap prompts in the tokenizer's chat template.")
     system_prompt: str | None = Field(None, description="System message, with a chat template.")
     shuffle: bool = Field(True, description="Draw prompts in an order given by the seed.")

@@ -7,6 +7,7 @@ thread.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -21,6 +22,9 @@ from mtpctl.recipe.schema import OverlongConfig
 
 Checker = Callable[[str, str], float]
 
+_MARKED = re.compile(r"(?:(?<!\w)#|##)([^#]*[^#\s])\s*$")
+"""The mark before a final answer, and the answer behind it."""
+
 _START_S = 120.0
 """Seconds that the math worker has for importing sympy, on a machine that is busy."""
 
@@ -31,9 +35,15 @@ def final_answer(response: str) -> str:
 
 
 def exact_checker(response: str, answer: str) -> float:
-    """1.0 where the final answer is the same text, blanks around it aside. An answer with a `#` of its own is compared in full."""
-    given = response.strip() if "#" in answer else final_answer(response)
-    return float(given == answer.strip())
+    """1.0 where the final answer is the same text, blanks around it aside.
+
+    An answer that is itself a worked one, as GSM8K's are, is read like the response: what follows its last mark counts. A `#` that is
+    part of a word (C#, F#m) is no mark, and such an answer is compared in full.
+    """
+    marked = _MARKED.search(answer)
+    if marked is None and "#" in answer:
+        return float(response.strip() == answer.strip())
+    return float(final_answer(response) == (answer if marked is None else marked[1]).strip())
 
 
 class MathChecker:

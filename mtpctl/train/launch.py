@@ -50,13 +50,13 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
             raise
         # What is refused has not run here.
         directory.record(text)
-        with (
-            Telemetry(directory, recipe.telemetry, plain, totals=totals) as telemetry,
-            cluster(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus),
-        ):
-            finished = asyncio.run(Run(recipe, prepared, directory, telemetry, placement).drive())
-            if finished:
-                telemetry.print_summary()
+        with Telemetry(directory, recipe.telemetry, plain, totals=totals) as telemetry:
+            if prepared.unrewarded:
+                telemetry.event("data", prepared.unrewarded)
+            with cluster(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus):
+                finished = asyncio.run(Run(recipe, prepared, directory, telemetry, placement).drive())
+                if finished:
+                    telemetry.print_summary()
     return 0 if finished else INTERRUPTED
 
 

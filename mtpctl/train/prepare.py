@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,24 +13,35 @@ from mtpctl.families import ModelShape, count
 from mtpctl.plan import WEIGHT_BYTES
 from mtpctl.recipe import EnvironmentMissing, Recipe, UserError, hf_config, path_in_full, yaml12
 from mtpctl.recipe.loading import flatten
+from mtpctl.rl import MathChecker, make_checker
 from mtpctl.sync import VersionStore, default_root, name_of
 from mtpctl.telemetry import RunDirectory
+
+LOOKED_AT = 500
+"""Problems of a set, at most, whose own solutions are checked."""
+
+_OTHER = {"exact": "math", "math": "exact"}
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What every stage of a run works on. `context` is the longest prompt with response, in tokens."""
+    """What every stage of a run works on. `context` is the longest prompt with response, in tokens.
+
+    `unrewarded` tells of problems whose own solution the checker does not accept, where there are some.
+    """
 
     model: HfFolder
     tokenizer: Tokenizer
     problems: ProblemSets
     context: int
+    unrewarded: str = ""
 
 
 def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     """Find or make everything that the recipe names. Raises UserError for what is missing or does not fit."""
     # First what is read in a moment.
     problems = load_problem_sets(recipe.data, recipe.seed)
+    unrewarded = check_answers(problems, recipe) if "rl" in recipe.train.stages else ""
     model = model_of(recipe, run_dir)
     # What is wrong with names, sizes or scales is told here, and not by ranks that were started for it.
     ModelWeights(model.path, mtp=recipe.mtp.mode != "off")
@@ -43,7 +55,35 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
         fit_problems(tokenizer, problems.train, recipe.data, context=context)
     fit_problems(tokenizer, imitated, recipe.data, context=context, targets=True)
     fit_problems(tokenizer, problems.evaluation, recipe.data, context=context)
-    return Prepared(model, tokenizer, problems, context)
+    return Prepared(model, tokenizer, problems, context, unrewarded)
+
+
+def check_answers(problems: ProblemSets, recipe: Recipe) -> str:
+    """Hold each problem's own solution against its answer, as a response would be. Returns what is to be told, nothing where all is well.
+
+    Of a large set evenly spaced problems are looked at, since math-verify does some hundred a second. Raises UserError for a set of
+    which not one solution is accepted: there is nothing to learn from it.
+    """
+    kind, told = recipe.data.checker, []
+    with contextlib.ExitStack() as stack:
+        checker = make_checker(kind)
+        if isinstance(checker, MathChecker):
+            stack.enter_context(checker)
+        named = {"training": problems.train, "held-out": problems.evaluation}
+        for what, those in named.items():
+            looked_at = those[:: -(-len(those) // LOOKED_AT)] if those else []
+            wrong = [each for each in looked_at if not checker(each.target, each.answer)]
+            if not wrong:
+                continue
+            first = wrong[0]
+            said = (
+                f"{first.prompt_id}: data.checker: {kind} gives 0 for the row's own {'answer' if first.solution is None else 'solution'} "
+                f"(answer {first.answer[-40:]!r}), as for {len(wrong)} of {len(looked_at)} {what} problems looked at"
+            )
+            if len(wrong) == len(looked_at):
+                raise UserError(f"{said}: no response could be right; mend `answer`, or set data.checker: {_OTHER[kind]}")
+            told.append(said)
+    return "; ".join(told)
 
 
 def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:

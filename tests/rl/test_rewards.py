@@ -23,7 +23,17 @@ from mtpctl.rl import MathChecker, exact_checker, final_answer, make_checker, ov
         ("#012", "12", 0.0),
         ("#", "12", 0.0),
         ("", "12", 0.0),
+        # A worked answer is read as the response is; a # within a word marks nothing.
+        ("48+24=72 #### 72", "48/2=24\n48+24=72\n#### 72", 1.0),
+        ("…#### 72", "…#### 72", 1.0),
+        ("#72", "so it is\n#### 72 ", 1.0),
+        ("72", "#### 72", 1.0),
+        ("#### 73", "…#### 72", 0.0),
         ("C#", "C#", 1.0),
+        ("D#", "C#", 0.0),
+        ("A#m", "F#m", 0.0),
+        ("F#m", "F#m", 1.0),
+        ("####", "####", 1.0),
     ],
 )
 def test_exact(response: str, answer: str, reward: float) -> None:
