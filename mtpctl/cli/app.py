@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from mtpctl.cli import bench, convert_hf, doctor, logprob_serve, recipe, report, rollout, sync_weights, train
+from mtpctl.cli import bench, clean, convert_hf, doctor, logprob_serve, recipe, report, rollout, sync_weights, train
 from mtpctl.recipe.errors import MtpctlError
 
 INTERRUPTED = 130
@@ -63,6 +63,7 @@ app.command("convert-hf")(convert_hf.convert_hf)
 app.command("report")(report.report)
 app.command("sync-weights")(sync_weights.sync_weights)
 app.command("doctor")(doctor.doctor)
+app.command("clean")(clean.clean)
 app.add_typer(bench.app, name="bench")
 app.add_typer(recipe.app, name="recipe")
 

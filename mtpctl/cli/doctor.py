@@ -14,7 +14,7 @@ from mtpctl.cli.options import Json
 if TYPE_CHECKING:
     from mtpctl.bench.doctor import Diagnosis
 
-MARKS = {"ok": "[green]✓[/]", "absent": "[dim]–[/]", "skipped": "[yellow]–[/]", "failed": "[red]✗[/]"}
+MARKS = {"ok": "[green]✓[/]", "absent": "[dim]–[/]", "skipped": "[yellow]–[/]", "loaded": "[yellow]?[/]", "failed": "[red]✗[/]"}
 
 
 def doctor(
@@ -56,5 +56,4 @@ def _print(diagnosis: Diagnosis) -> None:
     console = Console(highlight=False)
     console.print(table)
     skipped = [check.name for check in diagnosis.checks if check.finding.state == "skipped"]
-    verdict = "all well" if diagnosis.error is None else "not fit to run"
-    console.print(f"\n{verdict}{f', without the {skipped[0]}' if skipped else ''}, after {diagnosis.seconds:.1f} s")
+    console.print(f"\n{diagnosis.verdict}{f', without the {skipped[0]}' if skipped else ''}, after {diagnosis.seconds:.1f} s")

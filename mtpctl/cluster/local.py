@@ -8,7 +8,10 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+from mtpctl.cluster import leftovers
 from mtpctl.recipe import ClusterResources, EnvironmentMissing
 from mtpctl.recipe.schema import ClusterConfig
 
@@ -42,12 +45,14 @@ def _too_few(name: str, need: float, have: float, field: str) -> ClusterResource
 
 
 @contextlib.contextmanager
-def cluster(config: ClusterConfig, *, cpus: float, gpus: float) -> Iterator[None]:
-    """Ray, with room for `cpus` and `gpus`, while the block runs.
+def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = True) -> Iterator[None]:
+    """Ray, with room for `cpus` and `gpus`, while the block runs. What killed runs left on this machine goes first, if `tidy`.
 
     SIGTERM does what it did before. Raises ClusterResources where there is less, EnvironmentMissing where the address does not answer.
     """
     check_room(config, cpus=cpus, gpus=gpus)
+    if tidy:
+        leftovers.remove()
     import ray
 
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -55,7 +60,7 @@ def cluster(config: ClusterConfig, *, cpus: float, gpus: float) -> Iterator[None
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(
+        context: Any = ray.init(
             # Without an address Ray joins whatever RAY_ADDRESS or somebody's `ray start` on this machine names.
             address=config.address or "local",
             num_cpus=None if config.address else config.num_cpus,
@@ -69,6 +74,8 @@ def cluster(config: ClusterConfig, *, cpus: float, gpus: float) -> Iterator[None
     except Exception as error:  # Ray raises plain `Exception` where one of its own processes does not start.
         where = f"no Ray cluster answers at {config.address}" if config.address else "Ray did not start on this machine"
         raise EnvironmentMissing(f"cluster.address: {where}: {str(error).splitlines()[0]}") from error
+    if config.address is None:
+        leftovers.mark(Path(context.address_info["session_dir"]))
     if threading.current_thread() is threading.main_thread():
         # Ray's own handler ends the process at once, and what it has started is left behind.
         signal.signal(signal.SIGTERM, on_sigterm)

@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from mtpctl.cluster import leftovers
+from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
 from mtpctl.plan import ADAPTER_PREFIX, Bucket
 from mtpctl.sync.checksums import Part, summed
 from mtpctl.sync.manifest import SectionPlan
@@ -24,7 +26,6 @@ from mtpctl.sync.names import Renamer, resolve
 from mtpctl.sync.places import Misfit, Ranks, find_place
 from mtpctl.sync.protocol import PlanMismatch
 from mtpctl.sync.receiver import BucketsInOrder, pieces
-from mtpctl.sync.store import SHARED_MEMORY
 
 _MATRIX = re.compile(rf"^{re.escape(ADAPTER_PREFIX)}(?P<layer>.+)\.lora_(?P<which>[AB])\.weight$")
 
@@ -119,6 +120,7 @@ class AdapterReceiver(BucketsInOrder):
         """Write the adapter as PEFT does, whole or not at all."""
         root = folder.parent
         root.mkdir(parents=True, exist_ok=True)
+        leftovers.mark(root)
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=root))
         save_file(self.tensors, draft / "adapter_model.safetensors")
         (draft / "adapter_config.json").write_text(json.dumps(self.plan.config))
@@ -131,4 +133,4 @@ def adapter_root(store: str, name: str) -> Path:
     """Where an engine of this name keeps its adapters: with the versions in `store`, or without one in memory where there is some."""
     if store:
         return Path(store) / "adapters" / name
-    return (SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())) / f"mtpctl-adapter-{name}"
+    return (SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())) / f"{PREFIX}adapter-{name}"

@@ -14,12 +14,12 @@ import shutil
 import zlib
 from pathlib import Path
 
-from mtpctl.cluster import on_one_host
+from mtpctl.cluster import leftovers, on_one_host
+from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
 from mtpctl.recipe import EnvironmentMissing
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import VersionConflict
 
-SHARED_MEMORY = Path("/dev/shm")
 KEPT = 2
 _MANIFEST = "manifest.json"
 
@@ -34,9 +34,10 @@ def default_root(name: str, needed_bytes: int, fallback: Path) -> Path:
 
     Whoever reads them is on this machine, or sees `fallback`. What a process of the same name left in memory, killed, is removed.
     """
-    root = SHARED_MEMORY / f"mtpctl-{name}"
+    root = SHARED_MEMORY / f"{PREFIX}{name}"
     VersionStore(root).close()
     if on_one_host() and SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > (KEPT + 1) * needed_bytes:
+        VersionStore(root).claim()
         return root
     return fallback
 
@@ -96,6 +97,17 @@ class VersionStore:
         (folder / _MANIFEST).unlink(missing_ok=True)
         if folder.exists():
             shutil.rmtree(folder)
+
+    def claim(self) -> None:
+        """Empty the folder, and mark it as this process's, so that it is known for a leftover should the process be killed.
+
+        Raises EnvironmentMissing where it cannot be made.
+        """
+        self.close()
+        try:
+            leftovers.make_marked(self.root)
+        except OSError as error:
+            raise EnvironmentMissing(f"{self.root}: cannot hold published weights: {error.strerror}") from error
 
     def close(self) -> None:
         """Remove everything, the folder included. May be called again."""

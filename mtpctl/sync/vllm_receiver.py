@@ -160,7 +160,7 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
         """Remove the folders beside this one, on the first rank."""
         if get_tensor_model_parallel_rank() == 0:
             for folder in Path(kept).parent.iterdir():
-                if folder != Path(kept):
+                if folder != Path(kept) and folder.is_dir():
                     shutil.rmtree(folder)
 
     def sums(self) -> dict[str, list[dict[str, int]]]:

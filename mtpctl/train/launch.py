@@ -73,7 +73,7 @@ class Run:
         self._listen()
         for caution in cautions_of(self.recipe):
             self.telemetry.event("caution", caution)
-        self.store.close()
+        self.store.claim()
         trainer = TrainerGroup(self.recipe, self.placement)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self.store.close)

@@ -195,7 +195,7 @@ def _generate(
             stack.enter_context(checker)
         stack.enter_context(cluster(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus))
         store = store_in(folder, recipe, source.model.shape)
-        store.close()
+        store.claim()
         stack.callback(store.close)
         return asyncio.run(drive(store))
 

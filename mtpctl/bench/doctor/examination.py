@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -12,9 +13,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mtpctl.bench.doctor import stack
-from mtpctl.bench.doctor.part import run_part
+from mtpctl.bench.doctor.part import NoAnswer, run_part
 from mtpctl.bench.doctor.self_check import Agreement
+from mtpctl.cluster import leftovers
 from mtpctl.recipe import EnvironmentMissing, MtpctlError, ThresholdMissed
+
+LANES = 2
+"""Checks that run at a time."""
 
 DEADLINE_S = {"kernels": 240.0, "transports": 120.0, "ray": 120.0, "sample": 300.0, "score": 300.0}
 """Seconds that each part has; kernels may have to compile, and the machine may be busy."""
@@ -22,9 +27,12 @@ DEADLINE_S = {"kernels": 240.0, "transports": 120.0, "ray": 120.0, "sample": 300
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found, in a sentence and as data. `absent` is something that need not be there; a `failed` one has its error."""
+    """What a check found, in a sentence and as data. `absent` is something that need not be there; a `failed` one has its error.
 
-    state: Literal["ok", "absent", "skipped", "failed"]
+    `loaded`: it failed by taking too long, on a machine that others keep busy, which tells nothing of the machine; it has an error too.
+    """
+
+    state: Literal["ok", "absent", "skipped", "loaded", "failed"]
     told: str
     data: Any = None
     error: MtpctlError | None = None
@@ -45,6 +53,14 @@ class Diagnosis:
 
     checks: list[Check]
     seconds: float
+
+    @property
+    def verdict(self) -> str:
+        """In a few words."""
+        states = {check.finding.state for check in self.checks}
+        if "failed" in states:
+            return "not fit to run"
+        return "the machine is too loaded to tell" if "loaded" in states else "all well"
 
     @property
     def error(self) -> MtpctlError | None:
@@ -108,10 +124,21 @@ async def _one_by_one(lane: dict[str, Callable[[], Awaitable[Finding]]], done: R
         try:
             finding = await find()
         except MtpctlError as error:
-            finding = Finding("failed", str(error), error=error)
+            finding = _finding(error)
         checks.append(Check(name, finding, time.perf_counter() - began))
         done(checks[-1])
     return checks
+
+
+def _finding(error: MtpctlError) -> Finding:
+    """Of a check that failed. What took too long says little where others keep the machine busy."""
+    load, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    # Ray has a deadline of its own for its processes, and says so in its own words.
+    slow = isinstance(error, NoAnswer) or "timed out" in str(error)
+    if not slow or load - LANES < cpus:
+        return Finding("failed", str(error), error=error)
+    told = f"{error}; the machine is loaded ({load:.1f} processes want its {cpus} CPUs): look again when less runs on it"
+    return Finding("loaded", told, error=type(error)(told))
 
 
 async def python() -> Finding:
@@ -123,12 +150,16 @@ async def python() -> Finding:
 
 
 async def machine() -> Finding:
-    """CPUs and memory; nothing here is right or wrong by itself."""
-    found = stack.machine()
+    """CPUs and memory, and what killed runs left; nothing here is right or wrong by itself."""
+    found, left = stack.machine(), leftovers.find()
+    size = sum(each.nbytes for each in left) / 2**30
+    found["leftovers"] = [{"path": str(each.path), "bytes": each.nbytes} for each in left]
     told = (
         f"{found['cpus']} CPUs, {found['memory_gib']:g} GiB memory, {found['memory_available_gib']:g} of it free, "
         f"{found['shared_memory_free_gib']:g} GiB free in /dev/shm; {found['system']}, {found['arch']}"
     )
+    if left:
+        told += f"; killed runs left {len(left)} folder(s), {size:.3g} GiB: the next start removes them, or mtpctl clean"
     return Finding("ok", told, found)
 
 

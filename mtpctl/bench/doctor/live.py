@@ -112,7 +112,7 @@ def ray(folder: Path) -> dict[str, Any]:
 
     from mtpctl.cluster import cluster
 
-    with cluster(ClusterConfig(num_cpus=1, num_gpus=0), cpus=1, gpus=0):
+    with cluster(ClusterConfig(num_cpus=1, num_gpus=0), cpus=1, gpus=0, tidy=False):
         answer = ray.get(ray.remote(num_cpus=1)(_answer).remote(), timeout=_RAY_S)
     return {"version": ray.__version__, "answered": answer}
 

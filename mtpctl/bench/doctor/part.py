@@ -25,11 +25,15 @@ PARTS = {"kernels": "live", "transports": "live", "ray": "live", "sample": "self
 _ERRORS = {error.exit_code: error for error in (UserError, EnvironmentMissing, RuntimeFailure)}
 
 
+class NoAnswer(RuntimeFailure):
+    """A part took longer than it may."""
+
+
 async def run_part(name: str, folder: Path, deadline_s: float) -> dict[str, Any]:
     """Run a part and return what it found.
 
-    Raises the project's own errors as the part raised them, and RuntimeFailure with its last line where it crashed or took
-    longer than `deadline_s`; no process of it is left behind.
+    Raises the project's own errors as the part raised them, RuntimeFailure with its last line where it crashed, and NoAnswer where it
+    took longer than `deadline_s`; no process of it is left behind.
     """
     log, result = folder / f"{name}.log", folder / f"{name}.json"
     with log.open("wb") as out:
@@ -41,7 +45,7 @@ async def run_part(name: str, folder: Path, deadline_s: float) -> dict[str, Any]
         try:
             code = await asyncio.wait_for(process.wait(), deadline_s)
         except TimeoutError:
-            raise RuntimeFailure(f"{name}: no answer within {deadline_s:g} s") from None
+            raise NoAnswer(f"{name}: no answer within {deadline_s:g} s") from None
         finally:
             with suppress(ProcessLookupError):  # The whole group has ended by itself.
                 os.killpg(process.pid, signal.SIGKILL)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from mtpctl.bench.doctor import Diagnosis, examination, examine
+from mtpctl.bench.doctor.part import NoAnswer
 from mtpctl.bench.doctor.self_check import Agreement
+from mtpctl.cluster.leftovers import Leftover
 from mtpctl.recipe import EnvironmentMissing, RuntimeFailure, ThresholdMissed
 
 AGREED = Agreement(2, 40, 0.7, "fp32", mean_abs=1e-6, max_abs=1e-5, bound=1e-4, drafted=30, accepted=9)
@@ -96,3 +98,36 @@ def test_a_kernel_that_auto_takes_and_that_is_wrong_is_exit_6(examined: Any) -> 
     wrong = {"name": "chunked", "live": False, "reason": "is 3.0e+00 off the reference"}
     diagnosis = examined({"kernels": PARTS["kernels"] | {"implementations": [wrong, {"name": "reference", "live": True}]}})
     assert diagnosis.to_dict()["exit_code"] == 6
+
+
+@pytest.mark.parametrize("error", [NoAnswer("ray: no answer within 120 s"), EnvironmentMissing("Ray did not start: the node timed out")])
+def test_on_a_loaded_machine_what_takes_too_long_tells_nothing_of_it(
+    error: Exception, examined: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (20.0, 20.0, 20.0))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    diagnosis = examined({"ray": error})
+    assert finding(diagnosis, "ray").state == "loaded"
+    assert diagnosis.verdict == "the machine is too loaded to tell"
+    assert f"{error}; the machine is loaded (20.0 processes want its 2 CPUs)" in str(diagnosis.error)
+    assert type(diagnosis.error) is type(error)
+
+
+def test_on_an_idle_one_it_does(examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (3.9, 0.0, 0.0))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    diagnosis = examined({"ray": NoAnswer("ray: no answer within 120 s")})
+    assert finding(diagnosis, "ray").state == "failed" and diagnosis.verdict == "not fit to run"
+
+
+def test_what_crashes_is_broken_under_any_load(examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (20.0, 20.0, 20.0))
+    diagnosis = examined({"kernels": RuntimeFailure("kernels: ended with code 1")})
+    assert finding(diagnosis, "kernels").state == "failed" and diagnosis.verdict == "not fit to run"
+
+
+def test_what_killed_runs_left_is_shown(examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination.leftovers, "find", lambda: [Leftover(Path("/dev/shm/mtpctl-run"), 15 << 30)])
+    machine = finding(examined(), "machine")
+    assert machine.told.endswith("killed runs left 1 folder(s), 15 GiB: the next start removes them, or mtpctl clean")
+    assert machine.data["leftovers"] == [{"path": "/dev/shm/mtpctl-run", "bytes": 15 << 30}]

@@ -1,0 +1,160 @@
+"""What killed processes leave is found and removed; what may be in use is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mtpctl.cli import main
+from mtpctl.cluster import leftovers
+from mtpctl.cluster.leftovers import MARK
+
+MAKES = """
+import json, sys
+from pathlib import Path
+from mtpctl.cluster import leftovers
+for folder in map(Path, json.loads(sys.stdin.readline())):
+    leftovers.make_marked(folder)
+    (folder / "v00000001").mkdir()
+    (folder / "v00000001" / "target-00000.bin").write_bytes(bytes(1 << 16))
+print("made", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Shared memory, and beside it the folder of Ray's sessions."""
+    (tmp_path / "shm").mkdir()
+    (tmp_path / "ray").mkdir()
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    return tmp_path / "shm"
+
+
+@pytest.fixture
+def run(memory: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that has made a folder of versions and one of a Ray session."""
+    # Not by their arguments: a folder that some process names is in use.
+    told = json.dumps([str(memory / "mtpctl-run"), str(memory.parent / "ray" / "session_1")])
+    process = subprocess.Popen([sys.executable, "-c", MAKES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(told + "\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "made\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+
+
+def test_a_live_runs_folders_stay_and_a_killed_ones_go(run: subprocess.Popen[str], memory: Path) -> None:
+    versions, session = memory / "mtpctl-run", memory.parent / "ray" / "session_1"
+    assert leftovers.find() == leftovers.remove() == []
+    assert versions.is_dir() and session.is_dir()
+    kill(run)
+    found = leftovers.find()
+    assert [left.path for left in found] == [versions, session] and all(left.nbytes >= 1 << 16 for left in found)
+    assert leftovers.remove() == found
+    assert list(memory.iterdir()) == list(session.parent.iterdir()) == [] == leftovers.find()
+
+
+def test_an_id_that_was_given_out_again_is_not_the_owner(run: subprocess.Popen[str], memory: Path) -> None:
+    folder = memory / "mtpctl-run"
+    owner = json.loads((folder / MARK).read_text())
+    (folder / MARK).write_text(json.dumps(owner | {"started": owner["started"] - 1}))
+    assert [left.path for left in leftovers.remove()] == [folder]
+
+
+@pytest.mark.parametrize("mark", [None, "", "[]", "{}"])
+def test_what_does_not_tell_whose_it_is_stays_and_is_named(mark: str | None, memory: Path) -> None:
+    folder = memory / "mtpctl-run"
+    folder.mkdir()
+    if mark is not None:
+        (folder / MARK).write_text(mark)
+    assert leftovers.remove() == [] and folder.is_dir()
+    assert leftovers.unknown() == ([folder] if mark is None else [])
+
+
+@pytest.mark.parametrize("name", ["boot", "namespace"])
+def test_what_was_made_in_another_container_stays(name: str, run: subprocess.Popen[str], memory: Path) -> None:
+    """Its ids mean nothing here."""
+    folder = memory / "mtpctl-run"
+    kill(run)
+    owner = json.loads((folder / MARK).read_text())
+    (folder / MARK).write_text(json.dumps(owner | {name: "another"}))
+    assert folder not in [left.path for left in leftovers.remove()] and folder.is_dir()
+
+
+def test_so_does_another_users(run: subprocess.Popen[str], memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kill(run)
+    monkeypatch.setattr(os, "getuid", lambda: 1 + memory.stat().st_uid)
+    assert leftovers.find() == leftovers.remove() == leftovers.unknown() == []
+
+
+def test_and_a_session_of_which_ray_still_has_a_process(run: subprocess.Popen[str], memory: Path) -> None:
+    kill(run)
+    session = memory.parent / "ray" / "session_1"
+    with subprocess.Popen([sys.executable, "-c", "input()", f"--session-dir={session}"], stdin=subprocess.PIPE) as raylet:
+        assert session not in [left.path for left in leftovers.remove()]
+        raylet.kill()
+    assert [left.path for left in leftovers.remove()] == [session]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from mtpctl.cluster import cluster
+from mtpctl.recipe.schema import ClusterConfig
+from mtpctl.sync import default_root
+with cluster(ClusterConfig(num_cpus=1), cpus=1, gpus=0):
+    print(default_root(sys.argv[1], 1, Path("nowhere")), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_the_next_start_removes_what_a_killed_one_left() -> None:
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:  # pytest's own are too deep for Ray's sockets
+        environment = os.environ | {"RAY_TMPDIR": folder}
+        command = [sys.executable, "-c", KILLED, f"test-{os.getpid()}"]
+        sessions, versions = [], set()
+        for _ in range(2):
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=200, check=False)
+            assert done.returncode == -signal.SIGKILL
+            versions.add(Path(done.stdout.strip()))
+            (session,) = (path for path in (Path(folder) / "ray").glob("session_2*"))
+            sessions.append(session)
+            ends = time.monotonic() + 60  # Ray's own processes take a moment to follow
+            while leftovers._named_by_a_process(session.name) and time.monotonic() < ends:
+                time.sleep(0.2)
+        assert sessions[0] != sessions[1] and not sessions[0].exists()
+        (left,) = versions
+        assert left.parent == leftovers.SHARED_MEMORY
+        assert left in [each.path for each in leftovers.remove()] and not left.exists()
+
+
+def test_the_command_tells_what_it_removed(run: subprocess.Popen[str], memory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (memory / "mtpctl-ipc-x").touch()
+    kill(run)
+    for said in (["removed " + str(memory / "mtpctl-run"), "removed "], ["killed runs left nothing here"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["clean"])
+        *lines, last = capsys.readouterr().out.splitlines()
+        assert (
+            not ended.value.code and len(lines) == len(said) and all(line.startswith(text) for line, text in zip(lines, said, strict=True))
+        )
+        assert last.startswith(f"left alone: {memory / 'mtpctl-ipc-x'} does not tell whose it is")
