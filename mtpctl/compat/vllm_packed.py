@@ -41,7 +41,9 @@ def install() -> bool:
 
     def process_weights_after_loading(self: Any, layer: nn.Module) -> None:
         if _KEPT not in layer.__dict__:
-            kept = {leaf: parameter.data.clone() for leaf, parameter in layer.named_parameters(recurse=False)}
+            # The router's bias is the router's too, by which it is updated.
+            leaves = [leaf for leaf, _ in layer.named_parameters(recurse=False) if leaf.startswith(("w13_", "w2_"))]
+            kept = {leaf: layer.get_parameter(leaf).data.clone() for leaf in leaves}
             layer.__dict__[_KEPT] = (self, kept)
         upstream(self, layer)
 

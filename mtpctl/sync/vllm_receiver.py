@@ -18,12 +18,11 @@ import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from mtpctl.compat import vllm_derived, vllm_packed
+from mtpctl.compat import vllm_derived, vllm_names, vllm_packed
 from mtpctl.compat.vllm_draft_times import TIMES
 from mtpctl.sync.adapter import AdapterReceiver, check_fits
 from mtpctl.sync.manifest import SectionPlan, buckets_from
 from mtpctl.sync.memory import card_memory
-from mtpctl.sync.names import Renamer
 from mtpctl.sync.places import Place, Ranks
 from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SyncError
 from mtpctl.sync.receiver import Scratch, SectionReceiver, match
@@ -117,12 +116,8 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
     def _adapter(self, plan: SectionPlan) -> AdapterReceiver:
         receiver, lora = AdapterReceiver(plan), self.vllm_config.lora_config
         room = None if lora is None else int(lora.max_lora_rank)
-        check_fits(receiver.layers, plan.config["r"], self.model, rename=self._rename(), ranks=_ranks(), room=room)
+        check_fits(receiver.layers, plan.config["r"], self.model, rename=vllm_names.renamer(self.model), ranks=_ranks(), room=room)
         return receiver
-
-    def _rename(self) -> Renamer | None:
-        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
-        return mapper.get_rename_mapper().map_name if mapper is not None else None
 
     def _match(self, plan: SectionPlan) -> dict[str, Place]:
         if self.vllm_config.quant_config is not None:
@@ -131,7 +126,7 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
             raise PlanMismatch("weights of an engine with pipeline stages cannot be updated in place")
         elsewhere = self._default_model if self.model is not self._default_model else None
         own = self.model_config.dtype if isinstance(self.model_config.dtype, torch.dtype) else None
-        return match(self.model, plan, rename=self._rename(), elsewhere=elsewhere, ranks=_ranks(), dtype=own)
+        return match(self.model, plan, rename=vllm_names.renamer(self.model), elsewhere=elsewhere, ranks=_ranks(), dtype=own)
 
     def _receive(self, step: Step) -> None:
         receiver = self._current

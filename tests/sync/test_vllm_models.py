@@ -9,30 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtpctl.convert import create_hf_folder
+from mtpctl import families
 from mtpctl.rollout import VllmEngine
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync import PlanMismatch, Publisher, VersionStore
+from tests.families.toys import SERVED, SIZES, TOYS, toy_folder
 from tests.rollout.conftest import Loop, cpu_settings
 
-BASE: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 96,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "float32",
-    "initializer_range": 0.05,
-}
 MOE: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -40,33 +23,12 @@ MOE: dict[str, Any] = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
 }
-DELTA: dict[str, Any] = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "linear_conv_kernel_dim": 4,
-    "full_attention_interval": 2,
-    "layer_types": ["linear_attention", "full_attention"],
-    "partial_rotary_factor": 0.25,
+MODELS: dict[str, tuple[dict[str, Any], int, str]] = {
+    "qwen3-moe": ({**SIZES, **MOE, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}, 0, "fp32"),
+    "tied": ({**SIZES, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True}, 0, "fp32"),
+    **{f"{family} {dtype}": (TOYS[family], 1, dtype) for family, dtype in SERVED},
 }
-MODELS: dict[str, tuple[dict[str, Any], int]] = {
-    "qwen3-moe": ({**BASE, **MOE, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}, 0),
-    "tied": ({**BASE, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True}, 0),
-    "qwen3-next": (
-        {
-            **BASE,
-            **MOE,
-            **DELTA,
-            "architectures": ["Qwen3NextForCausalLM"],
-            "model_type": "qwen3_next",
-            "shared_expert_intermediate_size": 32,
-            "mlp_only_layers": [],
-            "num_nextn_predict_layers": 1,
-        },
-        1,
-    ),
-}
+"""Config, draft tokens a step, precision."""
 
 
 def parameters(engine: VllmEngine) -> dict[str, torch.Tensor]:
@@ -95,17 +57,17 @@ def loop() -> Iterator[Loop]:
 
 @pytest.fixture(scope="module", params=list(MODELS))
 def served(request: pytest.FixtureRequest, loop: Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    config, drafts = MODELS[request.param]
-    # vLLM's gated delta net runs in bfloat16 alone on a CPU.
-    dtype = "bf16" if "linear_conv_kernel_dim" in config else "fp32"
-    root = tmp_path_factory.mktemp(request.param)
-    folders = [
-        create_hf_folder(config, root / str(seed), seed, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32).path for seed in (0, 1)
-    ]
+    config, drafts, dtype = MODELS[request.param]
+    root = tmp_path_factory.mktemp(request.param.replace(" ", "-"))
+    folders = [toy_folder(config, root / str(seed), seed, dtype) for seed in (0, 1)]
     engine = loop(VllmEngine.start(cpu_settings(folders[0], k=drafts, dtype=dtype)), 200)
     tensors = [{k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()} for folder in folders]
-    yield engine, tensors, VersionStore(root / "store")
+    shape = families.shape_of(config)
+    yield engine, tensors, VersionStore(root / "store"), lambda name: families.section_of(name, shape)
     loop(engine.shutdown())
+
+
+MISSING = ("experts.2.up_proj.weight", "layers.1.self_attn.v_proj.weight", "layers.1.self_attn.kv_b_proj.weight", "linear_attn.A_log")
 
 
 def ask(engine: VllmEngine, loop: Loop) -> Sample:
@@ -114,16 +76,14 @@ def ask(engine: VllmEngine, loop: Loop) -> Sample:
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 30, 3000])
 def test_a_sync_leaves_what_loading_leaves(served: Any, loop: Loop, bucket_bytes: int) -> None:
-    engine, tensors, store = served
+    engine, tensors, store, section_of = served
     loaded, answer = parameters(engine), ask(engine, loop)
     sections = ["target", "draft"]
     for turn, weights in ((1, tensors[1]), (2, tensors[0])):
-        manifest = Publisher(store, bucket_bytes=bucket_bytes, sections=sections).publish(
-            weights.items(), engine.version + 1, checksums=True
-        )
+        publisher = Publisher(store, bucket_bytes=bucket_bytes, sections=sections, section_of=section_of)
+        manifest = publisher.publish(weights.items(), engine.version + 1, checksums=True)
         report = loop(engine.update(manifest, verify=True))
-        carried = [n for plan in manifest.sections.values() for n in plan.tensors()]
-        assert report.verified == len([n for n in carried if not n.startswith("mtp.") or "draft" in engine._holds])
+        assert report.verified == len(weights), "every tensor of the folder"
         if turn == 1:
             changed = parameters(engine)
             same = [
@@ -137,12 +97,12 @@ def test_a_sync_leaves_what_loading_leaves(served: Any, loop: Loop, bucket_bytes
 
 
 def test_what_is_missing_is_listed(served: Any, loop: Loop) -> None:
-    engine, tensors, store = served
+    engine, tensors, store, section_of = served
     less = dict(tensors[0])
-    gone = [name for name in less if name.endswith(("experts.2.up_proj.weight", "layers.1.self_attn.v_proj.weight", "linear_attn.A_log"))]
+    gone = [name for name in less if name.endswith(MISSING)]
     for name in gone:
         del less[name]
-    manifest = Publisher(store, bucket_bytes=1 << 30).publish(less.items(), engine.version + 1)
+    manifest = Publisher(store, bucket_bytes=1 << 30, section_of=section_of).publish(less.items(), engine.version + 1)
     with pytest.raises(PlanMismatch, match="is filled") as told:
         loop(engine.update(manifest))
-    assert str(told.value).count("is filled") >= len({name.rpartition(".")[0] for name in gone if not name.startswith("mtp.")}) > 0
+    assert str(told.value).count("is filled") >= len({name.rpartition(".")[0] for name in gone if section_of(name) == "target"}) > 0

@@ -1,0 +1,151 @@
+"""One toy of every family that carries an MTP head: config.json fields that the trainer, vLLM and transformers all take.
+
+Sizes are odd where the kernels of a CPU let them be: widths that are no power of two, three heads, a prime vocabulary, counts of
+experts that nothing divides. vLLM on a CPU wants heads of 32 or a few wider ones, and linear attention of 64.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 104,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 331,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.05,
+    "tie_word_embeddings": False,
+    "bos_token_id": 257,
+    "eos_token_id": 258,
+    "pad_token_id": 256,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "shared_expert_intermediate_size": 40,
+}
+_DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 3,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "partial_rotary_factor": 0.25,
+}
+_GROUPED: dict[str, Any] = {
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.7,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+}
+
+MIMO: dict[str, Any] = {
+    **SIZES,
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "qwen2",
+    "attention_bias": True,
+    "num_nextn_predict_layers": 1,
+}
+QWEN3_NEXT: dict[str, Any] = {
+    **SIZES,
+    **_EXPERTS,
+    **_DELTA,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "num_nextn_predict_layers": 1,
+}
+QWEN3_5: dict[str, Any] = {
+    **SIZES,
+    **_DELTA,
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "mtp_num_hidden_layers": 1,
+}
+QWEN3_5_MOE: dict[str, Any] = {
+    **SIZES,
+    **_EXPERTS,
+    **_DELTA,
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "mtp_num_hidden_layers": 1,
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    **{name: value for name, value in SIZES.items() if name != "head_dim"},
+    **_GROUPED,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 3,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "rope_interleave": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+GLM4_MOE: dict[str, Any] = {
+    **SIZES,
+    **_GROUPED,
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "partial_rotary_factor": 0.5,
+}
+
+TOYS: dict[str, dict[str, Any]] = {
+    "mimo": MIMO,
+    "qwen3-next": QWEN3_NEXT,
+    "qwen3.5": QWEN3_5,
+    "qwen3.5-moe": QWEN3_5_MOE,
+    "deepseek-v3": DEEPSEEK_V3,
+    "glm4-moe": GLM4_MOE,
+}
+"""By the names of `mtpctl.families.FAMILIES`: every family with an MTP convention and no vision tower."""
+
+SERVED = [
+    (family, dtype)
+    for family, config in TOYS.items()
+    for dtype in ("fp32", "bf16")
+    if dtype == "bf16" or "linear_conv_kernel_dim" not in config
+]
+"""What vLLM serves on a CPU: its linear attention is computed in bf16 alone."""
+
+
+def toy_folder(config: dict[str, Any], path: Path, seed: int, dtype: str) -> Path:
+    """A folder of this config with everything drawn, norms and biases as well, in the types that a trainer exports."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from mtpctl.convert import create_hf_folder
+
+    file = create_hf_folder(config, path, seed, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32).path / "model.safetensors"
+    generator = torch.Generator().manual_seed(seed)
+    tensors = load_file(file)
+    for name, value in tensors.items():
+        if value.dim() == 1:
+            drawn = value + 0.1 * torch.randn(value.shape, generator=generator)
+            tensors[name] = drawn if name.endswith("e_score_correction_bias") else drawn.to(value.dtype)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return path
