@@ -12,7 +12,7 @@ from typing import Any
 from mtpctl.cluster import settle_heap
 from mtpctl.logprob.protocol import Bounds, Draft, Scored, ScoreRequest
 from mtpctl.plan import Bucket, Entry
-from mtpctl.recipe.schema import DTYPES, KernelsConfig, LoraConfig, MtpConfig, ParallelConfig
+from mtpctl.recipe.schema import KernelsConfig, LoraConfig, MtpConfig, ParallelConfig
 from mtpctl.sync import Manifest, PlanMismatch, Section, SyncError, WeightsDiffer
 
 FLOOR = 32
@@ -104,7 +104,8 @@ class ScoreRank:
         self.engine = engine
         self.tensors = families.tensors(shape)
         self._section_of = lambda name: families.section_of(name, shape)
-        aliases = families.aliases(shape)
+        # MTP layers of some families bring copies of embedding and head, which travel with the section that they are in.
+        aliases = self.copies = families.aliases(shape)
         self.adaptable = {n: size for n, size in self.tensors.items() if n not in aliases and self._section_of(n) == "target"}
         self.map = StreamMap(engine.bridge, [engine.module], [*self.tensors, *aliases])
         self._readers = Readers(engine.device)
@@ -168,12 +169,16 @@ class ScoreRank:
         self._reader = reader
 
     def _check(self, entries: dict[str, Entry], section: Section) -> None:
-        dtype = DTYPES[self.config.precision]
-        unknown = [name for name, e in entries.items() if not self.map.known & {name, *e.aliases}]
+        from mtpctl.convert import names_of
+
+        held = {name: str(task.param_weight.dtype).removeprefix("torch.") for task in self.map.tasks for name in names_of(task)}
+        unknown = [name for name, e in entries.items() if not self.map.known & {name, *e.aliases, self.copies.get(name, name)}]
         wrong = [f"{name} is not a tensor of the served model" for name in unknown]
         for name, entry in entries.items():
             if name in self.tensors and tuple(self.tensors[name]) != entry.shape:
                 wrong.append(f"{name} has shape {entry.shape}, the served model {tuple(self.tensors[name])}")
+            # Not all are of one type: a mixture's router keeps its bias in fp32 beside bf16.
+            dtype = next((held[alias] for alias in (name, *entry.aliases) if alias in held), entry.dtype)
             if entry.dtype != dtype:
                 wrong.append(f"{name} is {entry.dtype}, the served model {dtype}")
         there = {name for name, e in entries.items() for name in (name, *e.aliases)}
