@@ -30,6 +30,8 @@ class Family:
     """What all models of a family have in common, and which config field tells what differs.
 
     `output_biases`: fields that put a bias on an output projection, of attention or MLP; no model here computes one.
+    `spelled_out`: fields with the one value that is computed here, and for which an engine takes another where a config has none.
+    `imports`: packages that vLLM's module of the family cannot be imported without, beyond what vLLM itself needs.
     """
 
     name: str
@@ -50,6 +52,8 @@ class Family:
     moe: MoeFields | None = None
     mtp: MtpConvention | None = None
     head_dim_follows_hidden: bool = False
+    spelled_out: tuple[tuple[str, str], ...] = ()
+    imports: tuple[str, ...] = ()
 
 
 _MIMO_MTP = MtpConvention(
@@ -74,6 +78,8 @@ _DEEPSEEK_MTP = MtpConvention(
     embedding_copy="model.layers.{n}.embed_tokens.weight",
     head_copy="model.layers.{n}.shared_head.head.weight",
 )
+# DeepSeek-V3's layers under the same names; but its drafter hands the state on as the LM head reads it, and GLM-4.5's does not.
+_GLM_MTP = replace(_DEEPSEEK_MTP, recycles_prenorm=True)
 _QWEN_MTP = MtpConvention(
     layer="mtp.layers.{k}.",
     embedding_norm="mtp.pre_fc_norm_embedding.weight",
@@ -108,6 +114,7 @@ _QWEN3_5 = replace(
     model_types=("qwen3_5_text",),
     delta="separate",
     moe=None,
+    imports=("torchvision",),
 )
 
 FAMILIES: tuple[Family, ...] = (
@@ -145,6 +152,7 @@ FAMILIES: tuple[Family, ...] = (
         ("deepseek_v3",),
         max_positions=4096,
         latent=True,
+        spelled_out=(("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
         moe=_DEEPSEEK_MOE,
         mtp=_DEEPSEEK_MTP,
     ),
@@ -165,6 +173,6 @@ FAMILIES: tuple[Family, ...] = (
         qkv_bias="attention_bias",
         qk_norm="use_qk_norm",
         moe=_DEEPSEEK_MOE,
-        mtp=_DEEPSEEK_MTP,
+        mtp=_GLM_MTP,
     ),
 )

@@ -16,7 +16,8 @@ class MtpConvention:
 
     Names are templates: `{k}` is the MTP layer from 0, `{n}` the same counted on from the decoder's layers. `layer` is the
     prefix of the transformer layer inside; a template without a placeholder names a tensor that all depths share.
-    `blanks_first`: the engines that draft with these layers put 0 in place of the embedding at position 0. Their next steps
+    `recycles_prenorm`: the second depth and later ones read the state before the final norm of the depth above, which the LM head
+    reads normed. `blanks_first`: the engines that draft with these layers put 0 in place of the embedding at position 0. Their next steps
     stand one position further on each, so that this is the first depth's alone.
     """
 
@@ -28,6 +29,7 @@ class MtpConvention:
     concat: Concat
     reads_prenorm: bool
     blanks_first: bool
+    recycles_prenorm: bool = False
     embedding_copy: str | None = None
     head_copy: str | None = None
 

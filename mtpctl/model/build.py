@@ -141,6 +141,8 @@ def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) ->
     model.mtp_reads_prenorm = shape.mtp_reads_prenorm
     model.mtp_blanks_first = shape.mtp is not None and shape.mtp.blanks_first
     model.mtp_isolated = mtp.mode == "isolated"
+    for layer in model.mtp.layers if model.mtp_process else ():
+        layer.recycles_prenorm = shape.mtp is not None and shape.mtp.recycles_prenorm
     if model.mtp_process and mtp.mode == "load":
         model.mtp.requires_grad_(False)
     return model.cuda()

@@ -103,7 +103,7 @@ class MtpModel(GPTModel):
     def _mtp(
         self, state: Tensor, input_ids: Tensor, position_ids: Tensor, rotary: Tensor | None, packing: Packing, depths: int
     ) -> list[Tensor]:
-        """States of the first `depths` depths."""
+        """States of the first `depths` depths, as the LM head reads them."""
         layers = self.mtp.layers
         state = state.detach() if self.mtp_isolated else state
         states = []
@@ -113,8 +113,8 @@ class MtpModel(GPTModel):
             embedded = embedded.detach() if self.mtp_isolated else embedded
             if self.mtp_blanks_first and depth == 0:
                 embedded = self._blank_first(embedded, position_ids)
-            state = layers[min(depth, len(layers) - 1)](state, embedded, rotary, packing)
-            states.append(state)
+            read, state = layers[min(depth, len(layers) - 1)](state, embedded, rotary, packing)
+            states.append(read)
         return states
 
     def _blank_first(self, embedded: Tensor, position_ids: Tensor) -> Tensor:

@@ -14,13 +14,26 @@ from mtpctl.model.packing import Packing
 
 
 class MtpLayer(MultiTokenPredictionLayer):
-    """Norms, projection, transformer layer and final norm of one depth."""
+    """Norms, projection, transformer layer and final norm of one depth.
 
-    def forward(self, hidden: Tensor, embedding: Tensor, rotary: Tensor | None, packing: Packing) -> Tensor:  # type: ignore[override]
-        """hidden and embedding [T, 1, H] (split over tp in sequence-parallel mode) → state of this depth, same shape."""
+    `recycles_prenorm` belongs to the family: whether the next depth reads the state before this one's final norm, or after it.
+    """
+
+    recycles_prenorm: bool = False
+
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, embedding: Tensor, rotary: Tensor | None, packing: Packing
+    ) -> tuple[Tensor, Tensor]:
+        """hidden and embedding [T, 1, H] (split over tp in sequence-parallel mode) → of the same shape, the state that the LM head
+        reads, and the one that the next depth reads."""
         recompute = self.config.recompute_granularity == "full" and self.training
         if recompute and not hidden.requires_grad:
             # A checkpointed region without a differentiable input would give its parameters no gradient.
             hidden = hidden.detach().requires_grad_()
         run = self._checkpointed_forward if recompute else self._proj_and_transformer_layer
-        return run(hidden_states=hidden, decoder_input=embedding, rotary_pos_emb=rotary, packed_seq_params=packing)
+        found = run(hidden_states=hidden, decoder_input=embedding, rotary_pos_emb=rotary, packed_seq_params=packing)
+        return found if self.recycles_prenorm else (found, found)
+
+    def _postprocess(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        read: Tensor = super()._postprocess(hidden_states)
+        return (read, hidden_states) if self.recycles_prenorm else read

@@ -1,4 +1,4 @@
-"""MTP logits of families other than MiMo, against vLLM's drafter formula built from transformers' own layers."""
+"""MTP logits of families other than MiMo, of two depths, against vLLM's drafter formula built from transformers' own layers."""
 
 from __future__ import annotations
 
@@ -39,13 +39,26 @@ class Drafter:
         pieces = (self.embedding_norm, self.hidden_norm, self.final_norm, self.projection)
         self.embedding_norm, self.hidden_norm, self.final_norm, self.projection = (piece.double() for piece in pieces)
 
-    def logits(self, ids: list[int], *, blank_first: bool, zero_centered: bool = False) -> Tensor:
-        """[T - 1, vocab]: entry i predicts token i + 2, from the normed state of token i and the embedding of token i + 1."""
-        eps, add = self.config.rms_norm_eps, 1.0 if zero_centered else 0.0
-        base = self.model.model
+    def logits(self, ids: list[int], *, blank_first: bool, zero_centered: bool = False, recycles_prenorm: bool = False) -> Tensor:
+        """[T - 1 + T - 2, vocab], the first depth's and the second's, through the one layer.
+
+        Entry i of depth k predicts token i + k + 1, from the embedding of token i + k and the state of depth k - 1 at token i; of the
+        trunk that is the normed one, of a depth the normed one or, with `recycles_prenorm`, the one before.
+        """
         tokens = torch.tensor([ids])
-        state = base(tokens).last_hidden_state[0, :-1]
-        embedded = base.embed_tokens(tokens[0, 1:])
+        state, found = self.model.model(tokens).last_hidden_state[0], []
+        add = 1.0 if zero_centered else 0.0
+        for depth in (1, 2):
+            out = self._depth(state[:-1], tokens[0, depth:], add, blank_first=blank_first and depth == 1)
+            normed = norm(out, self.final_norm + add, self.config.rms_norm_eps)
+            found.append(self.model.lm_head(normed))
+            state = out if recycles_prenorm else normed
+        return torch.cat(found)
+
+    def _depth(self, state: Tensor, tokens: Tensor, add: float, *, blank_first: bool) -> Tensor:
+        """The state [T, H] before the final norm."""
+        base, eps = self.model.model, self.config.rms_norm_eps
+        embedded = base.embed_tokens(tokens)
         if blank_first:
             embedded = embedded * (torch.arange(len(embedded)) > 0)[:, None]
         pieces = [norm(embedded, self.embedding_norm + add, eps), norm(state, self.hidden_norm + add, eps)]
@@ -53,8 +66,7 @@ class Drafter:
         positions = torch.arange(x.shape[1])[None]
         mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)[None, None]
         out = self.layer(x, attention_mask=mask, position_ids=positions, position_embeddings=base.rotary_emb(x, positions))
-        x = out[0] if isinstance(out, tuple) else out
-        return self.model.lm_head(norm(x[0], self.final_norm + add, eps))
+        return (out[0] if isinstance(out, tuple) else out)[0]
 
 
 def layer_tensors(layer: Any) -> dict[str, Tensor]:
@@ -106,7 +118,7 @@ def test_deepseek_and_glm(tmp_path: Path, case: str) -> None:
     }
     tensors = {at + name: value for name, value in (pieces | layer_tensors(drafter.layer)).items()}
     add_to_folder(tmp_path, tensors, num_nextn_predict_layers=1)
-    check(tmp_path, drafter, blank_first=True)
+    check(tmp_path, drafter, blank_first=True, recycles_prenorm=case.startswith("glm"))
 
 
 QWENS = {"qwen3-next": ("qwen3_next", "Qwen3Next"), "qwen3.5": ("qwen3_5", "Qwen3_5"), "qwen3.5-moe": ("qwen3_5_moe", "Qwen3_5Moe")}
@@ -134,10 +146,10 @@ def test_qwen(tmp_path: Path, case: str) -> None:
 def check(folder: Path, drafter: Drafter, **convention: bool) -> None:
     """Logits of every sample, and every tensor of the folder in the export."""
     ids = [s.token_ids for s in sequences(5)]
-    with engine(HfFolder.open(folder), train=False, mtp=MtpConfig(mode="load")) as made:
-        _, mtp = packed_logits(made, ids, 1)
+    with engine(HfFolder.open(folder), train=False, mtp=MtpConfig(mode="load", repeat=2)) as made:
+        _, *mtp = packed_logits(made, ids, 2)
         exported = {name: value.clone() for name, value in made.export()}
-    found = [logits[:-1] for logits in mtp]
+    found = [torch.cat([first[:-1], second[:-2]]) for first, second in zip(*mtp, strict=True)]
     assert_like(found, lambda: [drafter.logits(sample, **convention) for sample in ids], [drafter.model, drafter])
     saved = load_file(folder / "model.safetensors")
     assert exported.keys() == saved.keys()
