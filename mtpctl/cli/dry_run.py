@@ -12,12 +12,15 @@ from mtpctl.recipe import Recipe, UserError, cautions_of, hf_config
 def dry_run(recipe: Recipe) -> dict[str, Any]:
     """The plan of a run, JSON-ready. Sizes are bytes.
 
-    Raises UserError, EnvironmentMissing (a hub that does not answer) or ClusterResources, as the run itself would.
+    Raises UserError, EnvironmentMissing (a hub that does not answer, a package that the family is served with) or ClusterResources, as
+    the run itself would.
     """
     config = hf_config(recipe.model)
     if config is None:
         raise UserError("model: its sizes are not known")
     shape = families.shape_of(config)
+    if "rl" in recipe.train.stages and recipe.rollout.engine == "vllm":
+        families.check_importable(config)
     placement = plan.place(recipe)
     plan.check_fits(recipe, shape)
     trainer = plan.trainer_memory(recipe, shape)

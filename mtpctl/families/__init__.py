@@ -3,6 +3,7 @@
 from mtpctl.families.hub import HUB_CONFIGS, hub_config
 from mtpctl.families.reading import MTP_COUNTS, family_of, mtp_layers_of, shape_of
 from mtpctl.families.registry import FAMILIES, Family
+from mtpctl.families.serving import beyond_vllm_on_a_cpu, check_importable, left_to_engines
 from mtpctl.families.shape import DeltaShape, LatentShape, ModelShape, MoeShape, MtpConvention
 from mtpctl.families.tensors import aliases, count, section_of, tensors
 from mtpctl.families.toy import toy_config
@@ -18,9 +19,12 @@ __all__ = [
     "MoeShape",
     "MtpConvention",
     "aliases",
+    "beyond_vllm_on_a_cpu",
+    "check_importable",
     "count",
     "family_of",
     "hub_config",
+    "left_to_engines",
     "mtp_layers_of",
     "section_of",
     "shape_of",

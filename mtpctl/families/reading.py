@@ -125,6 +125,9 @@ def _check_computed_so(family: Family, fields: _Fields) -> None:
     for key in family.output_biases:
         if fields.switch(key, False):
             raise UserError(f"model config: {key} puts a bias on the output projections of {family.name}, which is not supported")
+    for key, value in family.spelled_out:
+        if (said := fields.raw.get(key)) not in (None, value):
+            raise UserError(f"model config: {key} {said!r} is not supported for {family.name}; {value!r} is")
     if family.moe and not family.moe.free_shares and fields.raw.get("norm_topk_prob") is False:
         raise UserError(f"model config: norm_topk_prob false is not supported for {family.name}: the experts' shares sum to 1")
 

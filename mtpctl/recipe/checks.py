@@ -61,6 +61,7 @@ def complaints_of(recipe: Recipe) -> Complaints:
         if recipe.logprob.standalone:
             yield from parallel_fits(recipe.logprob.parallel, shape, "logprob.parallel")
         yield from _rollout_tp(recipe, shape)
+        yield from _served(recipe, config or {}, shape)
 
 
 def _secrets(recipe: Recipe) -> Complaints:
@@ -355,6 +356,16 @@ def parallel_fits(parallel: ParallelConfig, shape: ModelShape, field: str) -> Co
             )
     if shape.moe is not None and parallel.tp > 1 and not parallel.sequence_parallel:
         yield f"{field}.sequence_parallel: experts with tp: {parallel.tp} need it; set it to true"
+
+
+def _served(recipe: Recipe, config: dict[str, Any], shape: ModelShape) -> Complaints:
+    """What the engine would refuse once it runs, or compute otherwise."""
+    if "rl" not in recipe.train.stages:
+        return
+    yield from families.left_to_engines(config)
+    if recipe.device == "cpu":
+        dtype = recipe.train.precision if recipe.rollout.dtype == "auto" else recipe.rollout.dtype
+        yield from families.beyond_vllm_on_a_cpu(shape, dtype)
 
 
 def _rollout_tp(recipe: Recipe, shape: ModelShape) -> Complaints:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mtpctl.convert import HfFolder, ModelWeights, create_hf_folder
 from mtpctl.data import ProblemSets, Tokenizer, check_fits_model, fit_problems, load_problem_sets, load_tokenizer, make_byte_tokenizer
-from mtpctl.families import ModelShape, count
+from mtpctl.families import ModelShape, check_importable, count
 from mtpctl.plan import WEIGHT_BYTES
 from mtpctl.recipe import EnvironmentMissing, Recipe, UserError, hf_config, path_in_full, yaml12
 from mtpctl.recipe.loading import flatten
@@ -38,11 +38,15 @@ class Prepared:
 
 
 def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
-    """Find or make everything that the recipe names. Raises UserError for what is missing or does not fit."""
+    """Find or make everything that the recipe names. Raises UserError for what is missing or does not fit, EnvironmentMissing where the
+    family cannot be served here.
+    """
     # First what is read in a moment.
     problems = load_problem_sets(recipe.data, recipe.seed)
     unrewarded = check_answers(problems, recipe) if "rl" in recipe.train.stages else ""
     model = model_of(recipe, run_dir)
+    if "rl" in recipe.train.stages and recipe.rollout.engine == "vllm":
+        check_importable(model.config)
     # What is wrong with names, sizes or scales is told here, and not by ranks that were started for it.
     ModelWeights(model.path, mtp=recipe.mtp.mode != "off")
     tokenizer = tokenizer_of(recipe, model, run_dir)

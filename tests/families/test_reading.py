@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from mtpctl import families
-from mtpctl.recipe import UserError
+from mtpctl.recipe import EnvironmentMissing, UserError
+from tests.families.toys import TOYS
 
 MIMO: dict[str, Any] = {
     "architectures": ["MiMoForCausalLM"],
@@ -51,6 +52,7 @@ def test_what_mtp_reads_belongs_to_the_family(architecture: str, prenorm: bool, 
     shape = families.shape_of({**MIMO, **latent, **moe, "architectures": [architecture]})
     assert (shape.mtp_reads_prenorm, shape.mtp_concat) == (prenorm, concat)
     assert shape.mtp is not None and shape.mtp.blanks_first == (not architecture.startswith("Qwen"))
+    assert shape.mtp.recycles_prenorm == architecture.startswith("Glm")
 
 
 def test_an_unknown_family_is_refused_with_the_list_of_all_that_are_known() -> None:
@@ -169,3 +171,18 @@ def test_what_does_not_fit_is_named(fields: dict[str, Any], message: str) -> Non
 def test_an_unknown_hub_id_names_the_known_ones() -> None:
     with pytest.raises(UserError, match="XiaomiMiMo/MiMo-7B-RL"):
         families.hub_config("nobody/nothing")
+
+
+def test_a_router_that_is_not_computed_here_is_refused() -> None:
+    with pytest.raises(UserError, match="scoring_func 'softmax' is not supported for deepseek-v3; 'sigmoid' is"):
+        families.shape_of({**TOYS["deepseek-v3"], "scoring_func": "softmax"})
+
+
+@pytest.mark.parametrize("family", TOYS)
+def test_a_package_that_only_some_families_are_served_with_is_named(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtpctl.families.serving.find_spec", lambda name: None)
+    if not family.startswith("qwen3.5"):
+        families.check_importable(TOYS[family])
+        return
+    with pytest.raises(EnvironmentMissing, match=f"torchvision: is not installed, and vLLM needs it to serve {family}; install"):
+        families.check_importable(TOYS[family])

@@ -12,6 +12,7 @@ from mtpctl.recipe import EnvironmentMissing, UserError, hf_config, load_recipe,
 from mtpctl.recipe.checks import complaints_of
 from mtpctl.recipe.loading import RECIPES, available
 from mtpctl.recipe.schema import ModelConfig
+from tests.families.toys import SERVED, TOYS
 
 
 def complaint(*sets: str, recipe: str = "tiny_mtp") -> str:
@@ -233,7 +234,7 @@ def test_stages_need_not_be_even() -> None:
 def test_linear_attention_is_not_cut() -> None:
     model = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, **DELTA}
     sets = [f"model.config.{key}={json.dumps(value)}" for key, value in model.items()]
-    assert complaint(*SIZES, *sets, "train.parallel.cp=2").startswith(
+    assert complaint(*SIZES, *sets, "train.precision=bf16", "train.parallel.cp=2").startswith(
         "train.parallel.cp: 2 ranks would cut the linear attention of qwen3.5"
     )
 
@@ -342,7 +343,8 @@ def test_an_adapter_of_packed_experts_may_be_merged_or_left_out(folder: Path) ->
 
 
 def test_an_adapter_by_itself_does_not_reach_what_the_engine_folds_into_attention() -> None:
-    latent = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    latent = {"q_lora_rank": 32, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
+    latent |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     experts = {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
@@ -355,3 +357,40 @@ def test_an_adapter_by_itself_does_not_reach_what_the_engine_folds_into_attentio
     told = complaint(*sets, "train.lora.targets=[linear_proj, linear_kv_up_proj]")
     assert told.startswith("train.lora.targets: linear_kv_up_proj: vLLM folds its weight into attention")
     assert list(complaints_of(load_recipe("tiny_mtp", sets=[*sets, "train.lora.targets=[linear_proj]"]).recipe)) == []
+
+
+# ------------------------------------------------------------------------------------------ what engines make of a model
+
+
+@pytest.mark.parametrize(("family", "dtype"), SERVED)
+def test_a_toy_of_every_family_fits(family: str, dtype: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TOYS[family]))
+    (tmp_path / "model.safetensors").touch()
+    assert with_folder(tmp_path, f"train.precision={dtype}") == []
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "sets", "message"),
+    [
+        ("qwen3-next", {}, [], "train.precision: vLLM on a CPU computes the linear attention of qwen3-next in bf16 alone; set bf16"),
+        ("deepseek-v3", {"kv_lora_rank": 64}, [], "model config: kv_lora_rank and qk_rope_head_dim make 128, and vLLM on a CPU computes"),
+        ("deepseek-v3", {"scoring_func": None}, [], "model config: scoring_func is missing, and vLLM takes another than the trainer"),
+        ("deepseek-v3", {"topk_method": None}, ["train.precision=bf16"], "model config: topk_method is missing"),
+    ],
+)
+def test_what_an_engine_would_refuse_or_compute_otherwise(
+    family: str, changes: dict[str, Any], sets: list[str], message: str, tmp_path: Path
+) -> None:
+    config = {name: value for name, value in {**TOYS[family], **changes}.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
+    (told,) = with_folder(tmp_path, *sets)
+    assert told.startswith(message)
+    assert with_folder(tmp_path, *sets, "train.stages=[sft]") == [], "nothing is served"
+
+
+def test_on_cards_linear_and_latent_attention_come_in_any_type_and_size(tmp_path: Path) -> None:
+    for family in ("qwen3-next", "deepseek-v3"):
+        (tmp_path / "config.json").write_text(json.dumps({**TOYS[family], **({"kv_lora_rank": 64} if family == "deepseek-v3" else {})}))
+        (tmp_path / "model.safetensors").touch()
+        assert with_folder(tmp_path, *CARD) == []

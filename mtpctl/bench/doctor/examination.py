@@ -21,7 +21,7 @@ from mtpctl.recipe import EnvironmentMissing, MtpctlError, ThresholdMissed
 LANES = 2
 """Checks that run at a time."""
 
-DEADLINE_S = {"kernels": 240.0, "transports": 120.0, "ray": 120.0, "sample": 300.0, "score": 300.0}
+DEADLINE_S = {"kernels": 240.0, "transports": 120.0, "ray": 120.0, "families": 120.0, "sample": 300.0, "score": 300.0}
 """Seconds that each part has; kernels may have to compile, and the machine may be busy."""
 
 
@@ -105,6 +105,7 @@ def examine(*, quick: bool = False, done: Report = lambda check: None) -> Diagno
                 "kernels": lambda: kernels(folder),
                 "transports": lambda: transports(folder),
                 "ray": lambda: ray(folder),
+                "families": lambda: families(folder, on_cpu=not cards),
             },
             {"self-check": lambda: self_check(folder, quick)},
         ]
@@ -207,6 +208,21 @@ async def ray(folder: Path) -> Finding:
     """Does Ray start on this machine, and does a worker answer?"""
     told = await run_part("ray", folder, DEADLINE_S["ray"])
     return Finding("ok", f"{told['version']} starts here, and a task answers", told)
+
+
+async def families(folder: Path, *, on_cpu: bool) -> Finding:
+    """Which model families can vLLM serve here?"""
+    if find_spec("vllm") is None:
+        return Finding("skipped", "there is no vLLM to serve with")
+    rows = (await run_part("families", folder, DEADLINE_S["families"]))["families"]
+    dead = [row for row in rows if not row["live"]]
+    text = f"vLLM serves {', '.join(row['name'] for row in rows if row['live']) or 'none'}"
+    if dead:
+        lacks = next((row["lacks"] for row in dead if row["lacks"]), None)
+        mend = f"install {lacks} in the release that pyproject.toml names" if lacks else "install the project anew"
+        told = f"families: vLLM cannot serve {', '.join(row['name'] for row in dead)} here: {dead[0]['reason']}; {mend}"
+        return Finding("failed", text, rows, EnvironmentMissing(told))
+    return Finding("ok", text + ("; linear attention, on a CPU, in bf16 alone" if on_cpu else ""), rows)
 
 
 async def self_check(folder: Path, quick: bool) -> Finding:

@@ -1,4 +1,4 @@
-"""What works here, found out by using it: kernels, transports, Ray."""
+"""What works here, found out by using it: kernels, transports, Ray, vLLM's models."""
 
 from __future__ import annotations
 
@@ -62,6 +62,23 @@ def _auto(hidden: Any, weight: Any, labels: Any) -> str:
     linear_logprob(hidden, weight, labels)
     log.removeHandler(listener)
     return told[-1].removeprefix("linear_logprob: auto runs ")
+
+
+def families(folder: Path) -> dict[str, Any]:
+    """Every family's module of the installed vLLM, imported: live, or what it cannot be imported without."""
+    from vllm import ModelRegistry
+
+    from mtpctl.families import FAMILIES
+
+    rows = []
+    for family in FAMILIES:
+        row: dict[str, Any] = {"name": family.name, "live": True, "reason": "", "lacks": None}
+        try:
+            ModelRegistry.models[family.architectures[0]].load_model_cls()
+        except ImportError as error:
+            row |= {"live": False, "reason": str(error), "lacks": error.name if isinstance(error, ModuleNotFoundError) else None}
+        rows.append(row)
+    return {"families": rows}
 
 
 def transports(folder: Path) -> dict[str, Any]:

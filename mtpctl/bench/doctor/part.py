@@ -20,7 +20,7 @@ from typing import Any
 
 from mtpctl.recipe import EnvironmentMissing, MtpctlError, RuntimeFailure, UserError
 
-PARTS = {"kernels": "live", "transports": "live", "ray": "live", "sample": "self_check", "score": "self_check"}
+PARTS = {"kernels": "live", "transports": "live", "ray": "live", "families": "live", "sample": "self_check", "score": "self_check"}
 """Name of each part, and the module that holds the function of that name."""
 _ERRORS = {error.exit_code: error for error in (UserError, EnvironmentMissing, RuntimeFailure)}
 

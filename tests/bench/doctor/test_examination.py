@@ -23,6 +23,7 @@ PARTS: dict[str, Any] = {
     },
     "transports": {"transports": [{"name": "shm", "live": True, "reason": ""}, {"name": "nccl", "live": False, "reason": "needs CUDA"}]},
     "ray": {"version": "2.60.0", "answered": 42},
+    "families": {"families": [{"name": name, "live": True, "reason": "", "lacks": None} for name in ("mimo", "qwen3.5", "qwen3.5-moe")]},
     "sample": {"tokens": 40, "seconds": 0.5},
     "score": asdict(AGREED),
 }
@@ -52,7 +53,8 @@ def test_all_well_has_every_finding_and_exit_code_0(examined: Any) -> None:
     heard: list[str] = []
     diagnosis = examined(done=lambda check: heard.append(check.name))
     names = [check.name for check in diagnosis.checks]
-    assert names == ["python", "machine", "gpus", "packages", "kernels", "transports", "ray", "self-check"] and set(heard) == set(names)
+    assert names == ["python", "machine", "gpus", "packages", "kernels", "transports", "ray", "families", "self-check"]
+    assert set(heard) == set(names)
     told = diagnosis.to_dict()
     assert told["exit_code"] == 0 and diagnosis.error is None
     assert told["checks"]["self-check"]["data"]["accepted"] == 9
@@ -131,3 +133,16 @@ def test_what_killed_runs_left_is_shown(examined: Any, monkeypatch: pytest.Monke
     machine = finding(examined(), "machine")
     assert machine.told.endswith("killed runs left 1 folder(s), 15 GiB: the next start removes them, or mtpctl clean")
     assert machine.data["leftovers"] == [{"path": "/dev/shm/mtpctl-run", "bytes": 15 << 30}]
+
+
+def test_a_family_that_vllm_cannot_import_is_named_with_the_mend(examined: Any) -> None:
+    rows = [
+        row | ({} if row["name"] == "mimo" else {"live": False, "reason": "No module named 'torchvision'", "lacks": "torchvision"})
+        for row in PARTS["families"]["families"]
+    ]
+    diagnosis = examined({"families": {"families": rows}})
+    assert diagnosis.to_dict()["exit_code"] == 3 and "vLLM serves mimo" in finding(diagnosis, "families").told
+    assert str(diagnosis.error) == (
+        "families: vLLM cannot serve qwen3.5, qwen3.5-moe here: No module named 'torchvision'; "
+        "install torchvision in the release that pyproject.toml names"
+    )
