@@ -81,6 +81,7 @@ METRICS: dict[str, Metric] = {
     "sync/publish_seconds": Metric("export", "seconds", "Writing the weights into the version store, before the transfer."),
     "sync/seconds": Metric("weight sync", "seconds", "From the begin of a weight update to its end."),
     "sync/stall_seconds": Metric("stalled", "seconds", "Time that generation stood still for a weight update."),
+    "sync/verified": Metric("tensors verified", "number", "Tensors whose checksums agreed on both ends, where they are compared."),
     "sync/gb_per_s": Metric("sync rate", "GB/s", "Weight bytes over the time of the transfer."),
     "logprob/wait_seconds": Metric("scored after", "seconds", "From a finished response to its old log-probs, mean over responses."),
     "logprob/tokens_per_s": Metric("log-prob server", "tokens/s", "Tokens over the time that log-prob replicas worked, prompts included."),

@@ -47,7 +47,8 @@ class WeightSync:
                 self.sent = Sent(manifest.nbytes, time.perf_counter() - ready)
         self.last = manifest
         seconds = time.perf_counter() - began
-        return {
+        compared = {"sync/verified": float(min((report.verified for report in self.reports), default=0))} if verify else {}
+        return compared | {
             "sync/seconds": seconds,
             "sync/publish_seconds": publishing,
             "sync/stall_seconds": max((report.stall_seconds for report in self.reports), default=0.0),

@@ -1,0 +1,106 @@
+"""The main job for every family with an MTP head, from random weights to a folder that stock vLLM serves: each a toy of odd sizes.
+
+RL with one draft token a step, every tensor of every sync compared, old log-probs from servers; a checkpoint, a second start that
+resumes, the way back to a Hugging Face folder, and a vLLM that knows nothing of this package.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mtpctl import families
+from tests.families.toys import SERVED, TOYS
+
+# About a minute each on two free cores.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+APART = {"fp32": 1e-4, "bf16": 0.1}
+"""Mean difference (nats) that passes between trainer and engine at equal weights: rounding, and in bf16 an expert chosen otherwise."""
+
+STOCK = """
+import json, sys
+from vllm import LLM, SamplingParams
+llm = LLM(
+    sys.argv[1], dtype=sys.argv[2], enforce_eager=True, kv_cache_memory_bytes=64 << 20, max_num_seqs=4, max_model_len=128,
+    speculative_config={"method": "mtp", "num_speculative_tokens": 1},
+)
+(found,) = llm.generate([{"prompt_token_ids": list(range(5, 25))}], SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
+print(json.dumps(list(found.outputs[0].token_ids)))
+"""
+
+
+def recipe(family: str, precision: str, root: Path) -> Path:
+    """A few updates: supervised ones that give the drafter something to be right about, then RL."""
+    tree: dict[str, Any] = {
+        "name": family,
+        "run_dir": str(root / "run"),
+        "model": {"init": "random", "tokenizer": "bytes", "config": TOYS[family]},
+        "data": {"task": {"name": "addition", "max_digits": 1, "train_size": 90, "eval_size": 4}},
+        "train": {
+            "stages": ["sft", "rl"],
+            "precision": precision,
+            "threads": 1,
+            "tokens_per_microbatch": 1024,
+            "checkpoint_every": 1,
+            "sft": {"steps": 12, "batch_size": 16, "optimizer": {"lr": 5e-3}},
+            "rl": {"steps": 2, "prompts_per_step": 4, "group_size": 2, "dynamic_sampling": False, "overlong": {"enabled": False}},
+        },
+        "rollout": {
+            "engine": "vllm",
+            "eager": True,
+            "max_tokens": 24,
+            "context": 64,
+            "kv_cache_bytes": 64 << 20,
+            "max_in_flight": 8,
+            "threads": 1,
+            "speculation": {"num_tokens": 1},
+        },
+        "logprob": {"standalone": True, "tokens_per_batch": 1024},
+        "sync": {"transport": "shm", "verify": "always"},
+        "cluster": {"device": "cpu", "num_cpus": 4},
+    }
+    path = root / "recipe.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def command(*arguments: object, **environment: str) -> str:
+    """What a command of this interpreter prints; a failure is this test's."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def updates(run_dir: Path) -> list[dict[str, Any]]:
+    """RL's so far, with what the syncs after them told."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row.get("phase") == "rl" and "actor/pg_loss" in row]
+
+
+@pytest.mark.parametrize(("family", "precision"), SERVED)
+def test_the_main_job_from_random_weights_to_a_folder_that_stock_vllm_serves(family: str, precision: str, tmp_path: Path) -> None:
+    made, run_dir = recipe(family, precision, tmp_path), tmp_path / "run"
+    command("-m", "mtpctl", "train", made, "--plain")
+    resumed = command("-m", "mtpctl", "train", made, "--plain", "--set", "train.rl.steps=3")
+    assert "goes on after step 2" in resumed or "rl" in resumed
+    rows = updates(run_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    shape = families.shape_of(TOYS[family])
+    assert {row["sync/verified"] for row in rows} == {len(families.tensors(shape))}, "every tensor of the folder, target's and draft's"
+    assert any(row["rollout/spec_drafted"] for row in rows) and all(row["mtp/loss_1"] > 0 for row in rows)
+    same = [row["rollout_corr/abs_diff_same_version"] for row in rows if "rollout_corr/abs_diff_same_version" in row]
+    assert same and max(same) < APART[precision], "the server's log-probs are the engine's where both have the same weights"
+    command("-m", "mtpctl", "convert-hf", run_dir, tmp_path / "folder", "--verify")
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[precision]
+    told = command("-c", STOCK, tmp_path / "folder", dtype, VLLM_PLUGINS="", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    assert len(json.loads(told.splitlines()[-1])) == 16
