@@ -11,6 +11,7 @@ import pytest
 
 from mtpctl.cli import main
 from mtpctl.recipe import EnvironmentMissing, load_recipe
+from tests.families.toys import TOYS
 
 
 class Told:
@@ -132,6 +133,17 @@ def test_a_hub_that_does_not_answer_is_exit_3(mtpctl: Any, monkeypatch: pytest.M
     monkeypatch.setattr("mtpctl.recipe.model_source._fetch", unreachable)
     told = mtpctl("train", "mimo7b_mtp", "--dry-run", "--set", "model.path=nobody/nothing")
     assert (told.code, told.err) == (3, "error: model.path: the config of nobody/nothing could not be had\n")
+
+
+def test_a_family_that_cannot_be_served_here_is_exit_3_with_the_mend(mtpctl: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("mtpctl.families.serving.find_spec", lambda name: None)
+    (tmp_path / "config.json").write_text(json.dumps(TOYS["qwen3.5"]))
+    (tmp_path / "model.safetensors").touch()
+    model = "model={config: null, path: " + json.dumps(str(tmp_path)) + ", tokenizer: bytes}"
+    told = mtpctl("train", "tiny_mtp", "--dry-run", "--set", model, "--set", "train.precision=bf16")
+    assert told.code == 3 and told.err.startswith("error: torchvision: is not installed, and vLLM needs it to serve qwen3.5; install")
+    assert told.err.count("\n") == 1
+    assert mtpctl("train", "tiny_mtp", "--dry-run", "--set", model, "--set", "train.stages=[sft]").code == 0
 
 
 def test_json_without_a_dry_run_is_refused(mtpctl: Any) -> None:
