@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,8 +76,8 @@ class TokenTerms:
 
     def at(self, tokens: Tensor) -> TokenTerms:
         """Those of `tokens` [t], places among the T."""
-        columns = (getattr(self, each.name) for each in fields(self))
-        return TokenTerms(*(None if column is None else column[tokens] for column in columns))
+        columns: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        return TokenTerms(**{name: None if column is None else column[tokens] for name, column in columns.items()})
 
 
 @dataclass(frozen=True, slots=True)
