@@ -24,7 +24,7 @@ the whole batch, over micro-batches and ranks, never by what one micro-batch hap
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ class TokenTerms:
     def at(self, tokens: Tensor) -> TokenTerms:
         """Those of `tokens` [t], places among the T."""
         columns: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
-        return TokenTerms(**{name: None if column is None else column[tokens] for name, column in columns.items()})
+        return replace(self, **{name: column[tokens] for name, column in columns.items() if column is not None})
 
 
 @dataclass(frozen=True, slots=True)
