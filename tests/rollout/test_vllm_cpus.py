@@ -5,7 +5,6 @@ vLLM's choices are forced either way, on whatever CPU this is; the oracles are i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,10 @@ from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync import Publisher, VersionStore
 from tests.compat.cpus import linear_amx
 from tests.rollout.checkpoints import random_tensors, reference_logprobs, tiny_config, write_checkpoint
-from tests.rollout.conftest import Loop, cpu_settings
+from tests.rollout.conftest import START_S, Loop, cpu_settings
 
 PROMPT = [5, 6, 7, 8, 9]
 AMX = pytest.mark.parametrize("amx", [True, False], ids=["amx", "no-amx"])
-START = Callable[[VllmSettings], VllmEngine]
 DEEPSEEK: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -54,27 +52,34 @@ DEEPSEEK: dict[str, Any] = {
 itself; vLLM without them takes a softmax, and has no place for the router's bias."""
 
 
-def sampled_after(engine: VllmEngine, run: Loop, weights: dict[str, torch.Tensor], store: Path) -> Sample:
-    """An answer of 40 tokens, after all of `weights` have come and were verified."""
-    manifest = Publisher(VersionStore(store), bucket_bytes=1 << 20).publish(weights.items(), 1, checksums=True)
-    assert run(engine.update(manifest, verify=True)).verified == len(weights)
-    return run(engine.generate(GenerationRequest(Sample("p", "g", PROMPT), 40, temperature=1.0)))
+def sampled_after(settings: VllmSettings, run: Loop, weights: dict[str, torch.Tensor], store: Path) -> Sample:
+    """An engine's answer of 40 tokens, after all of `weights` have come and were verified.
+
+    It ends with this: vLLM's parallel groups are a process's, and a dense engine makes none for experts.
+    """
+    engine = run(VllmEngine.start(settings), START_S)
+    try:
+        manifest = Publisher(VersionStore(store), bucket_bytes=1 << 20).publish(weights.items(), 1, checksums=True)
+        assert run(engine.update(manifest, verify=True)).verified == len(weights)
+        return run(engine.generate(GenerationRequest(Sample("p", "g", PROMPT), 40, temperature=1.0)))
+    finally:
+        run(engine.shutdown())
 
 
 @AMX
-def test_small_linear_weights(amx: bool, start_engine: START, run: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_linear_weights(amx: bool, run: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16, where AMX packs what is below 1 MiB: all of this model."""
     linear_amx(monkeypatch, amx)
     config = tiny_config(torch_dtype="bfloat16")
     first, second = ({name: value.bfloat16() for name, value in random_tensors(config, seed).items()} for seed in (0, 1))
-    engine = start_engine(cpu_settings(write_checkpoint(tmp_path / "hf", config, first), k=1, dtype="bf16"))
-    answer = sampled_after(engine, run, second, tmp_path / "store")
+    settings = cpu_settings(write_checkpoint(tmp_path / "hf", config, first), k=1, dtype="bf16")
+    answer = sampled_after(settings, run, second, tmp_path / "store")
     expected = reference_logprobs(config, second, PROMPT + answer.response_ids)[len(PROMPT) - 1 :]
     assert (torch.tensor(answer.behaviour_logprobs) - expected).abs().mean() < 0.05
 
 
 @AMX
-def test_latent_attention(amx: bool, start_engine: START, run: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latent_attention(amx: bool, run: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSeek in fp32: prefill and decoding, whose weights vLLM derives from those that came."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     torch.manual_seed(0)
@@ -84,8 +89,7 @@ def test_latent_attention(amx: bool, start_engine: START, run: Loop, tmp_path: P
     file = tmp_path / "hf" / "model.safetensors"
     weights = load_file(file)
     save_file({name: 0.5 * value for name, value in weights.items()}, file, metadata={"format": "pt"})
-    engine = start_engine(cpu_settings(tmp_path / "hf", k=0, context=128))
-    answer = sampled_after(engine, run, weights, tmp_path / "store")
+    answer = sampled_after(cpu_settings(tmp_path / "hf", k=0, context=128), run, weights, tmp_path / "store")
     with torch.no_grad():
         logits = model.double()(torch.tensor([PROMPT + answer.response_ids])).logits[0, len(PROMPT) - 1 : -1]
     expected = logits.log_softmax(-1).gather(1, torch.tensor(answer.response_ids)[:, None])[:, 0]
