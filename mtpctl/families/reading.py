@@ -234,6 +234,8 @@ def _delta(family: Family, fields: _Fields) -> DeltaShape | None:
         value_dim=fields.whole("linear_value_head_dim", 128),
         conv=fields.whole("linear_conv_kernel_dim", 4),
         fused_projections=family.delta == "fused",
+        # Qwen3.5's configs ask for it; of Qwen3-Next's engines do not read it.
+        fp32_state=family.delta != "fused" and fields.raw.get("mamba_ssm_dtype") == "float32",
     )
 
 

@@ -70,7 +70,7 @@ class LatentShape:
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """Gated delta net, the linear attention of Qwen3-Next and Qwen3.5."""
+    """Gated delta net, the linear attention of Qwen3-Next and Qwen3.5. `fp32_state`: engines keep its state in fp32 in any precision."""
 
     key_heads: int
     value_heads: int
@@ -78,6 +78,7 @@ class DeltaShape:
     value_dim: int
     conv: int
     fused_projections: bool
+    fp32_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)

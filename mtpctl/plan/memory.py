@@ -1,12 +1,13 @@
 """Estimates of what a trainer rank, a rollout engine and a log-prob rank keep in memory.
 
-Counted are weights, gradients, optimizer state, activations, the log-prob workspace and the key-value cache. Not counted are
-the CUDA context, NCCL's buffers and what the allocator cannot reuse: leave a tenth of the card for them.
+Counted are weights, gradients, optimizer state, activations, the log-prob workspace, the key-value cache and the recurrent state
+of linear attention. Not counted are the CUDA context, NCCL's buffers and what the allocator cannot reuse: leave a tenth of the
+card for them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mtpctl.families import ModelShape
 from mtpctl.plan.placement import engine_share
@@ -51,16 +52,22 @@ class TrainerMemory:
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Bytes of one rank of a rollout engine; `kv_token` is one token's key-value cache, `kv_cache` None where it is not bounded yet."""
+    """Bytes of one rank of a rollout engine; `kv_token` is one token's key-value cache, `kv_cache` None where it is not bounded yet.
+
+    `sequence_state` is what linear attention keeps for one sequence, however long it is, and `states` that of all in flight: they lie in
+    the cache beside the tokens.
+    """
 
     weights: int
     kv_token: int
     kv_cache: int | None
+    sequence_state: int = 0
+    states: int = 0
 
     @property
     def kv_tokens(self) -> int | None:
-        """Tokens that the cache holds."""
-        return None if self.kv_cache is None or not self.kv_token else self.kv_cache // self.kv_token
+        """Tokens that the cache holds, with every sequence in flight."""
+        return None if self.kv_cache is None or not self.kv_token else max(0, self.kv_cache - self.states) // self.kv_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +117,16 @@ def engine_memory(recipe: Recipe, shape: ModelShape) -> EngineMemory:
                 f"rollout.gpu_memory: {share / GIB:.1f} GiB of the card do not hold {weights / GIB:.1f} GiB of weights; "
                 "raise it, or rollout.tp"
             )
-    memory = EngineMemory(weights, per_token, cache)
+    state = _sequence_state(recipe, shape, width)
+    memory = EngineMemory(weights, per_token, cache, state, state * rollout.max_in_flight)
     longest = min(rollout.context or shape.max_positions, shape.max_positions)
-    if memory.kv_tokens is not None and memory.kv_tokens < longest:
+    # With fewer sequences in flight an engine still runs; one alone has to fit.
+    alone = replace(memory, states=state).kv_tokens
+    if alone is not None and alone < longest:
         given = "rollout.kv_cache_bytes:" if rollout.kv_cache_bytes else f"rollout.gpu_memory: {rollout.gpu_memory} leaves a cache;"
         raise UserError(
-            f"{given} {cache} bytes hold {memory.kv_tokens} tokens at {per_token} bytes each, less than one sample of "
-            f"{longest}; give at least {longest * per_token}, or lower rollout.context"
+            f"{given} {cache} bytes hold {alone} tokens at {per_token} bytes each, less than one sample of "
+            f"{longest}; give at least {longest * per_token + state}, or lower rollout.context"
         )
     return memory
 
@@ -197,6 +207,25 @@ def kv_bytes_per_token(shape: ModelShape, tp: int, width: int, *, drafting: bool
     if shape.latent:
         return layers * (shape.latent.kv_rank + shape.latent.rope_dim) * width
     return layers * 2 * max(1, shape.kv_heads // tp) * shape.head_dim * width
+
+
+def _sequence_state(recipe: Recipe, shape: ModelShape, width: int) -> int:
+    """Bytes that linear attention keeps for one sequence on one rank of an engine.
+
+    Per layer the inputs of the short convolution and the state itself, as vLLM lays them out. vLLM keeps one for the sequence and one for
+    each draft, which may be rejected; with prefix caching one more, at the border of the last block.
+    """
+    delta, rollout = shape.delta, recipe.rollout
+    if delta is None:
+        return 0
+    drafts = rollout.speculation.num_tokens if recipe.mtp.mode != "off" else 0
+    asked = rollout.engine_args.get("mamba_ssm_cache_dtype", "auto")
+    precise = asked == "float32" or (asked == "auto" and delta.fp32_state)
+    convolved = (2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim) * (delta.conv - 1 + drafts)
+    state = delta.value_heads * delta.value_dim * delta.key_dim
+    layers = shape.layers - shape.full_attention_layers
+    copies = 1 + drafts + bool(rollout.engine_args.get("enable_prefix_caching", recipe.device == "cuda"))
+    return copies * layers * (convolved * width + state * (4 if precise else width)) // rollout.tp
 
 
 def _attention_width(shape: ModelShape) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import pytest
 
@@ -257,6 +258,75 @@ def test_a_cache_that_the_card_does_not_hold_and_one_that_gpu_memory_leaves_too_
         plan.engine_memory(recipe(f"rollout.kv_cache_bytes={128 * GIB}"), MIMO)
     with pytest.raises(UserError, match=r"rollout.gpu_memory: 0.11 leaves a cache; [0-9]+ bytes hold"):
         plan.engine_memory(recipe("rollout.gpu_memory=0.11"), MIMO)
+
+
+QWEN3_NEXT_80B = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "intermediate_size": 5120,
+    "vocab_size": 151936,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "max_position_embeddings": 262144,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_nextn_predict_layers": 1,
+}
+QWEN3_5 = QWEN3_NEXT_80B | {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "mamba_ssm_dtype": "float32"}
+PLAIN = ["rollout.max_in_flight=256", "rollout.context=4096", "cluster.gpu_gib=", "rollout.engine_args={enable_prefix_caching: false}"]
+
+
+@pytest.mark.parametrize(
+    ("config", "tp", "drafts", "caching", "precise"),
+    [
+        (QWEN3_NEXT_80B, 1, 0, False, False),
+        (QWEN3_NEXT_80B, 4, 0, False, False),
+        (QWEN3_NEXT_80B, 1, 1, False, False),
+        (QWEN3_NEXT_80B, 2, 1, True, False),
+        (QWEN3_5, 1, 0, False, True),
+        (QWEN3_NEXT_80B | {"mamba_ssm_dtype": "float32"}, 1, 0, False, False),
+    ],
+)
+def test_the_state_of_linear_attention(config: dict[str, Any], tp: int, drafts: int, caching: bool, precise: bool) -> None:
+    """As vLLM counts it: the shapes of its gated delta net, on 36 of 48 layers."""
+    shape = families.shape_of(config)
+    sets = PLAIN[:-1] if caching else PLAIN
+    memory = plan.engine_memory(recipe(*sets, f"rollout.tp={tp}", f"rollout.speculation.num_tokens={drafts}"), shape)
+    convolved, state = 8192 // tp * (3 + drafts), 32 // tp * 128 * 128
+    one = 36 * (convolved * 2 + state * (4 if precise else 2))
+    assert memory.sequence_state == (1 + drafts + caching) * one
+    assert memory.states == 256 * memory.sequence_state
+
+
+def test_256_sequences_of_qwen3_next_in_flight() -> None:
+    memory = plan.engine_memory(recipe(*PLAIN, "rollout.speculation.num_tokens=0"), families.shape_of(QWEN3_NEXT_80B))
+    assert round(memory.states / GIB, 1) == 9.4
+    cached = plan.engine_memory(
+        recipe(*PLAIN, "rollout.speculation.num_tokens=0", f"rollout.kv_cache_bytes={20 * GIB}"), families.shape_of(QWEN3_NEXT_80B)
+    )
+    assert cached.kv_tokens == (20 * GIB - cached.states) // cached.kv_token
+
+
+def test_a_cache_has_to_hold_one_sequences_state_too() -> None:
+    sets, shape = [*PLAIN, "rollout.speculation.num_tokens=0"], families.shape_of(QWEN3_NEXT_80B)
+    free = plan.engine_memory(recipe(*sets), shape)
+    needed = 4096 * free.kv_token + free.sequence_state
+    assert plan.engine_memory(recipe(*sets, f"rollout.kv_cache_bytes={needed}"), shape).kv_tokens == 0
+    with pytest.raises(UserError, match=f"give at least {needed}"):
+        plan.engine_memory(recipe(*sets, f"rollout.kv_cache_bytes={needed - 1}"), shape)
+
+
+def test_other_attention_has_no_such_state() -> None:
+    assert plan.engine_memory(recipe(), MIMO).states == 0
 
 
 def test_a_log_prob_rank_holds_one_layers_activations_and_both_versions_on_demand() -> None:
