@@ -149,18 +149,24 @@ def hf_model(kind: str, fields: dict[str, Any], folder: Path) -> Any:
     return model
 
 
+OTHER_EXPERT = 1e-3
+"""Beyond what rounding alone moves a logit: the reference in fp64 has taken another expert for some token, and says nothing of this one."""
+
+
 def assert_like(found: Iterable[Tensor], reference: Callable[[], list[Tensor]], modules: list[Any]) -> None:
-    """Within 1e-5 of the reference; where that one itself, in fp32, is further from its own result in fp64, within three
-    times its distance of the latter (the recurrence of linear attention amplifies rounding)."""
+    """Each sample within 1e-5 of the reference; where that one itself, in fp32, is further from its own result in fp64, within three
+    times its distance of the latter (the recurrence of linear attention amplifies rounding), or where that tells nothing, 5e-5."""
     with torch.no_grad():
         plain = reference()
         for module in modules:
             module.double()
         exact = reference()
-    own = max(float((a - b).abs().max()) for a, b in zip(plain, exact, strict=True))
-    bound = 1e-5 if own < 5e-6 else 3 * own
-    for here, right in zip(found, exact if bound > 1e-5 else plain, strict=True):
-        torch.testing.assert_close(here.to(right.dtype), right, atol=bound, rtol=0)
+    for here, single, double in zip(found, plain, exact, strict=True):
+        own = float((single - double).abs().max())
+        if 5e-6 < own < OTHER_EXPERT:
+            torch.testing.assert_close(here.to(double.dtype), double, atol=3 * own, rtol=0)
+        else:
+            torch.testing.assert_close(here, single, atol=1e-5 if own <= 5e-6 else 5e-5, rtol=0)
 
 
 @pytest.mark.parametrize("case", CASES)
