@@ -91,7 +91,8 @@ def updates(run_dir: Path) -> list[dict[str, Any]]:
 def test_the_main_job_from_random_weights_to_a_folder_that_stock_vllm_serves(family: str, precision: str, tmp_path: Path) -> None:
     made, run_dir = recipe(family, precision, tmp_path), tmp_path / "run"
     command("-m", "mtpctl", "train", made, "--plain")
-    command("-m", "mtpctl", "train", made, "--plain", "--set", "train.rl.steps=3")
+    resumed = command("-m", "mtpctl", "train", made, "--plain", "--set", "train.rl.steps=3")
+    assert "resume: rl goes on after step 2" in resumed
     rows = updates(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3], "the second start goes on where the first one ended"
     shape = families.shape_of(TOYS[family])
