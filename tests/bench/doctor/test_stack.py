@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-from mtpctl.bench.doctor.stack import Package, gpus, packages, project_requirements, python
+from mtpctl.bench.doctor.stack import SPEEDS_UP, Package, gpus, packages, project_requirements, python
 
 LINES = [
     "torch==2.13.0",
@@ -68,3 +70,10 @@ def test_cards_are_as_the_driver_names_them(
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert gpus() == (cards, why)
+
+
+def test_what_adds_speed_on_cards_comes_with_their_extra() -> None:
+    """By pyproject.toml, since what is installed may be an older one's."""
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    asked = {Requirement(line).name for line in project["optional-dependencies"]["gpu"]}
+    assert asked - {"vllm"} == set(SPEEDS_UP)
