@@ -30,7 +30,7 @@ import json, sys
 from vllm import LLM, SamplingParams
 llm = LLM(
     sys.argv[1], dtype=sys.argv[2], enforce_eager=True, kv_cache_memory_bytes=64 << 20, max_num_seqs=4, max_model_len=128,
-    speculative_config={"method": "mtp", "num_speculative_tokens": 1},
+    enable_prefix_caching=False, speculative_config={"method": "mtp", "num_speculative_tokens": 1},
 )
 (found,) = llm.generate([{"prompt_token_ids": list(range(5, 25))}], SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
 print(json.dumps(list(found.outputs[0].token_ids)))
