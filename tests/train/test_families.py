@@ -19,10 +19,10 @@ import yaml
 from mtpctl import families
 from tests.families.toys import SERVED, TOYS
 
-# About a minute each on two free cores.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+# Two starts of trainer, engine and server, a conversion and one more engine: 160 s on two cores, most of it imports.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-APART = {"fp32": 1e-4, "bf16": 0.1}
+APART = {"fp32": 1e-4, "bf16": 0.05}
 """Mean difference (nats) that passes between trainer and engine at equal weights: rounding, and in bf16 an expert chosen otherwise."""
 
 STOCK = """
