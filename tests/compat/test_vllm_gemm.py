@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from mtpctl.compat import vllm_gemm, vllm_version
 from mtpctl.compat.vllm_packed import PackedWeight, plain_weight, repack
-from mtpctl.compat.vllm_plugin import register
+from mtpctl.compat.vllm_plugin import install
 from mtpctl.compat.vllm_version import UpstreamMoved
 from tests.compat.cpus import linear_amx
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="what vLLM
 @pytest.fixture(params=["amx", "zen", "onednn"])
 def packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A CPU on which vLLM takes this kernel. The packed products themselves are not run."""
-    register()
+    install()
     linear_amx(monkeypatch, request.param == "amx")
     monkeypatch.setattr(ops, "_supports_onednn", request.param == "onednn")
     if request.param == "zen":
@@ -65,7 +65,7 @@ def test_the_weight_stays_and_is_what_counts(packing: str, remove: bool) -> None
 @pytest.mark.parametrize("cpu", ["arm", "x86", "plain"])
 def test_convolutions_keep_what_was_loaded(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed on Arm and on x86 with AVX-512 BF16, and then the loaded layout lies beside it."""
-    register()
+    install()
     monkeypatch.setattr(type(current_platform), "get_cpu_architecture", lambda *_: CpuArchEnum.ARM if cpu == "arm" else CpuArchEnum.X86)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"bf16": True})
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: cpu == "x86")
@@ -95,7 +95,7 @@ def test_a_layer_that_is_held_packed_alone_is_named() -> None:
 )
 def test_latent_attention_keeps_its_weights(latent: bool, named: str | None, chosen: str | None) -> None:
     """Before upstream reads it: the size of a block follows from the backend."""
-    register()
+    install()
     backend = None if named is None else AttentionBackendEnum[named]
     config = SimpleNamespace(attention_config=SimpleNamespace(backend=backend), model_config=SimpleNamespace(use_mla=latent))
     with pytest.raises(AttributeError, match="cache_config"):
@@ -107,7 +107,7 @@ def test_latent_attention_keeps_its_weights(latent: bool, named: str | None, cho
 @pytest.fixture
 def unmended(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if `install` had not been called in this process."""
-    register()
+    install()
     monkeypatch.setattr(utils, vllm_gemm._DISPATCH, utils.dispatch_cpu_unquantized_gemm.__wrapped__)  # type: ignore[attr-defined]
 
 

@@ -32,8 +32,8 @@ def test_the_pinned_release_is_installed() -> None:
 PROGRAM = """
 import json, sys
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from vllm import _custom_ops
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers import utils
 from vllm.v1.engine.core import EngineCore
 from mtpctl.compat import vllm_version
 
@@ -47,13 +47,14 @@ for release, backend in (("0.33.0", None), ("0.33.0", ours), (real(), ours)):
         error = ""
     except Exception as raised:
         error = str(raised)
-    found.append([_custom_ops._supports_onednn, hasattr(EngineCore, "mtpctl_so_far"), "mimo" in CONFIG_MAPPING, error])
+    kept = hasattr(utils.dispatch_cpu_unquantized_gemm, "__wrapped__")
+    found.append([kept, hasattr(EngineCore, "mtpctl_so_far"), "mimo" in CONFIG_MAPPING, error])
 print(json.dumps(found))
 """
 
 
 def test_only_engines_that_ask_for_our_weight_transfer_are_touched(tmp_path: Path) -> None:
-    """In a process of somebody's: whether oneDNN packs, our calls are there, MiMo is known; and the error. By release, and who asks."""
+    """Of a process of somebody's, by release and who asks: whether weights stay on a CPU, our calls are there, MiMo is known; the error."""
     config = tiny_config(model_type="qwen2")
     folder = write_checkpoint(tmp_path, config, random_tensors(config, 0))
     outside = {name: value for name, value in os.environ.items() if name != OURS} | {"VLLM_LOGGING_LEVEL": "ERROR"}
@@ -64,7 +65,7 @@ def test_only_engines_that_ask_for_our_weight_transfer_are_touched(tmp_path: Pat
     assert moved[:3] == others[:3] and f"was written for vLLM {PINNED}, found 0.33.0" in moved[3]
     assert ours[1:] == [True, True, ""]
     if current_platform.is_cpu():
-        assert others[0] and not ours[0]
+        assert ours[0] and not others[0]
 
 
 def test_processes_of_engines_that_we_start_are_told_by_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 
 from mtpctl.compat import vllm_rotary, vllm_version
-from mtpctl.compat.vllm_plugin import register
+from mtpctl.compat.vllm_plugin import install
 from mtpctl.compat.vllm_version import UpstreamMoved
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="a fault of vLLM's CPU build")
@@ -30,7 +30,7 @@ def turned(x: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def case(request: pytest.FixtureRequest) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """A rotary embedding, and the rows whose last columns are the queries and keys of latent attention."""
-    register()
+    install()
     with set_current_vllm_config(VllmConfig()):
         rotary = RotaryEmbedding(WIDTH, WIDTH, 128, BASE, is_neox_style=False, dtype=request.param)
     draw = torch.Generator().manual_seed(0)
@@ -65,7 +65,7 @@ def test_flat_heads_are_left_to_the_kernel(case: tuple[Any, torch.Tensor, torch.
 @pytest.fixture
 def unmended(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if `install` had not been called in this process."""
-    register()
+    install()
     monkeypatch.setattr(RotaryEmbedding, vllm_rotary._MENDED, False)
     monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_cpu)
 
