@@ -15,14 +15,14 @@ def cautions_of(recipe: Recipe) -> Iterator[str]:
     if "rl" not in recipe.train.stages:
         return
     rl, correction = recipe.train.rl, recipe.train.rl.correction
-    unweighted = correction.mode == "off" and rl.loss != "decoupled"
-    if recipe.off_policy and recipe.old_logprobs == "recompute" and not recipe.logprob.standalone and unweighted:
+    uncorrected = correction.mode == "off" and rl.loss != "decoupled"
+    if recipe.off_policy and recipe.old_logprobs == "recompute" and not recipe.logprob.standalone and uncorrected:
         yield (
-            "train.rl.old_logprobs: recompute, with correction.mode: off, trains on stale samples as if they were new, and learning "
-            "swings; leave it at auto, or set train.rl.correction.mode: truncate"
+            "train.rl.old_logprobs: recompute, with correction.mode: off, trains on stale samples as if they were new, and the reward "
+            "oscillates; leave it at auto, or set train.rl.correction.mode: truncate"
         )
     if recipe.off_policy and rl.loss == "decoupled" and correction.mode == "off":
         yield (
-            "train.rl.correction.mode: off leaves the weights of loss: decoupled without a bound, and one stale token can outweigh a "
-            "batch; set it to truncate"
+            "train.rl.correction.mode: off leaves the importance weights of loss: decoupled without a bound, and one stale token can "
+            "outweigh a batch; set it to truncate"
         )

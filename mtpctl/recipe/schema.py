@@ -194,9 +194,11 @@ class TrainConfig(Section):
     offload: OffloadConfig = Field(default_factory=OffloadConfig)
     lora: LoraConfig | None = Field(None, description="Train an adapter instead of the weights.")
     async_save: bool = Field(False, description="Write checkpoints while training goes on; costs host memory of their size.")
-    checkpoint_every: NonNegativeInt = Field(0, description="Updates between checkpoints; 0: as checkpoint_minutes says.")
+    checkpoint_every: NonNegativeInt = Field(
+        0, description="Updates between checkpoints, beside those of checkpoint_minutes; 0: none by count."
+    )
     checkpoint_minutes: NonNegativeFloat = Field(
-        10.0, description="Minutes from one checkpoint to the next, taken after the update under way; 0: by checkpoint_every alone."
+        10.0, description="Minutes from one checkpoint to the next, taken after the update under way; 0: none by time."
     )
     keep_checkpoints: NonNegativeInt = Field(
         2, description="Newest checkpoints kept; 0: none is written, so that the run can be neither resumed nor converted."
@@ -238,7 +240,10 @@ class RolloutBase(Section):
         None, description="Share of a card that each engine rank takes, beside others on it; default: what logprob.gpus leaves."
     )
     gpu_memory: Fraction = Field(0.85, description="Share of the card that the engine may fill.")
-    deadline_s: PositiveFloat = Field(600.0, description="Seconds that a response may be worked on, all its turns together.")
+    deadline_s: PositiveFloat = Field(
+        600.0,
+        description="Seconds that an engine may work on a response, all its turns together, before it is cut; waiting does not count.",
+    )
     max_restarts: NonNegativeInt = Field(3, description="Restarts of a replica within an hour before it is quarantined.")
     threads: NonNegativeInt = Field(0, description="CPU threads of an engine; 0: one beside a card, else its own choice.")
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
@@ -269,8 +274,8 @@ class AsyncConfig(Section):
     )
     max_staleness: NonNegativeInt = Field(
         8,
-        description="Weight versions that a token may be older than those published when it is trained on; groups that would be older "
-        "are asked for again, and waited for the second time.",
+        description="Greatest age of a trained token, in weight versions behind the published one; prompts of older groups are sent out again, "
+        "and the trainer waits for those.",
     )
     sync_every: PositiveInt = Field(1, description="Updates between weight syncs.")
     partial_rollout: bool = Field(True, description="Responses in flight at a sync go on under the new weights.")
@@ -372,7 +377,10 @@ class ClusterConfig(Section):
     gpu_gib: PositiveFloat | None = Field(None, description="Memory of a card in GiB, for the memory plan; default: nothing is checked.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one.")
     actor_deadline_s: PositiveFloat = Field(300.0, description="Seconds that an actor has to start.")
-    step_deadline_s: PositiveFloat = Field(1800.0, description="Seconds without any progress (a response, an update) before the run stops.")
+    step_deadline_s: PositiveFloat = Field(
+        1800.0,
+        description="Seconds without a response for an incomplete batch, or of one call to a trainer, after which the run stops.",
+    )
 
 
 class TelemetryConfig(Section):

@@ -4,11 +4,11 @@ Two tasks share a buffer. `_feed` sends prompts out as far as admission allows a
 and rewards them, and puts whole groups into the buffer; the trainer's loop takes batches out, updates, and every
 `sync_every` updates publishes the weights, which the generator takes in without draining.
 
-How stale a sample may be is bounded twice: in count by admission (`staleness`), and in age by what a new version does here. Of
-no batch is any token more than `async.max_staleness` versions older than the version that the trainer has published. When a new
-version is out, groups that could only be older are given up, in flight or not, and their prompts asked again under the new
-weights, ahead of others. A group is given up like this once: asked again, it has its time, and the trainer waits for it before it
-publishes what would make it too old. So a prompt that always takes longer than the bound is trained on all the same.
+Staleness is bounded twice: in count by admission (`staleness`), and in age by what a new version does here. No trained token is more
+than `async.max_staleness` versions older than the version that the trainer has published. After each sync, groups that could only
+be older are discarded, in flight or complete, and their prompts are sent out again first, under the new weights. The trainer delays
+the sync that would make such a repeated group too old until it has trained on the group, so a group is normally discarded once, and a
+prompt that always takes longer than the bound is trained on all the same.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 The mean reward of an update's groups scatters around the run's trend by sampling: s² = (variance of a group's mean) / groups. Over a
 window of updates a parabola is fitted to those means, and what is left of them is compared with s²:
 
-    stability = min(1, mean s² / mean residual²)      1: sampling explains it all; towards 0: the reward moves by itself
+    stability = min(1, mean s² / (Σ residual² / (n - 3)))      1: sampling explains it all; towards 0: the reward moves by itself
 
-A run whose samples are stale and not corrected overshoots and turns back, update after update: a cycle, in which residuals a few
-updates apart are alike and those half a cycle apart are opposite. Their autocorrelation tells it from a run that is only noisy.
+A run whose samples are stale and not corrected overshoots and turns back: a cycle, in which residuals half a period apart have
+opposite signs. A negative autocorrelation at some lag tells it from a run that is only noisy.
 """
 
 from __future__ import annotations

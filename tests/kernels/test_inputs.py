@@ -116,7 +116,8 @@ def test_the_policy_loss_checks_its_own() -> None:
     def token_loss(logprob, entropy, rows):
         return logprob.sum(), {}
 
-    with pytest.raises(ValueError, match=r"grad_scale: 0\.0, expected a finite number above 0"):
-        linear_policy_loss(HIDDEN, WEIGHT, LABELS, token_loss, grad_scale=0.0)
+    for wrong in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=r"grad_scale: .*, expected a finite number, 0 or above"):
+            linear_policy_loss(HIDDEN, WEIGHT, LABELS, token_loss, grad_scale=wrong)
     with pytest.raises(ValueError, match="implementation: 'reference'"):
         linear_policy_loss(HIDDEN, WEIGHT, LABELS, token_loss, implementation="reference")

@@ -41,7 +41,7 @@ def test_stale_samples_are_anchored_on_what_sampled_them(sets: list[str], anchor
     [
         ([STALE, "train.rl.old_logprobs=recompute"], "train.rl.old_logprobs: recompute, with correction.mode: off"),
         ([ON_POLICY, "async.sync_every=4", "train.rl.old_logprobs=recompute"], "train.rl.old_logprobs: recompute"),
-        ([STALE, "train.rl.loss=decoupled"], "train.rl.correction.mode: off leaves the weights"),
+        ([STALE, "train.rl.loss=decoupled"], "train.rl.correction.mode: off leaves the importance weights"),
     ],
 )
 def test_what_swings_is_told(sets: list[str], caution: str) -> None:
