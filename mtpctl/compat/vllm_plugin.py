@@ -16,6 +16,7 @@ OURS = "MTPCTL_VLLM"
 """Environment variable that marks processes of such engines: vLLM's processes inherit it from the one that starts them."""
 
 _WATCHES = "_mtpctl_watches"
+_COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 
 def register() -> None:
@@ -37,6 +38,9 @@ def register() -> None:
         # The first that vLLM makes of an engine's arguments, before any of the engine's processes is there.
         if getattr(self.weight_transfer_config, "backend", None) == TRANSFER_BACKEND:
             os.environ[OURS] = "1"
+            # Workers of vLLM's Ray executor inherit nothing: they are given the variables that this one names.
+            named = os.environ.get(_COPIED, "")
+            os.environ[_COPIED] = ",".join(filter(None, [named, OURS]))
             install()
         return upstream(self)
 

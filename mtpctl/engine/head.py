@@ -40,7 +40,7 @@ class Head:
         state = self._whole(state)
 
         def scored(rows: Tensor, labels: Tensor, temperature: Any) -> LogProbOut:
-            return linear_logprob(state[rows], weight, labels, temperature=temperature, **self._settings(), **options)
+            return linear_logprob(state[rows], weight, labels, temperature=temperature, **self._settings(weight), **options)
 
         if self.parallel.cp == 1:
             return scored(rows, labels, temperature)
@@ -87,7 +87,7 @@ class Head:
             entropy=entropy,
             hit=hit,
             detach_weight=detach_weight,
-            **self._settings(),
+            **self._settings(weight),
         )
         sums = one.sums if one.hit is None else one.sums | {HITS: one.hit.sum()}
         if places is not None:
@@ -101,12 +101,14 @@ class Head:
             return state
         return gather_from_sequence_parallel_region(state, tensor_parallel_output_grad=False)
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self, weight: Tensor) -> dict[str, Any]:
         return {
             "group": parallel_state.get_tensor_model_parallel_group() if self.parallel.tp > 1 else None,
             "valid_vocab": self.shape.vocab,
             "workspace_bytes": self.kernels.workspace_bytes,
             "implementation": self.kernels.linear_logprob,
-            # A tied head's gradient has another part, the embedding's, which autograd brings.
-            "main_grad": not self.shape.tied,
+            # A tied head's gradient has another part, the embedding's, which autograd brings: it is added where Megatron says that it is
+            # awaited (`zero_out_wgrad`, on one pipeline stage). Elsewhere autograd brings both, and every slice costs a half-precision
+            # gradient one more rounding.
+            "main_grad": not self.shape.tied or getattr(weight, "zero_out_wgrad", False),
         }

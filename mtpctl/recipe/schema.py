@@ -274,7 +274,7 @@ class AsyncConfig(Section):
     )
     max_staleness: NonNegativeInt = Field(
         8,
-        description="Greatest age of a trained token, in weight versions behind the published one; prompts of older groups are sent out again, "
+        description="Greatest age of a trained token, in versions behind the published one; prompts of older groups are sent out again, "
         "and the trainer waits for those.",
     )
     sync_every: PositiveInt = Field(1, description="Updates between weight syncs.")

@@ -135,6 +135,10 @@ class SampleBuffer:
             taken, self._ready = self._ready[:count], self._ready[count:]
             return taken
 
+    def give_back(self, groups: list[Group]) -> None:
+        """Groups that were taken, and that nobody trains on: they are next again."""
+        self._ready[:0] = groups
+
     def unfinished(self) -> list[Group]:
         """Groups in flight and those still to be sent out anew, to be asked for after a restart, in the order they were drawn."""
         return sorted([*self._open.values(), *self.again], key=lambda g: g.number)

@@ -18,7 +18,7 @@ from mtpctl.telemetry import RunDirectory, Telemetry
 from mtpctl.train.buffer import SampleBuffer
 from mtpctl.train.prepare import Prepared, check_drawn, prepare, store_in
 from mtpctl.train.rl import RlStage
-from mtpctl.train.scoring import Scoring
+from mtpctl.train.scoring import ATTEMPTS, Scoring
 from mtpctl.train.sft import SftStage
 from mtpctl.train.state import RunState, check_stages
 from mtpctl.train.trainer import TrainerGroup
@@ -187,7 +187,9 @@ class Run:
             await self.state.checkpoint(trainer)
 
     async def _rl(self, trainer: TrainerGroup, rollout: ReplicaPool, server: LogprobServer | None, restored: Path | None) -> None:
-        scoring = None if server is None else Scoring(server, self.recipe.rollout.temperature)
+        # All attempts of a sample end before the run gives up waiting for its batch.
+        deadline_s = min(600.0, self.recipe.cluster.step_deadline_s / (ATTEMPTS + 1))
+        scoring = None if server is None else Scoring(server, self.recipe.rollout.temperature, deadline_s)
 
         weights = WeightSync(self.recipe, trainer, rollout, server, self.store.root)
 

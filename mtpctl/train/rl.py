@@ -262,6 +262,9 @@ class RlStage:
         try:
             await self._while_progressing({batch, stop})
         except BaseException:
+            # One that was complete at that very moment is in no checkpoint yet.
+            if batch.done() and not batch.cancelled() and batch.exception() is None:
+                self.buffer.give_back(batch.result())
             batch.cancel()
             raise
         finally:

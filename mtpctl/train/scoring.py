@@ -12,8 +12,9 @@ ATTEMPTS = 2
 class Scoring:
     """The RL stage's `Score`: one request a sample, under the weights that are current when its turn comes."""
 
-    def __init__(self, server: LogprobServer, temperature: float) -> None:
-        self.server, self.temperature = server, temperature
+    def __init__(self, server: LogprobServer, temperature: float, deadline_s: float = 600.0) -> None:
+        """`deadline_s`: how long one answer may take, waiting included."""
+        self.server, self.temperature, self.deadline_s = server, temperature, deadline_s
         self._last = dict.fromkeys(("busy_s", "wait_s", "tokens", "requests", "stall_s"), 0.0)
         self._late, self._left = 0, 0
 
@@ -23,7 +24,11 @@ class Scoring:
         A sample whose answers were late `ATTEMPTS` times goes on without: the trainer computes its old log-probs with the batch's.
         """
         request = ScoreRequest(
-            sample.prompt_ids + sample.response_ids, len(sample.prompt_ids), temperature=self.temperature, caller="train"
+            sample.prompt_ids + sample.response_ids,
+            len(sample.prompt_ids),
+            temperature=self.temperature,
+            caller="train",
+            deadline_s=self.deadline_s,
         )
         for _ in range(ATTEMPTS):
             try:

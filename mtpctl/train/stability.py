@@ -11,6 +11,7 @@ opposite signs. A negative autocorrelation at some lag tells it from a run that 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ WINDOW = 20
 LEAST = 14
 SWING_STABILITY = 0.4
 SWING_CORRELATION = 0.3
+SWING_ERRORS = 3.0
 FALL_WINDOW = 8
 FALL_ERRORS = 4.0
 LEAST_FALL = 0.08
@@ -80,11 +82,21 @@ def stability(updates: Sequence[Update]) -> float:
 
 
 def swings(updates: Sequence[Update]) -> bool:
-    """Whether the reward goes round: it moves by more than sampling does, and what goes up comes down half a period later."""
-    if stability(updates) >= SWING_STABILITY:
+    """Whether the reward goes round: it moves by more than sampling does, and what goes up comes down half a period later.
+
+    A run that learns within a few updates leaves the parabola too, and its reward does not come down.
+    """
+    if stability(updates) >= SWING_STABILITY or not came_down(updates):
         return False
     rest = residuals([u.mean for u in updates])
     return min(autocorrelation(rest, lag) for lag in range(2, len(rest) // 2 + 1)) < -SWING_CORRELATION
+
+
+def came_down(updates: Sequence[Update]) -> bool:
+    """Whether the mean of two updates was further below the best one before it than sampling explains."""
+    pairs = [(a.mean + b.mean) / 2 for a, b in itertools.pairwise(updates)]
+    drops = [best - value for best, value in zip(itertools.accumulate(pairs, max), pairs, strict=True)]
+    return max(drops) > SWING_ERRORS * statistics.fmean(u.error2 for u in updates) ** 0.5
 
 
 def fall(updates: Sequence[Update]) -> float:

@@ -47,7 +47,10 @@ def version_named(text: str, *others: str) -> tuple[Path, Path, int]:
     """
     path = Path(text).absolute()
     if (path / _FILE).is_file():
-        return path.parent.parent, path, int(json.loads((path / _FILE).read_text())["version"])
+        try:
+            return path.parent.parent, path, int(json.loads((path / _FILE).read_text())["version"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"--from: {text} is not a whole checkpoint of a run; name another") from error
     if not (path / "recipe.resolved.yaml").is_file():
         kinds = ("a run directory (recipe.resolved.yaml)", f"a checkpoint ({_FILE})", *others)
         raise UserError(f"--from: {text} is neither {' nor '.join(kinds)}")

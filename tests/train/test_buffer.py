@@ -192,3 +192,15 @@ def test_a_group_that_is_sent_out_again_is_so_after_a_restart_too(tmp_path: Path
     buffer.begin(sent(0, 3, again=1))
     buffer.save(tmp_path / "buffer.jsonl")
     assert [(g.number, g.again) for g in SampleBuffer.load(tmp_path / "buffer.jsonl")[1]] == [(0, 1)]
+
+
+def test_a_batch_that_nobody_trains_on_is_the_next_one_again() -> None:
+    async def scenario() -> list[int]:
+        buffer = SampleBuffer()
+        for number in range(3):
+            await buffer.put(group(number))
+        buffer.give_back(await buffer.take(2))
+        assert buffer.ready == 3
+        return [g.number for g in await buffer.take(2)]
+
+    assert asyncio.run(scenario()) == [0, 1]

@@ -57,6 +57,12 @@ def test_a_cycle_is_told_once_in_a_window(seed: int) -> None:
     assert 2 <= len(said) <= 3 and all("swings" in each for each in said)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_learning_within_a_few_updates_is_no_cycle(seed: int) -> None:
+    _, said = run(lambda t: 0.1 + 0.8 / (1 + math.exp(-(t - 25) / 2)), 60, seed)
+    assert not said
+
+
 def test_the_key_that_turns_it_is_named() -> None:
     assert "train.rl.old_logprobs at auto" in run(swinging, 20, sets=("train.rl.old_logprobs=recompute",))[1][0]
     assert "async.staleness_threshold" not in run(swinging, 20)[1][0]

@@ -14,7 +14,7 @@ from mtpctl.recipe import RuntimeFailure, UserError
 from mtpctl.recipe.schema import TrainConfig
 from mtpctl.train.buffer import SampleBuffer
 from mtpctl.train.sft import check_applied
-from mtpctl.train.state import RunState, ended_stages, newest_version
+from mtpctl.train.state import RunState, ended_stages, newest_version, version_named
 from mtpctl.train.trainer import TrainerGroup
 
 
@@ -255,3 +255,10 @@ def test_a_stage_that_ended_last_goes_on_where_more_updates_are_asked_for(
     assert state.ended == (ended[:-1] if goes_on else ended)
     state.begin(stage)
     assert (state.step, state.cursor) == (4, {"epoch": 1})
+
+
+@pytest.mark.parametrize("text", ["{}", '{"version": null}', "[]", "{"])
+def test_a_folder_with_somebody_elses_state_is_no_checkpoint(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(UserError, match=r"--from: .* is not a whole checkpoint"):
+        version_named(str(tmp_path))
