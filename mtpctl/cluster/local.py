@@ -74,16 +74,20 @@ def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = Tru
     except Exception as error:  # Ray raises plain `Exception` where one of its own processes does not start.
         where = f"no Ray cluster answers at {config.address}" if config.address else "Ray did not start on this machine"
         raise EnvironmentMissing(f"cluster.address: {where}: {str(error).splitlines()[0]}") from error
-    if config.address is None:
-        leftovers.mark(Path(context.address_info["session_dir"]))
-    if threading.current_thread() is threading.main_thread():
-        # Ray's own handler ends the process at once, and what it has started is left behind.
-        signal.signal(signal.SIGTERM, on_sigterm)
+    session = None if config.address else Path(context.address_info["session_dir"])
     try:
+        if session is not None:
+            with contextlib.suppress(OSError):  # On a full disk the session stays should the run be killed; the run needs no mark.
+                leftovers.mark(session)
+        if threading.current_thread() is threading.main_thread():
+            # Ray's own handler ends the process at once, and what it has started is left behind.
+            signal.signal(signal.SIGTERM, on_sigterm)
         have = ray.cluster_resources()
         for name, need, field in (("CPU", cpus, "num_cpus"), ("GPU", gpus, "num_gpus")):
             if need > have.get(name, 0):
                 raise _too_few(name, need, have.get(name, 0), field)
         yield
     finally:
+        if session is not None:
+            leftovers.unmark(session)  # Errors point to Ray's logs in it.
         ray.shutdown()

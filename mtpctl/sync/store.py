@@ -32,13 +32,14 @@ def name_of(folder: Path) -> str:
 def default_root(name: str, needed_bytes: int, fallback: Path) -> Path:
     """Where versions of `needed_bytes` belong: shared memory where the kept ones and the one being written fit, else `fallback`.
 
-    Whoever reads them is on this machine, or sees `fallback`. What a process of the same name left in memory, killed, is removed.
+    Whoever reads them is on this machine, or sees `fallback`. What a process of the same name left in memory, killed, is removed. What
+    another container keeps there under this name, its run directory having the same path, stays: the root is another one then.
     """
-    root = SHARED_MEMORY / f"{PREFIX}{name}"
-    VersionStore(root).close()
-    if on_one_host() and SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > (KEPT + 1) * needed_bytes:
-        VersionStore(root).claim()
-        return root
+    roots = [SHARED_MEMORY / f"{PREFIX}{name}", SHARED_MEMORY / f"{PREFIX}{name}-{leftovers.namespace()}"]
+    free = [root for root in roots if leftovers.vacate(root)]
+    if free and on_one_host() and SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > (KEPT + 1) * needed_bytes:
+        VersionStore(free[0]).claim()
+        return free[0]
     return fallback
 
 
@@ -101,15 +102,19 @@ class VersionStore:
     def claim(self) -> None:
         """Empty the folder, and mark it as this process's, so that it is known for a leftover should the process be killed.
 
-        Raises EnvironmentMissing where it cannot be made.
+        What lies on disk is emptied whoever made it: it is in a run's directory, and whoever claims it has that. Raises EnvironmentMissing
+        where the folder cannot be made, or is in memory and another process may use it.
         """
-        self.close()
+        if self.root.parent != SHARED_MEMORY:
+            self.close()
         try:
-            leftovers.make_marked(self.root)
+            claimed = leftovers.claim(self.root)
         except OSError as error:
             raise EnvironmentMissing(f"{self.root}: cannot hold published weights: {error.strerror}") from error
+        if not claimed:
+            raise EnvironmentMissing(f"{self.root}: another process may keep its weights there; start again, or remove it once none does")
 
     def close(self) -> None:
         """Remove everything, the folder included. May be called again."""
         if self.root.exists():
-            shutil.rmtree(self.root)
+            leftovers.delete(self.root)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import types
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from mtpctl.cli import main
-from mtpctl.cluster import leftovers
+from mtpctl.cluster import cluster, leftovers
 from mtpctl.cluster.leftovers import MARK
+from mtpctl.recipe.schema import ClusterConfig
 
 MAKES = """
 import json, sys
@@ -86,16 +92,95 @@ def test_what_does_not_tell_whose_it_is_stays_and_is_named(mark: str | None, mem
     if mark is not None:
         (folder / MARK).write_text(mark)
     assert leftovers.remove() == [] and folder.is_dir()
-    assert leftovers.unknown() == ([folder] if mark is None else [])
+    assert leftovers.unknown() == [folder] and leftovers.elsewhere() == []
 
 
-@pytest.mark.parametrize("name", ["boot", "namespace"])
-def test_what_was_made_in_another_container_stays(name: str, run: subprocess.Popen[str], memory: Path) -> None:
+def change_mark(folder: Path, **changed: object) -> None:
+    owner = json.loads((folder / MARK).read_text())
+    (folder / MARK).write_text(json.dumps(owner | changed))
+
+
+def test_what_was_made_in_another_container_stays_and_is_named(
+    run: subprocess.Popen[str], memory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its ids mean nothing here."""
     folder = memory / "mtpctl-run"
     kill(run)
-    owner = json.loads((folder / MARK).read_text())
-    (folder / MARK).write_text(json.dumps(owner | {name: "another"}))
+    change_mark(folder, namespace="another")
+    assert not leftovers.claim(folder) and not leftovers.vacate(folder)
+    assert folder not in [left.path for left in leftovers.remove()] and (folder / "v00000001").is_dir()
+    assert leftovers.elsewhere() == [folder] and leftovers.unknown() == []
+    with pytest.raises(SystemExit):
+        main(["clean"])
+    assert f"left alone: {folder} was made elsewhere" in capsys.readouterr().out
+
+
+def test_no_process_in_memory_outlives_a_boot(run: subprocess.Popen[str], memory: Path) -> None:
+    """Ray's folders may be on a disk of several machines: there another boot may be another machine."""
+    versions, session = memory / "mtpctl-run", memory.parent / "ray" / "session_1"
+    for folder in (versions, session):
+        change_mark(folder, boot="another")
+    assert [left.path for left in leftovers.remove()] == [versions]
+    assert leftovers.elsewhere() == [session] and session.is_dir()
+
+
+def test_a_removal_that_breaks_off_is_taken_up_again(run: subprocess.Popen[str], memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kill(run)
+    (memory / "mtpctl-run" / "zz").mkdir()
+    removed = shutil.rmtree
+
+    def breaks(folder: Path, **options: object) -> None:
+        for path in sorted(Path(folder).rglob("*")):  # the mark's name comes first
+            if path.is_file():
+                path.unlink()
+                raise KeyboardInterrupt
+        removed(folder)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(leftovers.shutil, "rmtree", breaks)
+        leftovers.remove()
+    (aside,) = memory.iterdir()
+    assert aside in [left.path for left in leftovers.find()]
+    leftovers.remove()
+    assert list(memory.iterdir()) == []
+
+
+def test_one_that_an_earlier_remover_left_without_a_mark_is_named(memory: Path) -> None:
+    (memory / ".mtpctl-going-7-mtpctl-run").mkdir()
+    assert leftovers.unknown() == [memory / ".mtpctl-going-7-mtpctl-run"]
+
+
+def test_one_process_at_a_time_removes(run: subprocess.Popen[str], memory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kill(run)
+    with leftovers._alone(wait=True):
+        assert leftovers.remove() == []
+        with pytest.raises(SystemExit):
+            main(["clean"])
+        assert f"not removed: {memory / 'mtpctl-run'}; another process removes it" in capsys.readouterr().out
+    assert len(leftovers.remove()) == 2
+
+
+def test_and_a_claim_waits_for_it(run: subprocess.Popen[str], memory: Path) -> None:
+    folder = memory / "mtpctl-run"
+    kill(run)
+    claimed: list[bool] = []
+    claiming = threading.Thread(target=lambda: claimed.append(leftovers.claim(folder)))
+    with leftovers._alone(wait=True):
+        claiming.start()
+        claiming.join(0.3)
+        assert claiming.is_alive() and (folder / "v00000001").is_dir()
+    claiming.join(30)
+    assert claimed == [True] and [path.name for path in folder.iterdir()] == [MARK]
+
+
+def test_what_was_claimed_anew_since_it_was_found_stays(run: subprocess.Popen[str], memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine marks its adapters' folder without waiting; nothing may be moved from under it."""
+    folder = memory / "mtpctl-run"
+    kill(run)
+    found = leftovers.find()
+    leftovers.mark(folder)
+    monkeypatch.setattr(leftovers, "find", lambda: found)
+    monkeypatch.setattr(Path, "rename", lambda *given: pytest.fail("it was moved") if given[0] == folder else os.rename(*given))
     assert folder not in [left.path for left in leftovers.remove()] and folder.is_dir()
 
 
@@ -112,6 +197,50 @@ def test_and_a_session_of_which_ray_still_has_a_process(run: subprocess.Popen[st
         assert session not in [left.path for left in leftovers.remove()]
         raylet.kill()
     assert [left.path for left in leftovers.remove()] == [session]
+
+
+class Ray(types.ModuleType):
+    """Ray as far as `cluster` asks it, with a session of its own."""
+
+    def __init__(self, session: Path) -> None:
+        super().__init__("ray")
+        self.session, self.ended = session, False
+
+    def init(self, **options: object) -> types.SimpleNamespace:
+        self.session.mkdir()
+        return types.SimpleNamespace(address_info={"session_dir": str(self.session)})
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 1.0}
+
+    def shutdown(self) -> None:
+        self.ended = True
+
+
+@pytest.fixture
+def ray(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Ray:
+    found = Ray(memory.parent / "ray" / "session_2")
+    monkeypatch.setitem(sys.modules, "ray", found)
+    return found
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("a rank died; look into Ray's logs"), KeyboardInterrupt()])
+def test_a_session_that_ended_by_itself_keeps_its_logs(error: BaseException | None, ray: Ray) -> None:
+    with suppress(RuntimeError, KeyboardInterrupt), cluster(ClusterConfig(num_cpus=1), cpus=1, gpus=0):
+        assert (ray.session / MARK).is_file()
+        if error is not None:
+            raise error
+    assert ray.ended and ray.session.is_dir() and not (ray.session / MARK).exists()
+
+
+def test_a_run_needs_no_mark(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(leftovers, "mark", full)
+    with cluster(ClusterConfig(num_cpus=1), cpus=1, gpus=0):
+        ran = True
+    assert ran and ray.ended
 
 
 KILLED = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mtpctl.cluster import leftovers
 from mtpctl.recipe import EnvironmentMissing
 from mtpctl.sync import Manifest, Publisher, VersionConflict, VersionStore, default_root, name_of
 from mtpctl.sync.store import KEPT
@@ -112,6 +114,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Shared memory of 3,000 bytes."""
     (tmp_path / "shm").mkdir()
     monkeypatch.setattr("mtpctl.sync.store.SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path / "shm")
     monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(3000, 0, 3000))
     return tmp_path / "shm"
 
@@ -138,11 +141,62 @@ def test_the_store_holds_no_more_than_it_was_given_room_for(tmp_path: Path, monk
 
 
 def test_what_a_killed_process_left_is_neither_kept_nor_in_the_way(memory: Path, tmp_path: Path) -> None:
-    publisher(memory / "mtpctl-run").publish(tensors(1), 7)
+    def leave() -> None:
+        store = VersionStore(memory / "mtpctl-run")
+        store.claim()
+        publisher(store.root).publish(tensors(1), 7)
+        change_mark(store.root, pid=1 << 30)
+
+    leave()
     assert not VersionStore(default_root("run", 1, tmp_path)).versions()
-    publisher(memory / "mtpctl-run").publish(tensors(1), 7)
+    leave()
     assert default_root("run", 1 << 40, tmp_path) == tmp_path
     assert not list(memory.iterdir())
+
+
+def change_mark(root: Path, **changed: object) -> None:
+    owner = json.loads((root / leftovers.MARK).read_text())
+    (root / leftovers.MARK).write_text(json.dumps(owner | changed))
+
+
+def test_another_containers_store_of_the_same_name_stays(memory: Path, tmp_path: Path) -> None:
+    """Containers that share memory may have run directories of one path."""
+    for place in ("mtpctl-run", f"mtpctl-run-{leftovers.namespace()}"):
+        root = default_root("run", 1, tmp_path)
+        assert root == memory / place
+        VersionStore(root).claim()  # again, as a run does
+        publisher(root).publish(tensors(1), 7)
+        change_mark(root, namespace="another")
+    assert default_root("run", 1, tmp_path) == tmp_path
+    assert all(VersionStore(root).versions() == [7] for root in memory.iterdir())
+    with pytest.raises(EnvironmentMissing, match="another process may keep its weights there"):
+        VersionStore(root).claim()
+
+
+def test_a_runs_own_folder_is_claimed_whoever_left_it(memory: Path, tmp_path: Path) -> None:
+    """The run goes on in a new container, with the directory of the old one."""
+    store = VersionStore(tmp_path / "run" / "versions")
+    store.claim()
+    publisher(store.root).publish(tensors(1), 7)
+    change_mark(store.root, namespace="another")
+    store.claim()
+    assert store.versions() == []
+
+
+def test_a_store_whose_removal_breaks_off_still_tells_whose_it_is(memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = VersionStore(default_root("run", 1, tmp_path))
+    publisher(store.root).publish(tensors(1), 7)
+
+    def breaks(folder: Path) -> None:
+        for path in sorted(Path(folder).rglob("*")):
+            if path.is_file():
+                path.unlink()
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        store.close()
+    assert (store.root / leftovers.MARK).is_file()
 
 
 def test_actors_on_several_hosts_meet_on_disk(memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
