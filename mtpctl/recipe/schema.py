@@ -206,7 +206,7 @@ class TrainConfig(Section):
     max_bad_steps: PositiveInt = Field(3, description="Updates in a row skipped for NaN or inf before the run stops.")
     eval_every: NonNegativeInt = Field(0, description="Updates between held-out evaluations; 0: before and after RL only.")
     gpus: Annotated[Float, Field(gt=0, le=1)] = Field(1.0, description="Share of a card that each trainer rank takes, beside others on it.")
-    threads: NonNegativeInt = Field(0, description="CPU threads of a trainer rank; 0: torch's own choice.")
+    threads: NonNegativeInt = Field(0, description="CPU threads of a trainer rank beside engines; 0: torch's own choice.")
 
 
 # -------------------------------------------------------------------------------------------------------- rollout

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,17 @@ from mtpctl.samples import Sample
 from mtpctl.sync import Manifest, Section, Sent
 from mtpctl.train.profile import UpdateProfile
 from mtpctl.train.sending import WeightSource
+
+
+def threads_in(recipe: Recipe, stage: str, cores: int) -> int:
+    """CPU threads of a trainer rank in a stage. `train.threads` leaves cores to the engines, of which none works in the supervised stage.
+
+    A deterministic run keeps to one number, since a sum may be rounded otherwise by another.
+    """
+    train = recipe.train
+    if stage == "rl" or recipe.device != "cpu" or recipe.async_.deterministic:
+        return train.threads
+    return max(train.threads, cores // train.parallel.world_size)
 
 
 class TrainerRank:
@@ -72,6 +84,10 @@ class TrainerRank:
         finds it. Raises UserError where it should be there and is not.
         """
         train = self.recipe.train
+        if train.threads:
+            import torch
+
+            torch.set_num_threads(threads_in(self.recipe, stage, len(os.sched_getaffinity(0))))
         self.engine.trains_mtp = self.engine.can_train_mtp and (stage == "sft" or train.rl.train_mtp)
         if stage == "rl" and train.rl.kl_coef:
             if resumed:

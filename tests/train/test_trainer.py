@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from mtpctl.engine import Scores, Sequence
-from mtpctl.recipe import Recipe, RuntimeFailure, UserError
+from mtpctl.recipe import Recipe, RuntimeFailure, UserError, load_recipe
 from mtpctl.samples import Sample
-from mtpctl.train.trainer import TrainerRank
+from mtpctl.train.trainer import TrainerRank, threads_in
 
 
 class Engine:
@@ -181,3 +181,18 @@ def test_an_update_that_recomputes_nothing_compares_policies_in_its_first_part()
     engine.batches.clear()
     rank.rl_step(batch(2, 2), 2)
     assert [s.columns["same_weights"] for s in engine.batches[0]] == [[0, 0]], "it is ahead of version 2 now"
+
+
+@pytest.mark.parametrize(
+    ("sets", "stage", "threads"),
+    [
+        ([], "sft", 8),
+        ([], "rl", 1),
+        (["async.deterministic=true"], "sft", 1),
+        (["train.parallel.dp=2"], "sft", 4),
+        (["train.parallel.dp=16"], "sft", 1),
+        (["cluster.device=cuda", "sync.transport=ipc"], "sft", 1),
+    ],
+)
+def test_the_supervised_stage_has_the_cores_that_engines_leave(sets: list[str], stage: str, threads: int) -> None:
+    assert threads_in(load_recipe("tiny_mtp", sets=sets).recipe, stage, cores=8) == threads
