@@ -134,11 +134,11 @@ def _objective(recipe: Recipe) -> Complaints:
         yield f"train.rl.correction.low: must be below high: {correction.high}, got {correction.low}"
     if rl.old_logprobs == "behaviour":
         if recipe.logprob.standalone:
-            yield "train.rl.old_logprobs: behaviour leaves the log-prob servers without work; set recompute, or logprob.standalone: false"
+            yield "train.rl.old_logprobs: behaviour leaves the log-prob servers without work; set auto, or logprob.standalone: false"
         if correction.mode != "off":
-            yield "train.rl.correction.mode: behaviour log-probs taken as old ones leave nothing to correct; set old_logprobs: recompute"
+            yield "train.rl.correction.mode: behaviour log-probs taken as old ones leave nothing to correct; leave old_logprobs at auto"
         if rl.loss == "decoupled":
-            yield "train.rl.loss: decoupled needs a proximal policy apart from the behaviour; set train.rl.old_logprobs: recompute"
+            yield "train.rl.loss: decoupled needs a proximal policy apart from the behaviour; leave train.rl.old_logprobs at auto"
     if rl.clip_low >= 1:
         yield f"train.rl.clip_low: must be below 1, got {rl.clip_low}"
     if 0 < rl.clip_dual <= 1:
