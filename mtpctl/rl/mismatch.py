@@ -50,20 +50,15 @@ def mismatch_sums(
     evenly, by the share of the response's tokens that the rank holds.
     """
     keep = mask.double()
-    d = torch.where(mask.bool(), (old_logprob - behaviour_logprob).double(), 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = d.exp()
+    d = _log_ratio(old_logprob, behaviour_logprob, mask.bool())
     correction = correction_weights(old_logprob.double(), behaviour_logprob.double(), mask, seq_ids, num_sequences, config, reduce)
     weight = correction.weight * keep
     length = sequence_sum(keep, seq_ids, num_sequences, reduce)
     held = sequence_sum(keep, seq_ids, num_sequences) / length.clamp(min=1)
     log_ppl_ratio = sequence_mean(-d, keep, seq_ids, num_sequences, reduce)
     return {
-        "tokens": keep.sum(),
+        **_token_sums(d, keep),
         "sequences": held.sum(),
-        "kl": (-d * keep).sum(),
-        "k3": ((torch.expm1(d) - d) * keep).sum(),
-        "abs_diff": (d.abs() * keep).sum(),
-        "ratio_squared": (ratio**2 * keep).sum(),
         "ppl_ratio": (log_ppl_ratio.exp() * held).sum(),
         "weight": weight.sum(),
         "weight_squared": (weight**2).sum(),
@@ -78,10 +73,7 @@ def mismatch_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
     if tokens <= 0:
         raise ValueError("mismatch of no tokens")
     return {
-        "rollout_corr/kl": s["kl"] / tokens,
-        "rollout_corr/k3": s["k3"] / tokens,
-        "rollout_corr/abs_diff": s["abs_diff"] / tokens,
-        "rollout_corr/chi2": s["ratio_squared"] / tokens - 1,
+        **_token_metrics(s),
         "rollout_corr/ppl_ratio": s["ppl_ratio"] / s["sequences"],
         "rollout_corr/ess": s["weight"] ** 2 / (tokens * s["weight_squared"]) if s["weight_squared"] > 0 else 0.0,
         "rollout_corr/is_mean": s["weight"] / tokens,
@@ -92,17 +84,10 @@ def mismatch_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
 @torch.no_grad()
 def token_mismatch(logprob: Tensor, behaviour_logprob: Tensor, trained: Tensor, same_weights: Tensor) -> dict[str, Tensor]:
     """Sums over any slice of tokens, to be added up and given to `token_mismatch_metrics`. All [T]; scalars in float64."""
-    d = torch.where(trained, (logprob - behaviour_logprob).double(), 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    d = _log_ratio(logprob, behaviour_logprob, trained)
     same = torch.where(trained, same_weights.double(), 0.0)
-    return {
-        "mismatch/tokens": trained.sum().double(),
-        "mismatch/kl": -d.sum(),
-        "mismatch/k3": (torch.expm1(d) - d).sum(),
-        "mismatch/abs_diff": d.abs().sum(),
-        "mismatch/ratio_squared": torch.where(trained, (2 * d).exp(), 0.0).sum(),
-        "mismatch/same": same.sum(),
-        "mismatch/same_abs_diff": (d.abs() * same).sum(),
-    }
+    sums = _token_sums(d, trained.double()) | {"same": same.sum(), "same_abs_diff": (d.abs() * same).sum()}
+    return {f"mismatch/{name}": value for name, value in sums.items()}
 
 
 def token_mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
@@ -110,8 +95,27 @@ def token_mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     s = {name.removeprefix("mismatch/"): value for name, value in sums.items() if name.startswith("mismatch/")}
     if not s.get("tokens"):
         return {}
-    metrics = {f"rollout_corr/{name}": s[name] / s["tokens"] for name in ("kl", "k3", "abs_diff")}
-    metrics["rollout_corr/chi2"] = s["ratio_squared"] / s["tokens"] - 1
+    metrics = _token_metrics(s)
     if s["same"]:
         metrics["rollout_corr/abs_diff_same_version"] = s["same_abs_diff"] / s["same"]
     return metrics
+
+
+def _log_ratio(old_logprob: Tensor, behaviour_logprob: Tensor, trained: Tensor) -> Tensor:
+    """d by token [T] in float64, 0 where not trained."""
+    return torch.where(trained, (old_logprob - behaviour_logprob).double(), 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _token_sums(d: Tensor, keep: Tensor) -> dict[str, Tensor]:
+    return {
+        "tokens": keep.sum(),
+        "kl": (-d * keep).sum(),
+        "k3": ((torch.expm1(d) - d) * keep).sum(),
+        "abs_diff": (d.abs() * keep).sum(),
+        "ratio_squared": (d.exp() ** 2 * keep).sum(),
+    }
+
+
+def _token_metrics(s: Mapping[str, float]) -> dict[str, float]:
+    metrics = {f"rollout_corr/{name}": s[name] / s["tokens"] for name in ("kl", "k3", "abs_diff")}
+    return metrics | {"rollout_corr/chi2": s["ratio_squared"] / s["tokens"] - 1}

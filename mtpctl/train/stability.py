@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from mtpctl.recipe.schema import Recipe
 
 WINDOW = 20
@@ -50,18 +52,8 @@ def observe(group_means: Sequence[float], entropy: float | None) -> Update | Non
 
 def residuals(values: Sequence[float]) -> list[float]:
     """What a parabola, fitted by least squares, leaves of equally spaced values."""
-    n = len(values)
-    x = [2 * i / (n - 1) - 1 for i in range(n)]
-    basis: list[list[float]] = []
-    for column in ([1.0] * n, x, [a * a for a in x]):
-        for other in basis:
-            share = sum(a * b for a, b in zip(column, other, strict=True)) / sum(b * b for b in other)
-            column = [a - share * b for a, b in zip(column, other, strict=True)]
-        basis.append(column)
-    rest = list(values)
-    for column in basis:
-        share = sum(a * b for a, b in zip(rest, column, strict=True)) / sum(b * b for b in column)
-        rest = [a - share * b for a, b in zip(rest, column, strict=True)]
+    x = np.linspace(-1, 1, len(values))
+    rest: list[float] = (np.asarray(values) - np.polyval(np.polyfit(x, values, 2), x)).tolist()
     return rest
 
 
@@ -74,19 +66,21 @@ def autocorrelation(values: Sequence[float], lag: int) -> float:
 
 def stability(updates: Sequence[Update]) -> float:
     """See the module; 1 where the rewards do not differ at all."""
-    rest = residuals([u.mean for u in updates])
+    means = [u.mean for u in updates]
+    if min(means) == max(means):
+        return 1.0
     # A parabola takes three degrees of freedom.
-    residual2 = sum(r * r for r in rest) / (len(rest) - 3)
+    residual2 = sum(r * r for r in residuals(means)) / (len(means) - 3)
     expected = statistics.fmean(u.error2 for u in updates)
     return min(1.0, expected / residual2) if residual2 > 0 else 1.0
 
 
 def swings(updates: Sequence[Update]) -> bool:
-    """Whether the reward goes round: it moves by more than sampling does, and what goes up comes down half a period later.
+    """Whether the reward of a run whose stability is low goes round: what goes up comes down half a period later.
 
     A run that learns within a few updates leaves the parabola too, and its reward does not come down.
     """
-    if stability(updates) >= SWING_STABILITY or not came_down(updates):
+    if not came_down(updates):
         return False
     rest = residuals([u.mean for u in updates])
     return min(autocorrelation(rest, lag) for lag in range(2, len(rest) // 2 + 1)) < -SWING_CORRELATION
@@ -134,7 +128,7 @@ class StabilityWatch:
         return found, told
 
     def _wrong(self, latest: list[Update], value: float, metrics: dict[str, float]) -> str | None:
-        if swings(latest):
+        if value < SWING_STABILITY and swings(latest):
             low, high = min(u.mean for u in latest), max(u.mean for u in latest)
             what = f"the reward swings between {low:.2f} and {high:.2f} over {len(latest)} updates (rl/stability {value:.2f})"
         elif drop := fall(list(self._updates)):

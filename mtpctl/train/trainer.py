@@ -155,9 +155,10 @@ class TrainerRank:
         reference = iter(self._reference_logprobs(answered)) if self.reference is not None else itertools.repeat(None)
         context = recipe.rollout.context or self.engine.folder.shape.max_positions
         gains = advantages(samples, rl, max_tokens=recipe.rollout.max_tokens, context=context)
+        objective = PolicyObjective(rl)
         # Groups that a checkpoint kept may be of another size than those that came after it.
         parts, size = [], math.ceil(len(samples) / rl.minibatches)
-        # Where nothing is recomputed, the update itself compares policies, as long as it is the sampling weights' turn: in its first part.
+        # Where nothing is recomputed, the loss itself compares policies, in the first part alone: later ones have moved on.
         weights = None if recipe.old_logprobs == "recompute" else -1 if self.ahead else version
         for start in range(0, len(samples), size):
             batch = [
@@ -167,9 +168,7 @@ class TrainerRank:
             ]
             if batch:
                 parts.append(
-                    self.engine.update(
-                        batch, PolicyObjective(rl), temperature=recipe.rollout.temperature, total_steps=rl.steps * rl.minibatches
-                    )
+                    self.engine.update(batch, objective, temperature=recipe.rollout.temperature, total_steps=rl.steps * rl.minibatches)
                 )
                 weights = None
         metrics = mean_of(parts)
