@@ -1,4 +1,4 @@
-"""What `mtpctl bench async` shows: three tables for a terminal and for docs/benchmarks.md, and two charts."""
+"""What `mtpctl bench async` shows: three tables for a terminal and for docs/benchmarks, and two charts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mtpctl bench all`: every figure of docs/benchmarks.md on the cards of one machine, as many at a time as there are cards for.
+"""`mtpctl bench all`: every figure of docs/benchmarks on the cards of one machine, as many at a time as there are cards for.
 
 Each measurement is the command that a user types, in a process of its own that sees no other cards than its own. They
 start in the order of the plan, each as soon as there are enough free cards: nothing overtakes a measurement that waits for

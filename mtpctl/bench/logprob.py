@@ -302,7 +302,7 @@ def _ask(connection: http.client.HTTPConnection, body: bytes) -> float:
 
 
 def table(report: Report) -> str:
-    """For a terminal, and for docs/logprob-server.md."""
+    """For a terminal, and for docs/benchmarks/logprob-server.md."""
     lines = ["| what | measured | bound | measured / bound | |", "|---|---|---|---|---|"]
     for f in report.findings:
         value = "not counted on a CPU"

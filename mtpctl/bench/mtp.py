@@ -78,7 +78,7 @@ def gain(results: list[Result]) -> Gain | None:
 
 
 def table(results: list[Result], last: int) -> str:
-    """For a terminal, and for docs/benchmarks.md."""
+    """For a terminal, and for docs/benchmarks."""
     plain = next((r for r in results if r.name == "none"), None)
     lines = [
         f"Over the last {last} updates of each run:",

@@ -125,7 +125,7 @@ def misses(result: Result, options: Options) -> list[str]:
 
 
 def table(results: list[Result]) -> str:
-    """For a terminal, and for docs/benchmarks.md. Medians, with the least and the most."""
+    """For a terminal, and for docs/benchmarks. Medians, with the least and the most."""
 
     def spread(values: list[float]) -> str:
         return f"{statistics.median(values):.3f} ({min(values):.3f}–{max(values):.3f})"

@@ -185,7 +185,7 @@ def measure(
 
 
 def table(results: list[Result], rate: float) -> str:
-    """For a terminal, and for docs/benchmarks.md."""
+    """For a terminal, and for docs/benchmarks."""
     lines = [
         f"Large bf16 matrix product: {rate:.0f} TFLOP/s.",
         "",

@@ -25,7 +25,7 @@ def everything(
         Literal["cards", "cpu"] | None, typer.Option("--on", help="What H200s measure, or a CPU at toy size; default: by this machine.")
     ] = None,
 ) -> None:
-    """Every figure of docs/benchmarks.md on the cards there are (on a CPU: toys). Exit code 6 when a bound is missed, 5 on failures."""
+    """Every figure of docs/benchmarks on the cards there are (on a CPU: toys). Exit code 6 when a bound is missed, 5 on failures."""
     import torch
 
     from mtpctl.bench import everything as bench

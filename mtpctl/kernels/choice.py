@@ -16,8 +16,8 @@ from mtpctl.kernels.problem import Backend
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "triton", "liger")
 ONE_PASS = ("auto", "chunked", "triton")
 """Those that `linear_policy_loss` has."""
-# What was measured fastest, by compute capability: (fewest rows, implementation), last match wins. See docs/benchmarks.md; on an H200 the
-# order did not depend on hidden size (2048 to 4096) or vocabulary (32,000 to 256,000).
+# What was measured fastest, by compute capability: (fewest rows, implementation), last match wins. See docs/benchmarks/kernels.md;
+# on an H200 the order did not depend on hidden size (2048 to 4096) or vocabulary (32,000 to 256,000).
 MEASURED = {(9, 0): ((0, "chunked"), (64, "triton"))}
 log = logging.getLogger("mtpctl.kernels")
 
