@@ -58,6 +58,8 @@ def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = Tru
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # A loaded machine may take longer than Ray's half minute to start its own processes.
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+    # Ray would start an idle worker per CPU, and every actor here is started in an environment of its own all the same.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         context: Any = ray.init(
