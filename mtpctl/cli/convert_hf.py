@@ -52,7 +52,10 @@ def convert_hf(
         found = look(source, model)
         answer(json.dumps(found, indent=2) if as_json else _listed(found))
         return
-    from mtpctl.engine.conversion import Wanted, convert
+    from mtpctl.cluster import importing
+
+    with importing():
+        from mtpctl.engine.conversion import Wanted, convert
 
     wanted = Wanted(to, dtype, model, verify, force, merge)  # type: ignore[arg-type]
     with _progress() as progress:

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mtpctl.cluster.deadlines import within
-from mtpctl.cluster.heap import settle_heap
+from mtpctl.cluster.heap import importing, settle_heap
 from mtpctl.cluster.local import check_room, cluster, on_one_host
 from mtpctl.cluster.replicas import Lifecycle, Replicas, Seat, start_all
 
@@ -21,6 +21,7 @@ __all__ = [
     "check_room",
     "cluster",
     "host_store",
+    "importing",
     "join_store",
     "on_one_host",
     "settle_heap",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtpctl.cluster import settle_heap
+from mtpctl.cluster import importing, settle_heap
 from mtpctl.logprob.protocol import Bounds, Draft, Scored, ScoreRequest
 from mtpctl.plan import Bucket, Entry
 from mtpctl.recipe.schema import KernelsConfig, LoraConfig, MtpConfig, ParallelConfig
@@ -66,10 +66,11 @@ class ScoreRank:
 
     def build(self, master: str) -> Bounds:
         """Load the model."""
-        import torch
+        with importing():
+            import torch
 
-        from mtpctl.convert import HfFolder
-        from mtpctl.engine import EngineConfig, MegatronEngine, Rank
+            from mtpctl.convert import HfFolder
+            from mtpctl.engine import EngineConfig, MegatronEngine, Rank
 
         config = self.config
         if config.threads:

@@ -7,6 +7,7 @@ import os
 from importlib.metadata import entry_points
 from typing import Any
 
+from mtpctl.cluster import importing
 from mtpctl.compat import vllm_cut, vllm_logprobs, vllm_pause
 from mtpctl.recipe import EnvironmentMissing, UserError
 from mtpctl.rollout.engine import Engine, Stretch, check_options, speculation_counts
@@ -40,10 +41,11 @@ class VllmEngine(Engine):
         """
         os.environ.update(settings.environment)
         check_plugin()
-        import torch
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.async_llm import AsyncLLM
+        with importing():
+            import torch
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.usage.usage_lib import UsageContext
+            from vllm.v1.engine.async_llm import AsyncLLM
 
         if settings.threads:
             torch.set_num_threads(settings.threads)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mtpctl.cluster import settle_heap, within
+from mtpctl.cluster import importing, settle_heap, within
 from mtpctl.plan import Placement
 from mtpctl.recipe import Recipe, RuntimeFailure, UserError
 from mtpctl.samples import Sample
@@ -51,10 +51,11 @@ class TrainerRank:
 
     def build(self, folder: str, master: str) -> dict[str, Any]:
         """Make the engine from a Hugging Face folder. Returns what the panel tells of it."""
-        import torch
+        with importing():
+            import torch
 
-        from mtpctl.convert import HfFolder
-        from mtpctl.engine import EngineConfig, MegatronEngine, Rank
+            from mtpctl.convert import HfFolder
+            from mtpctl.engine import EngineConfig, MegatronEngine, Rank
 
         train = self.recipe.train
         if train.threads:

@@ -32,3 +32,26 @@ assert after() is None, "what came since is collected"
 
 def test_what_is_loaded_is_left_alone_and_what_comes_after_is_not() -> None:
     subprocess.run([sys.executable, "-c", SETTLE], check=True, timeout=60)
+
+
+IMPORT = """
+import gc
+from mtpctl.cluster import importing
+
+class Node: pass
+
+with importing():
+    assert not gc.isenabled()
+    loaded = Node()
+assert gc.isenabled() and not any(isinstance(each, Node) for each in gc.get_objects()), "what was imported is looked at again"
+gc.disable()
+try:
+    with importing():
+        raise ImportError
+except ImportError:
+    assert not gc.isenabled(), "it is left as it was"
+"""
+
+
+def test_the_collector_rests_while_modules_are_imported_and_leaves_them_alone() -> None:
+    subprocess.run([sys.executable, "-c", IMPORT], check=True, timeout=60)
