@@ -28,6 +28,7 @@ APART = {"fp32": 1e-4, "bf16": 0.05}
 STOCK = """
 import json, sys
 from vllm import LLM, SamplingParams
+sys.stdin.readline()
 llm = LLM(
     sys.argv[1], dtype=sys.argv[2], enforce_eager=True, kv_cache_memory_bytes=64 << 20, max_num_seqs=4, max_model_len=128,
     enable_prefix_caching=False, speculative_config={"method": "mtp", "num_speculative_tokens": 1},
@@ -72,13 +73,27 @@ def recipe(family: str, precision: str, root: Path) -> Path:
     return path
 
 
-def command(*arguments: object, **environment: str) -> str:
-    """What a command of this interpreter prints; a failure is this test's."""
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
+def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
+    """A command of this interpreter, under way."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **environment})
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    """What it has printed, once it has been told to go on and has ended; a failure is this test's."""
+    with process:
+        try:
+            printed, told = process.communicate("\n", timeout=300)
+        finally:
+            process.kill()
+    assert process.returncode == 0, printed[-4000:] + told[-4000:]
+    return printed
+
+
+def command(*arguments: object) -> str:
+    """What a command of this interpreter prints."""
+    return end(start(*arguments))
 
 
 def updates(run_dir: Path) -> list[dict[str, Any]]:
@@ -100,7 +115,12 @@ def test_the_main_job_from_random_weights_to_a_folder_that_stock_vllm_serves(fam
     assert any(row["rollout/spec_drafted"] for row in rows) and all(row["mtp/loss_1"] > 0 for row in rows)
     same = [row["rollout_corr/abs_diff_same_version"] for row in rows if "rollout_corr/abs_diff_same_version" in row]
     assert same and max(same) < APART[precision], "the server's log-probs are the engine's where both have the same weights"
-    command("-m", "mtpctl", "convert-hf", run_dir, tmp_path / "folder", "--verify")
     dtype = {"fp32": "float32", "bf16": "bfloat16"}[precision]
-    told = command("-c", STOCK, tmp_path / "folder", dtype, VLLM_PLUGINS="", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    # It imports vLLM while the folder is made, and is told when that is there.
+    serving = start("-c", STOCK, tmp_path / "folder", dtype, VLLM_PLUGINS="", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    try:
+        command("-m", "mtpctl", "convert-hf", run_dir, tmp_path / "folder", "--verify")
+        told = end(serving)
+    finally:
+        serving.kill()
     assert len(json.loads(told.splitlines()[-1])) == 16
