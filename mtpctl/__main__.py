@@ -1,6 +1,6 @@
 """`python -m mtpctl`."""
 
-from mtpctl.cli import main
+from mtpctl.cli.app import main
 
 if __name__ == "__main__":
     main()

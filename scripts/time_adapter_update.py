@@ -16,12 +16,15 @@ from typing import Any
 
 import torch
 
-from mtpctl import families
-from mtpctl.convert import HfFolder
-from mtpctl.logprob import Replica, ReplicaConfig, ScoreRank
-from mtpctl.plan import ADAPTER_PREFIX, adapter_tensors, wire_tensors
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.families.tensors import section_of
+from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
+from mtpctl.logprob.replica import Replica
+from mtpctl.plan.wire import ADAPTER_PREFIX, adapter_tensors, wire_tensors
 from mtpctl.recipe.schema import DTYPES, KernelsConfig, LoraConfig, MtpConfig, ParallelConfig
-from mtpctl.sync import Publisher, VersionStore, update_target
+from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.session import update_target
+from mtpctl.sync.store import VersionStore
 
 
 class Here:
@@ -57,7 +60,7 @@ async def main() -> None:
             VersionStore(Path(root)),
             bucket_bytes=1 << 30,
             sections=("adapter", "draft"),
-            section_of=lambda name: "adapter" if name.startswith(ADAPTER_PREFIX) else families.section_of(name, shape),
+            section_of=lambda name: "adapter" if name.startswith(ADAPTER_PREFIX) else section_of(name, shape),
             config={"adapter": {"r": lora.rank, "lora_alpha": lora.alpha}},
         )
         for version in range(1, told.versions + 1):

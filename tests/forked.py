@@ -8,8 +8,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from mtpctl.cluster import address_of, host_store
-from mtpctl.engine import Rank
+from mtpctl.cluster.meeting import address_of, host_store
+from mtpctl.engine.parallel import Rank
 
 
 def run_ranks(world: int, work: Callable[[Rank], Any], deadline_s: float) -> tuple[list[Any], str]:

@@ -17,9 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from mtpctl.plan import Placement, place
-from mtpctl.recipe import Recipe, RuntimeFailure, UserError, dump_resolved, flatten, load_recipe, path_in_full, validate
-from mtpctl.telemetry import History, RunDirectory, load_history
+from mtpctl.plan.placement import Placement, place
+from mtpctl.recipe.checks import validate
+from mtpctl.recipe.errors import RuntimeFailure, UserError
+from mtpctl.recipe.loading import dump_resolved, flatten, load_recipe
+from mtpctl.recipe.model_source import path_in_full
+from mtpctl.recipe.schema import Recipe
+from mtpctl.telemetry.history import History, load_history
+from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.train.state import ended_stages
 
 Say = Callable[[str], None]

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mtpctl.bench.arms import Arm, Experiment, Outcome
-from mtpctl.telemetry import History
 from mtpctl.telemetry.curves import LATE, Point, area, held_at, late_mean, measure
+from mtpctl.telemetry.history import History
 
 _ALONE = "logprob.standalone=false"
 SYNCHRONOUS = "synchronous"

@@ -18,9 +18,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mtpctl import families
-from mtpctl.families import ModelShape
-from mtpctl.recipe import UserError
+from mtpctl.families.reading import shape_of
+from mtpctl.families.shape import ModelShape
+from mtpctl.families.tensors import tensor_shapes
+from mtpctl.recipe.errors import UserError
 
 WRITERS = 8
 MARKER = 8.0
@@ -38,7 +39,7 @@ def write_cycle_model(folder: Path, config: dict[str, Any], *, acceptance: float
 
     Raises UserError for a shape whose MTP convention is not MiMo's, and for a folder that holds another model.
     """
-    shape = families.shape_of(config)
+    shape = shape_of(config)
     if shape.family != "mimo" or shape.mtp_layers != 1:
         raise UserError(f"--model: a cycle can be made of MiMo shapes with one MTP layer, this is {shape.family} with {shape.mtp_layers}")
     told = json.dumps(config | {"mtpctl_cycle": {"acceptance": acceptance, "seed": seed}}, indent=1)
@@ -73,7 +74,7 @@ def _parts(shape: ModelShape, config: dict[str, Any], acceptance: float, device:
     generator = torch.Generator(device).manual_seed(seed + 1)
     part: dict[str, Tensor] = {}
     size = 0
-    for name, dims in families.tensors(shape).items():
+    for name, dims in tensor_shapes(shape).items():
         if name in special:
             tensor = special[name]
         elif "norm" in name:

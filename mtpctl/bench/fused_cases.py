@@ -14,7 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mtpctl.kernels import linear_logprob, linear_policy_loss
+from mtpctl.kernels.logprob import linear_logprob
+from mtpctl.kernels.policy import linear_policy_loss
 
 GIB = 1 << 30
 What = Literal["forward", "forward+backward", "policy loss", "mtp, detached, half the rows"]

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from mtpctl.bench.fused_cases import GIB, Inputs, clipped_loss, make_inputs
 from mtpctl.bench.fused_kernels import Shape, time_runs
-from mtpctl.cluster import address_of, host_store, join_store
-from mtpctl.kernels import linear_logprob, linear_policy_loss
+from mtpctl.cluster.meeting import address_of, host_store, join_store
+from mtpctl.kernels.logprob import linear_logprob
+from mtpctl.kernels.policy import linear_policy_loss
 
 WARM, SAMPLES = 3, 12
 MEET_S = 300.0

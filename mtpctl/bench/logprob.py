@@ -22,11 +22,15 @@ from typing import Any
 import torch
 
 from mtpctl.bench.logprob_rank import GIB, BenchRank
-from mtpctl.logprob import LogprobServer, Replica, ReplicaConfig, Scored, ScoreRequest, ServerLimits, start_replica
+from mtpctl.logprob.dispatch import ServerLimits
 from mtpctl.logprob.guard import HttpBounds
+from mtpctl.logprob.protocol import Scored, ScoreRequest
+from mtpctl.logprob.rank import ReplicaConfig
+from mtpctl.logprob.replica import Replica, start_replica
 from mtpctl.logprob.serve import listen, web
+from mtpctl.logprob.server import LogprobServer
 from mtpctl.recipe.schema import KernelsConfig, MtpConfig, ParallelConfig
-from mtpctl.sync import VersionStore, default_root
+from mtpctl.sync.store import VersionStore, default_root
 
 TIMER = (
     "bare: MegatronEngine.score in the replica's process, from token lists to lists of numbers, packing included; "

@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 
-from mtpctl import families
-from mtpctl.engine import Sequence
+from mtpctl.engine.batch import Sequence
 from mtpctl.engine.head import Head
-from mtpctl.kernels import LogProbOut
-from mtpctl.logprob import ScoreRank
-from mtpctl.model import TORCH_DTYPES
-from mtpctl.plan import TensorSpec
-from mtpctl.sync import Manifest, Publisher, VersionStore
+from mtpctl.families.tensors import aliases
+from mtpctl.kernels.logprob import LogProbOut
+from mtpctl.logprob.rank import ScoreRank
+from mtpctl.model.build import TORCH_DTYPES
+from mtpctl.plan.buckets import TensorSpec
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.store import VersionStore
 
 GIB = 1 << 30
 STD = 0.02
@@ -76,7 +78,7 @@ class BenchRank(ScoreRank):
 
         publisher = Publisher(VersionStore(Path(root)), bucket_bytes=bucket_bytes, section_of=self._section_of)
         specs = (TensorSpec(name, tuple(size), str(dtype).removeprefix("torch.")) for name, size in self.tensors.items())
-        publisher.plan(specs, families.aliases(shape))
+        publisher.plan(specs, aliases(shape))
         began = time.perf_counter()
         manifest = publisher.publish(drawn(), version)
         return manifest, time.perf_counter() - began

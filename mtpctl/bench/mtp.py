@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mtpctl.bench.arms import Arm, Outcome, share_of
-from mtpctl.telemetry import History, format_value
 from mtpctl.telemetry.charts import Chart, Phase, Series, render_chart
 from mtpctl.telemetry.curves import mean_curve
+from mtpctl.telemetry.history import History
+from mtpctl.telemetry.names import format_value
 
 ARMS = (
     Arm("none", "no speculation", ("rollout.speculation.num_tokens=0",)),

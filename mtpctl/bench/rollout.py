@@ -18,9 +18,11 @@ from typing import Any
 
 from mtpctl.bench.rollout_engines import Bench, Once, Options, all_of
 from mtpctl.bench.rollout_load import Load, Run
-from mtpctl.cluster import cluster, settle_heap, within
+from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.heap import settle_heap
+from mtpctl.cluster.local import cluster
 from mtpctl.recipe.schema import ClusterConfig
-from mtpctl.rollout import ReplicaPool
+from mtpctl.rollout.pool import ReplicaPool
 
 PATH_BOUND = 0.95
 """Throughput through mtpctl over vLLM's own, at least."""

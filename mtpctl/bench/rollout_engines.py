@@ -13,15 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mtpctl import families
 from mtpctl.bench.cycle_model import write_cycle_model
 from mtpctl.bench.rollout_load import Load, Run, make_load, send, start_offline
-from mtpctl.cluster import within
-from mtpctl.families import hub_config, toy_config
+from mtpctl.cluster.deadlines import within
+from mtpctl.families.hub import hub_config
+from mtpctl.families.reading import shape_of
+from mtpctl.families.tensors import count_parameters
+from mtpctl.families.toy import toy_config
 from mtpctl.plan.memory import kv_bytes_per_token
 from mtpctl.plan.placement import Actor, Placement
-from mtpctl.recipe import Recipe, UserError
-from mtpctl.rollout import ReplicaPool, engine_settings, start_pool
+from mtpctl.recipe.errors import UserError
+from mtpctl.recipe.schema import Recipe
+from mtpctl.rollout.pool import ReplicaPool
+from mtpctl.rollout.start import start_pool
+from mtpctl.rollout.vllm_settings import engine_settings
 
 START_S = 420.0
 CARD_SHARE = 0.9
@@ -70,7 +75,7 @@ class Bench:
     def __init__(self, options: Options, say: Callable[[str], None], at_once: int) -> None:
         self.options, self.at_once = options, at_once
         config = config_of(options.shape)
-        self.shape = families.shape_of(config)
+        self.shape = shape_of(config)
         most = self.shape.vocab // 4 - 1
         if options.tokens > most:
             raise UserError(f"--tokens: {options.tokens} is too long for a vocabulary of {self.shape.vocab}; at most {most}")
@@ -80,7 +85,7 @@ class Bench:
                 f"{self.shape.max_positions}; give fewer, or fewer --tokens"
             )
         write_cycle_model(options.folder, config, acceptance=options.acceptance, device=options.device)
-        say(f"model: {options.folder}, {families.count(self.shape)['total']:,} parameters")
+        say(f"model: {options.folder}, {count_parameters(self.shape)['total']:,} parameters")
 
     # --------------------------------------------------------------------------------------------------------- loads
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mtpctl.bench.cycle_model import answer
-from mtpctl.rollout import ReplicaPool, SpecStats, VllmSettings
+from mtpctl.rollout.pool import ReplicaPool
+from mtpctl.rollout.protocol import SpecStats
+from mtpctl.rollout.vllm_settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
 
 

@@ -12,10 +12,14 @@ from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from mtpctl import families
 from mtpctl.bench.sync_results import Options
-from mtpctl.recipe import Recipe, RuntimeFailure
-from mtpctl.sync import Manifest, Sender, Sent, SyncReport
+from mtpctl.families.reading import shape_of
+from mtpctl.recipe.errors import RuntimeFailure
+from mtpctl.recipe.schema import Recipe
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.sender import Sender
+from mtpctl.sync.session import SyncReport
+from mtpctl.sync.transports.base import Sent
 
 BACK = 0.9
 """Share of the rate before a sync at which throughput counts as back."""
@@ -27,8 +31,9 @@ def _trainer(pipe: Any, recipe_json: str, folder: str, visible: str) -> None:
     if visible:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     from mtpctl.compat import cpu_device
-    from mtpctl.convert import HfFolder
-    from mtpctl.engine import EngineConfig, MegatronEngine
+    from mtpctl.convert.hf_folder import HfFolder
+    from mtpctl.engine.config import EngineConfig
+    from mtpctl.engine.engine import MegatronEngine
     from mtpctl.train.sending import WeightSource
 
     class Drawn(WeightSource):
@@ -60,7 +65,7 @@ def _trainer(pipe: Any, recipe_json: str, folder: str, visible: str) -> None:
         train=False,
         random_seed=1,
     )
-    engine = MegatronEngine(HfFolder(Path(folder), config, families.shape_of(config)), settings)
+    engine = MegatronEngine(HfFolder(Path(folder), config, shape_of(config)), settings)
     source = Drawn(recipe, engine, 0)
     pipe.send((True, None))
     while (call := pipe.recv()) is not None:
@@ -128,7 +133,7 @@ class Alone:
         return [f"engine {rank}" for rank in range(ranks)]
 
     async def take_in(self, manifest: Manifest, **options: Any) -> list[SyncReport]:
-        from mtpctl.sync import or_cancel
+        from mtpctl.sync.session import or_cancel
 
         report: SyncReport = await or_cancel(manifest, self.engine.update(manifest, **options))
         return [report]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mtpctl.sync.transports import PUSHED
+from mtpctl.sync.transports.base import PUSHED
 
 GIB = 1 << 30
 TIMER = "announcement to last resume: export, packing, transfer, both update sessions; a stall from pause to resume"

@@ -19,14 +19,15 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from mtpctl import families
 from mtpctl.bench.machine import visible_cards
 from mtpctl.bench.sync_ends import Alone, Load, Trainer
 from mtpctl.bench.sync_results import Extra, Options, Result, misses
-from mtpctl.plan import WEIGHT_BYTES
-from mtpctl.recipe import Recipe
-from mtpctl.sync import Manifest, Sent
-from mtpctl.sync.transports import PUSHED
+from mtpctl.families.reading import shape_of
+from mtpctl.families.tensors import count_parameters, tensor_shapes
+from mtpctl.plan.memory import WEIGHT_BYTES
+from mtpctl.recipe.schema import Recipe
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.transports.base import PUSHED, Sent
 
 
 def recipe_of(options: Options) -> Recipe:
@@ -66,13 +67,14 @@ def cards(options: Options) -> tuple[str, str]:
 
 async def measure(options: Options, say: Callable[[str], None]) -> list[Result]:
     """Start both ends once, and sync over every transport in turn."""
-    from mtpctl.rollout import VllmEngine, engine_settings
+    from mtpctl.rollout.vllm_engine import VllmEngine
+    from mtpctl.rollout.vllm_settings import engine_settings
 
     model = options.folder / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(options.config))
     # Names without weights: the mapping to Hugging Face wants to know which there are.
-    names = families.tensors(families.shape_of(options.config))
+    names = tensor_shapes(shape_of(options.config))
     index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     recipe = recipe_of(options)
@@ -114,7 +116,7 @@ async def _one(
     await trainer.call("take", transport)
     store = options.folder / f"versions-{transport}"
     if transport == "shm":
-        from mtpctl.sync import default_root
+        from mtpctl.sync.store import default_root
 
         store = default_root(f"bench-{os.getpid()}", 3 * sum_bytes(options), store)
     sync = WeightSync(recipe, trainer, Alone(engine), None, store)  # type: ignore[arg-type]
@@ -156,7 +158,7 @@ async def _one(
     finally:
         load.end()
         if transport == "shm":
-            from mtpctl.sync import VersionStore
+            from mtpctl.sync.store import VersionStore
 
             # It may lie in memory that outlives this process.
             VersionStore(store).close()
@@ -170,7 +172,7 @@ async def _one(
 
 def sum_bytes(options: Options) -> int:
     """Bytes of the model."""
-    return families.count(families.shape_of(options.config))["total"] * WEIGHT_BYTES[options.precision]
+    return count_parameters(shape_of(options.config))["total"] * WEIGHT_BYTES[options.precision]
 
 
 async def _memory(trainer: Trainer, engine: Any, *, reset: bool = False) -> tuple[dict[str, int], dict[str, int]]:

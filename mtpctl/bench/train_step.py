@@ -20,14 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpctl import families
-from mtpctl.convert import HfFolder
-from mtpctl.engine import EngineConfig, MegatronEngine, NextToken, Sequence
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.engine.batch import Sequence
+from mtpctl.engine.config import EngineConfig
+from mtpctl.engine.engine import MegatronEngine
 from mtpctl.engine.head import Head
-from mtpctl.engine.objective import Sums
+from mtpctl.engine.objective import NextToken, Sums
 from mtpctl.engine.utilisation import update_flops
-from mtpctl.kernels import LogProbOut
-from mtpctl.model import Packing
+from mtpctl.families.reading import shape_of
+from mtpctl.kernels.logprob import LogProbOut
+from mtpctl.model.packing import Packing
 from mtpctl.recipe.schema import KernelsConfig, MtpConfig, ParallelConfig
 
 GIB = 1 << 30
@@ -210,4 +212,4 @@ def shape_folder(config: dict[str, Any], at: Path) -> HfFolder:
     """A folder with a config alone: weights are drawn on the device."""
     at.mkdir(parents=True, exist_ok=True)
     (at / "config.json").write_text(json.dumps(config))
-    return HfFolder(at, config, families.shape_of(config))
+    return HfFolder(at, config, shape_of(config))

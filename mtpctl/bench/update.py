@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from mtpctl.bench.train_step import GIB, samples, synchronize
-from mtpctl.convert import HfFolder
-from mtpctl.engine import EngineConfig, MegatronEngine, NextToken
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.engine.config import EngineConfig
+from mtpctl.engine.engine import MegatronEngine
+from mtpctl.engine.objective import NextToken
 from mtpctl.recipe.schema import KernelsConfig, LoraConfig, MtpConfig, OffloadConfig, OptimizerConfig, ParallelConfig
 
 WARMUP, STEPS = 2, 5

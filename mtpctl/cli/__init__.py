@@ -1,5 +1,1 @@
 """The command line: one thin module a command. Nothing heavy is imported before a command runs."""
-
-from mtpctl.cli.app import main
-
-__all__ = ["main"]

@@ -159,7 +159,7 @@ def _outcomes(
 
 
 def _seed(experiment: Experiment) -> int:
-    from mtpctl.recipe import load_recipe
+    from mtpctl.recipe.loading import load_recipe
 
     return load_recipe(experiment.recipe, overlays=list(experiment.overlays), sets=list(experiment.sets)).recipe.seed
 

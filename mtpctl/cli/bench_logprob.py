@@ -52,7 +52,7 @@ def logprob(
     named = hf_config(ModelConfig(path=model or "XiaomiMiMo/MiMo-7B-RL"), fetch=False)
     from mtpctl.bench import logprob as bench
     from mtpctl.bench.train_step import shape_folder
-    from mtpctl.cluster import cluster
+    from mtpctl.cluster.local import cluster
 
     config = named if model or cuda else bench.TOY
     if config is None:

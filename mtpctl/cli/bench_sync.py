@@ -37,12 +37,12 @@ def sync_weights(
         raise UserError("--transport: nccl takes no card twice; with --shared measure ipc or shm")
     import torch
 
-    from mtpctl import families
     from mtpctl.bench import document
     from mtpctl.bench import sync_weights as bench
     from mtpctl.bench.machine import machine
     from mtpctl.bench.sync_results import Options, as_json, table
-    from mtpctl.recipe import load_recipe
+    from mtpctl.families.hub import hub_config
+    from mtpctl.recipe.loading import load_recipe
 
     cuda = torch.cuda.is_available()
     chosen = transport or ((["ipc"] if shared else ["nccl", "ipc"]) if cuda else ["shm"])
@@ -55,7 +55,7 @@ def sync_weights(
 
     with tempfile.TemporaryDirectory(prefix="mtpctl-bench-") as scratch:
         options = Options(
-            config=families.hub_config("XiaomiMiMo/MiMo-7B-RL") if cuda else tiny,
+            config=hub_config("XiaomiMiMo/MiMo-7B-RL") if cuda else tiny,
             device="cuda" if cuda else "cpu",
             transports=tuple(chosen),
             repeats=repeats,

@@ -52,7 +52,7 @@ def convert_hf(
         found = look(source, model)
         answer(json.dumps(found, indent=2) if as_json else _listed(found))
         return
-    from mtpctl.cluster import importing
+    from mtpctl.cluster.heap import importing
 
     with importing():
         from mtpctl.engine.conversion import Wanted, convert

@@ -12,7 +12,7 @@ from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json
 
 if TYPE_CHECKING:
-    from mtpctl.bench.doctor import Diagnosis
+    from mtpctl.bench.doctor.examination import Diagnosis
 
 MARKS = {"ok": "[green]✓[/]", "absent": "[dim]–[/]", "skipped": "[yellow]–[/]", "loaded": "[yellow]?[/]", "failed": "[red]✗[/]"}
 
@@ -27,7 +27,7 @@ def doctor(
     """
     from rich.console import Console
 
-    from mtpctl.bench.doctor import examine
+    from mtpctl.bench.doctor.examination import examine
 
     with Console(stderr=True).status("looking at what is installed …") as status:
         diagnosis = examine(quick=quick, done=lambda check: status.update(f"{check.name}: {check.finding.state}; going on …"))

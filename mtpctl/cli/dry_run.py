@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtpctl import families, plan
-from mtpctl.plan.memory import GIB
-from mtpctl.recipe import Recipe, UserError, cautions_of, hf_config
+from mtpctl.families.reading import shape_of
+from mtpctl.families.serving import check_importable
+from mtpctl.families.tensors import count_parameters
+from mtpctl.plan.memory import GIB, check_fits, engine_memory, logprob_memory, trainer_memory
+from mtpctl.plan.placement import Actor, place
+from mtpctl.plan.wire import bytes_beneath, section_buckets
+from mtpctl.recipe.cautions import cautions_of
+from mtpctl.recipe.errors import UserError
+from mtpctl.recipe.model_source import hf_config
+from mtpctl.recipe.schema import Recipe
 
 
 def dry_run(recipe: Recipe) -> dict[str, Any]:
@@ -18,12 +25,12 @@ def dry_run(recipe: Recipe) -> dict[str, Any]:
     config = hf_config(recipe.model)
     if config is None:
         raise UserError("model: its sizes are not known")
-    shape = families.shape_of(config)
+    shape = shape_of(config)
     if "rl" in recipe.train.stages and recipe.rollout.engine == "vllm":
-        families.check_importable(config)
-    placement = plan.place(recipe)
-    plan.check_fits(recipe, shape)
-    trainer = plan.trainer_memory(recipe, shape)
+        check_importable(config)
+    placement = place(recipe)
+    check_fits(recipe, shape)
+    trainer = trainer_memory(recipe, shape)
     told: dict[str, Any] = {
         "name": recipe.name,
         "run_dir": str(recipe.run_path),
@@ -31,7 +38,7 @@ def dry_run(recipe: Recipe) -> dict[str, Any]:
         "model": {
             "family": shape.family,
             "architecture": shape.architecture,
-            "parameters": families.count(shape),
+            "parameters": count_parameters(shape),
             "mtp_layers": shape.mtp_layers,
             "mtp_mode": recipe.mtp.mode,
             "max_positions": shape.max_positions,
@@ -50,10 +57,10 @@ def dry_run(recipe: Recipe) -> dict[str, Any]:
         "cautions": list(cautions_of(recipe)),
     }
     if "rl" in recipe.train.stages:
-        engine = plan.engine_memory(recipe, shape)
+        engine = engine_memory(recipe, shape)
         told["memory"]["rollout_rank"] = _sizes(engine) | {"kv_tokens": engine.kv_tokens}
         if recipe.logprob.standalone:
-            server = plan.logprob_memory(recipe, shape)
+            server = logprob_memory(recipe, shape)
             told["memory"]["logprob_rank"] = _sizes(server) | {"total": server.total}
         told["buckets"] = {
             section: {
@@ -62,9 +69,9 @@ def dry_run(recipe: Recipe) -> dict[str, Any]:
                 "bytes": sum(bucket.nbytes for bucket in buckets),
                 "largest": max(bucket.nbytes for bucket in buckets),
             }
-            for section, buckets in plan.section_buckets(recipe, shape).items()
+            for section, buckets in section_buckets(recipe, shape).items()
         }
-        told["bytes_once"] = plan.bytes_beneath(recipe, shape)
+        told["bytes_once"] = bytes_beneath(recipe, shape)
         told["async"]["old_logprobs"] = recipe.old_logprobs
     return told
 
@@ -106,7 +113,7 @@ def render(told: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _role(recipe: Recipe, actor: plan.Actor) -> str:
+def _role(recipe: Recipe, actor: Actor) -> str:
     parallel = recipe.train.parallel
     if actor.role == "trainer":
         layout = ", ".join(f"{name} {getattr(parallel, name)}" for name in ("tp", "pp", "cp", "ep", "dp") if getattr(parallel, name) > 1)

@@ -13,7 +13,7 @@ from mtpctl.cli.options import Overlays, Sets, load
 
 if TYPE_CHECKING:
     from mtpctl.logprob.serve import Served
-    from mtpctl.recipe import Recipe
+    from mtpctl.recipe.schema import Recipe
 
 KEY_VARIABLE = "MTPCTL_API_KEY"
 FALLBACK = "tiny_mtp"
@@ -55,7 +55,7 @@ def logprob_serve(
 
 
 def _key(file: Path | None) -> str | None:
-    from mtpctl.recipe import UserError
+    from mtpctl.recipe.errors import UserError
 
     if file is None:
         return os.environ.get(KEY_VARIABLE) or None
@@ -107,24 +107,25 @@ def _reheaded(recipe: Recipe, tp: int) -> Recipe:
 
 def _laid_out(recipe: Recipe, tp: int | None, pp: int | None, replicas: int | None) -> Recipe:
     """The recipe with the layout of the command line. Raises UserError where it does not fit the model."""
-    from mtpctl import families
-    from mtpctl.recipe import UserError, hf_config
+    from mtpctl.families.reading import shape_of
     from mtpctl.recipe.checks import parallel_fits
+    from mtpctl.recipe.errors import UserError
+    from mtpctl.recipe.model_source import hf_config
 
     asked = {name: value for name, value in (("tp", tp), ("pp", pp)) if value is not None}
     parallel = recipe.logprob.parallel.model_copy(update=asked)
     changes = {"parallel": parallel} | ({"replicas": replicas} if replicas is not None else {})
     config = hf_config(recipe.model)
-    if config is not None and (wrong := next(iter(parallel_fits(parallel, families.shape_of(config), "logprob.parallel")), None)):
+    if config is not None and (wrong := next(iter(parallel_fits(parallel, shape_of(config), "logprob.parallel")), None)):
         raise UserError(wrong)
     return recipe.model_copy(update={"logprob": recipe.logprob.model_copy(update=changes)})
 
 
 def _served(recipe: Recipe, run: Path | None, scratch: Path) -> Served:
     """The model to serve: of a run, its newest checkpoint; without one, as the recipe makes it, in `scratch`."""
-    from mtpctl.data import load_tokenizer
+    from mtpctl.data.tokenizers import load_tokenizer
     from mtpctl.logprob.serve import Served
-    from mtpctl.recipe import MtpctlError
+    from mtpctl.recipe.errors import MtpctlError
     from mtpctl.train.prepare import model_of, tokenizer_of
     from mtpctl.train.state import newest_version
 

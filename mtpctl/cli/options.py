@@ -11,7 +11,7 @@ import typer
 from mtpctl.cli.answers import stdout_is_for_answers
 
 if TYPE_CHECKING:
-    from mtpctl.recipe import Loaded
+    from mtpctl.recipe.loading import Loaded
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of one that comes with mtpctl.")]
 Overlays = Annotated[list[str] | None, typer.Option("--overlay", metavar="FILE", help="Lay this file over the recipe; may be repeated.")]
@@ -32,7 +32,7 @@ Json = Annotated[bool, typer.Option("--json", callback=_alone, help="Print JSON 
 
 def load(recipe: str | Path, overlays: list[str] | None, sets: list[str] | None) -> Loaded:
     """The recipe that the shared arguments name, values checked one by one."""
-    from mtpctl.recipe import load_recipe
+    from mtpctl.recipe.loading import load_recipe
 
     return load_recipe(recipe, overlays=overlays or [], sets=sets or [])
 

@@ -67,7 +67,7 @@ def show(
 @app.command()
 def schema() -> None:
     """The JSON schema of a recipe, for editors."""
-    from mtpctl.recipe import Recipe
+    from mtpctl.recipe.schema import Recipe
 
     answer(json.dumps(Recipe.model_json_schema(by_alias=True), indent=2))
 
@@ -76,8 +76,8 @@ def schema() -> None:
 @app.command()
 def validate(recipe: RecipeArgument, sets: Sets = None, overlay: Overlays = None, as_json: Json = False) -> None:
     """Check a recipe, and tell what in it is known to learn badly. Nothing is started, and the network is not asked."""
-    from mtpctl.recipe import cautions_of
-    from mtpctl.recipe import validate as check
+    from mtpctl.recipe.cautions import cautions_of
+    from mtpctl.recipe.checks import validate as check
 
     loaded = load(recipe, overlay, sets)
     check(loaded.recipe)

@@ -33,7 +33,7 @@ def rollout(
     as_json: Json = False,
 ) -> None:
     """Generate with the recipe's engines, from the newest weights of its run. The same command again makes what is missing in the file."""
-    from mtpctl.recipe import UserError
+    from mtpctl.recipe.errors import UserError
 
     loaded = load(recipe, overlay, sets)
     if not prompts.is_file():

@@ -26,7 +26,7 @@ def sync_weights(
     as_json: Json = False,
 ) -> None:
     """Send weights to generators and log-prob replicas once, and tell what it took."""
-    from mtpctl.recipe import validate
+    from mtpctl.recipe.checks import validate
 
     loaded = load(recipe, overlay, sets).recipe
     validate(loaded)
@@ -53,14 +53,15 @@ def _tell(told: dict[str, Any], as_json: bool) -> None:
 
 def _plan(recipe: Any) -> dict[str, Any]:
     """Buckets by section, from the model's shape alone."""
-    from mtpctl import families
-    from mtpctl.plan import bytes_beneath, section_buckets
-    from mtpctl.recipe import UserError, hf_config
+    from mtpctl.families.reading import shape_of
+    from mtpctl.plan.wire import bytes_beneath, section_buckets
+    from mtpctl.recipe.errors import UserError
+    from mtpctl.recipe.model_source import hf_config
 
     config = hf_config(recipe.model)
     if config is None:
         raise UserError("model: its sizes are not known")
-    shape = families.shape_of(config)
+    shape = shape_of(config)
     sections = section_buckets(recipe, shape)
     return {
         "transport": recipe.sync.transport,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpctl.cluster import leftovers
-from mtpctl.recipe import ClusterResources, EnvironmentMissing
+from mtpctl.recipe.errors import ClusterResources, EnvironmentMissing
 from mtpctl.recipe.schema import ClusterConfig
 
 

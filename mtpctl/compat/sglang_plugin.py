@@ -13,7 +13,7 @@ from typing import Any
 
 from mtpctl.compat import vllm_mimo
 from mtpctl.compat.vllm_version import UpstreamMoved
-from mtpctl.recipe import EnvironmentMissing
+from mtpctl.recipe.errors import EnvironmentMissing
 
 PINNED = "0.5.21"
 GROUP = "sglang.srt.plugins"

@@ -21,8 +21,8 @@ from mtpctl.convert.bridge import WeightBridge
 from mtpctl.convert.folder_weights import FolderWeights
 from mtpctl.convert.tensor_files import CODES
 from mtpctl.model.lora import ROW, WHOLE
-from mtpctl.plan import ADAPTER_PREFIX
-from mtpctl.recipe import UserError
+from mtpctl.plan.wire import ADAPTER_PREFIX
+from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.schema import LoraConfig
 
 SAMPLED_ROWS = 8

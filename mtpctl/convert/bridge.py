@@ -18,14 +18,14 @@ import torch
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from torch import Tensor
 
-from mtpctl import families
 from mtpctl.compat import bridge_config, vllm_mimo
 from mtpctl.compat.transformer_engine import import_auto_bridge
 from mtpctl.convert import mappings
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.model_weights import ModelWeights
+from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 from mtpctl.model.lora import Adapter
-from mtpctl.recipe import UserError
+from mtpctl.recipe.errors import UserError
 
 AutoBridge = import_auto_bridge()
 mappings.register()
@@ -40,7 +40,7 @@ class WeightBridge:
         self.folder = folder
         self._bridge = AutoBridge.from_hf_config(_hf_config(folder))
         self._known: tuple[Any, list[Any]] | None = None
-        self._section_of = cache(partial(families.section_of, shape=folder.shape))
+        self._section_of = cache(partial(section_of, shape=folder.shape))
 
     def config(self) -> TransformerConfig:
         """A new Megatron config with this model's sizes, for the caller to complete and finalize."""
@@ -97,7 +97,7 @@ class WeightBridge:
         here, there = self.folder.shape, weights.shape
         if here.family != there.family:
             raise UserError(f"{weights.folder.path}: holds a {there.family} ({there.architecture}), the model here is a {here.family}")
-        wanted = families.tensors(here)
+        wanted = tensor_shapes(here)
         for name in weights:
             if weights.size(name) != wanted.get(name):
                 made = f"makes it {list(wanted[name])}" if name in wanted else "has no place for it"
@@ -105,7 +105,7 @@ class WeightBridge:
 
     @cached_property
     def _stored(self) -> Any:
-        return self.told(families.tensors(self.folder.shape))
+        return self.told(tensor_shapes(self.folder.shape))
 
     def tasks(self, chunks: list[MegatronModule], *, dtype: torch.dtype | None = None) -> list[Any]:
         """What the bridge does for each parameter of the whole model, in the same order on every rank.
@@ -134,8 +134,8 @@ class WeightBridge:
         """
         shape = self.folder.shape
         copies: dict[str, list[str]] = {}
-        same = families.aliases(shape)
-        stored = families.tensors(shape) if same and chunks[0].config.mtp_num_layers else {}
+        same = aliases(shape)
+        stored = tensor_shapes(shape) if same and chunks[0].config.mtp_num_layers else {}
         for name, original in same.items():
             if name in stored:
                 copies.setdefault(original, []).append(name)

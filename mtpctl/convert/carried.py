@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from mtpctl.convert.folder_weights import INDEXES
-from mtpctl.families import MTP_COUNTS, ModelShape
+from mtpctl.families.reading import MTP_COUNTS
+from mtpctl.families.shape import ModelShape
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5", ".distcp")
 """Suffixes of files that are weights, which are converted or left behind."""

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from mtpctl import families
 from mtpctl.convert.folder_weights import FolderWeights
-from mtpctl.families import FAMILIES
-from mtpctl.recipe import UserError
+from mtpctl.families.reading import MTP_COUNTS, shape_of
+from mtpctl.families.registry import FAMILIES
+from mtpctl.families.shape import ModelShape
+from mtpctl.families.tensors import aliases, tensor_shapes
+from mtpctl.recipe.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class HfFolder:
 
     path: Path
     config: dict[str, Any]
-    shape: families.ModelShape
+    shape: ModelShape
 
     @classmethod
     def open(cls, path: str | Path, *, weights: bool = True) -> HfFolder:
@@ -45,7 +47,7 @@ class HfFolder:
             raise UserError(f"{file}: cannot be read: {error}") from error
         if not isinstance(config, dict):
             raise UserError(f"{file}:1: must hold an object")
-        given = cls(folder, config, families.shape_of(config))
+        given = cls(folder, config, shape_of(config))
         return given.completed(FolderWeights(folder)) if weights else given
 
     def completed(self, weights: FolderWeights) -> HfFolder:
@@ -59,12 +61,12 @@ class HfFolder:
                 depth += 1
             if depth:
                 # Qwen3.5 has a word of its own for it.
-                config[families.MTP_COUNTS[family.name.startswith("qwen3.5")]] = depth
+                config[MTP_COUNTS[family.name.startswith("qwen3.5")]] = depth
         text = config.get("text_config") or {}
         said = "tie_word_embeddings" in config or "tie_word_embeddings" in text
         if not said and not self.shape.tied and not any(name.endswith("lm_head.weight") for name in weights.entries):
             config["tie_word_embeddings"] = True
-        return self if config == self.config else HfFolder(self.path, config, families.shape_of(config))
+        return self if config == self.config else HfFolder(self.path, config, shape_of(config))
 
 
 def create_hf_folder(config: dict[str, Any], path: str | Path, seed: int, *, dtype: torch.dtype = torch.float32) -> HfFolder:
@@ -72,7 +74,7 @@ def create_hf_folder(config: dict[str, Any], path: str | Path, seed: int, *, dty
 
     The same config and seed give the same bytes. The folder appears whole or not at all.
     """
-    shape = families.shape_of(config)
+    shape = shape_of(config)
     if "vision_config" in config:
         raise UserError(
             f"model.config: {shape.architecture} has a vision tower, which is carried from a folder and never made; "
@@ -87,13 +89,13 @@ def create_hf_folder(config: dict[str, Any], path: str | Path, seed: int, *, dty
     std = 0.02 if std is None else std
     if isinstance(std, bool) or not isinstance(std, int | float) or not 0 <= std < math.inf:
         raise UserError(f"model config: initializer_range must be a number, 0 or above, got {std!r}")
-    same = families.aliases(shape)
+    same = aliases(shape)
     tensors = {}
-    for name, size in families.tensors(shape).items():
+    for name, size in tensor_shapes(shape).items():
         if name not in same:
             tensors[name] = _drawn(name, size, shape, std, generator).to(dtype)
     # safetensors keeps no two names of one memory.
-    tensors |= {name: tensors[same[name]].clone() for name in families.tensors(shape) if name in same}
+    tensors |= {name: tensors[same[name]].clone() for name in tensor_shapes(shape) if name in same}
     save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
     # What was drawn is not quantised, whatever the folder was whose fields these are.
     kept = {name: value for name, value in config.items() if name != "quantization_config"}
@@ -103,7 +105,7 @@ def create_hf_folder(config: dict[str, Any], path: str | Path, seed: int, *, dty
     return HfFolder(folder, config, shape)
 
 
-def _drawn(name: str, size: tuple[int, ...], shape: families.ModelShape, std: float, generator: torch.Generator) -> torch.Tensor:
+def _drawn(name: str, size: tuple[int, ...], shape: ModelShape, std: float, generator: torch.Generator) -> torch.Tensor:
     if len(size) > 1:
         return torch.randn(size, generator=generator) * std
     # The norms of families with linear attention count from 1, but for the one inside that attention.

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from mtpctl import families
 from mtpctl.convert.tensor_files import CODES, DTYPES
-from mtpctl.families import ModelShape
+from mtpctl.families.shape import ModelShape
+from mtpctl.families.tensors import aliases, tensor_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,8 @@ class Stored:
 
 def plain_layout(shape: ModelShape, dtypes: Mapping[str, torch.dtype]) -> list[Stored]:
     """A folder that keeps every tensor whole, aliases included where the family's folders have them."""
-    same = families.aliases(shape)
-    return [
-        Stored(name, CODES[dtypes[same.get(name, name)]], size, (same.get(name, name),)) for name, size in families.tensors(shape).items()
-    ]
+    same = aliases(shape)
+    return [Stored(name, CODES[dtypes[same.get(name, name)]], size, (same.get(name, name),)) for name, size in tensor_shapes(shape).items()]
 
 
 def recast(layout: list[Stored], dtypes: Mapping[str, torch.dtype]) -> list[Stored]:

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpctl import families
 from mtpctl.convert.folder_weights import FolderWeights
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.layout import Stored
 from mtpctl.convert.tensor_files import CODES
-from mtpctl.families import ModelShape
-from mtpctl.recipe import UserError
+from mtpctl.families.shape import ModelShape
+from mtpctl.families.tensors import aliases, section_of, tensor_shapes
+from mtpctl.recipe.errors import UserError
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 """What wrappers put before the names of a language model's decoder."""
@@ -57,8 +57,8 @@ class ModelWeights(Mapping[str, Tensor]):
         self.shape = self.folder.shape
         _check_quantization(self.folder)
         self._prefix = _prefix_in(self.raw, self.shape)
-        self._aliases = families.aliases(self.shape)
-        stored = {name: size for name, size in families.tensors(self.shape).items() if name not in self._aliases}
+        self._aliases = aliases(self.shape)
+        stored = {name: size for name, size in tensor_shapes(self.shape).items() if name not in self._aliases}
         self._sizes = {name: size for name, size in stored.items() if mtp or not self._drafts(name)}
         places = {name: place for name in stored if (place := self._find(name)) is not None}
         self._places = {name: place for name, place in places.items() if name in self._sizes}
@@ -179,7 +179,7 @@ class ModelWeights(Mapping[str, Tensor]):
         return (self.shape.moe.experts, *packed)
 
     def _drafts(self, name: str) -> bool:
-        return families.section_of(name, self.shape) == "draft"
+        return section_of(name, self.shape) == "draft"
 
     def _check_names(self) -> None:
         lacks = [name for name in self._sizes if name not in self._places]

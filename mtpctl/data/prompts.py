@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from mtpctl.data.problems import Problem
 from mtpctl.data.tokenizers import Tokenizer
-from mtpctl.recipe import UserError
+from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.schema import DataConfig
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mtpctl.data.files import read_problems
 from mtpctl.data.problems import Problem
 from mtpctl.data.tasks import generate
-from mtpctl.recipe import UserError
+from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.schema import DataConfig
 
 

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mtpctl.data.problems import Problem
-from mtpctl.recipe import UserError
+from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.schema import GeneratedTask
 
 ANSWER_MARK = "#"

@@ -12,14 +12,15 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from mtpctl.convert import HfFolder, export_adapter, fingerprint, peft_config
+from mtpctl.convert.adapters import export_adapter, fingerprint, peft_config
 from mtpctl.convert.dtypes import common
+from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.engine import checkpoint
 from mtpctl.engine.parts import partition
 from mtpctl.engine.skeleton import Skeleton
 from mtpctl.model.lora import Adapter
-from mtpctl.recipe import UserError
+from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.schema import LoraConfig
 
 

@@ -11,9 +11,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from mtpctl.families import ModelShape
+from mtpctl.families.shape import ModelShape
 from mtpctl.model.packing import Packing, blocks
-from mtpctl.recipe import UserError
+from mtpctl.recipe.errors import UserError
 
 
 @dataclass

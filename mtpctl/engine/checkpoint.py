@@ -31,7 +31,7 @@ from torch.distributed.checkpoint import CheckpointException
 from mtpctl.compat import checkpoint_queue
 from mtpctl.engine.optimizer_state import Slot
 from mtpctl.engine.pointer import newest, point_to, pointer_of
-from mtpctl.recipe import RuntimeFailure, UserError
+from mtpctl.recipe.errors import RuntimeFailure, UserError
 
 _ENGINE = "engine.json"
 _FORMAT = 1

@@ -19,11 +19,10 @@ from typing import Any, Literal
 
 import torch
 
-from mtpctl import families
-from mtpctl.convert import HfFolder
 from mtpctl.convert.carried import carried_files, carry, write_config, written_config
 from mtpctl.convert.dtypes import NAMES, cast, common, main_dtype
 from mtpctl.convert.folder_weights import FolderWeights
+from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.hf_writer import HfWriter
 from mtpctl.convert.journal import JOURNAL, Journal
 from mtpctl.convert.layout import Stored, plain_layout, recast, save_layout
@@ -34,7 +33,8 @@ from mtpctl.engine.parts import PartReader, PartWriter, Reader
 from mtpctl.engine.skeleton import Skeleton
 from mtpctl.engine.source import HF, LAYOUT, Reference, checkpoint_at, has_mtp, names_in, reference_of
 from mtpctl.engine.verification import Verified, verify_conversion
-from mtpctl.recipe import UserError
+from mtpctl.families.reading import shape_of
+from mtpctl.recipe.errors import UserError
 
 To = Literal["megatron", "hf"]
 Progress = Callable[[int, int], None]
@@ -104,7 +104,7 @@ def _to_megatron(weights: ModelWeights, target: Path, wanted: Wanted, say: Say, 
     extras = [stored for stored in layout if not stored.pieces]
     weights.check_aliases()
     weights.check_extras()
-    described = HfFolder(folder.path, config, families.shape_of(config))
+    described = HfFolder(folder.path, config, shape_of(config))
     with _growing(target, _conversion("megatron", weights.raw.files, config, recast(layout, types))) as journal:
         beside = journal.work / HF
         with Skeleton(described, mtp=True) as skeleton:

@@ -21,7 +21,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.profiler import record_function
 
-from mtpctl.convert import HfFolder, WeightBridge, export_adapter, fingerprint
+from mtpctl.convert.adapters import export_adapter, fingerprint
+from mtpctl.convert.bridge import WeightBridge
+from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.engine import checkpoint, data_parallel
 from mtpctl.engine import parallel as groups
 from mtpctl.engine.batch import MicroBatch, Sequence, check, idle, pack, partition
@@ -32,7 +34,10 @@ from mtpctl.engine.offload import HostMemory, hold, release
 from mtpctl.engine.optimizer import Optimizer
 from mtpctl.engine.optimizer_state import set_step
 from mtpctl.engine.utilisation import utilisation
-from mtpctl.model import Hidden, MtpModel, attach_adapters, build_model, complete_config, draw_weights
+from mtpctl.model.build import build_model, complete_config
+from mtpctl.model.gpt import Hidden, MtpModel
+from mtpctl.model.lora import attach_adapters
+from mtpctl.model.weights import draw_weights
 from mtpctl.recipe.schema import OptimizerConfig
 
 

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from mtpctl.engine.objective import Sums
 from mtpctl.engine.spread import over_ranks
-from mtpctl.families import ModelShape
-from mtpctl.kernels import LogProbOut, TokenLoss, linear_logprob, linear_policy_loss
+from mtpctl.families.shape import ModelShape
 from mtpctl.kernels.choice import ONE_PASS
-from mtpctl.model import Packing
+from mtpctl.kernels.logprob import LogProbOut, linear_logprob
+from mtpctl.kernels.policy import TokenLoss, linear_policy_loss
+from mtpctl.model.packing import Packing
 from mtpctl.recipe.schema import KernelsConfig, ParallelConfig
 
 HITS = "hits"

@@ -7,11 +7,11 @@ from typing import Any
 
 from megatron.core import dist_checkpointing
 
-from mtpctl import families
 from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.engine.source import checkpoint_at, has_mtp, reference_of
-from mtpctl.families import ModelShape
-from mtpctl.recipe import UserError
+from mtpctl.families.shape import ModelShape
+from mtpctl.families.tensors import count_parameters
+from mtpctl.recipe.errors import UserError
 
 
 def inspect(source: Path, model: Path | None) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def _checkpoint(path: Path, model: Path | None) -> dict[str, Any]:
 
 
 def _sizes(shape: ModelShape) -> dict[str, Any]:
-    counts = families.count(shape)
+    counts = count_parameters(shape)
     found = {
         "family": f"{shape.family} ({shape.architecture})",
         "parameters": f"{counts['total']:,}",

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from mtpctl.engine.batch import MicroBatch, Sequence
-from mtpctl.kernels import TokenLoss
+from mtpctl.kernels.policy import TokenLoss
 
 Sums = dict[str, Tensor]
 

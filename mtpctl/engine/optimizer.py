@@ -18,7 +18,7 @@ from torch import Tensor
 from mtpctl.compat import cpu_device
 from mtpctl.engine.offload import HostMemory
 from mtpctl.engine.optimizer_state import MOMENTS, Slot, begin, slots
-from mtpctl.plan import OPTIMIZER_SLICE
+from mtpctl.plan.memory import OPTIMIZER_SLICE
 from mtpctl.recipe.schema import OptimizerConfig
 
 

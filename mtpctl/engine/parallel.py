@@ -12,10 +12,10 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from torch import Tensor
 
-from mtpctl.cluster import join_store
+from mtpctl.cluster.meeting import join_store
 from mtpctl.compat import cpu_device
-from mtpctl.plan import expert_tp
-from mtpctl.recipe import ClusterResources
+from mtpctl.plan.sharding import expert_tp
+from mtpctl.recipe.errors import ClusterResources
 from mtpctl.recipe.schema import ParallelConfig
 
 

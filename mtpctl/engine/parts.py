@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from mtpctl.engine.checkpoint import write_record
 from mtpctl.engine.skeleton import Skeleton
-from mtpctl.recipe import UserError
+from mtpctl.recipe.errors import UserError
 
 PART_BYTES = 512 << 20
 """Of one part at most, unless a single parameter is larger; a part's tensors are held until it is written."""

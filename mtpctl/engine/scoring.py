@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mtpctl.engine.batch import MicroBatch, Sequence
 from mtpctl.engine.engine import MegatronEngine
-from mtpctl.kernels import LogProbOut
-from mtpctl.model import Hidden
+from mtpctl.kernels.logprob import LogProbOut
+from mtpctl.model.gpt import Hidden
 
 _IGNORED = -100
 

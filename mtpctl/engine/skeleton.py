@@ -15,11 +15,13 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 from torch import Tensor
 
-from mtpctl import families
-from mtpctl.convert import HfFolder, WeightBridge
+from mtpctl.convert.bridge import WeightBridge
+from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.parameters import ParameterMap
 from mtpctl.engine import parallel as groups
-from mtpctl.model import attach_adapters, build_model, complete_config
+from mtpctl.families.tensors import aliases, tensor_shapes
+from mtpctl.model.build import build_model, complete_config
+from mtpctl.model.lora import attach_adapters
 from mtpctl.recipe.schema import LoraConfig, MtpConfig, ParallelConfig
 
 
@@ -39,7 +41,7 @@ class Skeleton:
             if lora is not None:
                 attach_adapters(self.model, lora, seed=0)
             state = self.model.sharded_state_dict()
-            names = {*families.tensors(shape), *families.aliases(shape)}
+            names = {*tensor_shapes(shape), *aliases(shape)}
             self.map = ParameterMap(self.bridge, self.model, names)
         except BaseException:
             groups.stop()

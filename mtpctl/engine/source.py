@@ -8,14 +8,16 @@ from pathlib import Path
 
 from megatron.core import dist_checkpointing
 
-from mtpctl import families
-from mtpctl.convert import HfFolder
 from mtpctl.convert.folder_weights import FolderWeights
+from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.layout import Stored, load_layout
 from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.engine.checkpoint import latest_checkpoint
 from mtpctl.engine.parts import is_checkpoint
-from mtpctl.recipe import UserError, load_recipe
+from mtpctl.families.shape import ModelShape
+from mtpctl.families.tensors import aliases, section_of, tensor_shapes
+from mtpctl.recipe.errors import UserError
+from mtpctl.recipe.loading import load_recipe
 
 HF = "hf"
 """Folder inside a converted checkpoint with what it takes to make the Hugging Face folder again."""
@@ -90,9 +92,9 @@ def has_mtp(checkpoint: Path) -> bool:
     return any(name.startswith("mtp.") for name in dist_checkpointing.load_tensors_metadata(str(checkpoint)))
 
 
-def names_in(shape: families.ModelShape, *, mtp: bool) -> dict[str, int]:
+def names_in(shape: ModelShape, *, mtp: bool) -> dict[str, int]:
     """The model's tensors without aliases, and without those of MTP layers where there are none → elements."""
-    same = families.aliases(shape)
-    sizes = families.tensors(shape)
-    kept = [name for name in sizes if name not in same and (mtp or families.section_of(name, shape) == "target")]
+    same = aliases(shape)
+    sizes = tensor_shapes(shape)
+    kept = [name for name in sizes if name not in same and (mtp or section_of(name, shape) == "target")]
     return {name: prod(sizes[name]) for name in kept}

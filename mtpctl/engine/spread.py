@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtpctl.kernels import LogProbOut, TopK
+from mtpctl.kernels.logprob import LogProbOut, TopK
 
 
 class _Everywhere(torch.autograd.Function):

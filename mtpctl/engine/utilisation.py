@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mtpctl.engine.batch import Sequence
-from mtpctl.families import ModelShape
+from mtpctl.families.shape import ModelShape
 from mtpctl.plan.flops import card_peak, countable, step_flops
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mtpctl.convert import HfFolder
 from mtpctl.convert.folder_weights import FolderWeights
+from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.engine import checkpoint
 from mtpctl.engine.parts import PartReader
 from mtpctl.engine.skeleton import Skeleton
 from mtpctl.engine.source import has_mtp
-from mtpctl.model import Packing
-from mtpctl.recipe import ThresholdMissed
+from mtpctl.model.packing import Packing
+from mtpctl.recipe.errors import ThresholdMissed
 
 PROMPT = 32
 """Tokens of the fixed prompt."""

@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 Named = Iterator[tuple[str, Shape]]
 
 
-def tensors(shape: ModelShape) -> dict[str, Shape]:
+def tensor_shapes(shape: ModelShape) -> dict[str, Shape]:
     """Every tensor of the checkpoint: embedding, decoder layers, final norm, head, MTP layers. A tied head is not stored.
 
     Experts are named one by one, as transformers writes them; some published folders pack them. Vision towers are left out.
@@ -56,10 +56,10 @@ def section_of(name: str, shape: ModelShape) -> Literal["target", "draft"]:
     return "draft" if "k" in found.groupdict() or int(found["n"]) >= shape.layers else "target"
 
 
-def count(shape: ModelShape) -> dict[str, int]:
+def count_parameters(shape: ModelShape) -> dict[str, int]:
     """Parameters: `total`, of which `mtp`, `embedding`, `head` and `experts` (routed). Aliases count once."""
     same = aliases(shape)
-    sizes = {name: prod(size) for name, size in tensors(shape).items() if name not in same}
+    sizes = {name: prod(size) for name, size in tensor_shapes(shape).items() if name not in same}
     return {
         "total": sum(sizes.values()),
         "mtp": sum(n for name, n in sizes.items() if section_of(name, shape) == "draft"),

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 
 import torch
 
-from mtpctl.sync import PlanMismatch, SectionPlan, checksum
 from mtpctl.sync.adapter import AdapterReceiver
+from mtpctl.sync.checksums import checksum
+from mtpctl.sync.manifest import SectionPlan
+from mtpctl.sync.protocol import PlanMismatch
 
 
 class MergedAdapter(AdapterReceiver):

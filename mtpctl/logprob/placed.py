@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from mtpctl.cluster import within
+from mtpctl.cluster.deadlines import within
 from mtpctl.logprob.dispatch import ServerLimits
 from mtpctl.logprob.rank import ReplicaConfig
 from mtpctl.logprob.replica import Replica, start_replica
 from mtpctl.logprob.server import LogprobServer
-from mtpctl.recipe import Recipe
-from mtpctl.sync import Published
+from mtpctl.recipe.schema import Recipe
+from mtpctl.sync.protocol import Published
 
 
 async def start_server(

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtpctl.cluster import importing, settle_heap
+from mtpctl.cluster.heap import importing, settle_heap
 from mtpctl.logprob.protocol import Bounds, Draft, Scored, ScoreRequest
-from mtpctl.plan import Bucket, Entry
+from mtpctl.plan.buckets import Bucket, Entry
 from mtpctl.recipe.schema import KernelsConfig, LoraConfig, MtpConfig, ParallelConfig
-from mtpctl.sync import Manifest, PlanMismatch, Section, SyncError, WeightsDiffer
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import PlanMismatch, Section, SyncError, WeightsDiffer
 
 FLOOR = 32
 """Tokens that a pass scores at least: a matmul of very few rows takes another path and rounds otherwise, and then the answer to a
@@ -57,7 +58,7 @@ class ScoreRank:
 
     def address(self) -> str:
         """Where the ranks meet: a store that rank 0 holds from now on."""
-        from mtpctl.cluster import address_of, host_store
+        from mtpctl.cluster.meeting import address_of, host_store
 
         if self.rank:
             return ""
@@ -69,8 +70,10 @@ class ScoreRank:
         with importing():
             import torch
 
-            from mtpctl.convert import HfFolder
-            from mtpctl.engine import EngineConfig, MegatronEngine, Rank
+            from mtpctl.convert.hf_folder import HfFolder
+            from mtpctl.engine.config import EngineConfig
+            from mtpctl.engine.engine import MegatronEngine
+            from mtpctl.engine.parallel import Rank
 
         config = self.config
         if config.threads:
@@ -96,17 +99,18 @@ class ScoreRank:
 
     def adopt(self, engine: Any) -> Bounds:
         """Serve an engine that is there, with its weights as the configured version."""
-        from mtpctl import families
-        from mtpctl.convert import StreamMap
+        from mtpctl.convert.stream import StreamMap
+        from mtpctl.families import tensors
+        from mtpctl.families.tensors import section_of, tensor_shapes
         from mtpctl.logprob.weights import HeldWeights
-        from mtpctl.sync.transports import Readers
+        from mtpctl.sync.transports.base import Readers
 
         shape = engine.folder.shape
         self.engine = engine
-        self.tensors = families.tensors(shape)
-        self._section_of = lambda name: families.section_of(name, shape)
+        self.tensors = tensor_shapes(shape)
+        self._section_of = lambda name: section_of(name, shape)
         # MTP layers of some families bring copies of embedding and head, which travel with the section that they are in.
-        aliases = self.copies = families.aliases(shape)
+        aliases = self.copies = tensors.aliases(shape)
         self.adaptable = {n: size for n, size in self.tensors.items() if n not in aliases and self._section_of(n) == "target"}
         self.map = StreamMap(engine.bridge, [engine.module], [*self.tensors, *aliases])
         self._readers = Readers(engine.device)
@@ -115,7 +119,8 @@ class ScoreRank:
 
     def score(self, requests: list[ScoreRequest], version: int) -> list[Scored] | None:
         """Answers in the order of `requests`, all under weights `version`. Raises VersionConflict where they are not held."""
-        from mtpctl.engine import Sequence, Want, score_tokens
+        from mtpctl.engine.batch import Sequence
+        from mtpctl.engine.scoring import Want, score_tokens
 
         sequences, wants = [], []
         for request in requests:
@@ -142,7 +147,7 @@ class ScoreRank:
 
     def begin_update(self, manifest: dict[str, Any], version: int, section: Section) -> None:
         """See `WeightTarget.begin_update`."""
-        from mtpctl.convert import WeightStream
+        from mtpctl.convert.stream import WeightStream
         from mtpctl.logprob.adapter import MergedAdapter
 
         self._manifest = Manifest.from_dict(manifest)
@@ -170,7 +175,7 @@ class ScoreRank:
         self._reader = reader
 
     def _check(self, entries: dict[str, Entry], section: Section) -> None:
-        from mtpctl.convert import names_of
+        from mtpctl.convert.bridge import names_of
 
         held = {name: str(task.param_weight.dtype).removeprefix("torch.") for task in self.map.tasks for name in names_of(task)}
         unknown = [name for name, e in entries.items() if not self.map.known & {name, *e.aliases, self.copies.get(name, name)}]
@@ -250,7 +255,8 @@ class ScoreRank:
 
     def _merge(self, adapter: Any) -> None:
         """Write the weights as the adapter makes them, when all else of the version is in."""
-        from mtpctl.convert import WeightStream, names_of
+        from mtpctl.convert.bridge import names_of
+        from mtpctl.convert.stream import WeightStream
 
         tasks = self.map.tasks
         self.held.keep_beneath(task.param_weight for task in tasks if not adapter.layers.keys().isdisjoint(names_of(task)))
@@ -276,7 +282,7 @@ class ScoreRank:
         Of a layer that an adapter is merged into: of what lies beneath it, and of the adapter's own tensors. Raises
         WeightsDiffer where the live weight is not what the two make.
         """
-        from mtpctl.sync import checksum
+        from mtpctl.sync.checksums import checksum
 
         found = {name: checksum(tensor) for name, tensor in self.engine.export()}
         if self._adapter is None:

@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 from mtpctl.logprob.protocol import Bounds, ReplicaDead, Scored, ScoreRequest
 from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
-from mtpctl.plan import Bucket
-from mtpctl.sync import Manifest, Section, TargetDirty
+from mtpctl.plan.buckets import Bucket
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import Section, TargetDirty
 
 END_S = 10.0
 """Seconds in which a rank that was told to end must be gone."""

@@ -14,13 +14,16 @@ from typing import Any
 
 import uvicorn
 
-from mtpctl.cluster import cluster, settle_heap, within
-from mtpctl.data import Tokenizer
+from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.heap import settle_heap
+from mtpctl.cluster.local import cluster
+from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.logprob.guard import HttpBounds, impatient
 from mtpctl.logprob.http import make_app
 from mtpctl.logprob.placed import start_server
 from mtpctl.logprob.server import LogprobServer
-from mtpctl.recipe import ClusterResources, Recipe, UserError
+from mtpctl.recipe.errors import ClusterResources, UserError
+from mtpctl.recipe.schema import Recipe
 
 Say = Callable[[str], None]
 END_S = 5

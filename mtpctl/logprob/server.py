@@ -13,12 +13,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
-from mtpctl.cluster import Lifecycle, Replicas, start_all
+from mtpctl.cluster.replicas import Lifecycle, Replicas, start_all
 from mtpctl.logprob.dispatch import Dispatcher, ServerLimits
 from mtpctl.logprob.protocol import Bounds, Late, QueueFull, ReplicaDead, Scored, ScoreRequest
 from mtpctl.logprob.queue import Waiting
 from mtpctl.logprob.replica import END_S, Replica
-from mtpctl.sync import Manifest, Published, SyncReport, TargetDirty, or_cancel, update_target
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import Published, TargetDirty
+from mtpctl.sync.session import SyncReport, or_cancel, update_target
 
 Starter = Callable[[int], Awaitable[Replica]]
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from mtpctl.sync import TargetDirty, VersionConflict
+from mtpctl.sync.protocol import TargetDirty, VersionConflict
 
 
 class HeldWeights:

@@ -40,7 +40,7 @@ from torch import Tensor
 from mtpctl.model.delta_net import GatedDeltaNet
 from mtpctl.model.latent import ReplicatedLinear
 from mtpctl.model.layers import LayerNormColumnParallelLinear
-from mtpctl.recipe import UserError
+from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.schema import LoraConfig
 
 ROW = ("linear_proj", "linear_fc2", "out_proj")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpctl.families import ModelShape
+from mtpctl.families.shape import ModelShape
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import MlpBuilder, TransformerLayerSubmodules, get_transformer_layer_offset
 
-from mtpctl.families import LatentShape, ModelShape
-from mtpctl.families.shape import LayerKind
+from mtpctl.families.shape import LatentShape, LayerKind, ModelShape
 from mtpctl.model.delta_net import GatedDeltaNet
 from mtpctl.model.latent import LatentAttention
 from mtpctl.model.layers import Experts, GatedMlp, LayerNormColumnParallelLinear, PackedAttention, RMSNorm, SharedExperts

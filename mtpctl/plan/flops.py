@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from mtpctl.families import ModelShape
+from mtpctl.families.shape import ModelShape
 
 _FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = 2, 2, 2
 """Operations for each weight and token: one multiply and one add in each of the three products."""

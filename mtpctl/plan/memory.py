@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mtpctl.families import ModelShape
+from mtpctl.families.shape import ModelShape
 from mtpctl.plan.placement import engine_share
 from mtpctl.plan.sharding import Stage, expert_tp, optimizer_ranks, stages
 from mtpctl.plan.wire import adapted_weights

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 
-from mtpctl import families
-from mtpctl.families import ModelShape
+from mtpctl.families.shape import ModelShape
+from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.schema import ParallelConfig
 
@@ -63,7 +63,7 @@ def stages(shape: ModelShape, parallel: ParallelConfig, *, depths: int, only: Co
     where the MTP layers or a tied head read it. `depths` are those of the MTP layers, 0 leaves them out; `only` leaves out all but
     the tensors of these names.
     """
-    same, whole = families.aliases(shape), families.tensors(shape)
+    same, whole = aliases(shape), tensor_shapes(shape)
     embedding = f"{shape.prefix}embed_tokens.weight"
     ends = list(accumulate(stage_layers(shape.layers, depths, parallel), initial=0))
     splits = [range(start, end) for start, end in pairwise(ends)]
@@ -71,7 +71,7 @@ def stages(shape: ModelShape, parallel: ParallelConfig, *, depths: int, only: Co
     for name, size in whole.items():
         if name in same or (only is not None and name not in only):
             continue
-        draft = families.section_of(name, shape) == "draft"
+        draft = section_of(name, shape) == "draft"
         if draft and not depths:
             continue
         layer = _LAYER.search(name)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtpctl import families
-from mtpctl.families import ModelShape
+from mtpctl.families.shape import ModelShape
+from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 from mtpctl.plan.buckets import Bucket, TensorSpec, plan_buckets
 from mtpctl.recipe.schema import DTYPES, Recipe
 
@@ -30,11 +30,11 @@ ADAPTED = {
 
 def wire_tensors(shape: ModelShape, section: str, dtype: str) -> list[TensorSpec]:
     """Tensors of `target` or `draft` under their Hugging Face names, all in `dtype`. Aliases are left to the receiver."""
-    same = families.aliases(shape)
+    same = aliases(shape)
     return [
         TensorSpec(name, size, dtype)
-        for name, size in families.tensors(shape).items()
-        if name not in same and families.section_of(name, shape) == section
+        for name, size in tensor_shapes(shape).items()
+        if name not in same and section_of(name, shape) == section
     ]
 
 
@@ -43,8 +43,8 @@ def adapted_weights(shape: ModelShape, targets: Sequence[str]) -> dict[str, tupl
     leaves = {leaf for target in targets for leaf in ADAPTED[target]}
     return {
         name: size
-        for name, size in families.tensors(shape).items()
-        if name.endswith(".weight") and name.split(".")[-2] in leaves and families.section_of(name, shape) == "target"
+        for name, size in tensor_shapes(shape).items()
+        if name.endswith(".weight") and name.split(".")[-2] in leaves and section_of(name, shape) == "target"
     }
 
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mtpctl import families
-from mtpctl.families import ModelShape
+from mtpctl.families.reading import shape_of
+from mtpctl.families.serving import beyond_vllm_on_a_cpu, left_to_engines
+from mtpctl.families.shape import ModelShape
 from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.model_source import has_weights, hf_config, model_folder, tensor_names
 from mtpctl.recipe.schema import BYTE_VOCAB_SIZE, VLLM_ADAPTER_RANKS, ParallelConfig, Recipe, SglangConfig
@@ -44,7 +45,7 @@ def complaints_of(recipe: Recipe) -> Complaints:
     """Everything that does not fit, one line each. Raises UserError where the model cannot be read at all."""
     yield from _secrets(recipe)
     config = hf_config(recipe.model, fetch=False)
-    shape = families.shape_of(config) if config is not None else None
+    shape = shape_of(config) if config is not None else None
     yield from _model(recipe, shape)
     yield from _stages(recipe)
     yield from _objective(recipe)
@@ -362,10 +363,10 @@ def _served(recipe: Recipe, config: dict[str, Any], shape: ModelShape) -> Compla
     """What the engine would refuse once it runs, or compute otherwise."""
     if "rl" not in recipe.train.stages:
         return
-    yield from families.left_to_engines(config)
+    yield from left_to_engines(config)
     if recipe.device == "cpu":
         dtype = recipe.train.precision if recipe.rollout.dtype == "auto" else recipe.rollout.dtype
-        yield from families.beyond_vllm_on_a_cpu(shape, dtype)
+        yield from beyond_vllm_on_a_cpu(shape, dtype)
 
 
 def _rollout_tp(recipe: Recipe, shape: ModelShape) -> Complaints:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mtpctl import families
+from mtpctl.families.hub import HUB_CONFIGS, hub_config
 from mtpctl.recipe.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.schema import ModelConfig
 
@@ -52,8 +52,8 @@ def hf_config(model: ModelConfig, *, fetch: bool = True) -> dict[str, Any] | Non
     if folder is not None:
         return _read(folder / "config.json")
     assert model.path is not None
-    if model.path in families.HUB_CONFIGS:
-        return families.hub_config(model.path)
+    if model.path in HUB_CONFIGS:
+        return hub_config(model.path)
     return _fetch(model.path) if fetch else None
 
 

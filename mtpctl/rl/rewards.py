@@ -17,7 +17,7 @@ from selectors import EVENT_READ, DefaultSelector
 from types import TracebackType
 from typing import Literal
 
-from mtpctl.recipe import EnvironmentMissing
+from mtpctl.recipe.errors import EnvironmentMissing
 from mtpctl.recipe.schema import OverlongConfig
 
 Checker = Callable[[str, str], float]

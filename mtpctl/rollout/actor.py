@@ -16,8 +16,8 @@ from contextlib import suppress
 from itertools import count
 from typing import Any, Protocol
 
-from mtpctl.cluster import settle_heap
-from mtpctl.recipe import MtpctlError
+from mtpctl.cluster.heap import settle_heap
+from mtpctl.recipe.errors import MtpctlError
 from mtpctl.rollout.protocol import EngineDead, Health, SpecStats
 from mtpctl.rollout.sglang_settings import SglangSettings
 from mtpctl.rollout.vllm_settings import VllmSettings

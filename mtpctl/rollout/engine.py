@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any, TypeVar
 
-from mtpctl.plan import Bucket
-from mtpctl.recipe import UserError
+from mtpctl.plan.buckets import Bucket
+from mtpctl.recipe.errors import UserError
 from mtpctl.rollout.environments import last_turn, length_to_stop
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Health, Occupancy, SpecStats, add_positions
 from mtpctl.samples import GenerationRequest, Sample, Speculation

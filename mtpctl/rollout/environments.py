@@ -32,7 +32,7 @@ class Environment(Protocol):
 
 
 class Text(Protocol):
-    """Text to ids and back, as `mtpctl.data.Tokenizer` does."""
+    """Text to ids and back, as `mtpctl.data.tokenizers.Tokenizer` does."""
 
     def encode(self, text: str, *, special: bool = False) -> list[int]: ...
 

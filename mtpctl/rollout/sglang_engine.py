@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from mtpctl.cluster import host_store
-from mtpctl.recipe import UserError
+from mtpctl.cluster.meeting import host_store
+from mtpctl.recipe.errors import UserError
 from mtpctl.rollout.engine import Engine, Stretch, check_options, speculation_counts
 from mtpctl.rollout.protocol import ABORTED
 from mtpctl.rollout.sglang_settings import SglangSettings

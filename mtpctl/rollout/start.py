@@ -7,10 +7,10 @@ from itertools import count
 from math import ceil
 from typing import Protocol
 
-from mtpctl.cluster import within
-from mtpctl.plan import Placement
-from mtpctl.recipe import EnvironmentMissing, Recipe
-from mtpctl.recipe.schema import SglangConfig
+from mtpctl.cluster.deadlines import within
+from mtpctl.plan.placement import Placement
+from mtpctl.recipe.errors import EnvironmentMissing
+from mtpctl.recipe.schema import Recipe, SglangConfig
 from mtpctl.rollout.actor import EngineSettings, Replica, start_replica
 from mtpctl.rollout.environments import Text, Turns, environment_of
 from mtpctl.rollout.pool import ReplicaPool

@@ -7,9 +7,9 @@ import os
 from importlib.metadata import entry_points
 from typing import Any
 
-from mtpctl.cluster import importing
+from mtpctl.cluster.heap import importing
 from mtpctl.compat import vllm_cut, vllm_logprobs, vllm_pause
-from mtpctl.recipe import EnvironmentMissing, UserError
+from mtpctl.recipe.errors import EnvironmentMissing, UserError
 from mtpctl.rollout.engine import Engine, Stretch, check_options, speculation_counts
 from mtpctl.rollout.vllm_settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Speculation

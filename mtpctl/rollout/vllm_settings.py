@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mtpctl.compat.vllm_plugin import OURS, TRANSFER_BACKEND
-from mtpctl.recipe import UserError
+from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.schema import DTYPES, VLLM_ADAPTER_RANKS, VllmConfig
 
 CPU_KV_CACHE_BYTES = 256 << 20

@@ -19,7 +19,8 @@ from torch import nn
 
 from mtpctl.cluster import leftovers
 from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
-from mtpctl.plan import ADAPTER_PREFIX, Bucket
+from mtpctl.plan.buckets import Bucket
+from mtpctl.plan.wire import ADAPTER_PREFIX
 from mtpctl.sync.checksums import Part, summed
 from mtpctl.sync.manifest import SectionPlan
 from mtpctl.sync.names import Renamer, resolve

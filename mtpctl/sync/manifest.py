@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from mtpctl.plan import Bucket, Entry
+from mtpctl.plan.buckets import Bucket, Entry
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from mtpctl.plan import Bucket, Entry, TensorSpec, plan_buckets
+from mtpctl.plan.buckets import Bucket, Entry, TensorSpec, plan_buckets
 from mtpctl.sync.checksums import checksum
 from mtpctl.sync.manifest import Manifest, SectionPlan
 from mtpctl.sync.protocol import PlanMismatch, Section
 from mtpctl.sync.store import VersionStore
-from mtpctl.sync.transports import BucketWriter
+from mtpctl.sync.transports.base import BucketWriter
 from mtpctl.sync.transports.shm import NAME as SHM
 from mtpctl.sync.transports.shm import Writer
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mtpctl.compat import vllm_derived, vllm_packed
-from mtpctl.plan import Bucket, Entry
+from mtpctl.plan.buckets import Bucket, Entry
 from mtpctl.sync.checksums import Part
 from mtpctl.sync.manifest import SectionPlan
 from mtpctl.sync.names import Renamer, Slot, resolve

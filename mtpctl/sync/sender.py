@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from mtpctl.cluster import host_store
-from mtpctl.plan import Bucket
+from mtpctl.cluster.meeting import host_store
+from mtpctl.plan.buckets import Bucket
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import SyncError
 from mtpctl.sync.publisher import Export, Packing
 from mtpctl.sync.store import VersionStore
-from mtpctl.sync.transports import BucketWriter, Sent
+from mtpctl.sync.transports.base import BucketWriter, Sent
 from mtpctl.sync.transports.control import Address, Control
 from mtpctl.sync.transports.shm import NAME as SHM
 from mtpctl.sync.transports.shm import Writer as StoreWriter

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import Section, SyncError, TargetDirty, WeightsDiffer, WeightTarget
-from mtpctl.sync.transports import cancel
+from mtpctl.sync.transports.base import cancel
 
 T = TypeVar("T")
 

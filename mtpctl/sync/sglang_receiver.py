@@ -20,7 +20,7 @@ from mtpctl.sync.manifest import SectionPlan, buckets_from
 from mtpctl.sync.places import Place, Ranks
 from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SyncError
 from mtpctl.sync.receiver import Scratch, SectionReceiver, match
-from mtpctl.sync.transports import BucketReader, Readers
+from mtpctl.sync.transports.base import BucketReader, Readers
 
 _LIVE: dict[int, ModelReceiver] = {}
 """By `id` of the model, which lives as long as the process."""

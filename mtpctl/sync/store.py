@@ -14,9 +14,10 @@ import shutil
 import zlib
 from pathlib import Path
 
-from mtpctl.cluster import leftovers, on_one_host
+from mtpctl.cluster import leftovers
 from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
-from mtpctl.recipe import EnvironmentMissing
+from mtpctl.cluster.local import on_one_host
+from mtpctl.recipe.errors import EnvironmentMissing
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import VersionConflict
 

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Collection
 from dataclasses import replace
 from typing import Any
 
-from mtpctl.recipe import UserError
+from mtpctl.recipe.errors import UserError
 from mtpctl.sync.adapter import adapter_root
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import PauseMode, Section, SyncError

@@ -26,7 +26,7 @@ from mtpctl.sync.memory import card_memory
 from mtpctl.sync.places import Place, Ranks
 from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SyncError
 from mtpctl.sync.receiver import Scratch, SectionReceiver, match
-from mtpctl.sync.transports import Readers
+from mtpctl.sync.transports.base import Readers
 from mtpctl.sync.vllm_target import ADAPTER, ADAPTER_ID, HELD, adapter_request
 
 

@@ -10,15 +10,15 @@ from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol
 
-from mtpctl.plan import Bucket
-from mtpctl.recipe import MtpctlError
+from mtpctl.plan.buckets import Bucket
+from mtpctl.recipe.errors import MtpctlError
 from mtpctl.sync.adapter import adapter_root
 from mtpctl.sync.checksums import Part, combined
 from mtpctl.sync.manifest import Manifest, layout
 from mtpctl.sync.protocol import PlanMismatch, Section, SyncError, TargetDirty, VersionConflict
 from mtpctl.sync.session import update_target
 from mtpctl.sync.store import VersionStore
-from mtpctl.sync.transports import PUSHED
+from mtpctl.sync.transports.base import PUSHED
 
 ADAPTER = "mtpctl"
 ADAPTER_ID = 1

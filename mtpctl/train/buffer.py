@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mtpctl.data import Problem
+from mtpctl.data.problems import Problem
 from mtpctl.samples import Sample
 
 

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from mtpctl.data import Problem, encode_prompt
-from mtpctl.recipe import Recipe
-from mtpctl.rl import Checker
-from mtpctl.rollout import DEADLINE, Generator
+from mtpctl.data.problems import Problem
+from mtpctl.data.prompts import encode_prompt
+from mtpctl.recipe.schema import Recipe
+from mtpctl.rl.rewards import Checker
+from mtpctl.rollout.protocol import DEADLINE, Generator
 from mtpctl.samples import GenerationRequest, Sample, response_limit
 from mtpctl.train.metrics import cut_share, speculation
 from mtpctl.train.prepare import Prepared

@@ -8,13 +8,21 @@ import shutil
 import signal
 from pathlib import Path
 
-from mtpctl.cluster import check_room, cluster, settle_heap, within
-from mtpctl.logprob import LogprobServer, start_server
-from mtpctl.plan import Placement, place
-from mtpctl.recipe import MtpctlError, Recipe, RuntimeFailure, cautions_of, dump_resolved
-from mtpctl.rl import make_checker
-from mtpctl.rollout import ReplicaPool, check_engine_installed, start_pool
-from mtpctl.telemetry import RunDirectory, Telemetry
+from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.heap import settle_heap
+from mtpctl.cluster.local import check_room, cluster
+from mtpctl.logprob.placed import start_server
+from mtpctl.logprob.server import LogprobServer
+from mtpctl.plan.placement import Placement, place
+from mtpctl.recipe.cautions import cautions_of
+from mtpctl.recipe.errors import MtpctlError, RuntimeFailure
+from mtpctl.recipe.loading import dump_resolved
+from mtpctl.recipe.schema import Recipe
+from mtpctl.rl.rewards import make_checker
+from mtpctl.rollout.pool import ReplicaPool
+from mtpctl.rollout.start import check_engine_installed, start_pool
+from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.session import Telemetry
 from mtpctl.train.buffer import SampleBuffer
 from mtpctl.train.prepare import Prepared, check_drawn, prepare, store_in
 from mtpctl.train.rl import RlStage

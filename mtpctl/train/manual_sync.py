@@ -12,12 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mtpctl.cluster import cluster, within
-from mtpctl.logprob import LogprobServer, start_server
-from mtpctl.plan import Placement, place
-from mtpctl.recipe import Recipe
-from mtpctl.rollout import check_engine_installed, start_pool
-from mtpctl.sync.transports import PUSHED
+from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.local import cluster
+from mtpctl.logprob.placed import start_server
+from mtpctl.logprob.server import LogprobServer
+from mtpctl.plan.placement import Placement, place
+from mtpctl.recipe.schema import Recipe
+from mtpctl.rollout.start import check_engine_installed, start_pool
+from mtpctl.sync.transports.base import PUSHED
 from mtpctl.sync.vllm_http import ServedEngine, ServedEngines
 from mtpctl.train.prepare import model_of, store_in
 from mtpctl.train.state import version_named

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from mtpctl.rollout import DEADLINE
+from mtpctl.rollout.protocol import DEADLINE
 from mtpctl.samples import Sample
 
 

@@ -5,19 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mtpctl.engine import MicroBatch, Sequence
-from mtpctl.kernels import TokenLoss
+from mtpctl.engine.batch import MicroBatch, Sequence
+from mtpctl.kernels.policy import TokenLoss
 from mtpctl.recipe.schema import RlConfig
-from mtpctl.rl import (
-    LossInputs,
-    group_advantages,
-    loss_denominator,
-    loss_metrics,
-    overlong_penalty,
-    policy_loss,
-    token_policy_loss,
-    token_terms,
-)
+from mtpctl.rl.advantages import group_advantages
+from mtpctl.rl.losses import LossInputs, loss_denominator, loss_metrics, policy_loss, token_policy_loss, token_terms
+from mtpctl.rl.rewards import overlong_penalty
 from mtpctl.samples import Sample, response_limit
 
 

@@ -10,16 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtpctl.cluster import cluster, settle_heap, within
-from mtpctl.convert import HfFolder
-from mtpctl.data import NO_ANSWER, Tokenizer, check_fits_model, encode_prompt, read_problems
-from mtpctl.plan import Host, Placement, place
-from mtpctl.recipe import Recipe, UserError, validate
-from mtpctl.rl import MathChecker, make_checker
+from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.heap import settle_heap
+from mtpctl.cluster.local import cluster
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.data.files import NO_ANSWER, read_problems
+from mtpctl.data.prompts import encode_prompt
+from mtpctl.data.tokenizers import Tokenizer, check_fits_model
+from mtpctl.plan.placement import Host, Placement, place
+from mtpctl.recipe.checks import validate
+from mtpctl.recipe.errors import UserError
+from mtpctl.recipe.schema import Recipe
+from mtpctl.rl.rewards import MathChecker, make_checker
 from mtpctl.rollout.offline import Progress, Prompt, answer_all, summary, wanted
 from mtpctl.rollout.sample_file import Origin, SampleFile
 from mtpctl.rollout.start import check_engine_installed, start_pool
-from mtpctl.sync import Manifest, VersionStore
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.store import VersionStore
 from mtpctl.train.prepare import model_of, store_in, tokenizer_of
 from mtpctl.train.state import newest_version, version_named
 
@@ -231,7 +238,8 @@ class CheckpointReader:
 
     def publish(self, recipe_json: str, folder: str, checkpoint: str, version: int, store: str) -> Manifest:
         """Publish the checkpoint's weights as `version`. Raises UserError for a checkpoint that is of another model."""
-        from mtpctl.engine import EngineConfig, MegatronEngine
+        from mtpctl.engine.config import EngineConfig
+        from mtpctl.engine.engine import MegatronEngine
         from mtpctl.recipe.schema import ParallelConfig
         from mtpctl.train.sending import WeightSource
 

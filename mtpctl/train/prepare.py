@@ -7,15 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtpctl.convert import HfFolder, ModelWeights, create_hf_folder
-from mtpctl.data import ProblemSets, Tokenizer, check_fits_model, fit_problems, load_problem_sets, load_tokenizer, make_byte_tokenizer
-from mtpctl.families import ModelShape, check_importable, count
-from mtpctl.plan import WEIGHT_BYTES
-from mtpctl.recipe import EnvironmentMissing, Recipe, UserError, hf_config, path_in_full, yaml12
+from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
+from mtpctl.convert.model_weights import ModelWeights
+from mtpctl.data.prompts import fit_problems
+from mtpctl.data.sets import ProblemSets, load_problem_sets
+from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_tokenizer, make_byte_tokenizer
+from mtpctl.families.serving import check_importable
+from mtpctl.families.shape import ModelShape
+from mtpctl.families.tensors import count_parameters
+from mtpctl.plan.memory import WEIGHT_BYTES
+from mtpctl.recipe import yaml12
+from mtpctl.recipe.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.loading import flatten
-from mtpctl.rl import MathChecker, make_checker
-from mtpctl.sync import VersionStore, default_root, name_of
-from mtpctl.telemetry import RunDirectory
+from mtpctl.recipe.model_source import hf_config, path_in_full
+from mtpctl.recipe.schema import Recipe
+from mtpctl.rl.rewards import MathChecker, make_checker
+from mtpctl.sync.store import VersionStore, default_root, name_of
+from mtpctl.telemetry.run_directory import RunDirectory
 
 LOOKED_AT = 500
 """Problems of a set, at most, whose own solutions are checked."""
@@ -131,7 +139,7 @@ def _drawn_from(tree: dict[str, Any]) -> dict[tuple[str, ...], Any]:
 
 def store_in(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:
     """Where weight versions of what is made in `folder` are kept; called once Ray is there, which knows who has to read them."""
-    size = count(shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
+    size = count_parameters(shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
     return VersionStore(default_root(name_of(folder), size, folder / "versions"))
 
 

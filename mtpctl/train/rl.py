@@ -21,13 +21,15 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from mtpctl.data import PromptCursor
-from mtpctl.recipe import Recipe, RuntimeFailure
-from mtpctl.rl import Checker, has_signal
-from mtpctl.rollout import Generator
+from mtpctl.data.cursor import PromptCursor
+from mtpctl.recipe.errors import RuntimeFailure
+from mtpctl.recipe.schema import Recipe
+from mtpctl.rl.advantages import has_signal
+from mtpctl.rl.rewards import Checker
+from mtpctl.rollout.protocol import Generator
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.acceptance import AcceptanceWatch
-from mtpctl.telemetry import Telemetry
+from mtpctl.telemetry.session import Telemetry
 from mtpctl.train.buffer import Group, SampleBuffer
 from mtpctl.train.clock import BusyClock
 from mtpctl.train.evaluate import evaluate, request_of

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mtpctl.logprob import Late, LogprobServer, ScoreRequest
+from mtpctl.logprob.protocol import Late, ScoreRequest
+from mtpctl.logprob.server import LogprobServer
 from mtpctl.samples import Sample
 
 ATTEMPTS = 2

@@ -7,8 +7,10 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mtpctl.recipe import Recipe
-from mtpctl.sync import Manifest, Section, Sent
+from mtpctl.recipe.schema import Recipe
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import Section
+from mtpctl.sync.transports.base import Sent
 
 
 class WeightSource:
@@ -57,9 +59,11 @@ class WeightSource:
 
     def _made(self, store: str) -> Any:
         """What packs and sends, by the recipe's transport. The first version has every section."""
-        from mtpctl.families import section_of
-        from mtpctl.plan import ADAPTER_PREFIX
-        from mtpctl.sync import Publisher, Sender, VersionStore
+        from mtpctl.families.tensors import section_of
+        from mtpctl.plan.wire import ADAPTER_PREFIX
+        from mtpctl.sync.publisher import Publisher
+        from mtpctl.sync.sender import Sender
+        from mtpctl.sync.store import VersionStore
 
         shape, sync = self.engine.folder.shape, self.recipe.sync
         options: dict[str, Any] = {
@@ -88,8 +92,8 @@ class WeightSource:
 
     def _learn(self, export: Iterator[Any], *, checksums: bool = False) -> dict[str, dict[str, str]]:
         """Plan, unless it is planned already. What PEFT has to be told of an adapter is known then."""
-        from mtpctl.convert import peft_config
-        from mtpctl.families import aliases
+        from mtpctl.convert.adapters import peft_config
+        from mtpctl.families.tensors import aliases
 
         folder, lora = self.engine.folder, self.recipe.train.lora
         sums: dict[str, dict[str, str]] = self.packing.learn(export, aliases(folder.shape), checksums=checksums)

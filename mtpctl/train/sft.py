@@ -6,9 +6,11 @@ import asyncio
 import time
 from typing import Any
 
-from mtpctl.data import PromptCursor, encode_prompt, encode_target
-from mtpctl.recipe import Recipe, RuntimeFailure
-from mtpctl.telemetry import Telemetry
+from mtpctl.data.cursor import PromptCursor
+from mtpctl.data.prompts import encode_prompt, encode_target
+from mtpctl.recipe.errors import RuntimeFailure
+from mtpctl.recipe.schema import Recipe
+from mtpctl.telemetry.session import Telemetry
 from mtpctl.train.prepare import Prepared
 from mtpctl.train.state import RunState
 from mtpctl.train.trainer import TrainerGroup

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mtpctl.cluster import within
-from mtpctl.engine import newest, pointer_of
-from mtpctl.recipe import UserError
+from mtpctl.cluster.deadlines import within
+from mtpctl.engine.pointer import newest, pointer_of
+from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.schema import TrainConfig
 from mtpctl.train.buffer import SampleBuffer
 from mtpctl.train.trainer import TrainerGroup

@@ -11,11 +11,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mtpctl.cluster import importing, settle_heap, within
-from mtpctl.plan import Placement
-from mtpctl.recipe import Recipe, RuntimeFailure, UserError
+from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.heap import importing, settle_heap
+from mtpctl.plan.placement import Placement
+from mtpctl.recipe.errors import RuntimeFailure, UserError
+from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Sample
-from mtpctl.sync import Manifest, Section, Sent
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import Section
+from mtpctl.sync.transports.base import Sent
 from mtpctl.train.profile import UpdateProfile
 from mtpctl.train.sending import WeightSource
 
@@ -44,7 +48,7 @@ class TrainerRank:
 
     def address(self) -> str:
         """Where the ranks meet: a store that this rank holds from now on."""
-        from mtpctl.cluster import address_of, host_store
+        from mtpctl.cluster.meeting import address_of, host_store
 
         self.meeting = host_store()
         return address_of(self.meeting)
@@ -54,8 +58,10 @@ class TrainerRank:
         with importing():
             import torch
 
-            from mtpctl.convert import HfFolder
-            from mtpctl.engine import EngineConfig, MegatronEngine, Rank
+            from mtpctl.convert.hf_folder import HfFolder
+            from mtpctl.engine.config import EngineConfig
+            from mtpctl.engine.engine import MegatronEngine
+            from mtpctl.engine.parallel import Rank
 
         train = self.recipe.train
         if train.threads:
@@ -110,7 +116,8 @@ class TrainerRank:
 
     def sft_step(self, pairs: list[tuple[list[int], list[int]]]) -> dict[str, float]:
         """One supervised update on token ids of prompts and of their targets."""
-        from mtpctl.engine import NextToken, Sequence
+        from mtpctl.engine.batch import Sequence
+        from mtpctl.engine.objective import NextToken
 
         sequences = [Sequence(prompt + target, len(prompt), [1] * len(target)) for prompt, target in pairs]
         with self._profiled("sft"):
@@ -207,7 +214,7 @@ class TrainerRank:
         """
         import torch
 
-        from mtpctl.rl import mismatch_metrics, mismatch_sums
+        from mtpctl.rl.mismatch import mismatch_metrics, mismatch_sums
 
         old = torch.tensor([x for s in samples for x in s.old_logprobs or []])
         behaviour = torch.tensor([x for s in samples for x in s.behaviour_logprobs])
@@ -259,14 +266,14 @@ class TrainerRank:
 
     def latest_checkpoint(self, root: str) -> str | None:
         """The newest whole checkpoint under `root`."""
-        from mtpctl.engine import latest_checkpoint
+        from mtpctl.engine.checkpoint import latest_checkpoint
 
         found = latest_checkpoint(Path(root))
         return None if found is None else str(found)
 
     def publish_checkpoint(self, path: str, keep: int) -> None:
         """Make `path` the newest checkpoint, and drop all but the `keep` newest."""
-        from mtpctl.engine import publish_checkpoint
+        from mtpctl.engine.checkpoint import publish_checkpoint
 
         if self.rank == 0:
             publish_checkpoint(Path(path), keep=keep)

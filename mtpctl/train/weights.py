@@ -8,11 +8,13 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from mtpctl.logprob import LogprobServer
-from mtpctl.recipe import Recipe
-from mtpctl.rollout import ReplicaPool
-from mtpctl.sync import Manifest, PauseMode, Section, Sent, SyncError, SyncReport
-from mtpctl.sync.transports import PUSHED
+from mtpctl.logprob.server import LogprobServer
+from mtpctl.recipe.schema import Recipe
+from mtpctl.rollout.pool import ReplicaPool
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import PauseMode, Section, SyncError
+from mtpctl.sync.session import SyncReport
+from mtpctl.sync.transports.base import PUSHED, Sent
 from mtpctl.train.trainer import TrainerGroup
 
 

@@ -28,10 +28,9 @@ from mtpctl.bench.asynchrony import (
 )
 from mtpctl.bench.asynchrony_tables import figures, table
 from mtpctl.bench.document import text
-from mtpctl.plan import Placement
-from mtpctl.plan.placement import Actor
-from mtpctl.telemetry import History, Row
+from mtpctl.plan.placement import Actor, Placement
 from mtpctl.telemetry.curves import held_at
+from mtpctl.telemetry.history import History, Row
 
 BY_NAME = {arm.name: arm for arm in ARMS}
 SWINGING = "45 51 47 60 46 62 44 66 33 72 43 49 61 45 68 31 59 67 43 76 43"

@@ -18,9 +18,8 @@ from mtpctl.bench.cycle_model import write_cycle_model
 from mtpctl.bench.everything import Outcome, Task, chosen, exit_code, run_all, table
 from mtpctl.bench.plans import ON_A_LAPTOP, ON_CARDS
 from mtpctl.bench.rollout_engines import TINY
-from mtpctl.cli import main
-from mtpctl.cli.app import app
-from mtpctl.recipe import UserError
+from mtpctl.cli.app import app, main
+from mtpctl.recipe.errors import UserError
 
 
 def task(name: str, cards: int = 1, *, minutes: float = 1.0, after: tuple[str, ...] = ()) -> Task:

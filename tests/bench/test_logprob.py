@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from mtpctl.bench.logprob import LEAST_SHARE, Finding, Load, Report, _apart, as_json, table
 from mtpctl.cli.app import app
-from mtpctl.logprob import Scored
+from mtpctl.logprob.protocol import Scored
 
 
 def test_a_bound_is_missed_on_its_own_side_only() -> None:

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from mtpctl.bench.arms import Outcome
 from mtpctl.bench.mtp import ARMS, figures, gain, summarise, table
 from mtpctl.cli.app import app
-from mtpctl.plan import Placement
-from mtpctl.telemetry import History, Row
+from mtpctl.plan.placement import Placement
+from mtpctl.telemetry.history import History, Row
 from tests.bench.test_arms import measured
 
 BY_NAME = {arm.name: arm for arm in ARMS}

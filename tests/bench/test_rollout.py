@@ -11,12 +11,13 @@ import torch
 from safetensors import safe_open
 from torch.nn import functional as F
 
-from mtpctl import families
 from mtpctl.bench.cycle_model import answer, write_cycle_model
 from mtpctl.bench.rollout import Result, allowed_gain, in_turn, line, row, verdict
 from mtpctl.bench.rollout_engines import TINY, Bench, Once, Options, all_of
 from mtpctl.bench.rollout_load import Load, Run, make_load
-from mtpctl.recipe import UserError
+from mtpctl.families.reading import shape_of
+from mtpctl.families.tensors import tensor_shapes
+from mtpctl.recipe.errors import UserError
 
 VOCAB, HALF = 1024, 512
 
@@ -25,7 +26,7 @@ VOCAB, HALF = 1024, 512
 def tensors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     folder = write_cycle_model(tmp_path_factory.mktemp("model"), TINY, acceptance=0.75, device="cpu")
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    assert index.keys() == families.tensors(families.shape_of(TINY)).keys()
+    assert index.keys() == tensor_shapes(shape_of(TINY)).keys()
     found = {}
     for name in sorted(set(index.values())):
         with safe_open(folder / name, "pt") as file:

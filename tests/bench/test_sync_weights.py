@@ -12,7 +12,7 @@ import pytest
 
 from mtpctl.bench import sync_weights
 from mtpctl.bench.sync_ends import Load
-from mtpctl.recipe import RuntimeFailure
+from mtpctl.recipe.errors import RuntimeFailure
 from tests.bench.test_sync_results import CARD
 
 
@@ -79,7 +79,7 @@ def test_a_store_in_memory_is_gone_when_a_sync_fails(tmp_path: Path, monkeypatch
 
     async def steady(*given: Any) -> None: ...
 
-    monkeypatch.setattr("mtpctl.sync.default_root", lambda *given: memory)
+    monkeypatch.setattr("mtpctl.sync.store.default_root", lambda *given: memory)
     monkeypatch.setattr(sync_weights, "_steady", steady)
     monkeypatch.setattr(sync_weights, "sum_bytes", lambda options: 0)
     with pytest.raises(RuntimeError, match="out of memory"):

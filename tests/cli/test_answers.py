@@ -54,7 +54,7 @@ def test_without_it_everything_is_where_it_was() -> None:
 
 
 def test_stdout_is_given_back(capfd: pytest.CaptureFixture[str]) -> None:
-    from mtpctl.cli import main
+    from mtpctl.cli.app import main
 
     with pytest.raises(SystemExit):
         main(["recipe", "validate", "tiny_mtp", "--json"])

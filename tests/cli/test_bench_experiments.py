@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.cli import main
-from mtpctl.recipe import dump_resolved, load_recipe
+from mtpctl.cli.app import main
+from mtpctl.recipe.loading import dump_resolved, load_recipe
 from mtpctl.telemetry.versions import collect_versions
 
 STEADY, SWINGING, ENDS_HIGH = [0.4, 0.6, 0.7, 0.8, 0.8, 0.8, 0.8], [0.4, 0.8, 0.5, 0.8, 0.4, 0.8, 0.3], [0.4, 0.8, 0.5, 0.8, 0.4, 0.3, 0.8]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.cli import main
+from mtpctl.cli.app import main
 from tests.convert.models import assert_same_tensors, change_config, tensors, write
 from tests.engine.tiny import MIMO, mimo
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mtpctl.cli import main
-from mtpctl.recipe import load_recipe
+from mtpctl.cli.app import main
+from mtpctl.recipe.loading import load_recipe
 from mtpctl.rollout.offline import summary
 from mtpctl.rollout.sample_file import Tally
 from mtpctl.samples import Speculation

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.cli import main
-from mtpctl.cluster import cluster, leftovers
+from mtpctl.cli.app import main
+from mtpctl.cluster import leftovers
 from mtpctl.cluster.leftovers import MARK
+from mtpctl.cluster.local import cluster
 from mtpctl.recipe.schema import ClusterConfig
 
 MAKES = """

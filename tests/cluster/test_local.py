@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.cluster import check_room, cluster, on_one_host
-from mtpctl.recipe import ClusterResources
+from mtpctl.cluster.local import check_room, cluster, on_one_host
+from mtpctl.recipe.errors import ClusterResources
 from mtpctl.recipe.schema import ClusterConfig
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.cluster import address_of, host_store, join_store
+from mtpctl.cluster.meeting import address_of, host_store, join_store
 
 
 def taken(address: str) -> bool:
@@ -82,11 +82,11 @@ def test_the_first_rank_holds_what_it_tells_the_others(kind: str) -> None:
 
 def first_rank(kind: str) -> Any:
     if kind == "trainer":
-        from mtpctl.recipe import load_recipe
+        from mtpctl.recipe.loading import load_recipe
         from mtpctl.train.trainer import TrainerRank
 
         return TrainerRank(load_recipe("tiny_mtp").recipe.model_dump_json(by_alias=True), 0, 2)
-    from mtpctl.logprob import ReplicaConfig, ScoreRank
+    from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
     from mtpctl.recipe.schema import KernelsConfig, MtpConfig, ParallelConfig
 
     parallel = ParallelConfig(tp=2)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import mtpctl.cluster.replicas as module
-from mtpctl.cluster import Lifecycle, Replicas, start_all
+from mtpctl.cluster.replicas import Lifecycle, Replicas, start_all
 
 
 class Gone(Exception):

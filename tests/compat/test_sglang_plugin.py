@@ -12,7 +12,7 @@ import torch
 
 from mtpctl.compat import sglang_plugin
 from mtpctl.compat.vllm_version import UpstreamMoved
-from mtpctl.recipe import EnvironmentMissing
+from mtpctl.recipe.errors import EnvironmentMissing
 
 
 class Norm(torch.nn.Module):

@@ -10,7 +10,9 @@ import pytest
 
 from mtpctl.compat import vllm_seeds, vllm_version
 from mtpctl.compat.vllm_version import UpstreamMoved
-from mtpctl.rollout import EngineDead, VllmEngine, VllmSettings
+from mtpctl.rollout.protocol import EngineDead
+from mtpctl.rollout.vllm_engine import VllmEngine
+from mtpctl.rollout.vllm_settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
 from tests.rollout.checkpoints import random_tensors, tiny_config, write_checkpoint
 from tests.rollout.conftest import Loop, cpu_settings

@@ -13,8 +13,11 @@ from pathlib import Path
 
 import torch
 
-from mtpctl.convert import HfFolder, create_hf_folder
-from mtpctl.engine import MegatronEngine, NextToken, Sequence, Want, score_tokens
+from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
+from mtpctl.engine.batch import Sequence
+from mtpctl.engine.engine import MegatronEngine
+from mtpctl.engine.objective import NextToken
+from mtpctl.engine.scoring import Want, score_tokens
 from mtpctl.recipe.schema import MtpConfig, OptimizerConfig
 from tests.convert.models import converted
 from tests.engine.tiny import engine

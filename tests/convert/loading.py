@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from mtpctl.convert import HfFolder, create_hf_folder
-from mtpctl.engine import MegatronEngine
+from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
+from mtpctl.engine.engine import MegatronEngine
 from mtpctl.recipe.schema import MtpConfig
 from tests.engine.tiny import MIMO, engine
 

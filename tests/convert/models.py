@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtpctl import families
-from mtpctl.convert import HfFolder
+from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.engine.conversion import Converted, Wanted, convert
+from mtpctl.families.tensors import aliases, tensor_shapes
 from tests.convert.test_families import CASES, hf_model
 from tests.engine.tiny import mimo
 
@@ -43,14 +43,14 @@ def model(case: str, path: Path) -> Any:
         count = "mtp_num_hidden_layers" if case.startswith("qwen3.5") else "num_nextn_predict_layers"
         change_config(path, **{count: 1})
         shape = HfFolder.open(path).shape
-        held, same = tensors(path), families.aliases(shape)
+        held, same = tensors(path), aliases(shape)
         generator = torch.Generator().manual_seed(2)
         drawn = {
             name: 0.2 * torch.randn(size, generator=generator)
-            for name, size in families.tensors(shape).items()
+            for name, size in tensor_shapes(shape).items()
             if name not in held and name not in same
         }
-        copies = {name: held[same[name]].clone() for name in families.tensors(shape) if name in same and name not in held}
+        copies = {name: held[same[name]].clone() for name in tensor_shapes(shape) if name in same and name not in held}
         write(path, held | drawn | copies)
     return made
 

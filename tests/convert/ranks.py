@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from mtpctl.compat import cpu_device
-from mtpctl.convert import HfFolder
-from mtpctl.engine import Rank
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.engine.parallel import Rank
 from mtpctl.recipe.schema import MtpConfig, ParallelConfig
 from tests.forked import run_ranks
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpctl.convert import HfFolder
-from mtpctl.engine import NextToken
-from mtpctl.recipe import UserError
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.engine.objective import NextToken
+from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.schema import LoraConfig, MtpConfig, OptimizerConfig
 from tests.convert.models import converted, model, tensors
 from tests.engine.tiny import engine, mimo, sequences

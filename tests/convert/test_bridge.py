@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtpctl.convert import WeightBridge
-from mtpctl.recipe import UserError
+from mtpctl.convert.bridge import WeightBridge
+from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.schema import MtpConfig
 from tests.engine.tiny import engine, mimo
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.convert import HfFolder, StreamMap
-from mtpctl.recipe import UserError
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.convert.stream import StreamMap
+from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.schema import MtpConfig
 from tests.convert.models import FAMILIES, assert_same_tensors, change_config, converted, model
 from tests.convert.test_families import assert_like
@@ -105,11 +106,12 @@ def test_what_lies_beside_the_weights_comes_along_and_the_config_is_mended(tmp_p
 
 
 def test_the_published_length_of_mimo_7b_is_mended() -> None:
-    from mtpctl import families
     from mtpctl.convert.carried import written_config
+    from mtpctl.families.hub import hub_config
+    from mtpctl.families.reading import shape_of
 
-    config = families.hub_config("XiaomiMiMo/MiMo-7B-RL") | {"max_position_embeddings": 640000}
-    made = written_config(config, families.shape_of(config), torch.bfloat16, mtp_layers=1)
+    config = hub_config("XiaomiMiMo/MiMo-7B-RL") | {"max_position_embeddings": 640000}
+    made = written_config(config, shape_of(config), torch.bfloat16, mtp_layers=1)
     assert made["max_position_embeddings"] == 32768 and config["max_position_embeddings"] == 640000
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtpctl.convert import HfFolder
+from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.recipe.schema import MtpConfig
 from tests.convert.test_families import CASES, assert_like, hf_model
 from tests.engine.tiny import engine, sequences

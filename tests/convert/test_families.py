@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mtpctl.convert import HfFolder
+from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.recipe.schema import MtpConfig
 from tests.engine.tiny import engine, sequences
 from tests.model.test_mimo import packed_logits

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.convert import HfFolder
+from mtpctl.convert.hf_folder import HfFolder
 from tests.convert.found import fp8, packed, prefixed
 from tests.convert.models import FAMILIES, assert_same_tensors, converted, model
 from tests.convert.ranks import saved_again

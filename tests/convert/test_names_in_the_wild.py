@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpctl.convert import HfFolder
+from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.model_weights import ModelWeights
-from mtpctl.recipe import UserError
+from mtpctl.recipe.errors import UserError
 from tests.convert.found import pack, quantize
 from tests.convert.models import assert_same_tensors, change_config, converted, model, tensors, write
 from tests.engine.tiny import mimo
@@ -141,7 +141,7 @@ def test_an_index_of_pickled_shards_that_were_not_fetched(tmp_path: Path) -> Non
 
 def test_norms_of_random_weights_do_nothing(tmp_path: Path) -> None:
     """Those that count from 1 hold 0, the ones before a drafter's projection too."""
-    from mtpctl.convert import create_hf_folder
+    from mtpctl.convert.hf_folder import create_hf_folder
     from tests.convert.test_families import QWEN3_5, SIZES
 
     config = SIZES | QWEN3_5 | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1}

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpctl.convert import HfFolder, fingerprint
-from mtpctl.engine import NextToken
-from mtpctl.recipe import UserError
+from mtpctl.convert.adapters import fingerprint
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.engine.objective import NextToken
+from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.schema import MtpConfig
 from tests.convert.found import fp8, fp8_dense, packed, pickled, prefixed, quantize, unnamed
 from tests.convert.models import change_config, converted, model, tensors, write

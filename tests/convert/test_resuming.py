@@ -15,7 +15,7 @@ from mtpctl.convert.hf_writer import HfWriter
 from mtpctl.convert.journal import Journal
 from mtpctl.convert.layout import Stored
 from mtpctl.engine import conversion, parts
-from mtpctl.recipe import UserError
+from mtpctl.recipe.errors import UserError
 from tests.convert.models import assert_same_tensors, change_config, converted, tensors, write
 from tests.engine.tiny import mimo
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from mtpctl.data import Problem, PromptCursor
-from mtpctl.recipe import UserError
+from mtpctl.data.cursor import PromptCursor
+from mtpctl.data.problems import Problem
+from mtpctl.recipe.errors import UserError
 
 PROBLEMS = [Problem(f"p{i}", f"{i}=", str(i)) for i in range(7)]
 

@@ -9,8 +9,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from mtpctl.data import NO_ANSWER, Problem, load_problem_sets, read_problems
-from mtpctl.recipe import UserError
+from mtpctl.data.files import NO_ANSWER, read_problems
+from mtpctl.data.problems import Problem
+from mtpctl.data.sets import load_problem_sets
+from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.schema import DataConfig, GeneratedTask
 
 GOOD = '{"prompt": "1+1=", "answer": "2"}\n'

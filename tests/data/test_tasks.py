@@ -7,8 +7,9 @@ from collections import Counter
 
 import pytest
 
-from mtpctl.data import Problem, generate
-from mtpctl.recipe import UserError
+from mtpctl.data.problems import Problem
+from mtpctl.data.tasks import generate
+from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.schema import GeneratedTask
 
 TASKS = ["addition", "subtraction", "multiplication", "reverse", "sort"]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mtpctl.data import Tokenizer, check_fits_model, load_tokenizer, make_byte_tokenizer
-from mtpctl.recipe import EnvironmentMissing, UserError
+from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_tokenizer, make_byte_tokenizer
+from mtpctl.recipe.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.schema import BYTE_VOCAB_SIZE
 
 

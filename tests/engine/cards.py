@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import multiprocessing as mp
 
-from mtpctl.cluster import address_of, host_store
-from mtpctl.engine import Rank
+from mtpctl.cluster.meeting import address_of, host_store
+from mtpctl.engine.parallel import Rank
 from tests.engine.cases import CASES, Case
 
 NAMES = ("tp2", "sp2", "cp2", "pp2", "deepseek-sp2", "deepseek-cp2", "deepseek-ep2", "qwen3-moe-ep2")

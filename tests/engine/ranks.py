@@ -17,7 +17,10 @@ import torch
 import torch.distributed as dist
 
 from mtpctl.compat import cpu_device
-from mtpctl.engine import MegatronEngine, NextToken, Rank, Sequence
+from mtpctl.engine.batch import Sequence
+from mtpctl.engine.engine import MegatronEngine
+from mtpctl.engine.objective import NextToken
+from mtpctl.engine.parallel import Rank
 from mtpctl.recipe.schema import RlConfig
 from mtpctl.train.objective import PolicyObjective
 from tests.engine.cases import CASES, MODELS, Case

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from mtpctl.engine import NextToken, Sequence
-from mtpctl.recipe import UserError
+from mtpctl.engine.batch import Sequence
+from mtpctl.engine.objective import NextToken
+from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.schema import ParallelConfig
 from tests.engine.tiny import GENTLE, engine, mimo, sequences
 
@@ -61,7 +62,7 @@ def test_batch_that_does_not_fit_the_model(tmp_path, sequence, said):
 def test_layout_that_does_not_fit_the_model(tmp_path, layout, said):
     from types import SimpleNamespace
 
-    from mtpctl.model import complete_config
+    from mtpctl.model.build import complete_config
     from mtpctl.recipe.schema import MtpConfig
 
     shape = mimo(tmp_path / "model").shape

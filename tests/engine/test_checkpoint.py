@@ -14,8 +14,9 @@ import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-from mtpctl.engine import NextToken, latest_checkpoint, publish_checkpoint
-from mtpctl.recipe import RuntimeFailure, UserError
+from mtpctl.engine.checkpoint import latest_checkpoint, publish_checkpoint
+from mtpctl.engine.objective import NextToken
+from mtpctl.recipe.errors import RuntimeFailure, UserError
 from mtpctl.recipe.schema import MtpConfig, OptimizerConfig
 from tests.engine.tiny import engine, mimo, sequences
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from mtpctl.bench.train_step import samples, shape_folder
-from mtpctl.convert import HfFolder
-from mtpctl.engine import MegatronEngine, NextToken
-from mtpctl.model import Packing
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.engine.engine import MegatronEngine
+from mtpctl.engine.objective import NextToken
 from mtpctl.model.layers import PackedAttention
+from mtpctl.model.packing import Packing
 from mtpctl.plan.memory import activation_width, passing_width
 from mtpctl.recipe.schema import KernelsConfig, MtpConfig, ParallelConfig
 from tests.convert.test_families import CASES, hf_model

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mtpctl.bench.train_step import TwoPasses
-from mtpctl.engine import MegatronEngine, Sequence
+from mtpctl.engine.batch import Sequence
+from mtpctl.engine.engine import MegatronEngine
 from mtpctl.kernels import products
 from mtpctl.recipe.schema import CorrectionConfig, KernelsConfig, MtpConfig, RlConfig
 from mtpctl.train.objective import PolicyObjective

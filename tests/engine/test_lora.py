@@ -7,10 +7,10 @@ import torch
 from megatron.core import dist_checkpointing
 from safetensors.torch import load_file, save_file
 
-from mtpctl.convert import fingerprint, peft_config
-from mtpctl.engine import NextToken
-from mtpctl.families import section_of
-from mtpctl.recipe import UserError
+from mtpctl.convert.adapters import fingerprint, peft_config
+from mtpctl.engine.objective import NextToken
+from mtpctl.families.tensors import section_of
+from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.schema import LoraConfig, MtpConfig
 from tests.engine.cases import MODELS
 from tests.engine.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences

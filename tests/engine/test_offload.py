@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 
-from mtpctl.engine import NextToken, optimizer
+from mtpctl.engine import optimizer
+from mtpctl.engine.objective import NextToken
 from mtpctl.engine.offload import HostMemory
 from mtpctl.recipe.schema import OffloadConfig, OptimizerConfig
 from tests.engine.tiny import engine, mimo, sequences

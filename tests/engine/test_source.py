@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.convert import create_hf_folder
+from mtpctl.convert.hf_folder import create_hf_folder
 from mtpctl.engine.source import reference_of
-from mtpctl.recipe import UserError, dump_resolved, load_recipe
+from mtpctl.recipe.errors import UserError
+from mtpctl.recipe.loading import dump_resolved, load_recipe
 from tests.engine.tiny import mimo
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtpctl.convert import HfFolder
-from mtpctl.engine import NextToken, Sequence
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.engine.batch import Sequence
+from mtpctl.engine.objective import NextToken
 from mtpctl.recipe.schema import MtpConfig
 from tests.engine.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
 from tests.families.toys import TOYS, toy_folder

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.engine import NextToken, Sequence
+from mtpctl.engine.batch import Sequence
+from mtpctl.engine.objective import NextToken
 from mtpctl.engine.utilisation import utilisation
-from mtpctl.families import hub_config, shape_of
+from mtpctl.families.hub import hub_config
+from mtpctl.families.reading import shape_of
 from mtpctl.plan.flops import step_flops
 from mtpctl.recipe.schema import MtpConfig
 from tests.engine.tiny import GENTLE, engine, mimo, sequences

@@ -11,8 +11,11 @@ from typing import Any
 import torch
 
 from mtpctl.compat import cpu_device
-from mtpctl.convert import HfFolder, create_hf_folder
-from mtpctl.engine import EngineConfig, MegatronEngine, Rank, Sequence
+from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
+from mtpctl.engine.batch import Sequence
+from mtpctl.engine.config import EngineConfig
+from mtpctl.engine.engine import MegatronEngine
+from mtpctl.engine.parallel import Rank
 from mtpctl.recipe.schema import MtpConfig, OptimizerConfig, ParallelConfig
 
 MIMO: dict[str, Any] = {

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
-from mtpctl import families
-from mtpctl.recipe import EnvironmentMissing, UserError
+from mtpctl.families.hub import HUB_CONFIGS, hub_config
+from mtpctl.families.reading import MTP_COUNTS, shape_of
+from mtpctl.families.registry import FAMILIES
+from mtpctl.families.serving import check_importable
+from mtpctl.recipe.errors import EnvironmentMissing, UserError
 from tests.families.toys import TOYS
 
 MIMO: dict[str, Any] = {
@@ -26,14 +29,14 @@ MIMO: dict[str, Any] = {
 
 
 def test_the_architecture_decides_and_not_the_model_type() -> None:
-    shape = families.shape_of(MIMO)
+    shape = shape_of(MIMO)
     assert (shape.family, shape.architecture, shape.mtp_layers) == ("mimo", "MiMoForCausalLM", 1)
     assert (shape.head_dim, shape.kv_heads, shape.rope_theta, shape.max_positions) == (32, 2, 5000.0, 300)
     assert shape.qkv_bias and not shape.qk_norm and not shape.tied
 
 
 def test_a_config_without_architectures_goes_by_its_model_type() -> None:
-    assert families.shape_of({**MIMO, "architectures": None, "num_nextn_predict_layers": 0}).family == "qwen2"
+    assert shape_of({**MIMO, "architectures": None, "num_nextn_predict_layers": 0}).family == "qwen2"
 
 
 @pytest.mark.parametrize(
@@ -49,7 +52,7 @@ def test_a_config_without_architectures_goes_by_its_model_type() -> None:
 def test_what_mtp_reads_belongs_to_the_family(architecture: str, prenorm: bool, concat: str) -> None:
     latent = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    shape = families.shape_of({**MIMO, **latent, **moe, "architectures": [architecture]})
+    shape = shape_of({**MIMO, **latent, **moe, "architectures": [architecture]})
     assert (shape.mtp_reads_prenorm, shape.mtp_concat) == (prenorm, concat)
     assert shape.mtp is not None and shape.mtp.blanks_first == (not architecture.startswith("Qwen"))
     assert shape.mtp.recycles_prenorm == architecture.startswith("Glm")
@@ -57,43 +60,43 @@ def test_what_mtp_reads_belongs_to_the_family(architecture: str, prenorm: bool, 
 
 def test_an_unknown_family_is_refused_with_the_list_of_all_that_are_known() -> None:
     with pytest.raises(UserError) as caught:
-        families.shape_of({**MIMO, "architectures": ["Gemma3ForCausalLM"]})
+        shape_of({**MIMO, "architectures": ["Gemma3ForCausalLM"]})
     said = str(caught.value)
     assert "Gemma3ForCausalLM" in said and "\n" not in said
-    assert all(f"{family.name} ({family.architectures[0]})" in said for family in families.FAMILIES)
+    assert all(f"{family.name} ({family.architectures[0]})" in said for family in FAMILIES)
 
 
-@pytest.mark.parametrize("key", families.MTP_COUNTS)
+@pytest.mark.parametrize("key", MTP_COUNTS)
 @pytest.mark.parametrize("nested", [False, True])
 def test_every_name_of_the_mtp_count_is_found(key: str, nested: bool) -> None:
     plain = {k: v for k, v in MIMO.items() if k != "num_nextn_predict_layers"}
     counted = {"text_config": {key: 2}} if nested else {key: 2}
-    assert families.shape_of({**plain, **counted}).mtp_layers == 2
-    assert families.shape_of(plain).mtp_layers == 0
-    assert families.shape_of(plain).mtp_concat is None
+    assert shape_of({**plain, **counted}).mtp_layers == 2
+    assert shape_of(plain).mtp_layers == 0
+    assert shape_of(plain).mtp_concat is None
 
 
-@pytest.mark.parametrize("hub_id", families.HUB_CONFIGS)
+@pytest.mark.parametrize("hub_id", HUB_CONFIGS)
 def test_mimo_7b_has_the_length_it_was_trained_with_whatever_its_file_says(hub_id: str) -> None:
-    config = families.hub_config(hub_id)
-    assert families.shape_of(config).max_positions == 32768
-    assert families.shape_of({**config, "max_position_embeddings": 999}).max_positions == 32768
+    config = hub_config(hub_id)
+    assert shape_of(config).max_positions == 32768
+    assert shape_of({**config, "max_position_embeddings": 999}).max_positions == 32768
 
 
 def test_hub_configs_are_copies() -> None:
-    families.hub_config("XiaomiMiMo/MiMo-7B-RL")["vocab_size"] = 1
-    assert families.hub_config("XiaomiMiMo/MiMo-7B-RL")["vocab_size"] == 151680
+    hub_config("XiaomiMiMo/MiMo-7B-RL")["vocab_size"] = 1
+    assert hub_config("XiaomiMiMo/MiMo-7B-RL")["vocab_size"] == 151680
 
 
 def test_rope_parameters_of_newer_configs() -> None:
     rope = {"rope_theta": 7.0, "rope_type": "yarn", "factor": 4.0, "partial_rotary_factor": 0.5}
-    shape = families.shape_of({**MIMO, "rope_theta": None, "rope_parameters": rope})
+    shape = shape_of({**MIMO, "rope_theta": None, "rope_parameters": rope})
     assert (shape.rope_theta, shape.rotary_fraction, shape.rope_scaling) == (7.0, 0.5, rope)
-    assert families.shape_of(MIMO).rope_scaling is None
+    assert shape_of(MIMO).rope_scaling is None
 
 
 def test_linear_attention_by_interval() -> None:
-    shape = families.shape_of({**MIMO, "architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 8, "full_attention_interval": 4})
+    shape = shape_of({**MIMO, "architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 8, "full_attention_interval": 4})
     assert [i for i, kind in enumerate(shape.layer_kinds) if kind == "full_attention"] == [3, 7]
     assert shape.full_attention_layers == 2
 
@@ -165,24 +168,24 @@ def test_linear_attention_by_interval() -> None:
 )
 def test_what_does_not_fit_is_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        families.shape_of({**MIMO, **fields})
+        shape_of({**MIMO, **fields})
 
 
 def test_an_unknown_hub_id_names_the_known_ones() -> None:
     with pytest.raises(UserError, match="XiaomiMiMo/MiMo-7B-RL"):
-        families.hub_config("nobody/nothing")
+        hub_config("nobody/nothing")
 
 
 def test_a_router_that_is_not_computed_here_is_refused() -> None:
     with pytest.raises(UserError, match="scoring_func 'softmax' is not supported for deepseek-v3; 'sigmoid' is"):
-        families.shape_of({**TOYS["deepseek-v3"], "scoring_func": "softmax"})
+        shape_of({**TOYS["deepseek-v3"], "scoring_func": "softmax"})
 
 
 @pytest.mark.parametrize("family", TOYS)
 def test_a_package_that_only_some_families_are_served_with_is_named(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpctl.families.serving.find_spec", lambda name: None)
     if not family.startswith("qwen3.5"):
-        families.check_importable(TOYS[family])
+        check_importable(TOYS[family])
         return
     with pytest.raises(EnvironmentMissing, match=f"torchvision: is not installed, and vLLM needs it to serve {family}; install"):
-        families.check_importable(TOYS[family])
+        check_importable(TOYS[family])

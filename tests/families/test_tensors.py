@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from mtpctl import families
+from mtpctl.families.hub import hub_config
+from mtpctl.families.reading import shape_of
+from mtpctl.families.shape import ModelShape
+from mtpctl.families.tensors import aliases, count_parameters, section_of, tensor_shapes
 
 TINY: dict[str, Any] = {
     "hidden_size": 64,
@@ -96,23 +99,23 @@ def written_by_transformers(kind: str, fields: dict[str, Any], folder: Path) -> 
 @pytest.mark.parametrize("case", CASES)
 def test_names_and_shapes_are_those_on_disk(case: str, tmp_path: Path) -> None:
     on_disk, config = written_by_transformers(*CASES[case], tmp_path)
-    shape = families.shape_of(config)
+    shape = shape_of(config)
     assert case.startswith(shape.family)
-    assert families.tensors(shape) == on_disk
-    assert families.count(shape)["total"] == sum(map(prod, on_disk.values()))
-    assert families.count(shape)["mtp"] == 0
+    assert tensor_shapes(shape) == on_disk
+    assert count_parameters(shape)["total"] == sum(map(prod, on_disk.values()))
+    assert count_parameters(shape)["mtp"] == 0
 
 
-def mimo(**fields: Any) -> families.ModelShape:
-    return families.shape_of({**TINY, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1, **fields})
+def mimo(**fields: Any) -> ModelShape:
+    return shape_of({**TINY, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1, **fields})
 
 
 def test_mimo_is_qwen2_with_mtp_layers() -> None:
-    trunk = families.shape_of({**TINY, "architectures": ["Qwen2ForCausalLM"]})
+    trunk = shape_of({**TINY, "architectures": ["Qwen2ForCausalLM"]})
     shape = mimo(num_nextn_predict_layers=2)
-    found = families.tensors(shape)
-    target = {name: size for name, size in found.items() if families.section_of(name, shape) == "target"}
-    assert target == families.tensors(trunk)
+    found = tensor_shapes(shape)
+    target = {name: size for name, size in found.items() if section_of(name, shape) == "target"}
+    assert target == tensor_shapes(trunk)
     draft = [name for name in found if name not in target]
     assert draft and all(name.startswith(("model.mtp_layers.0.", "model.mtp_layers.1.")) for name in draft)
     assert found["model.mtp_layers.1.input_proj.weight"] == (64, 128)
@@ -121,39 +124,39 @@ def test_mimo_is_qwen2_with_mtp_layers() -> None:
 
 def test_the_final_norm_and_head_of_the_trunk_belong_to_the_target() -> None:
     shape = mimo()
-    assert families.section_of("lm_head.weight", shape) == "target"
-    assert families.section_of("model.norm.weight", shape) == "target"
+    assert section_of("lm_head.weight", shape) == "target"
+    assert section_of("model.norm.weight", shape) == "target"
 
 
 def test_deepseek_mtp_layers_count_on_from_the_decoder_and_copy_embedding_and_head() -> None:
-    shape = families.shape_of({**TINY, **ROUTED, **LATENT, "architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 1})
-    assert families.section_of("model.layers.2.input_layernorm.weight", shape) == "target"
-    assert families.section_of("model.layers.3.input_layernorm.weight", shape) == "draft"
-    assert families.section_of("model.layers.31.input_layernorm.weight", shape) == "draft"
-    assert families.aliases(shape) == {
+    shape = shape_of({**TINY, **ROUTED, **LATENT, "architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 1})
+    assert section_of("model.layers.2.input_layernorm.weight", shape) == "target"
+    assert section_of("model.layers.3.input_layernorm.weight", shape) == "draft"
+    assert section_of("model.layers.31.input_layernorm.weight", shape) == "draft"
+    assert aliases(shape) == {
         "model.layers.3.embed_tokens.weight": "model.embed_tokens.weight",
         "model.layers.3.shared_head.head.weight": "lm_head.weight",
     }
-    assert set(families.aliases(shape)) <= set(families.tensors(shape))
+    assert set(aliases(shape)) <= set(tensor_shapes(shape))
     # An MTP layer is a sparse one, whatever the first decoder layers are.
-    assert "model.layers.3.mlp.experts.0.gate_proj.weight" in families.tensors(shape)
+    assert "model.layers.3.mlp.experts.0.gate_proj.weight" in tensor_shapes(shape)
 
 
 def test_a_tied_head_is_an_alias_and_not_stored() -> None:
     shape = mimo(tie_word_embeddings=True)
-    assert families.aliases(shape) == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert "lm_head.weight" not in families.tensors(shape)
-    assert families.count(shape)["total"] == families.count(mimo())["total"] - 128 * 64
+    assert aliases(shape) == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert "lm_head.weight" not in tensor_shapes(shape)
+    assert count_parameters(shape)["total"] == count_parameters(mimo())["total"] - 128 * 64
 
 
 def test_qwen_vl_checkpoints_keep_the_text_model_under_a_prefix_and_mtp_at_the_top() -> None:
     text = {**TINY, **DELTA, "head_dim": 32, "mtp_num_hidden_layers": 1}
-    shape = families.shape_of({"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text})
-    found = families.tensors(shape)
+    shape = shape_of({"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text})
+    found = tensor_shapes(shape)
     assert found["model.language_model.layers.1.self_attn.q_proj.weight"] == (2 * 4 * 32, 64)
     assert found["mtp.fc.weight"] == (64, 128)
-    assert families.section_of("mtp.fc.weight", shape) == "draft"
-    assert families.section_of("model.language_model.norm.weight", shape) == "target"
+    assert section_of("mtp.fc.weight", shape) == "draft"
+    assert section_of("model.language_model.norm.weight", shape) == "target"
 
 
 def bridge_source(module: str) -> str:
@@ -173,9 +176,9 @@ def bridge_source(module: str) -> str:
     ],
 )
 def test_mtp_names_are_those_that_megatron_bridge_maps(architecture: str, fields: dict[str, Any], module: str) -> None:
-    shape = families.shape_of({**TINY, **fields, "architectures": [architecture], "num_nextn_predict_layers": 1})
+    shape = shape_of({**TINY, **fields, "architectures": [architecture], "num_nextn_predict_layers": 1})
     source = bridge_source(module)
-    draft = [name for name in families.tensors(shape) if families.section_of(name, shape) == "draft"]
+    draft = [name for name in tensor_shapes(shape) if section_of(name, shape) == "draft"]
     assert draft
     for name in draft:
         starred = name.replace("layers.0.", "layers.*.").replace("experts.0.", "experts.*.")
@@ -184,6 +187,6 @@ def test_mtp_names_are_those_that_megatron_bridge_maps(architecture: str, fields
 
 
 def test_counts_of_mimo_7b() -> None:
-    counted = families.count(families.shape_of(families.hub_config("XiaomiMiMo/MiMo-7B-RL")))
+    counted = count_parameters(shape_of(hub_config("XiaomiMiMo/MiMo-7B-RL")))
     # 7.83 B is what a model built of this shape has; the trunk alone is what its authors call 7 B.
     assert counted == {"total": 7_833_409_536, "mtp": 210_790_400, "embedding": 621_281_280, "head": 621_281_280, "experts": 0}

@@ -122,7 +122,7 @@ TOYS: dict[str, dict[str, Any]] = {
     "deepseek-v3": DEEPSEEK_V3,
     "glm4-moe": GLM4_MOE,
 }
-"""By the names of `mtpctl.families.FAMILIES`: every family with an MTP convention and no vision tower."""
+"""By the names of `mtpctl.families.registry.FAMILIES`: every family with an MTP convention and no vision tower."""
 
 SERVED = [
     (family, dtype)
@@ -138,7 +138,7 @@ def toy_folder(config: dict[str, Any], path: Path, seed: int, dtype: str) -> Pat
     import torch
     from safetensors.torch import load_file, save_file
 
-    from mtpctl.convert import create_hf_folder
+    from mtpctl.convert.hf_folder import create_hf_folder
 
     file = create_hf_folder(config, path, seed, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32).path / "model.safetensors"
     generator = torch.Generator().manual_seed(seed)

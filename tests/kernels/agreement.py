@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpctl.kernels import LogProbOut, linear_logprob
+from mtpctl.kernels.logprob import LogProbOut, linear_logprob
 
 ROUNDINGS = 4
 """Units in the last place that a term of a sum may be off by: of its logit, its exponential, its product, and the sum's own."""

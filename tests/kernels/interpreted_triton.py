@@ -7,7 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtpctl.kernels import linear_logprob, linear_policy_loss
+from mtpctl.kernels.logprob import linear_logprob
+from mtpctl.kernels.policy import linear_policy_loss
 from tests.kernels.agreement import Case, assert_agrees, relative, scored
 
 HALF = torch.float16

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.kernels import linear_logprob, linear_policy_loss
+from mtpctl.kernels.logprob import linear_logprob
+from mtpctl.kernels.policy import linear_policy_loss
 
 HIDDEN, WEIGHT, LABELS = torch.randn(3, 8), torch.randn(20, 8), torch.tensor([1, 2, 3])
 

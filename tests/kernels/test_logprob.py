@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mtpctl.kernels import LogProbOut, linear_logprob
+from mtpctl.kernels.logprob import LogProbOut, linear_logprob
 from tests.kernels.agreement import Case, assert_agrees, relative, scored, upstream
 
 cases = st.builds(

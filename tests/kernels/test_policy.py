@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpctl.kernels import linear_logprob, linear_policy_loss
+from mtpctl.kernels.logprob import linear_logprob
+from mtpctl.kernels.policy import linear_policy_loss
 from mtpctl.recipe.schema import RlConfig
-from mtpctl.rl import LossInputs, policy_loss, token_policy_loss, token_terms
+from mtpctl.rl.losses import LossInputs, policy_loss, token_policy_loss, token_terms
 from tests.kernels.agreement import relative
 
 ROWS, WIDTH, VOCAB, SEQUENCES = 300, 16, 131, 7

@@ -15,8 +15,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from mtpctl.cluster import address_of, host_store, join_store
-from mtpctl.kernels import linear_logprob, linear_policy_loss
+from mtpctl.cluster.meeting import address_of, host_store, join_store
+from mtpctl.kernels.logprob import linear_logprob
+from mtpctl.kernels.policy import linear_policy_loss
 from mtpctl.kernels.reduce import join_stats
 from tests.kernels.agreement import relative
 

@@ -10,7 +10,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from mtpctl.logprob import LogprobServer, Replica, ReplicaConfig, ReplicaDead, ScoreRank, ServerLimits
+from mtpctl.logprob.dispatch import ServerLimits
+from mtpctl.logprob.protocol import ReplicaDead
+from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
+from mtpctl.logprob.replica import Replica
+from mtpctl.logprob.server import LogprobServer
 from mtpctl.recipe.schema import KernelsConfig, MtpConfig, ParallelConfig
 
 T = TypeVar("T")
@@ -95,8 +99,8 @@ def run() -> Iterator[Loop]:
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny MiMo with random weights that tell tokens apart, and a byte tokenizer."""
-    from mtpctl.convert import create_hf_folder
-    from mtpctl.data import make_byte_tokenizer
+    from mtpctl.convert.hf_folder import create_hf_folder
+    from mtpctl.data.tokenizers import make_byte_tokenizer
 
     path = tmp_path_factory.mktemp("model") / "tiny"
     create_hf_folder(CONFIG, path, seed=3)
@@ -107,7 +111,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model with other weights."""
-    from mtpctl.convert import create_hf_folder
+    from mtpctl.convert.hf_folder import create_hf_folder
 
     return create_hf_folder(CONFIG, tmp_path_factory.mktemp("other") / "other", seed=9).path
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from mtpctl.logprob import Replica, Scored, ScoreRequest
-from mtpctl.logprob.protocol import Bounds
-from mtpctl.recipe import RuntimeFailure
-from mtpctl.sync import Manifest, SectionPlan
+from mtpctl.logprob.protocol import Bounds, Scored, ScoreRequest
+from mtpctl.logprob.replica import Replica
+from mtpctl.recipe.errors import RuntimeFailure
+from mtpctl.sync.manifest import Manifest, SectionPlan
 from tests.logprob.conftest import LocalRanks
 
 

@@ -11,9 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtpctl.logprob import Replica, ScoreRank, ScoreRequest
 from mtpctl.logprob.adapter import MergedAdapter
-from mtpctl.sync import Manifest, PlanMismatch, SyncError, TargetDirty, WeightsDiffer, update_target
+from mtpctl.logprob.protocol import ScoreRequest
+from mtpctl.logprob.rank import ScoreRank
+from mtpctl.logprob.replica import Replica
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import PlanMismatch, SyncError, TargetDirty, WeightsDiffer
+from mtpctl.sync.session import update_target
 from tests.logprob.conftest import LocalRanks, Loop, replica_config
 from tests.sync import adapters
 
@@ -82,7 +86,7 @@ def test_only_the_adapter_is_read_at_a_version(
 ) -> None:
     """Also by a replica that starts late, which has what is beneath from its own start and not from a section `target`."""
     made, delta = replica(), adapters.adapter(base, 1)
-    monkeypatch.setattr("mtpctl.convert.ModelWeights.__getitem__", lambda *_: pytest.fail("the folder was read"))
+    monkeypatch.setattr("mtpctl.convert.model_weights.ModelWeights.__getitem__", lambda *_: pytest.fail("the folder was read"))
     for version in (1, 2):
         run(update_target(made, publish(version, delta | base, ("adapter", "draft")), verify=True))
         assert_holds(made, adapters.merged(base, delta))

@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.convert import HfFolder
-from mtpctl.engine import EngineConfig, MegatronEngine, Rank
-from mtpctl.logprob import Replica, ScoreRank, ScoreRequest
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.engine.config import EngineConfig
+from mtpctl.engine.engine import MegatronEngine
+from mtpctl.engine.parallel import Rank
+from mtpctl.logprob.protocol import ScoreRequest
+from mtpctl.logprob.rank import ScoreRank
+from mtpctl.logprob.replica import Replica
 from mtpctl.recipe.schema import LoraConfig, MtpConfig, ParallelConfig
-from mtpctl.sync import checksum, update_target
+from mtpctl.sync.checksums import checksum
+from mtpctl.sync.session import update_target
 from tests.logprob.conftest import LocalRanks, Loop, replica_config
 from tests.sync import adapters
 

@@ -16,10 +16,11 @@ import pytest
 import torch
 import uvicorn
 
-from mtpctl.data import load_tokenizer
-from mtpctl.logprob import LogprobServer, Replica
+from mtpctl.data.tokenizers import load_tokenizer
 from mtpctl.logprob.guard import HttpBounds, impatient
 from mtpctl.logprob.http import make_app
+from mtpctl.logprob.replica import Replica
+from mtpctl.logprob.server import LogprobServer
 from tests.logprob.conftest import serve
 from tests.logprob.fakes import Started
 
@@ -71,7 +72,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(engine: Any, folder: Path) -> Iterator[Served]:
-    from mtpctl.logprob import ScoreRank
+    from mtpctl.logprob.rank import ScoreRank
     from tests.logprob.conftest import LocalRanks, replica_config
 
     def make() -> Replica:

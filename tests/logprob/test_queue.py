@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtpctl.logprob import ScoreRequest
+from mtpctl.logprob.protocol import ScoreRequest
 from mtpctl.logprob.queue import CALLERS, FairQueue, Waiting
 
 

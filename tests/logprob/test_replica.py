@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from mtpctl.cluster import cluster
-from mtpctl.convert import create_hf_folder
-from mtpctl.logprob import LogprobServer, Replica, Scored, ScoreRequest, ServerLimits, start_replica
-from mtpctl.logprob.replica import RayRanks
+from mtpctl.cluster.local import cluster
+from mtpctl.convert.hf_folder import create_hf_folder
+from mtpctl.logprob.dispatch import ServerLimits
+from mtpctl.logprob.protocol import Scored, ScoreRequest
+from mtpctl.logprob.replica import RayRanks, Replica, start_replica
+from mtpctl.logprob.server import LogprobServer
 from mtpctl.recipe.schema import ClusterConfig, MtpConfig, ParallelConfig
-from mtpctl.sync import Publisher, VersionStore
+from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.store import VersionStore
 from tests.logprob.conftest import CONFIG, Loop, replica_config
 from tests.sync import adapters
 

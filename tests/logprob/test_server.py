@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from mtpctl.logprob import Late, LogprobServer, QueueFull, RequestRefused, ScoreRequest, VersionGone
-from mtpctl.recipe import RuntimeFailure
-from mtpctl.sync import Manifest, PlanMismatch, SectionPlan, TargetDirty, WeightsDiffer
+from mtpctl.logprob.protocol import Late, QueueFull, RequestRefused, ScoreRequest, VersionGone
+from mtpctl.logprob.server import LogprobServer
+from mtpctl.recipe.errors import RuntimeFailure
+from mtpctl.sync.manifest import Manifest, SectionPlan
+from mtpctl.sync.protocol import PlanMismatch, TargetDirty, WeightsDiffer
 from tests.logprob.conftest import Loop, serve
 from tests.logprob.fakes import Started, Store, manifest
 

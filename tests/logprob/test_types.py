@@ -9,9 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtpctl import families
-from mtpctl.logprob import Replica, ScoreRank, ScoreRequest
-from mtpctl.sync import Manifest, PlanMismatch, Publisher, VersionStore, update_target
+from mtpctl.families.reading import shape_of
+from mtpctl.families.tensors import section_of
+from mtpctl.logprob.protocol import ScoreRequest
+from mtpctl.logprob.rank import ScoreRank
+from mtpctl.logprob.replica import Replica
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import PlanMismatch
+from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.session import update_target
+from mtpctl.sync.store import VersionStore
 from tests.families.toys import TOYS, toy_folder
 from tests.logprob.conftest import LocalRanks, Loop, replica_config
 
@@ -27,10 +34,10 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     rank = ScoreRank(replica_config(folder, precision="bf16"), 0)
     bounds = rank.build("")
     tensors = load_file(other / "model.safetensors")
-    store, shape = VersionStore(root / "versions"), families.shape_of(config)
+    store, shape = VersionStore(root / "versions"), shape_of(config)
 
     def publish(version: int, tensors: Tensors) -> Manifest:
-        publisher = Publisher(store, bucket_bytes=1 << 20, section_of=lambda name: families.section_of(name, shape))
+        publisher = Publisher(store, bucket_bytes=1 << 20, section_of=lambda name: section_of(name, shape))
         return publisher.publish(iter(tensors.items()), version, checksums=True)
 
     yield Replica(LocalRanks(rank), bounds, 0, keep_previous=False), tensors, publish

@@ -11,11 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtpctl import families
-from mtpctl.convert import HfFolder
-from mtpctl.logprob import Replica, ScoreRequest
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.families.tensors import section_of
+from mtpctl.logprob.protocol import ScoreRequest
+from mtpctl.logprob.replica import Replica
 from mtpctl.logprob.weights import HeldWeights
-from mtpctl.sync import Manifest, PlanMismatch, Publisher, SyncError, TargetDirty, VersionConflict, VersionStore, update_target
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import PlanMismatch, SyncError, TargetDirty, VersionConflict
+from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.session import update_target
+from mtpctl.sync.store import VersionStore
 from tests.logprob.conftest import Loop, serve
 
 Tensors = dict[str, torch.Tensor]
@@ -41,7 +46,7 @@ def publish(tmp_path: Path, folder: Path) -> Callable[..., Manifest]:
     store = VersionStore(tmp_path / "versions")
 
     def make(version: int, tensors: Tensors, sections: tuple[str, ...] = ("target", "draft")) -> Manifest:
-        publisher = Publisher(store, bucket_bytes=20_000, sections=sections, section_of=lambda name: families.section_of(name, shape))  # type: ignore[arg-type]
+        publisher = Publisher(store, bucket_bytes=20_000, sections=sections, section_of=lambda name: section_of(name, shape))  # type: ignore[arg-type]
         return publisher.publish(iter(tensors.items()), version, checksums=True)
 
     make.store = store  # type: ignore[attr-defined]
@@ -62,7 +67,7 @@ def test_a_batch_gets_the_same_numbers_from_the_server_as_from_the_trainers_reco
     temperature: float, run: Loop, engine: Any, tensors: Tensors, replica: Any
 ) -> None:
     """To the bit: the engine's pass over a batch, and the server's over its samples as they come."""
-    from mtpctl.engine import Sequence
+    from mtpctl.engine.batch import Sequence
 
     generator = torch.Generator().manual_seed(5)
     lengths = torch.randint(6, 200, (24,), generator=generator).tolist()
@@ -98,7 +103,7 @@ def test_the_target_alone_leaves_the_draft_as_it_was(run: Loop, tensors: Tensors
     one = replica(keep_previous=True)
     run(update_target(one, publish(1, others, ("target",))))
     found = run(one.checksums())
-    from mtpctl.sync import checksum
+    from mtpctl.sync.checksums import checksum
 
     for name, tensor in tensors.items():
         assert found[name] == checksum(tensor if ".mtp_layers." in name else others[name])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtpctl.compat import cpu_device
-from mtpctl.engine import Rank
+from mtpctl.engine.parallel import Rank
 from tests.engine.tiny import mimo
 from tests.forked import run_ranks
 from tests.model.test_memory import CASES, SHARED, kept_bytes

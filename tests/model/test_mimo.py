@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtpctl.model import Packing
+from mtpctl.model.packing import Packing
 from mtpctl.recipe.schema import MtpConfig
 from tests.engine.tiny import engine, mimo, sequences
 from tests.model import mimo_reference

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpctl.model import Packing
+from mtpctl.model.packing import Packing
 
 
 def test_positions_restart_with_each_sample():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtpctl.plan import ALIGNMENT, DTYPE_BYTES, Bucket, TensorSpec, plan_buckets
+from mtpctl.plan.buckets import ALIGNMENT, DTYPE_BYTES, Bucket, TensorSpec, plan_buckets
 
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 spec_lists = st.lists(st.tuples(shapes, st.sampled_from(sorted(DTYPE_BYTES))), max_size=12).map(

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from mtpctl.families import shape_of
+from mtpctl.families.reading import shape_of
 from mtpctl.plan.flops import attention_flops, card_peak, step_flops
 
 CONFIG = Qwen2Config(

@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 
-from mtpctl import families, plan
-from mtpctl.families import ModelShape
-from mtpctl.plan.memory import GIB, activation_width, kv_bytes_per_token
-from mtpctl.recipe import ClusterResources, Recipe, UserError, load_recipe
-from mtpctl.recipe.schema import ParallelConfig
+from mtpctl.families.hub import hub_config
+from mtpctl.families.reading import shape_of
+from mtpctl.families.shape import ModelShape
+from mtpctl.families.tensors import count_parameters, tensor_shapes
+from mtpctl.plan.memory import GIB, activation_width, check_fits, engine_memory, kv_bytes_per_token, logprob_memory, trainer_memory
+from mtpctl.plan.sharding import stage_layers, stages
+from mtpctl.plan.wire import section_buckets
+from mtpctl.recipe.errors import ClusterResources, UserError
+from mtpctl.recipe.loading import load_recipe
+from mtpctl.recipe.schema import ParallelConfig, Recipe
 
-MIMO = families.shape_of(families.hub_config("XiaomiMiMo/MiMo-7B-RL"))
+MIMO = shape_of(hub_config("XiaomiMiMo/MiMo-7B-RL"))
 
 
 SPLIT = ["logprob.parallel={tp: 2, pp: 2, pp_layout: [20, 16], sequence_parallel: false}"]
@@ -24,23 +29,23 @@ def recipe(*sets: str, name: str = "mimo7b_mtp") -> Recipe:
 
 
 def test_one_rank_holds_everything_once() -> None:
-    (only,) = plan.stages(MIMO, ParallelConfig(), depths=1)
-    counted = families.count(MIMO)
+    (only,) = stages(MIMO, ParallelConfig(), depths=1)
+    counted = count_parameters(MIMO)
     assert (only.parameters, only.mtp) == (counted["total"], counted["mtp"])
-    assert plan.stages(MIMO, ParallelConfig(), depths=0)[0].parameters == counted["total"] - counted["mtp"]
+    assert stages(MIMO, ParallelConfig(), depths=0)[0].parameters == counted["total"] - counted["mtp"]
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_tensor_ranks_split_matrices_and_repeat_norms(tp: int) -> None:
-    (rank,) = plan.stages(MIMO, ParallelConfig(tp=tp), depths=1)
-    norms = sum(prod(size) for name, size in families.tensors(MIMO).items() if "norm" in name)
-    assert rank.parameters == norms + (families.count(MIMO)["total"] - norms) // tp
+    (rank,) = stages(MIMO, ParallelConfig(tp=tp), depths=1)
+    norms = sum(prod(size) for name, size in tensor_shapes(MIMO).items() if "norm" in name)
+    assert rank.parameters == norms + (count_parameters(MIMO)["total"] - norms) // tp
 
 
 def test_pipeline_stages_hold_their_layers_and_the_last_one_the_head_and_the_mtp_layers() -> None:
-    first, last = plan.stages(MIMO, ParallelConfig(pp=2, pp_layout=[20, 16]), depths=1)
-    counted = families.count(MIMO)
-    layer = sum(prod(size) for name, size in families.tensors(MIMO).items() if name.startswith("model.layers.0."))
+    first, last = stages(MIMO, ParallelConfig(pp=2, pp_layout=[20, 16]), depths=1)
+    counted = count_parameters(MIMO)
+    layer = sum(prod(size) for name, size in tensor_shapes(MIMO).items() if name.startswith("model.layers.0."))
     assert first.parameters == counted["embedding"] + 20 * layer
     # MTP layers read the embedding: the last stage has a copy of its own.
     assert last.trunk == 16 * layer + counted["head"] + MIMO.hidden + counted["embedding"]
@@ -52,17 +57,17 @@ def test_pipeline_stages_hold_their_layers_and_the_last_one_the_head_and_the_mtp
     ("layers", "depths", "pp", "counts"), [(6, 0, 3, [2, 2, 2]), (36, 1, 2, [19, 17]), (3, 2, 2, [3, 0]), (7, 0, 1, [7])]
 )
 def test_stages_are_even_where_an_mtp_depth_counts_as_a_layer(layers: int, depths: int, pp: int, counts: list[int]) -> None:
-    assert plan.stage_layers(layers, depths, ParallelConfig(pp=pp)) == counts
+    assert stage_layers(layers, depths, ParallelConfig(pp=pp)) == counts
 
 
 def test_a_rank_is_planned_with_the_layers_that_its_stage_is_built_with() -> None:
-    assert [stage.layers for stage in plan.stages(MIMO, ParallelConfig(pp=2), depths=1)] == [range(19), range(19, 36)]
+    assert [stage.layers for stage in stages(MIMO, ParallelConfig(pp=2), depths=1)] == [range(19), range(19, 36)]
     repeated, laid_out = (recipe(f"train.parallel={{tp: 1, pp: 2{sets}}}", "mtp.repeat=3") for sets in ("", ", pp_layout: [20, 16]"))
-    assert plan.trainer_memory(repeated, MIMO) == plan.trainer_memory(laid_out, MIMO)
+    assert trainer_memory(repeated, MIMO) == trainer_memory(laid_out, MIMO)
 
 
 def moe_shape() -> ModelShape:
-    return families.shape_of(
+    return shape_of(
         {
             "architectures": ["Qwen3MoeForCausalLM"],
             "hidden_size": 64,
@@ -80,22 +85,22 @@ def moe_shape() -> ModelShape:
 
 def test_expert_ranks_split_experts_alone() -> None:
     shape = moe_shape()
-    whole, split = (plan.stages(shape, ParallelConfig(ep=ep, dp=4), depths=0)[0].parameters for ep in (1, 4))
-    assert whole - split == families.count(shape)["experts"] * 3 // 4
+    whole, split = (stages(shape, ParallelConfig(ep=ep, dp=4), depths=0)[0].parameters for ep in (1, 4))
+    assert whole - split == count_parameters(shape)["experts"] * 3 // 4
 
 
 def test_experts_of_expert_ranks_are_whole_beside_matrices_that_tensor_ranks_split() -> None:
     shape = moe_shape()
     layout = ParallelConfig(tp=2, sequence_parallel=True, dp=2, ep=2)
-    experts = families.count(shape)["experts"]
-    alone, both = (plan.stages(shape, parallel, depths=0)[0].parameters for parallel in (ParallelConfig(tp=2), layout))
+    experts = count_parameters(shape)["experts"]
+    alone, both = (stages(shape, parallel, depths=0)[0].parameters for parallel in (ParallelConfig(tp=2), layout))
     assert both == alone  # half of the experts, each whole, or half of each expert
     four = layout.model_copy(update={"ep": 4, "dp": 4})
-    assert alone - plan.stages(shape, four, depths=0)[0].parameters == experts // 2 - experts // 4
+    assert alone - stages(shape, four, depths=0)[0].parameters == experts // 2 - experts // 4
 
 
 def test_norms_that_feed_an_mtp_projection_are_whole_on_every_rank() -> None:
-    shape = families.shape_of(
+    shape = shape_of(
         {
             "architectures": ["Qwen3_5ForCausalLM"],
             "model_type": "qwen3_5_text",
@@ -114,14 +119,14 @@ def test_norms_that_feed_an_mtp_projection_are_whole_on_every_rank() -> None:
             "mtp_num_hidden_layers": 1,
         }
     )
-    (whole,), (half,) = (plan.stages(shape, ParallelConfig(tp=tp), depths=1) for tp in (1, 2))
-    norms = sum(prod(size) for name, size in families.tensors(shape).items() if "norm" in name and "mtp" in name)
+    (whole,), (half,) = (stages(shape, ParallelConfig(tp=tp), depths=1) for tp in (1, 2))
+    norms = sum(prod(size) for name, size in tensor_shapes(shape).items() if "norm" in name and "mtp" in name)
     assert half.mtp == norms + (whole.mtp - norms) // 2
 
 
 def test_trainer_memory_of_mimo_7b_in_bf16() -> None:
-    memory = plan.trainer_memory(recipe("train.parallel={tp: 1}", "train.tokens_per_microbatch=8192"), MIMO)
-    total = families.count(MIMO)["total"]
+    memory = trainer_memory(recipe("train.parallel={tp: 1}", "train.tokens_per_microbatch=8192"), MIMO)
+    total = count_parameters(MIMO)["total"]
     assert (memory.weights, memory.gradients, memory.optimizer) == (2 * total, 4 * total, 12 * total)
     assert memory.workspace == 1 << 30
     # Ten hidden states a layer, MTP's included, and what one layer makes and lets go.
@@ -129,31 +134,31 @@ def test_trainer_memory_of_mimo_7b_in_bf16() -> None:
 
 
 def test_fp32_has_no_masters() -> None:
-    memory = plan.trainer_memory(recipe("train.precision=fp32"), MIMO)
+    memory = trainer_memory(recipe("train.precision=fp32"), MIMO)
     assert (memory.gradients, memory.optimizer) == (memory.weights, 2 * memory.weights)
 
 
 def test_what_is_offloaded_moves_to_the_host_and_what_is_sharded_is_divided() -> None:
-    plain = plan.trainer_memory(recipe("train.parallel.dp=2"), MIMO)
-    sharded = plan.trainer_memory(recipe("train.parallel.dp=2", "train.distributed_optimizer=true"), MIMO)
-    offloaded = plan.trainer_memory(recipe("train.parallel.dp=2", "train.offload.optimizer=true"), MIMO)
+    plain = trainer_memory(recipe("train.parallel.dp=2"), MIMO)
+    sharded = trainer_memory(recipe("train.parallel.dp=2", "train.distributed_optimizer=true"), MIMO)
+    offloaded = trainer_memory(recipe("train.parallel.dp=2", "train.offload.optimizer=true"), MIMO)
     assert sharded.optimizer == plain.optimizer // 2
     assert (offloaded.optimizer, offloaded.host) == (0, plain.optimizer)
 
 
 def test_a_sharded_optimizer_spreads_experts_over_the_ranks_that_have_the_same_ones() -> None:
     shape = moe_shape()
-    routed = families.count(shape)["experts"]
-    rest = families.count(shape)["total"] - routed
+    routed = count_parameters(shape)["experts"]
+    rest = count_parameters(shape)["total"] - routed
     sharded = ["mtp.mode=off", "rollout.speculation.num_tokens=0", "train.distributed_optimizer=true"]
     # Layout, and which part of all experts a rank holds and remembers. Two data-parallel ranks with different experts share nothing.
     for layout, held, remembered in (("{dp: 2}", 1, 2), ("{dp: 2, ep: 2}", 2, 2), ("{dp: 4, ep: 2}", 2, 4), ("{cp: 2, ep: 2}", 2, 2)):
-        memory = plan.trainer_memory(recipe(f"train.parallel={layout}", *sharded, name="tiny_mtp"), shape)
+        memory = trainer_memory(recipe(f"train.parallel={layout}", *sharded, name="tiny_mtp"), shape)
         ranks = 4 if "4" in layout else 2
         assert memory.weights == 4 * (rest + routed // held)
         assert memory.optimizer == 8 * (rest // ranks + routed // remembered), layout
     # With tp an expert is whole on its rank, and the ranks that have the same experts are as many more.
-    both = plan.trainer_memory(recipe("train.parallel={tp: 2, sequence_parallel: true, dp: 2, ep: 2}", *sharded, name="tiny_mtp"), shape)
+    both = trainer_memory(recipe("train.parallel={tp: 2, sequence_parallel: true, dp: 2, ep: 2}", *sharded, name="tiny_mtp"), shape)
     others = both.weights // 4 - routed // 2
     assert both.optimizer == 8 * (others // 2 + routed // 4)
 
@@ -161,66 +166,66 @@ def test_a_sharded_optimizer_spreads_experts_over_the_ranks_that_have_the_same_o
 def test_mtp_layers_that_rl_leaves_alone_have_gradient_buffers_and_state_where_it_is_sharded() -> None:
     idle, shards = "train.rl.train_mtp=false", ["train.parallel={tp: 1, dp: 2}", "train.distributed_optimizer=true"]
     one = ["train.parallel={tp: 1}", "train.tokens_per_microbatch=8192"]
-    trained, alone = (plan.trainer_memory(recipe(*one, *sets), MIMO) for sets in ([], [idle]))
-    mtp = families.count(MIMO)["mtp"]
+    trained, alone = (trainer_memory(recipe(*one, *sets), MIMO) for sets in ([], [idle]))
+    mtp = count_parameters(MIMO)["mtp"]
     assert (alone.weights, alone.gradients) == (trained.weights, trained.gradients)
     assert trained.optimizer - alone.optimizer == 12 * mtp
     assert trained.activations - alone.activations == 8192 * 2 * 10 * MIMO.hidden
-    trained, alone = (plan.trainer_memory(recipe(*shards, *sets), MIMO) for sets in ([], [idle]))
-    assert trained.optimizer == alone.optimizer == 12 * families.count(MIMO)["total"] // 2
+    trained, alone = (trainer_memory(recipe(*shards, *sets), MIMO) for sets in ([], [idle]))
+    assert trained.optimizer == alone.optimizer == 12 * count_parameters(MIMO)["total"] // 2
     assert alone.activations < trained.activations
     # A supervised stage trains them whatever RL does.
-    both = plan.trainer_memory(recipe("train.parallel={tp: 1}", idle, "train.stages=[sft, rl]", "train.sft.steps=1"), MIMO)
-    assert both.optimizer == 12 * families.count(MIMO)["total"]
+    both = trainer_memory(recipe("train.parallel={tp: 1}", idle, "train.stages=[sft, rl]", "train.sft.steps=1"), MIMO)
+    assert both.optimizer == 12 * count_parameters(MIMO)["total"]
 
 
 def test_the_reference_policy_of_a_kl_penalty_is_a_copy_of_what_moves() -> None:
-    free, held = (plan.trainer_memory(recipe("train.parallel={tp: 1}", f"train.rl.kl_coef={kl}"), MIMO) for kl in (0, 0.1))
-    assert (free.reference, held.reference) == (0, 2 * families.count(MIMO)["total"])
+    free, held = (trainer_memory(recipe("train.parallel={tp: 1}", f"train.rl.kl_coef={kl}"), MIMO) for kl in (0, 0.1))
+    assert (free.reference, held.reference) == (0, 2 * count_parameters(MIMO)["total"])
     assert held.total >= free.total + held.reference
     # While it scores, it is in the policy's place, which is kept aside: more than the activations of few tokens.
-    few = plan.trainer_memory(recipe("train.parallel={tp: 1}", "train.rl.kl_coef=0.1", "train.tokens_per_microbatch=1024"), MIMO)
+    few = trainer_memory(recipe("train.parallel={tp: 1}", "train.rl.kl_coef=0.1", "train.tokens_per_microbatch=1024"), MIMO)
     assert few.total == few.weights + few.gradients + few.optimizer + 2 * few.reference + few.workspace
-    adapter = plan.trainer_memory(recipe("train.parallel={tp: 1}", "train.rl.kl_coef=0.1", "train.lora={rank: 8}", "mtp.mode=load"), MIMO)
+    adapter = trainer_memory(recipe("train.parallel={tp: 1}", "train.rl.kl_coef=0.1", "train.lora={rank: 8}", "mtp.mode=load"), MIMO)
     assert adapter.reference == adapter.gradients // 2
 
 
 def test_depths_that_share_a_layer_each_have_activations() -> None:
     settings = ["train.parallel={tp: 1}", "train.tokens_per_microbatch=8192"]
-    one, three = (plan.trainer_memory(recipe(*settings, f"mtp.repeat={n}"), MIMO) for n in (1, 3))
+    one, three = (trainer_memory(recipe(*settings, f"mtp.repeat={n}"), MIMO) for n in (1, 3))
     assert three.weights == one.weights
     assert three.activations - one.activations == 2 * 8192 * 2 * 10 * MIMO.hidden
 
 
 def test_a_step_of_an_offloaded_optimizer_holds_the_masters_and_a_slice_of_moments() -> None:
     """Which may be more than the activations that are gone by then: MiMo-7B with 1,024 tokens."""
-    few = plan.trainer_memory(recipe("train.parallel={tp: 1}", "train.offload.optimizer=true", "train.tokens_per_microbatch=1024"), MIMO)
-    assert few.step == 4 * families.count(MIMO)["total"] + 3 * (1 << 30)
+    few = trainer_memory(recipe("train.parallel={tp: 1}", "train.offload.optimizer=true", "train.tokens_per_microbatch=1024"), MIMO)
+    assert few.step == 4 * count_parameters(MIMO)["total"] + 3 * (1 << 30)
     assert few.step > few.activations + few.workspace
     assert few.total == few.weights + few.gradients + few.step
 
 
 def test_mtp_layers_that_are_loaded_only_have_weights_and_nothing_else() -> None:
     trained, loaded, off = (
-        plan.trainer_memory(recipe("train.parallel={tp: 1}", f"mtp.mode={mode}"), MIMO) for mode in ("isolated", "load", "off")
+        trainer_memory(recipe("train.parallel={tp: 1}", f"mtp.mode={mode}"), MIMO) for mode in ("isolated", "load", "off")
     )
-    mtp = families.count(MIMO)["mtp"]
+    mtp = count_parameters(MIMO)["mtp"]
     assert trained.weights == loaded.weights == off.weights + 2 * mtp
     assert trained.gradients - loaded.gradients == 4 * mtp
     assert loaded.gradients == off.gradients
 
 
 def test_an_adapter_trains_little() -> None:
-    memory = plan.trainer_memory(recipe("train.parallel={tp: 1}", "train.lora={rank: 8}", "mtp.mode=load"), MIMO)
+    memory = trainer_memory(recipe("train.parallel={tp: 1}", "train.lora={rank: 8}", "mtp.mode=load"), MIMO)
     sides = 4096 + 48 * 128 + 4096 + 4096 + 4096 + 2 * 11008 + 11008 + 4096
     assert memory.gradients == 8 * 36 * sides * 4
-    with_mtp = plan.trainer_memory(recipe("train.parallel={tp: 1}", "train.lora={rank: 8}"), MIMO)
-    assert with_mtp.gradients - memory.gradients == 4 * families.count(MIMO)["mtp"]
+    with_mtp = trainer_memory(recipe("train.parallel={tp: 1}", "train.lora={rank: 8}"), MIMO)
+    assert with_mtp.gradients - memory.gradients == 4 * count_parameters(MIMO)["mtp"]
 
 
 @pytest.mark.parametrize(("recompute", "smaller"), [("selective", 1.0), ("full", 0.15)])
 def test_recompute(recompute: str, smaller: float) -> None:
-    plain, less = (plan.trainer_memory(recipe("train.parallel={tp: 1}", f"train.recompute={mode}"), MIMO) for mode in ("none", recompute))
+    plain, less = (trainer_memory(recipe("train.parallel={tp: 1}", f"train.recompute={mode}"), MIMO) for mode in ("none", recompute))
     assert less.activations <= plain.activations * smaller
 
 
@@ -232,32 +237,30 @@ def test_sequence_parallelism_splits_what_tensor_parallelism_leaves() -> None:
 
 
 def test_every_logit_is_kept_by_the_reference_kernel() -> None:
-    memory = plan.trainer_memory(
-        recipe("train.parallel={tp: 1}", "kernels.linear_logprob=reference", "train.tokens_per_microbatch=1024"), MIMO
-    )
+    memory = trainer_memory(recipe("train.parallel={tp: 1}", "kernels.linear_logprob=reference", "train.tokens_per_microbatch=1024"), MIMO)
     assert memory.workspace == 1024 * 151680 * 8
 
 
 def test_kv_cache() -> None:
     assert kv_bytes_per_token(MIMO, 1, 2, drafting=False) == 36 * 2 * 8 * 128 * 2
     assert kv_bytes_per_token(MIMO, 4, 2, drafting=True) == 37 * 2 * 2 * 128 * 2
-    memory = plan.engine_memory(recipe("rollout.kv_cache_bytes=10000000000"), MIMO)
+    memory = engine_memory(recipe("rollout.kv_cache_bytes=10000000000"), MIMO)
     assert memory.kv_tokens == 10_000_000_000 // memory.kv_token
-    assert plan.engine_memory(recipe("cluster.gpu_gib="), MIMO).kv_tokens is None
+    assert engine_memory(recipe("cluster.gpu_gib="), MIMO).kv_tokens is None
 
 
 def test_a_cache_too_small_for_one_sample_names_what_would_do() -> None:
     needed = 10240 * kv_bytes_per_token(MIMO, 1, 2, drafting=True)
     with pytest.raises(UserError, match=f"rollout.kv_cache_bytes: .* give at least {needed}"):
-        plan.engine_memory(recipe(f"rollout.kv_cache_bytes={needed - 1}"), MIMO)
-    plan.engine_memory(recipe(f"rollout.kv_cache_bytes={needed}"), MIMO)
+        engine_memory(recipe(f"rollout.kv_cache_bytes={needed - 1}"), MIMO)
+    engine_memory(recipe(f"rollout.kv_cache_bytes={needed}"), MIMO)
 
 
 def test_a_cache_that_the_card_does_not_hold_and_one_that_gpu_memory_leaves_too_small() -> None:
     with pytest.raises(ClusterResources, match=r"rollout.kv_cache_bytes: 128.0 GiB and 14.6 GiB of weights exceed the card's 139 GiB"):
-        plan.engine_memory(recipe(f"rollout.kv_cache_bytes={128 * GIB}"), MIMO)
+        engine_memory(recipe(f"rollout.kv_cache_bytes={128 * GIB}"), MIMO)
     with pytest.raises(UserError, match=r"rollout.gpu_memory: 0.11 leaves a cache; [0-9]+ bytes hold"):
-        plan.engine_memory(recipe("rollout.gpu_memory=0.11"), MIMO)
+        engine_memory(recipe("rollout.gpu_memory=0.11"), MIMO)
 
 
 QWEN3_NEXT_80B = {
@@ -298,9 +301,9 @@ PLAIN = ["rollout.max_in_flight=256", "rollout.context=4096", "cluster.gpu_gib="
 )
 def test_the_state_of_linear_attention(config: dict[str, Any], tp: int, drafts: int, caching: bool, precise: bool) -> None:
     """As vLLM counts it: the shapes of its gated delta net, on 36 of 48 layers."""
-    shape = families.shape_of(config)
+    shape = shape_of(config)
     sets = PLAIN[:-1] if caching else PLAIN
-    memory = plan.engine_memory(recipe(*sets, f"rollout.tp={tp}", f"rollout.speculation.num_tokens={drafts}"), shape)
+    memory = engine_memory(recipe(*sets, f"rollout.tp={tp}", f"rollout.speculation.num_tokens={drafts}"), shape)
     convolved, state = 8192 // tp * (3 + drafts), 32 // tp * 128 * 128
     one = 36 * (convolved * 2 + state * (4 if precise else 2))
     assert memory.sequence_state == (1 + drafts + caching) * one
@@ -308,43 +311,43 @@ def test_the_state_of_linear_attention(config: dict[str, Any], tp: int, drafts: 
 
 
 def test_256_sequences_of_qwen3_next_in_flight() -> None:
-    memory = plan.engine_memory(recipe(*PLAIN, "rollout.speculation.num_tokens=0"), families.shape_of(QWEN3_NEXT_80B))
+    memory = engine_memory(recipe(*PLAIN, "rollout.speculation.num_tokens=0"), shape_of(QWEN3_NEXT_80B))
     assert round(memory.states / GIB, 1) == 9.4
-    cached = plan.engine_memory(
-        recipe(*PLAIN, "rollout.speculation.num_tokens=0", f"rollout.kv_cache_bytes={20 * GIB}"), families.shape_of(QWEN3_NEXT_80B)
+    cached = engine_memory(
+        recipe(*PLAIN, "rollout.speculation.num_tokens=0", f"rollout.kv_cache_bytes={20 * GIB}"), shape_of(QWEN3_NEXT_80B)
     )
     assert cached.kv_tokens == (20 * GIB - cached.states) // cached.kv_token
 
 
 def test_a_cache_has_to_hold_one_sequences_state_too() -> None:
-    sets, shape = [*PLAIN, "rollout.speculation.num_tokens=0"], families.shape_of(QWEN3_NEXT_80B)
-    free = plan.engine_memory(recipe(*sets), shape)
+    sets, shape = [*PLAIN, "rollout.speculation.num_tokens=0"], shape_of(QWEN3_NEXT_80B)
+    free = engine_memory(recipe(*sets), shape)
     needed = 4096 * free.kv_token + free.sequence_state
-    assert plan.engine_memory(recipe(*sets, f"rollout.kv_cache_bytes={needed}"), shape).kv_tokens == 0
+    assert engine_memory(recipe(*sets, f"rollout.kv_cache_bytes={needed}"), shape).kv_tokens == 0
     with pytest.raises(UserError, match=f"give at least {needed}"):
-        plan.engine_memory(recipe(*sets, f"rollout.kv_cache_bytes={needed - 1}"), shape)
+        engine_memory(recipe(*sets, f"rollout.kv_cache_bytes={needed - 1}"), shape)
 
 
 def test_other_attention_has_no_such_state() -> None:
-    assert plan.engine_memory(recipe(), MIMO).states == 0
+    assert engine_memory(recipe(), MIMO).states == 0
 
 
 def test_a_log_prob_rank_holds_one_layers_activations_and_both_versions_on_demand() -> None:
-    one, two = (plan.logprob_memory(recipe(f"logprob.keep_previous={flag}"), MIMO) for flag in ("false", "true"))
-    assert two.weights == 2 * one.weights == 4 * families.count(MIMO)["total"]
+    one, two = (logprob_memory(recipe(f"logprob.keep_previous={flag}"), MIMO) for flag in ("false", "true"))
+    assert two.weights == 2 * one.weights == 4 * count_parameters(MIMO)["total"]
     assert one.activations < 4 * GIB
 
 
 def test_a_log_prob_rank_keeps_its_part_of_what_lies_beneath_an_adapter_that_is_synced_alone() -> None:
     lora = ["train.lora={rank: 16}", "sync.sections=[adapter, draft]"]
-    merged = plan.logprob_memory(recipe(lora[0]), MIMO)
-    alone, split, kept = (plan.logprob_memory(recipe(*lora, *sets), MIMO) for sets in ([], SPLIT, ["logprob.keep_previous=true"]))
-    layers = sum(prod(size) for name, size in families.tensors(MIMO).items() if name.startswith("model.layers.") and "_proj.weight" in name)
+    merged = logprob_memory(recipe(lora[0]), MIMO)
+    alone, split, kept = (logprob_memory(recipe(*lora, *sets), MIMO) for sets in ([], SPLIT, ["logprob.keep_previous=true"]))
+    layers = sum(prod(size) for name, size in tensor_shapes(MIMO).items() if name.startswith("model.layers.") and "_proj.weight" in name)
     assert merged.beneath == 0 and alone.beneath == kept.beneath == 2 * layers
     assert alone.total == merged.total + alone.beneath
     # Two ranks of tensors in two stages, of 20 and 16 of the 36 layers.
     assert split.beneath == 2 * layers * 20 // 36 // 2
-    some = plan.logprob_memory(recipe("train.lora={rank: 16, targets: [linear_fc2]}", lora[1]), MIMO)
+    some = logprob_memory(recipe("train.lora={rank: 16, targets: [linear_fc2]}", lora[1]), MIMO)
     assert some.beneath == 2 * MIMO.layers * MIMO.hidden * MIMO.ffn
 
 
@@ -363,8 +366,8 @@ def test_a_log_prob_rank_keeps_its_part_of_what_lies_beneath_an_adapter_that_is_
 )
 def test_what_a_card_does_not_hold(sets: list[str], message: str) -> None:
     with pytest.raises(ClusterResources, match=message):
-        plan.check_fits(recipe(*sets), MIMO)
-        plan.engine_memory(recipe(*sets), MIMO)
+        check_fits(recipe(*sets), MIMO)
+        engine_memory(recipe(*sets), MIMO)
 
 
 @pytest.mark.parametrize(
@@ -388,19 +391,19 @@ def test_those_that_share_a_card_have_its_memory_together(sets: list[str], messa
     made = recipe("cluster.gpu_gib=80", *sets, name="tiny_mtp")
     if message:
         with pytest.raises(ClusterResources, match=message):
-            plan.check_fits(made, moe_shape())
+            check_fits(made, moe_shape())
     else:
-        plan.check_fits(made, moe_shape())
+        check_fits(made, moe_shape())
 
 
 def test_without_a_stated_card_nothing_is_checked() -> None:
-    plan.check_fits(recipe("train.parallel={tp: 1}", "cluster.gpu_gib="), MIMO)
+    check_fits(recipe("train.parallel={tp: 1}", "cluster.gpu_gib="), MIMO)
 
 
 def test_sections_on_the_wire_are_each_tensor_once() -> None:
-    buckets = plan.section_buckets(recipe(), MIMO)
+    buckets = section_buckets(recipe(), MIMO)
     names = [entry.name for section in buckets.values() for bucket in section for entry in bucket.entries if entry.part_start == 0]
-    assert sorted(names) == sorted(families.tensors(MIMO))
-    assert sum(entry.nbytes for section in buckets.values() for b in section for entry in b.entries) == 2 * families.count(MIMO)["total"]
-    assert set(plan.section_buckets(recipe("sync.sections=[target]"), MIMO)) == {"target"}
-    assert set(plan.section_buckets(recipe("mtp.mode=off"), MIMO)) == {"target"}
+    assert sorted(names) == sorted(tensor_shapes(MIMO))
+    assert sum(entry.nbytes for section in buckets.values() for b in section for entry in b.entries) == 2 * count_parameters(MIMO)["total"]
+    assert set(section_buckets(recipe("sync.sections=[target]"), MIMO)) == {"target"}
+    assert set(section_buckets(recipe("mtp.mode=off"), MIMO)) == {"target"}

@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 
-from mtpctl.plan import Host, Placement, place
-from mtpctl.recipe import ClusterResources, UserError, load_recipe
+from mtpctl.plan.placement import Host, Placement, place
+from mtpctl.recipe.errors import ClusterResources, UserError
+from mtpctl.recipe.loading import load_recipe
 
 
 def placed(*sets: str, name: str = "mimo7b_mtp", hosts: list[Host] | None = None) -> Placement:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl import families
-from mtpctl.plan import adapter_tensors, bytes_beneath, section_buckets, wire_tensors
-from mtpctl.recipe import load_recipe
+from mtpctl.families.reading import shape_of
+from mtpctl.plan.wire import adapter_tensors, bytes_beneath, section_buckets, wire_tensors
 from mtpctl.recipe.checks import adapter_targets
+from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import LoraConfig
 from tests.engine.cases import MODELS
 from tests.engine.tiny import engine, mimo
@@ -29,7 +29,7 @@ def test_an_adapters_syncs_leave_the_trunk_out_and_its_bytes_are_told_apart() ->
     lora = ["train.lora={rank: 4}", "sync.sections=[adapter, draft]"]
     merged, alone = (load_recipe("tiny_mtp", sets=sets).recipe for sets in ([], lora))
     assert alone.model.config is not None
-    shape = families.shape_of(alone.model.config)
+    shape = shape_of(alone.model.config)
     trunk = sum(spec.nbytes for spec in wire_tensors(shape, "target", "float32"))
     assert (list(section_buckets(merged, shape)), bytes_beneath(merged, shape)) == (["target", "draft"], 0)
     assert (list(section_buckets(alone, shape)), bytes_beneath(alone, shape)) == (["adapter", "draft"], trunk)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.cli import main
-from mtpctl.recipe import cautions_of, load_recipe, validate
-from mtpctl.recipe.loading import available
+from mtpctl.cli.app import main
+from mtpctl.recipe.cautions import cautions_of
+from mtpctl.recipe.checks import validate
+from mtpctl.recipe.loading import available, load_recipe
 
 STALE = "async.staleness_threshold=1"
 ON_POLICY = "async.staleness_threshold=0"

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from mtpctl.recipe import EnvironmentMissing, UserError, hf_config, load_recipe, validate
-from mtpctl.recipe.checks import complaints_of
-from mtpctl.recipe.loading import RECIPES, available
+from mtpctl.recipe.checks import complaints_of, validate
+from mtpctl.recipe.errors import EnvironmentMissing, UserError
+from mtpctl.recipe.loading import RECIPES, available, load_recipe
+from mtpctl.recipe.model_source import hf_config
 from mtpctl.recipe.schema import ModelConfig
 from tests.families.toys import SERVED, TOYS
 

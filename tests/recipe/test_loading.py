@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.recipe import UserError, dump_resolved, load_recipe, yaml12
-from mtpctl.recipe.loading import RECIPES, available, flatten
+from mtpctl.recipe import yaml12
+from mtpctl.recipe.errors import UserError
+from mtpctl.recipe.loading import RECIPES, available, dump_resolved, flatten, load_recipe
 from mtpctl.recipe.schema import Recipe
 
 BASE = """\

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtpctl.recipe import UserError, yaml12
+from mtpctl.recipe import yaml12
+from mtpctl.recipe.errors import UserError
 
 
 @pytest.mark.parametrize(

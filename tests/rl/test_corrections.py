@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mtpctl.recipe.schema import CorrectionConfig
-from mtpctl.rl import correction_weights
+from mtpctl.rl.corrections import correction_weights
 
 RATIO = torch.tensor([0.25, 1.0, 3.0, 0.5, 4.0, 7.0])
 MASK = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0])

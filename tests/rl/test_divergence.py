@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mtpctl.rl import kl_estimate
+from mtpctl.rl.divergence import kl_estimate
 
 
 def test_values() -> None:

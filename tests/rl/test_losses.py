@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mtpctl.recipe.schema import RlConfig
-from mtpctl.rl import LossInputs, kl_estimate, loss_denominator, loss_metrics, policy_loss, token_policy_loss, token_terms
+from mtpctl.rl.divergence import kl_estimate
+from mtpctl.rl.losses import LossInputs, loss_denominator, loss_metrics, policy_loss, token_policy_loss, token_terms
 
 LENGTHS = (4, 7, 5)
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from mtpctl.recipe.schema import CorrectionConfig
-from mtpctl.rl import mismatch_metrics, mismatch_sums
-from mtpctl.rl.mismatch import token_mismatch, token_mismatch_metrics
+from mtpctl.rl.mismatch import mismatch_metrics, mismatch_sums, token_mismatch, token_mismatch_metrics
 
 OFF = CorrectionConfig()
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from mtpctl.data import generate
+from mtpctl.data.tasks import generate
 from mtpctl.recipe.schema import GeneratedTask, OverlongConfig
-from mtpctl.rl import MathChecker, exact_checker, final_answer, make_checker, overlong_penalty
+from mtpctl.rl.rewards import MathChecker, exact_checker, final_answer, make_checker, overlong_penalty
 
 
 @pytest.mark.parametrize(

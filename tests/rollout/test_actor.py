@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from mtpctl.rollout import RayReplica, ReplicaPool, start_replica
+from mtpctl.rollout.actor import RayReplica, start_replica
+from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync import Publisher, VersionStore
+from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.store import VersionStore
 from tests.rollout.checkpoints import random_tensors, tiny_config, write_checkpoint
 from tests.rollout.conftest import cpu_settings
 

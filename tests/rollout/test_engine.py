@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.rollout import ABORTED, DEADLINE, EngineDead
 from mtpctl.rollout.engine import Engine, Stretch
+from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync import Manifest, PauseMode, Publisher, TargetDirty, VersionStore
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import PauseMode, TargetDirty
+from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.store import VersionStore
 from tests.rollout.conftest import in_loop
 
 

@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 
-from mtpctl.rollout import Health, RayReplica, ReplicaPool, RolloutActor, SglangSettings
+from mtpctl.rollout.actor import RayReplica, RolloutActor
+from mtpctl.rollout.pool import ReplicaPool
+from mtpctl.rollout.protocol import Health
+from mtpctl.rollout.sglang_settings import SglangSettings
 from mtpctl.samples import GenerationRequest, Sample
 from tests.rollout.fake_replica import VOCABULARY, FakeReplica
 

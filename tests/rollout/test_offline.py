@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from mtpctl.recipe import RuntimeFailure
+from mtpctl.recipe.errors import RuntimeFailure
 from mtpctl.recipe.schema import VllmConfig
-from mtpctl.rollout import Health, SpecStats
 from mtpctl.rollout.offline import Prompt, answer_all, summary, wanted
+from mtpctl.rollout.protocol import Health, SpecStats
 from mtpctl.rollout.sample_file import Origin, SampleFile, Tally
 from mtpctl.samples import GenerationRequest, Sample, Speculation
-from mtpctl.sync import PauseMode
+from mtpctl.sync.protocol import PauseMode
 
 PROMPTS = [Prompt(0, "p:1", "1+1=", [1, 2, 3], "2"), Prompt(1, "p:2", "a fish", [4, 5], None)]
 ROLLOUT = VllmConfig(temperature=0.7, top_p=0.9, top_k=5, max_tokens=8, stop=["#"], stop_ids=[4], deadline_s=30.0)

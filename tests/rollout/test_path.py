@@ -11,7 +11,8 @@ import pytest
 
 from mtpctl.bench import rollout as bench
 from mtpctl.bench import rollout_engines as engines
-from mtpctl.rollout import VllmSettings, start
+from mtpctl.rollout import start
+from mtpctl.rollout.vllm_settings import VllmSettings
 from tests.rollout import fixed_runner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

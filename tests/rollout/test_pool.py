@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
-from mtpctl.cluster import host_store
-from mtpctl.recipe import RuntimeFailure, UserError
-from mtpctl.rollout import ABORTED, DEADLINE, EngineDead, ReplicaPool
-from mtpctl.rollout.pool import AFFINITY_SLACK
+from mtpctl.cluster.meeting import host_store
+from mtpctl.recipe.errors import RuntimeFailure, UserError
+from mtpctl.rollout.pool import AFFINITY_SLACK, ReplicaPool
+from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync import Manifest, SyncError, SyncReport
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import SyncError
+from mtpctl.sync.session import SyncReport
 from mtpctl.sync.transports.control import Address
 from tests.rollout.conftest import in_loop
 from tests.rollout.fake_replica import VOCABULARY, FakeReplica

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from mtpctl.recipe import UserError
-from mtpctl.rollout import EngineDead, RayReplica, ReplicaPool, RolloutActor, SglangSettings
-from mtpctl.rollout.actor import _portable
+from mtpctl.recipe.errors import UserError
+from mtpctl.rollout.actor import RayReplica, RolloutActor, _portable
+from mtpctl.rollout.pool import ReplicaPool
+from mtpctl.rollout.protocol import EngineDead
+from mtpctl.rollout.sglang_settings import SglangSettings
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync import PlanMismatch
+from mtpctl.sync.protocol import PlanMismatch
 from tests.rollout.conftest import in_loop
 
 

@@ -6,7 +6,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from mtpctl.rollout import ABORTED, DEADLINE, SglangEngine
+from mtpctl.rollout.protocol import ABORTED, DEADLINE
+from mtpctl.rollout.sglang_engine import SglangEngine
 from mtpctl.rollout.sglang_settings import SglangSettings
 from mtpctl.samples import GenerationRequest, Sample
 from tests.rollout.conftest import in_loop

@@ -12,10 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.recipe import UserError
-from mtpctl.rollout import ABORTED, SglangEngine, SglangSettings
+from mtpctl.recipe.errors import UserError
+from mtpctl.rollout.protocol import ABORTED
+from mtpctl.rollout.sglang_engine import SglangEngine
+from mtpctl.rollout.sglang_settings import SglangSettings
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync import Manifest, PlanMismatch, Publisher, VersionStore
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import PlanMismatch
+from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.store import VersionStore
 from tests.rollout.checkpoints import Tensors, cycle_tensors, random_tensors, reference_logprobs, tiny_config, write_checkpoint
 from tests.rollout.conftest import Loop, sglang_settings
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from mtpctl.recipe import Recipe, UserError
 from mtpctl.recipe.checks import complaints_of
-from mtpctl.recipe.schema import SglangConfig
-from mtpctl.rollout import SglangEngine, SglangSettings, sglang_engine_settings
+from mtpctl.recipe.errors import UserError
+from mtpctl.recipe.schema import Recipe, SglangConfig
+from mtpctl.rollout.sglang_engine import SglangEngine
+from mtpctl.rollout.sglang_settings import SglangSettings, sglang_engine_settings
 from mtpctl.samples import GenerationRequest, Sample
 
 

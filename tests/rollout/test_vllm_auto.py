@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtpctl.recipe import UserError
+from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.schema import SpeculationConfig, VllmConfig
-from mtpctl.rollout import VllmEngine, VllmSettings, engine_settings
+from mtpctl.rollout.vllm_engine import VllmEngine
+from mtpctl.rollout.vllm_settings import VllmSettings, engine_settings
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync import Publisher, VersionStore
+from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.store import VersionStore
 from tests.rollout.checkpoints import Tensors, cycle_tensors, random_tensors, reference_logprobs, tiny_config, write_checkpoint
 from tests.rollout.conftest import Loop, cpu_settings
 

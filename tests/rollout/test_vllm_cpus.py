@@ -13,9 +13,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from mtpctl.rollout import VllmEngine, VllmSettings
+from mtpctl.rollout.vllm_engine import VllmEngine
+from mtpctl.rollout.vllm_settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync import Publisher, VersionStore
+from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.store import VersionStore
 from tests.compat.cpus import linear_amx
 from tests.rollout.checkpoints import random_tensors, reference_logprobs, tiny_config, write_checkpoint
 from tests.rollout.conftest import START_S, Loop, cpu_settings

@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.recipe import UserError
-from mtpctl.rollout import ABORTED, DEADLINE, VllmEngine, VllmSettings
+from mtpctl.recipe.errors import UserError
+from mtpctl.rollout.protocol import ABORTED, DEADLINE
+from mtpctl.rollout.vllm_engine import VllmEngine
+from mtpctl.rollout.vllm_settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync import Manifest, PlanMismatch, Publisher, SyncError, VersionConflict, VersionStore, update_target
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import PlanMismatch, SyncError, VersionConflict
+from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.session import update_target
+from mtpctl.sync.store import VersionStore
 from tests.rollout.checkpoints import Tensors, random_tensors, reference_logprobs, tiny_config, write_checkpoint
 from tests.rollout.conftest import Loop, cpu_settings
 

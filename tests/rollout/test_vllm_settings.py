@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from mtpctl.recipe.schema import VllmConfig
-from mtpctl.rollout import engine_settings
+from mtpctl.rollout.vllm_settings import engine_settings
 
 
 def environment(device: Literal["cpu", "cuda"], **rollout: int) -> dict[str, str]:

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.rollout import VllmEngine, VllmSettings
+from mtpctl.rollout.vllm_engine import VllmEngine
+from mtpctl.rollout.vllm_settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync import Publisher, VersionStore
+from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.store import VersionStore
 from tests.rollout.checkpoints import Tensors, cycle_tensors, tiny_config, write_checkpoint
 from tests.rollout.conftest import Loop, cpu_settings
 

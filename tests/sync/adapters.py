@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from mtpctl.plan import ADAPTER_PREFIX
-from mtpctl.sync import Publisher, VersionStore
-from mtpctl.sync.publisher import default_section
+from mtpctl.plan.wire import ADAPTER_PREFIX
+from mtpctl.sync.publisher import Publisher, default_section
+from mtpctl.sync.store import VersionStore
 
 RANK, ALPHA = 4, 8.0
 _ADAPTED = re.compile(r"model\.layers\.\d+\..*_proj\.weight")

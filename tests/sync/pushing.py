@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
-from mtpctl.plan import TensorSpec
-from mtpctl.sync import Manifest, Sender, VersionStore
+from mtpctl.plan.buckets import TensorSpec
+from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.publisher import Export
 from mtpctl.sync.receiver import pieces
-from mtpctl.sync.transports import Readers
+from mtpctl.sync.sender import Sender
+from mtpctl.sync.store import VersionStore
+from mtpctl.sync.transports.base import Readers
 
 Tensors = dict[str, torch.Tensor]
 SHAPES = {"model.embed.weight": (40, 8), "model.layers.0.w": (64, 64), "model.norm.weight": (8,), "model.mtp_layers.0.w": (5, 3)}

@@ -12,12 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from mtpctl.plan import ADAPTER_PREFIX
+from mtpctl.plan.wire import ADAPTER_PREFIX
 from mtpctl.recipe.schema import VLLM_ADAPTER_RANKS, VllmConfig
-from mtpctl.rollout import VllmEngine, engine_settings
-from mtpctl.sync import Manifest, PlanMismatch, SectionPlan, SyncError, TargetDirty, WeightsDiffer, update_target
+from mtpctl.rollout.vllm_engine import VllmEngine
+from mtpctl.rollout.vllm_settings import engine_settings
 from mtpctl.sync.adapter import check_fits, layers_of
+from mtpctl.sync.manifest import Manifest, SectionPlan
 from mtpctl.sync.places import Ranks
+from mtpctl.sync.protocol import PlanMismatch, SyncError, TargetDirty, WeightsDiffer
+from mtpctl.sync.session import update_target
 from mtpctl.sync.vllm_target import VllmTarget
 from tests.rollout.checkpoints import random_tensors, tiny_config
 from tests.sync import adapters

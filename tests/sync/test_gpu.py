@@ -15,12 +15,19 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.logprob import Replica, ReplicaConfig, ScoreRank, ScoreRequest
+from mtpctl.logprob.protocol import ScoreRequest
+from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
+from mtpctl.logprob.replica import Replica
 from mtpctl.recipe.schema import KernelsConfig, MtpConfig, ParallelConfig, SpeculationConfig, VllmConfig
-from mtpctl.rollout import VllmEngine, VllmSettings, engine_settings
+from mtpctl.rollout.vllm_engine import VllmEngine
+from mtpctl.rollout.vllm_settings import VllmSettings, engine_settings
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync import Manifest, Sender, Sent, SyncReport, VersionStore, or_cancel, update_target
+from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.publisher import spec_of
+from mtpctl.sync.sender import Sender
+from mtpctl.sync.session import SyncReport, or_cancel, update_target
+from mtpctl.sync.store import VersionStore
+from mtpctl.sync.transports.base import Sent
 from tests.logprob.conftest import LocalRanks
 from tests.rollout.checkpoints import Tensors, random_tensors, reference_logprobs, tiny_config, write_checkpoint
 from tests.rollout.conftest import Loop

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtpctl.plan import TensorSpec
-from mtpctl.sync import Manifest, PlanMismatch, Publisher, VersionStore
+from mtpctl.plan.buckets import TensorSpec
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import PlanMismatch
+from mtpctl.sync.publisher import Publisher
 from mtpctl.sync.receiver import pieces
-from mtpctl.sync.transports import open_reader
+from mtpctl.sync.store import VersionStore
+from mtpctl.sync.transports.base import open_reader
 
 
 def model(seed: int) -> dict[str, torch.Tensor]:

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.plan import Bucket
-from mtpctl.sync import Manifest, PlanMismatch, SyncError, VersionStore
-from mtpctl.sync.transports import cancel
+from mtpctl.plan.buckets import Bucket
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import PlanMismatch, SyncError
+from mtpctl.sync.store import VersionStore
+from mtpctl.sync.transports.base import cancel
 from mtpctl.sync.transports.shm import Writer as StoreWriter
 from tests.sync.pushing import CONTEXT, Die, Receiver, in_process, model, receivers, sender
 

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.recipe import UserError
-from mtpctl.sync import SyncError, SyncReport
+from mtpctl.recipe.errors import UserError
+from mtpctl.sync.protocol import SyncError
+from mtpctl.sync.session import SyncReport
 from mtpctl.sync.store import SHARED_MEMORY
 from mtpctl.sync.vllm_http import ServedEngine
 from tests.rollout.checkpoints import random_tensors, reference_logprobs, tiny_config, write_checkpoint

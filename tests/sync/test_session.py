@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from mtpctl.sync import Manifest, SectionPlan, SyncError, TargetDirty, update_target
+from mtpctl.sync.manifest import Manifest, SectionPlan
+from mtpctl.sync.protocol import SyncError, TargetDirty
+from mtpctl.sync.session import update_target
 
 SENT = Manifest(1, "shm", "nowhere", {"target": SectionPlan(())})
 

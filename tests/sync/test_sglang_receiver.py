@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from mtpctl.sync import Manifest, SyncError, check_checksums, update_target
 from mtpctl.sync.checksums import Part, combined
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import SyncError
+from mtpctl.sync.session import check_checksums, update_target
 from mtpctl.sync.sglang_receiver import take
 from mtpctl.sync.vllm_target import VllmTarget
 from tests.sync import pushing

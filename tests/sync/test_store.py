@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from mtpctl.cluster import leftovers
-from mtpctl.recipe import EnvironmentMissing
-from mtpctl.sync import Manifest, Publisher, VersionConflict, VersionStore, default_root, name_of
-from mtpctl.sync.store import KEPT
-from mtpctl.sync.transports import open_reader
+from mtpctl.recipe.errors import EnvironmentMissing
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import VersionConflict
+from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.store import KEPT, VersionStore, default_root, name_of
+from mtpctl.sync.transports.base import open_reader
 
 
 def tensors(value: float) -> list[tuple[str, torch.Tensor]]:

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from mtpctl.sync import Manifest, SectionPlan, SyncError, vllm_http
+from mtpctl.sync import vllm_http
+from mtpctl.sync.manifest import Manifest, SectionPlan
+from mtpctl.sync.protocol import SyncError
 from mtpctl.sync.vllm_http import ServedEngine
 
 SENT = Manifest(1, "shm", "/nowhere", {"target": SectionPlan(())})

@@ -9,10 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtpctl import families
-from mtpctl.rollout import VllmEngine
+from mtpctl.families.reading import shape_of
+from mtpctl.rollout.vllm_engine import VllmEngine
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync import PlanMismatch, Publisher, VersionStore
+from mtpctl.sync.protocol import PlanMismatch
+from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.store import VersionStore
 from tests.families.toys import SERVED, SIZES, TOYS, toy_folder
 from tests.rollout.conftest import Loop, cpu_settings
 
@@ -62,8 +64,8 @@ def served(request: pytest.FixtureRequest, loop: Loop, tmp_path_factory: pytest.
     folders = [toy_folder(config, root / str(seed), seed, dtype) for seed in (0, 1)]
     engine = loop(VllmEngine.start(cpu_settings(folders[0], k=drafts, dtype=dtype)), 200)
     tensors = [{k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()} for folder in folders]
-    shape = families.shape_of(config)
-    yield engine, tensors, VersionStore(root / "store"), lambda name: families.section_of(name, shape)
+    shape = shape_of(config)
+    yield engine, tensors, VersionStore(root / "store"), lambda name: section_of(name, shape)
     loop(engine.shutdown())
 
 

@@ -13,11 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.plan import ADAPTER_PREFIX
-from mtpctl.rollout import VllmEngine, VllmSettings
+from mtpctl.plan.wire import ADAPTER_PREFIX
+from mtpctl.rollout.vllm_engine import VllmEngine
+from mtpctl.rollout.vllm_settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync import Manifest, PlanMismatch, Publisher, Sender, SyncError, VersionStore, or_cancel
-from mtpctl.sync.transports import cancel
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import PlanMismatch, SyncError
+from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.sender import Sender
+from mtpctl.sync.session import or_cancel
+from mtpctl.sync.store import VersionStore
+from mtpctl.sync.transports.base import cancel
 from tests.rollout.checkpoints import random_tensors, reference_logprobs, tiny_config, write_checkpoint
 from tests.rollout.conftest import Loop, cpu_settings
 from tests.rollout.conftest import run as run

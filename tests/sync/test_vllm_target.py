@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mtpctl.sync import SyncError, update_target
-from mtpctl.sync.protocol import ABORTED_BY_SENDER
+from mtpctl.sync.protocol import ABORTED_BY_SENDER, SyncError
+from mtpctl.sync.session import update_target
 from mtpctl.sync.vllm_target import VllmTarget
 from tests.sync import adapters
 from tests.sync.test_adapter import BASE

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtpctl.telemetry import describe, format_value
-from mtpctl.telemetry.names import METRICS, compact, format_duration
+from mtpctl.telemetry.names import METRICS, compact, describe, format_duration, format_value
 
 FIELD_NAMES = [
     "reward/mean",
@@ -49,7 +48,8 @@ def test_what_the_rl_room_logs_is_in_the_catalogue() -> None:
     import torch
 
     from mtpctl.recipe.schema import CorrectionConfig, RlConfig
-    from mtpctl.rl import LossInputs, loss_metrics, mismatch_metrics, mismatch_sums, policy_loss
+    from mtpctl.rl.losses import LossInputs, loss_metrics, policy_loss
+    from mtpctl.rl.mismatch import mismatch_metrics, mismatch_sums
 
     one, ids = torch.ones(2), torch.zeros(2, dtype=torch.long)
     out = policy_loss(LossInputs(one, one, one, one, one, ids, 1, entropy=one, ref_logprob=one), RlConfig())

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from mtpctl.recipe import UserError
-from mtpctl.telemetry import RunDirectory, write_report
+from mtpctl.recipe.errors import UserError
+from mtpctl.telemetry.report import write_report
+from mtpctl.telemetry.run_directory import RunDirectory
 
 RECIPE = "name: tiny <mtp>\nseed: 3\nrollout:\n  engine: vllm\n  speculation:\n    num_tokens: 2\n"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.recipe import UserError
-from mtpctl.telemetry import RunDirectory
+from mtpctl.recipe.errors import UserError
+from mtpctl.telemetry.run_directory import RunDirectory
 
 
 def test_a_new_directory(tmp_path: Path) -> None:

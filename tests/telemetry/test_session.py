@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mtpctl.recipe import EnvironmentMissing
+from mtpctl.recipe.errors import EnvironmentMissing
 from mtpctl.recipe.schema import TelemetryConfig
-from mtpctl.telemetry import RunDirectory, Telemetry, load_history
+from mtpctl.telemetry.history import load_history
+from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.session import Telemetry
 
 
 def start(path: Path, config: TelemetryConfig | None = None) -> tuple[Telemetry, io.StringIO]:

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from mtpctl.telemetry import SummaryRow, before_and_after, describe
 from mtpctl.telemetry.history import History, Row
-from mtpctl.telemetry.summary import in_between
+from mtpctl.telemetry.names import describe
+from mtpctl.telemetry.summary import SummaryRow, before_and_after, in_between
 
 
 def history(name: str, values: list[float]) -> History:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.data import Problem
+from mtpctl.data.problems import Problem
 from mtpctl.samples import Sample
 from mtpctl.train.buffer import Group, SampleBuffer
 

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from mtpctl import families
+from mtpctl.families.reading import shape_of
+from mtpctl.families.tensors import tensor_shapes
 from tests.families.toys import SERVED, TOYS
 
 # Two starts of trainer, engine and server, a conversion and one more engine: 160 s on two cores, most of it imports.
@@ -110,8 +111,8 @@ def test_the_main_job_from_random_weights_to_a_folder_that_stock_vllm_serves(fam
     assert "resume: rl goes on after step 2" in resumed
     rows = updates(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3], "the second start goes on where the first one ended"
-    shape = families.shape_of(TOYS[family])
-    assert {row["sync/verified"] for row in rows} == {len(families.tensors(shape))}, "every tensor of the folder, target's and draft's"
+    shape = shape_of(TOYS[family])
+    assert {row["sync/verified"] for row in rows} == {len(tensor_shapes(shape))}, "every tensor of the folder, target's and draft's"
     assert any(row["rollout/spec_drafted"] for row in rows) and all(row["mtp/loss_1"] > 0 for row in rows)
     same = [row["rollout_corr/abs_diff_same_version"] for row in rows if "rollout_corr/abs_diff_same_version" in row]
     assert same and max(same) < APART[precision], "the server's log-probs are the engine's where both have the same weights"

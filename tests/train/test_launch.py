@@ -10,8 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from mtpctl.recipe import Recipe, RuntimeFailure, UserError, dump_resolved
-from mtpctl.telemetry import RunDirectory, Telemetry
+from mtpctl.recipe.errors import RuntimeFailure, UserError
+from mtpctl.recipe.loading import dump_resolved
+from mtpctl.recipe.schema import Recipe
+from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.session import Telemetry
 from mtpctl.train import launch
 from mtpctl.train.launch import Run
 from mtpctl.train.prepare import Prepared, check_drawn, model_of, prepare

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from mtpctl.recipe import EnvironmentMissing, Recipe, UserError, load_recipe
+from mtpctl.recipe.errors import EnvironmentMissing, UserError
+from mtpctl.recipe.loading import load_recipe
+from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.sample_file import SampleFile
 from mtpctl.train import offline
 
@@ -38,7 +40,7 @@ def silent(*_: Any) -> None: ...
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run directory with a model that nobody has trained yet."""
-    from mtpctl.convert import create_hf_folder
+    from mtpctl.convert.hf_folder import create_hf_folder
 
     folder = tmp_path / "run"
     folder.mkdir()
@@ -82,8 +84,11 @@ def test_a_checkpoint_answers_with_its_own_weights_and_version(run: Path, tmp_pa
 
     So does an adapter, which the run that made it synced alone.
     """
-    from mtpctl.convert import HfFolder, create_hf_folder
-    from mtpctl.engine import EngineConfig, MegatronEngine, Sequence, publish_checkpoint
+    from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
+    from mtpctl.engine.batch import Sequence
+    from mtpctl.engine.checkpoint import publish_checkpoint
+    from mtpctl.engine.config import EngineConfig
+    from mtpctl.engine.engine import MegatronEngine
     from mtpctl.recipe.schema import ParallelConfig
 
     made = recipe(run, *(["train.lora={rank: 4, alpha: 8}", "sync.sections=[adapter, draft]"] if adapter else []))

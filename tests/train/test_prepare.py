@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.recipe import Recipe, UserError, load_recipe
+from mtpctl.recipe.errors import UserError
+from mtpctl.recipe.loading import load_recipe
+from mtpctl.recipe.schema import Recipe
 from mtpctl.train.prepare import model_of, prepare
 from tests.train.test_offline import SMALL
 

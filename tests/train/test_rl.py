@@ -14,11 +14,13 @@ from typing import Any, cast
 
 import pytest
 
-from mtpctl.data import Problem, ProblemSets
-from mtpctl.recipe import Recipe, RuntimeFailure
-from mtpctl.rollout import DEADLINE
+from mtpctl.data.problems import Problem
+from mtpctl.data.sets import ProblemSets
+from mtpctl.recipe.errors import RuntimeFailure
+from mtpctl.recipe.schema import Recipe
+from mtpctl.rollout.protocol import DEADLINE
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.telemetry import Telemetry
+from mtpctl.telemetry.session import Telemetry
 from mtpctl.train.buffer import Group, SampleBuffer
 from mtpctl.train.prepare import Prepared
 from mtpctl.train.rl import BARREN_BATCHES, RlStage

@@ -7,9 +7,10 @@ from typing import cast
 
 import pytest
 
-from mtpctl.logprob import Late, LogprobServer, Scored, ScoreRequest
 from mtpctl.logprob.dispatch import Counters
-from mtpctl.recipe import RuntimeFailure
+from mtpctl.logprob.protocol import Late, Scored, ScoreRequest
+from mtpctl.logprob.server import LogprobServer
+from mtpctl.recipe.errors import RuntimeFailure
 from mtpctl.samples import Sample
 from mtpctl.train.scoring import ATTEMPTS, Scoring
 

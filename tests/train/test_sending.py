@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl import families
-from mtpctl.recipe import Recipe
-from mtpctl.sync import PlanMismatch, Section
+from mtpctl.families.reading import shape_of
+from mtpctl.recipe.schema import Recipe
+from mtpctl.sync.protocol import PlanMismatch, Section
 from mtpctl.train.sending import WeightSource
 from tests.rollout.checkpoints import Tensors, random_tensors, tiny_config
 from tests.sync import adapters
@@ -28,7 +28,7 @@ class Engine:
     """Exports the tensors that it is given, and counts those that were asked for."""
 
     def __init__(self, tensors: Tensors) -> None:
-        self.folder = SimpleNamespace(shape=families.shape_of(CONFIG), path=Path("model"))
+        self.folder = SimpleNamespace(shape=shape_of(CONFIG), path=Path("model"))
         self.device = torch.device("cpu")
         self.tensors, self.yielded, self.merged = tensors, 0, True
 

@@ -8,8 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from mtpctl.data import Problem, ProblemSets
-from mtpctl.recipe import Recipe
+from mtpctl.data.problems import Problem
+from mtpctl.data.sets import ProblemSets
+from mtpctl.recipe.schema import Recipe
 from mtpctl.train.prepare import Prepared
 from mtpctl.train.sft import WINDOW, SftStage
 from mtpctl.train.state import RunState

@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from mtpctl.recipe import load_recipe
+from mtpctl.recipe.loading import load_recipe
 from mtpctl.train.stability import LEAST, WINDOW, StabilityWatch, autocorrelation, residuals
 
 GROUPS, SIZE = 16, 8

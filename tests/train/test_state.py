@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from mtpctl.recipe import RuntimeFailure, UserError
+from mtpctl.recipe.errors import RuntimeFailure, UserError
 from mtpctl.recipe.schema import TrainConfig
 from mtpctl.train.buffer import SampleBuffer
 from mtpctl.train.sft import check_applied

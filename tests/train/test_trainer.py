@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.engine import Scores, Sequence
-from mtpctl.recipe import Recipe, RuntimeFailure, UserError, load_recipe
+from mtpctl.engine.batch import Sequence
+from mtpctl.engine.engine import Scores
+from mtpctl.recipe.errors import RuntimeFailure, UserError
+from mtpctl.recipe.loading import load_recipe
+from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Sample
 from mtpctl.train.trainer import TrainerRank, threads_in
 

@@ -16,12 +16,17 @@ from typing import Any, cast
 
 import pytest
 
-from mtpctl.cluster import host_store
-from mtpctl.logprob import LogprobServer, ScoreRequest
-from mtpctl.recipe import Recipe, RuntimeFailure
-from mtpctl.rollout import ReplicaPool
+from mtpctl.cluster.meeting import host_store
+from mtpctl.logprob.protocol import ScoreRequest
+from mtpctl.logprob.server import LogprobServer
+from mtpctl.recipe.errors import RuntimeFailure
+from mtpctl.recipe.schema import Recipe
+from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync import Manifest, Sent, SyncError, SyncReport
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import SyncError
+from mtpctl.sync.session import SyncReport
+from mtpctl.sync.transports.base import Sent
 from mtpctl.sync.transports.control import Address
 from mtpctl.train.trainer import TrainerGroup
 from mtpctl.train.weights import WeightSync

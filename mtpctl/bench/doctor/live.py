@@ -18,7 +18,7 @@ def kernels(folder: Path) -> dict[str, Any]:
     """Every `linear_logprob` implementation on this device, on a small problem: live, how far from the reference, or why not."""
     import torch
 
-    from mtpctl.kernels import linear_logprob
+    from mtpctl.kernels.logprob import linear_logprob
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -48,7 +48,7 @@ def kernels(folder: Path) -> dict[str, Any]:
 
 def _auto(hidden: Any, weight: Any, labels: Any) -> str:
     """What `auto` takes, in the words of its own log line."""
-    from mtpctl.kernels import linear_logprob
+    from mtpctl.kernels.logprob import linear_logprob
 
     told: list[str] = []
 
@@ -68,7 +68,7 @@ def families(folder: Path) -> dict[str, Any]:
     """Every family's module of the installed vLLM, imported: live, or what it cannot be imported without."""
     from vllm import ModelRegistry
 
-    from mtpctl.families import FAMILIES
+    from mtpctl.families.registry import FAMILIES
 
     rows = []
     for family in FAMILIES:
@@ -108,8 +108,9 @@ def _carry(fallback: Path) -> str:
 
     import torch
 
-    from mtpctl.sync import Publisher, VersionStore, default_root
-    from mtpctl.sync.transports import open_reader
+    from mtpctl.sync.publisher import Publisher
+    from mtpctl.sync.store import VersionStore, default_root
+    from mtpctl.sync.transports.base import open_reader
 
     store = VersionStore(default_root(f"doctor-{os.getpid()}", 1 << 20, fallback))
     try:
@@ -127,7 +128,7 @@ def ray(folder: Path) -> dict[str, Any]:
     """Start Ray on this machine and have one task answered."""
     import ray
 
-    from mtpctl.cluster import cluster
+    from mtpctl.cluster.local import cluster
 
     with cluster(ClusterConfig(num_cpus=1, num_gpus=0), cpus=1, gpus=0, tidy=False):
         answer = ray.get(ray.remote(num_cpus=1)(_answer).remote(), timeout=_RAY_S)

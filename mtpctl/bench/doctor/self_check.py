@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mtpctl.families import toy_config
-from mtpctl.recipe import ThresholdMissed
+from mtpctl.families.toy import toy_config
+from mtpctl.recipe.errors import ThresholdMissed
 from mtpctl.samples import GenerationRequest, Sample
 
 RESPONSES = 64
@@ -51,7 +51,7 @@ def sample(folder: Path) -> dict[str, Any]:
     """Make the model in `folder`, have vLLM answer on it, and leave the samples beside it."""
     import torch
 
-    from mtpctl.convert import create_hf_folder
+    from mtpctl.convert.hf_folder import create_hf_folder
 
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     precision: Literal["fp32", "bf16"] = "bf16" if device == "cuda" else "fp32"
@@ -65,7 +65,8 @@ async def _responses(model: Path, device: Literal["cpu", "cuda"], precision: Lit
     import time
 
     from mtpctl.recipe.schema import SpeculationConfig, VllmConfig
-    from mtpctl.rollout import VllmEngine, engine_settings
+    from mtpctl.rollout.vllm_engine import VllmEngine
+    from mtpctl.rollout.vllm_settings import engine_settings
 
     rollout = VllmConfig(
         context=128,
@@ -96,8 +97,10 @@ async def _responses(model: Path, device: Literal["cpu", "cuda"], precision: Lit
 
 def score(folder: Path) -> dict[str, Any]:
     """Score the samples in `folder` with the Megatron engine, and compare. Returns an `Agreement` as a dict."""
-    from mtpctl.convert import HfFolder
-    from mtpctl.engine import EngineConfig, MegatronEngine, Sequence
+    from mtpctl.convert.hf_folder import HfFolder
+    from mtpctl.engine.batch import Sequence
+    from mtpctl.engine.config import EngineConfig
+    from mtpctl.engine.engine import MegatronEngine
     from mtpctl.recipe.schema import MtpConfig, ParallelConfig
 
     stored = json.loads((folder / "samples.json").read_text())

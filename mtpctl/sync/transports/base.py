@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mtpctl.plan import Bucket
+from mtpctl.plan.buckets import Bucket
 from mtpctl.sync.manifest import Manifest
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from mtpctl.plan import Bucket
+from mtpctl.plan.buckets import Bucket
 from mtpctl.sync.protocol import SyncError
 from mtpctl.sync.transports.base import BucketReader, BucketWriter, Sent
 from mtpctl.sync.transports.control import Address, Control, join

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mtpctl.plan import Bucket
+from mtpctl.plan.buckets import Bucket
 from mtpctl.sync.transports.base import BucketReader, BucketWriter, Sent
 from mtpctl.sync.transports.control import Address, Control, join
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from mtpctl.bench.doctor import Diagnosis, examination, examine
+from mtpctl.bench.doctor import examination
+from mtpctl.bench.doctor.examination import Diagnosis, examine
 from mtpctl.bench.doctor.part import NoAnswer
 from mtpctl.bench.doctor.self_check import Agreement
 from mtpctl.bench.doctor.stack import packages
 from mtpctl.cluster.leftovers import Leftover
-from mtpctl.recipe import EnvironmentMissing, RuntimeFailure, ThresholdMissed
+from mtpctl.recipe.errors import EnvironmentMissing, RuntimeFailure, ThresholdMissed
 
 AGREED = Agreement(2, 40, 0.7, "fp32", mean_abs=1e-6, max_abs=1e-5, bound=1e-4, drafted=30, accepted=9)
 PARTS: dict[str, Any] = {
