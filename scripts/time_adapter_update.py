@@ -21,7 +21,10 @@ from mtpctl.families.tensors import section_of
 from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
 from mtpctl.logprob.replica import Replica
 from mtpctl.plan.wire import ADAPTER_PREFIX, adapter_tensors, wire_tensors
-from mtpctl.recipe.schema import DTYPES, KernelsConfig, LoraConfig, MtpConfig, ParallelConfig
+from mtpctl.recipe.kernels import KernelsConfig
+from mtpctl.recipe.model import DTYPES, MtpConfig
+from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.train import LoraConfig
 from mtpctl.sync.publisher import Publisher
 from mtpctl.sync.session import update_target
 from mtpctl.sync.store import VersionStore

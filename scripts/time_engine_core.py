@@ -30,7 +30,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from mtpctl.bench.cycle_model import write_cycle_model
 from mtpctl.bench.rollout_engines import TINY
-from mtpctl.compat.vllm_logprobs import LATE
+from mtpctl.rollout.vllm.patches.logprobs import LATE
 
 PROMPT = list(range(10, 138))
 
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     told = parser.parse_args()
-    from mtpctl.compat.vllm_plugin import install
+    from mtpctl.rollout.vllm.plugin import install
 
     install()
     found: dict[bool, list[float]] = {False: [], True: []}

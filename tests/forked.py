@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mtpctl.cluster.meeting import address_of, host_store
-from mtpctl.engine.parallel import Rank
+from mtpctl.model.parallel import Rank
 
 
 def run_ranks(world: int, work: Callable[[Rank], Any], deadline_s: float) -> tuple[list[Any], str]:

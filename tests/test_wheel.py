@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
-PROGRAM = "import mtpctl, sys; print(mtpctl.__file__, file=sys.stderr); from mtpctl.cli import main; main()"
+PROGRAM = "import mtpctl, sys; print(mtpctl.__file__, file=sys.stderr); from mtpctl.cli.app import main; main()"
 
 
 @pytest.fixture(scope="module")

@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from mtpctl.controller.state import ended_stages
+from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.plan.placement import Placement, place
 from mtpctl.recipe.checks import validate
-from mtpctl.recipe.errors import RuntimeFailure, UserError
 from mtpctl.recipe.loading import dump_resolved, flatten, load_recipe
 from mtpctl.recipe.model_source import path_in_full
 from mtpctl.recipe.schema import Recipe
 from mtpctl.telemetry.history import History, load_history
 from mtpctl.telemetry.run_directory import RunDirectory
-from mtpctl.train.state import ended_stages
 
 Say = Callable[[str], None]
 WARM = "warm-start"

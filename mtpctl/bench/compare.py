@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 
 Better = Literal["higher", "lower"]
 _IDENTITY = ("name", "what", "shape", "load", "transport", "batch", "k", "seed")

@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import tensor_shapes
-from mtpctl.recipe.errors import UserError
 
 WRITERS = 8
 MARKER = 8.0

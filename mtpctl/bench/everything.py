@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtpctl.bench.machine import visible_cards
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 
 Say = Callable[[str], None]
 GRACE_S = 20.0

@@ -29,7 +29,9 @@ from mtpctl.logprob.rank import ReplicaConfig
 from mtpctl.logprob.replica import Replica, start_replica
 from mtpctl.logprob.serve import listen, web
 from mtpctl.logprob.server import LogprobServer
-from mtpctl.recipe.schema import KernelsConfig, MtpConfig, ParallelConfig
+from mtpctl.recipe.kernels import KernelsConfig
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.sync.store import VersionStore, default_root
 
 TIMER = (

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from mtpctl.engine.batch import Sequence
-from mtpctl.engine.head import Head
 from mtpctl.families.tensors import aliases
 from mtpctl.kernels.logprob import LogProbOut
 from mtpctl.logprob.rank import ScoreRank
@@ -19,6 +17,8 @@ from mtpctl.plan.buckets import TensorSpec
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.publisher import Publisher
 from mtpctl.sync.store import VersionStore
+from mtpctl.trainer.batch import Sequence
+from mtpctl.trainer.head import Head
 
 GIB = 1 << 30
 STD = 0.02

@@ -21,7 +21,7 @@ from mtpctl.bench.rollout_load import Load, Run
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.heap import settle_heap
 from mtpctl.cluster.local import cluster
-from mtpctl.recipe.schema import ClusterConfig
+from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.rollout.pool import ReplicaPool
 
 PATH_BOUND = 0.95

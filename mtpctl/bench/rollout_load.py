@@ -13,7 +13,7 @@ from typing import Any
 from mtpctl.bench.cycle_model import answer
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import SpecStats
-from mtpctl.rollout.vllm_settings import VllmSettings
+from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
 
 

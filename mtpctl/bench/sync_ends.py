@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mtpctl.bench.sync_results import Options
+from mtpctl.errors import RuntimeFailure
 from mtpctl.families.reading import shape_of
-from mtpctl.recipe.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.sender import Sender
@@ -32,9 +32,9 @@ def _trainer(pipe: Any, recipe_json: str, folder: str, visible: str) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     from mtpctl.compat import cpu_device
     from mtpctl.convert.hf_folder import HfFolder
-    from mtpctl.engine.config import EngineConfig
-    from mtpctl.engine.engine import MegatronEngine
-    from mtpctl.train.sending import WeightSource
+    from mtpctl.trainer.config import EngineConfig
+    from mtpctl.trainer.engine import MegatronEngine
+    from mtpctl.trainer.sending import WeightSource
 
     class Drawn(WeightSource):
         """Weights that are drawn on their device, and that go out by one transport after another."""

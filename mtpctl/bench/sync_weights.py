@@ -67,8 +67,8 @@ def cards(options: Options) -> tuple[str, str]:
 
 async def measure(options: Options, say: Callable[[str], None]) -> list[Result]:
     """Start both ends once, and sync over every transport in turn."""
-    from mtpctl.rollout.vllm_engine import VllmEngine
-    from mtpctl.rollout.vllm_settings import engine_settings
+    from mtpctl.rollout.vllm.engine import VllmEngine
+    from mtpctl.rollout.vllm.settings import engine_settings
 
     model = options.folder / "model"
     model.mkdir(parents=True)
@@ -110,7 +110,7 @@ async def measure(options: Options, say: Callable[[str], None]) -> list[Result]:
 async def _one(
     options: Options, recipe: Recipe, trainer: Trainer, engine: Any, transport: str, version: int, say: Callable[[str], None]
 ) -> tuple[Result, int]:
-    from mtpctl.train.weights import WeightSync
+    from mtpctl.controller.weights import WeightSync
 
     recipe = recipe.model_copy(update={"sync": recipe.sync.model_copy(update={"transport": transport})})
     await trainer.call("take", transport)
@@ -184,7 +184,7 @@ async def _memory(trainer: Trainer, engine: Any, *, reset: bool = False) -> tupl
 async def _link(options: Options, trainer: Trainer, engine: Any, manifest: Manifest) -> float:
     """GB/s of the transport with nothing to pack: the best of three."""
     if manifest.transport not in PUSHED:
-        from mtpctl.train.manual_sync import copy_rate
+        from mtpctl.sync.memory import copy_rate
 
         return copy_rate(min(manifest.nbytes, options.bucket_bytes))
     rates = []

@@ -21,16 +21,18 @@ import torch
 from torch import Tensor
 
 from mtpctl.convert.hf_folder import HfFolder
-from mtpctl.engine.batch import Sequence
-from mtpctl.engine.config import EngineConfig
-from mtpctl.engine.engine import MegatronEngine
-from mtpctl.engine.head import Head
-from mtpctl.engine.objective import NextToken, Sums
-from mtpctl.engine.utilisation import update_flops
 from mtpctl.families.reading import shape_of
 from mtpctl.kernels.logprob import LogProbOut
 from mtpctl.model.packing import Packing
-from mtpctl.recipe.schema import KernelsConfig, MtpConfig, ParallelConfig
+from mtpctl.recipe.kernels import KernelsConfig
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.trainer.batch import Sequence
+from mtpctl.trainer.config import EngineConfig
+from mtpctl.trainer.engine import MegatronEngine
+from mtpctl.trainer.head import Head
+from mtpctl.trainer.objective import NextToken, Sums
+from mtpctl.trainer.utilisation import update_flops
 
 GIB = 1 << 30
 WARMUP, ROUNDS, STEPS = 2, 3, 3

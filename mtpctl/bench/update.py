@@ -15,10 +15,14 @@ import torch
 
 from mtpctl.bench.train_step import GIB, samples, synchronize
 from mtpctl.convert.hf_folder import HfFolder
-from mtpctl.engine.config import EngineConfig
-from mtpctl.engine.engine import MegatronEngine
-from mtpctl.engine.objective import NextToken
-from mtpctl.recipe.schema import KernelsConfig, LoraConfig, MtpConfig, OffloadConfig, OptimizerConfig, ParallelConfig
+from mtpctl.recipe.kernels import KernelsConfig
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.optimizer import OptimizerConfig
+from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.train import LoraConfig, OffloadConfig
+from mtpctl.trainer.config import EngineConfig
+from mtpctl.trainer.engine import MegatronEngine
+from mtpctl.trainer.objective import NextToken
 
 WARMUP, STEPS = 2, 5
 TIMER = "one update: packing, forward and backward with policy and MTP loss, clipping, Adam, moves to and from host memory"

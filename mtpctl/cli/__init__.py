@@ -1,1 +1,3 @@
-"""The command line: one thin module a command. Nothing heavy is imported before a command runs."""
+"""The command line: one thin module a command, and beside it the job that it runs (`rollout_job`, `sync_job`).
+Nothing heavy is imported before a command runs.
+"""

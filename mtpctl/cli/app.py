@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from mtpctl.cli import bench, clean, convert_hf, doctor, logprob_serve, recipe, report, rollout, sync_weights, train
-from mtpctl.recipe.errors import MtpctlError
+from mtpctl.errors import MtpctlError
 
 INTERRUPTED = 130
 
@@ -71,7 +71,7 @@ app.add_typer(recipe.app, name="recipe")
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit.
 
-    Exit codes: those of `mtpctl.recipe.errors`, 2 for a wrong command line, 130 after Ctrl-C or SIGTERM, 1 for a bug, with its traceback.
+    Exit codes: those of `mtpctl.errors`, 2 for a wrong command line, 130 after Ctrl-C or SIGTERM, 1 for a bug, with its traceback.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if "--debug" not in arguments:

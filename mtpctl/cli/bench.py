@@ -33,7 +33,7 @@ def fused_kernels(
     import torch
 
     from mtpctl.bench import fused_kernels as bench
-    from mtpctl.recipe.errors import ThresholdMissed, UserError
+    from mtpctl.errors import ThresholdMissed, UserError
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     default = "8192x4096x151680" if device == "cuda" else "64x64x1000"
@@ -64,7 +64,7 @@ def _parallel(shapes: list[Shape], tp: int, json: bool, device: str) -> None:
 
     from mtpctl.bench import document
     from mtpctl.bench.fused_parallel import BOUND, measure_parallel, parallel_table
-    from mtpctl.recipe.errors import ThresholdMissed, UserError
+    from mtpctl.errors import ThresholdMissed, UserError
 
     try:
         results = [result for each in shapes for result in measure_parallel(each, tp)]
@@ -91,9 +91,9 @@ def train_step(
     from pathlib import Path
 
     from mtpctl.compat import cpu_device
-    from mtpctl.recipe.errors import UserError
+    from mtpctl.errors import UserError
+    from mtpctl.recipe.model import ModelConfig, MtpConfig
     from mtpctl.recipe.model_source import hf_config
-    from mtpctl.recipe.schema import ModelConfig, MtpConfig
 
     cpu = cpu_device.install()
     config = hf_config(ModelConfig(path=model or "XiaomiMiMo/MiMo-7B-RL"), fetch=False)

@@ -30,7 +30,7 @@ def everything(
 
     from mtpctl.bench import everything as bench
     from mtpctl.bench import plans
-    from mtpctl.recipe.errors import RuntimeFailure, ThresholdMissed
+    from mtpctl.errors import RuntimeFailure, ThresholdMissed
 
     cards = torch.cuda.device_count()
     on = on or ("cards" if cards else "cpu")
@@ -58,7 +58,7 @@ def cycle_model(
 
     from mtpctl.bench.cycle_model import write_cycle_model
     from mtpctl.bench.rollout_engines import config_of, known_shape
-    from mtpctl.recipe.errors import UserError
+    from mtpctl.errors import UserError
 
     cuda = torch.cuda.is_available()
     config = config_of(known_shape(shape or ("mimo7b" if cuda else "tiny")))

@@ -50,7 +50,7 @@ def mtp(
     from mtpctl.bench import mtp as bench
     from mtpctl.bench.arms import chosen
     from mtpctl.bench.machine import machines, told
-    from mtpctl.recipe.errors import ThresholdMissed
+    from mtpctl.errors import ThresholdMissed
 
     experiment = _experiment(recipe, out, sets, overlay)
     outcomes = _outcomes(experiment, chosen(bench.ARMS, arm), seed, measured_only, together=together)
@@ -100,7 +100,7 @@ def asynchrony(
     from mtpctl.bench import document
     from mtpctl.bench.arms import chosen
     from mtpctl.bench.machine import machines, told
-    from mtpctl.recipe.errors import ThresholdMissed
+    from mtpctl.errors import ThresholdMissed
 
     arms, experiment = chosen(bench.ARMS, arm, own=True), _experiment(recipe, out, sets, overlay)
     outcomes = _outcomes(experiment if measured_only else bench.evaluated(experiment), arms, seed, measured_only, seeds_by_default=3)
@@ -124,7 +124,7 @@ def compare(
     """Figure by figure, B against A. Exit code 6 where a figure whose better side is known got worse by more than the tolerance."""
     from mtpctl.bench import compare as bench
     from mtpctl.bench import document
-    from mtpctl.recipe.errors import ThresholdMissed, UserError
+    from mtpctl.errors import ThresholdMissed, UserError
 
     first, second = bench.read(before), bench.read(after)
     changes = bench.changes(first, second)

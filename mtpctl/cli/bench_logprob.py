@@ -32,7 +32,7 @@ def logprob(
     json: Json = False,
 ) -> None:
     """Tokens/s, latency, memory and answers of the log-prob server beside the engine's bare pass. Exit code 6 when a bound is missed."""
-    from mtpctl.recipe.errors import ThresholdMissed, UserError
+    from mtpctl.errors import ThresholdMissed, UserError
 
     if precision not in ("", "fp32", "bf16"):
         raise UserError(f"--precision: {precision} is neither fp32 nor bf16")
@@ -40,8 +40,9 @@ def logprob(
 
     from mtpctl.bench import document
     from mtpctl.bench.machine import machine
+    from mtpctl.recipe.cluster import ClusterConfig
+    from mtpctl.recipe.model import ModelConfig
     from mtpctl.recipe.model_source import hf_config
-    from mtpctl.recipe.schema import ClusterConfig, ModelConfig
 
     cuda = torch.cuda.is_available()
     precision = precision or ("bf16" if cuda else "fp32")

@@ -30,7 +30,7 @@ def rollout(
     json: Json = False,
 ) -> None:
     """Tokens/s through mtpctl's pool beside vLLM's own, idle places, and speculation at k drafts. Exit code 6 when a bound is missed."""
-    from mtpctl.recipe.errors import ThresholdMissed, UserError
+    from mtpctl.errors import ThresholdMissed, UserError
 
     parts = part or ["path", "speculation"]
     for name in parts:

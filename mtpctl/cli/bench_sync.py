@@ -28,7 +28,7 @@ def sync_weights(
     json: Json = False,
 ) -> None:
     """Weights from a trainer to an engine under load: wire, whole sync, stall, memory. Exit code 6 when a bound is missed."""
-    from mtpctl.recipe.errors import EnvironmentMissing, ThresholdMissed, UserError
+    from mtpctl.errors import EnvironmentMissing, ThresholdMissed, UserError
 
     for name in transport or ():
         if name not in ("shm", "ipc", "nccl"):

@@ -16,7 +16,7 @@ PRECISIONS = ("fp32", "bf16")
 
 def check_step(precision: str, tokens: int, samples: int) -> None:
     """Raise UserError for options of one update that do not fit, before anything is imported for it."""
-    from mtpctl.recipe.errors import UserError
+    from mtpctl.errors import UserError
 
     if precision not in PRECISIONS:
         raise UserError(f"--precision: {precision} is none of {', '.join(PRECISIONS)}")
@@ -41,9 +41,10 @@ def update(
     from pathlib import Path
 
     from mtpctl.compat import cpu_device
-    from mtpctl.recipe.errors import UserError
+    from mtpctl.errors import UserError
+    from mtpctl.recipe.model import ModelConfig
     from mtpctl.recipe.model_source import hf_config
-    from mtpctl.recipe.schema import LoraConfig, ModelConfig, OffloadConfig
+    from mtpctl.recipe.train import LoraConfig, OffloadConfig
 
     parts = [part for part in offload.split(",") if part]
     if unknown := [part for part in parts if part not in _PARTS]:

@@ -15,7 +15,7 @@ import typer
 
 from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 
 TENTHS = 10
 DTYPES = ("fp32", "bf16", "fp16")
@@ -47,7 +47,7 @@ def convert_hf(
     # It reads and writes, and takes no card from anybody.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if target is None:
-        from mtpctl.engine.inspection import inspect as look
+        from mtpctl.convert.inspection import inspect as look
 
         found = look(source, model)
         answer(json.dumps(found, indent=2) if as_json else _listed(found))
@@ -55,7 +55,7 @@ def convert_hf(
     from mtpctl.cluster.heap import importing
 
     with importing():
-        from mtpctl.engine.conversion import Wanted, convert
+        from mtpctl.convert.conversion import Wanted, convert
 
     wanted = Wanted(to, dtype, model, verify, force, merge)  # type: ignore[arg-type]
     with _progress() as progress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.families.serving import check_importable
 from mtpctl.families.tensors import count_parameters
@@ -11,7 +12,6 @@ from mtpctl.plan.memory import GIB, check_fits, engine_memory, logprob_memory, t
 from mtpctl.plan.placement import Actor, place
 from mtpctl.plan.wire import bytes_beneath, section_buckets
 from mtpctl.recipe.cautions import cautions_of
-from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.model_source import hf_config
 from mtpctl.recipe.schema import Recipe
 

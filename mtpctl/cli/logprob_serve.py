@@ -55,7 +55,7 @@ def logprob_serve(
 
 
 def _key(file: Path | None) -> str | None:
-    from mtpctl.recipe.errors import UserError
+    from mtpctl.errors import UserError
 
     if file is None:
         return os.environ.get(KEY_VARIABLE) or None
@@ -107,10 +107,10 @@ def _reheaded(recipe: Recipe, tp: int) -> Recipe:
 
 def _laid_out(recipe: Recipe, tp: int | None, pp: int | None, replicas: int | None) -> Recipe:
     """The recipe with the layout of the command line. Raises UserError where it does not fit the model."""
+    from mtpctl.errors import UserError
     from mtpctl.families.reading import shape_of
-    from mtpctl.recipe.checks import parallel_fits
-    from mtpctl.recipe.errors import UserError
     from mtpctl.recipe.model_source import hf_config
+    from mtpctl.recipe.parallel import parallel_fits
 
     asked = {name: value for name, value in (("tp", tp), ("pp", pp)) if value is not None}
     parallel = recipe.logprob.parallel.model_copy(update=asked)
@@ -123,11 +123,11 @@ def _laid_out(recipe: Recipe, tp: int | None, pp: int | None, replicas: int | No
 
 def _served(recipe: Recipe, run: Path | None, scratch: Path) -> Served:
     """The model to serve: of a run, its newest checkpoint; without one, as the recipe makes it, in `scratch`."""
+    from mtpctl.controller.prepare import model_of, tokenizer_of
+    from mtpctl.controller.state import newest_version
     from mtpctl.data.tokenizers import load_tokenizer
+    from mtpctl.errors import MtpctlError
     from mtpctl.logprob.serve import Served
-    from mtpctl.recipe.errors import MtpctlError
-    from mtpctl.train.prepare import model_of, tokenizer_of
-    from mtpctl.train.state import newest_version
 
     folder = model_of(recipe, run or scratch)
     if recipe.model.path is not None and recipe.model.tokenizer is None:

@@ -39,7 +39,7 @@ def load(recipe: str | Path, overlays: list[str] | None, sets: list[str] | None)
 
 def made(folder: Path, option: str) -> Path:
     """The folder, made where it is not there. Raises UserError where it cannot be."""
-    from mtpctl.recipe.errors import UserError
+    from mtpctl.errors import UserError
 
     try:
         folder.mkdir(parents=True, exist_ok=True)

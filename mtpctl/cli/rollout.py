@@ -33,14 +33,14 @@ def rollout(
     as_json: Json = False,
 ) -> None:
     """Generate with the recipe's engines, from the newest weights of its run. The same command again makes what is missing in the file."""
-    from mtpctl.recipe.errors import UserError
+    from mtpctl.errors import UserError
 
     loaded = load(recipe, overlay, sets)
     if not prompts.is_file():
         raise UserError(f"--prompts: no file {prompts}; give a .jsonl or .parquet file")
     if out.is_dir() or not out.parent.is_dir():
         raise UserError(f"--out: {out} {'is a folder' if out.is_dir() else 'lies in a folder that is not there'}; name a file to write")
-    from mtpctl.train.offline import rollout as generate
+    from mtpctl.cli.rollout_job import rollout as generate
 
     with _progress() as progress:
         found = generate(loaded.recipe, prompts, out, n=n, say=say, progress=progress, start=start)

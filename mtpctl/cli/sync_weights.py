@@ -34,8 +34,8 @@ def sync_weights(
         _tell(_plan(loaded), as_json)
         return
     # This imports torch, which a plan of the recipe's own model can do without.
-    from mtpctl.train.manual_sync import Source, render, sync_by_hand
-    from mtpctl.train.manual_sync import as_json as everything
+    from mtpctl.cli.sync_job import Source, render, sync_by_hand
+    from mtpctl.cli.sync_job import as_json as everything
 
     found = Source.parse(source)
     if plan:
@@ -53,9 +53,9 @@ def _tell(told: dict[str, Any], as_json: bool) -> None:
 
 def _plan(recipe: Any) -> dict[str, Any]:
     """Buckets by section, from the model's shape alone."""
+    from mtpctl.errors import UserError
     from mtpctl.families.reading import shape_of
     from mtpctl.plan.wire import bytes_beneath, section_buckets
-    from mtpctl.recipe.errors import UserError
     from mtpctl.recipe.model_source import hf_config
 
     config = hf_config(recipe.model)

@@ -23,8 +23,8 @@ def train(
     plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live panel.")] = False,
 ) -> None:
     """Train as the recipe says. The same command on the same run directory resumes."""
+    from mtpctl.errors import UserError
     from mtpctl.recipe.checks import validate
-    from mtpctl.recipe.errors import UserError
 
     if as_json and not dry_run:
         raise UserError("--json: goes with --dry-run; a run writes metrics.jsonl in its directory")
@@ -37,6 +37,6 @@ def train(
         plan = plan_run(loaded.recipe)
         answer(json.dumps(plan, indent=2) if as_json else render(plan))
         return
-    from mtpctl.train.launch import run
+    from mtpctl.controller.launch import run
 
     raise typer.Exit(run(loaded.recipe, plain=plain))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 
-from mtpctl.recipe.errors import MtpctlError, RuntimeFailure
+from mtpctl.errors import MtpctlError, RuntimeFailure
 
 
 async def within[T](waited: Awaitable[T], seconds: float, what: str) -> T:

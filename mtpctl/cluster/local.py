@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mtpctl.cluster import leftovers
-from mtpctl.recipe.errors import ClusterResources, EnvironmentMissing
-from mtpctl.recipe.schema import ClusterConfig
+from mtpctl.errors import ClusterResources, EnvironmentMissing
+from mtpctl.recipe.cluster import ClusterConfig
 
 
 def on_one_host() -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mtpctl.cluster.deadlines import told
-from mtpctl.recipe.errors import RuntimeFailure
+from mtpctl.errors import RuntimeFailure
 
 KEPT_S = 60.0
 """Seconds, those of updates not counted, in which what the others serve can be had: a pushed version reaches the store after it is live."""

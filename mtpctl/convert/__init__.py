@@ -1,1 +1,3 @@
-"""Hugging Face folders and Megatron modules, both ways, through one mapping."""
+"""Hugging Face folders and Megatron modules, both ways, through one mapping; and offline conversion of whole checkpoints.
+Runs in trainer processes, log-prob servers and `mtpctl convert-hf`.
+"""

@@ -20,10 +20,10 @@ from torch import Tensor
 from mtpctl.convert.bridge import WeightBridge
 from mtpctl.convert.folder_weights import FolderWeights
 from mtpctl.convert.tensor_files import CODES
+from mtpctl.errors import UserError
 from mtpctl.model.lora import ROW, WHOLE
 from mtpctl.plan.wire import ADAPTER_PREFIX
-from mtpctl.recipe.errors import UserError
-from mtpctl.recipe.schema import LoraConfig
+from mtpctl.recipe.train import LoraConfig
 
 SAMPLED_ROWS = 8
 

@@ -18,14 +18,14 @@ import torch
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from torch import Tensor
 
-from mtpctl.compat import bridge_config, vllm_mimo
+from mtpctl.compat import bridge_config, mimo_config
 from mtpctl.compat.transformer_engine import import_auto_bridge
 from mtpctl.convert import mappings
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.model_weights import ModelWeights
+from mtpctl.errors import UserError
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 from mtpctl.model.lora import Adapter
-from mtpctl.recipe.errors import UserError
 
 AutoBridge = import_auto_bridge()
 mappings.register()
@@ -36,7 +36,7 @@ class WeightBridge:
     """Names and tensors of one model between a Hugging Face folder and Megatron modules."""
 
     def __init__(self, folder: HfFolder) -> None:
-        vllm_mimo.install()
+        mimo_config.install()
         self.folder = folder
         self._bridge = AutoBridge.from_hf_config(_hf_config(folder))
         self._known: tuple[Any, list[Any]] | None = None

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from torch import Tensor
 
 from mtpctl.convert.tensor_files import Entry, TensorFiles, entries
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 
 from mtpctl.convert.folder_weights import FolderWeights
+from mtpctl.errors import UserError
 from mtpctl.families.reading import MTP_COUNTS, shape_of
 from mtpctl.families.registry import FAMILIES
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, tensor_shapes
-from mtpctl.recipe.errors import UserError
 
 
 @dataclass(frozen=True)

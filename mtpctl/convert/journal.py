@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 
 JOURNAL = "conversion.jsonl"
 

@@ -22,9 +22,9 @@ from mtpctl.convert.folder_weights import FolderWeights
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.layout import Stored
 from mtpctl.convert.tensor_files import CODES
+from mtpctl.errors import UserError
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
-from mtpctl.recipe.errors import UserError
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 """What wrappers put before the names of a language model's decoder."""

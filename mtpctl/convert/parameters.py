@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mtpctl.convert.bridge import WeightBridge, names_of
 from mtpctl.convert.stream import StreamMap
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from mtpctl.data.problems import Problem
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 
 
 class PromptCursor:

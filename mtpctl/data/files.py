@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpctl.data.problems import Problem
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 
 NO_ANSWER = ""
 """`Problem.answer` of a prompt without one; an answer that is given cannot be empty."""

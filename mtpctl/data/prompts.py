@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from mtpctl.data.problems import Problem
 from mtpctl.data.tokenizers import Tokenizer
-from mtpctl.recipe.errors import UserError
-from mtpctl.recipe.schema import DataConfig
+from mtpctl.errors import UserError
+from mtpctl.recipe.data import DataConfig
 
 
 def encode_prompt(tokenizer: Tokenizer, problem: Problem, config: DataConfig) -> list[int]:

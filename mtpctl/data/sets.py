@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from mtpctl.data.files import read_problems
 from mtpctl.data.problems import Problem
 from mtpctl.data.tasks import generate
-from mtpctl.recipe.errors import UserError
-from mtpctl.recipe.schema import DataConfig
+from mtpctl.errors import UserError
+from mtpctl.recipe.data import DataConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mtpctl.data.problems import Problem
-from mtpctl.recipe.errors import UserError
-from mtpctl.recipe.schema import GeneratedTask
+from mtpctl.errors import UserError
+from mtpctl.recipe.data import GeneratedTask
 
 ANSWER_MARK = "#"
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"

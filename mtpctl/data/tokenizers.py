@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from mtpctl.recipe.errors import EnvironmentMissing, UserError
+from mtpctl.errors import EnvironmentMissing, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

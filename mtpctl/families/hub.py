@@ -5,7 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 
 _MIMO_7B: dict[str, Any] = {
     "architectures": ["MiMoForCausalLM"],

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from mtpctl.errors import UserError
 from mtpctl.families.registry import FAMILIES, Family, Flag, MoeFields
 from mtpctl.families.shape import DeltaShape, LatentShape, LayerKind, ModelShape, MoeShape
-from mtpctl.recipe.errors import UserError
 
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Config fields that name the count of MTP layers, at the top or inside `text_config`."""

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from mtpctl.errors import EnvironmentMissing
 from mtpctl.families.reading import family_of
 from mtpctl.families.shape import ModelShape
-from mtpctl.recipe.errors import EnvironmentMissing
 
 CPU_LATENT = 576
 """Elements of a token's latent cache that vLLM 0.32's CPU kernel is compiled for: DeepSeek-V3's own."""

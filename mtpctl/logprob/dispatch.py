@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from mtpctl.cluster.replicas import Replicas, Seat
+from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.logprob.protocol import ReplicaDead, Scored, ScoreRequest, VersionGone
 from mtpctl.logprob.queue import Waiting
 from mtpctl.logprob.replica import END_S, Replica
 from mtpctl.logprob.room import BoundedQueue
-from mtpctl.recipe.errors import MtpctlError, RuntimeFailure
 
 ATTEMPTS = 3
 """Replicas that may die over a request before it is taken for the reason."""

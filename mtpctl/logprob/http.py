@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.exceptions import HTTPException
 
 from mtpctl.data.tokenizers import Tokenizer
+from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.logprob.guard import Guard, HttpBounds, error_body
 from mtpctl.logprob.metrics import prometheus
 from mtpctl.logprob.protocol import Late, QueueFull, RequestRefused, Scored, ScoreRequest, VersionGone
@@ -31,7 +32,6 @@ from mtpctl.logprob.schemas import (
     TopLogprob,
 )
 from mtpctl.logprob.server import LogprobServer
-from mtpctl.recipe.errors import MtpctlError, RuntimeFailure
 
 NUMBERS = 1 << 21
 """Numbers in one answer, at most: tokens times what is wanted of each."""

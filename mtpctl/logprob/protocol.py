@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mtpctl.recipe.errors import RuntimeFailure, UserError
+from mtpctl.errors import RuntimeFailure, UserError
 
 COLDEST, HOTTEST = 1e-6, 1e6
 """Temperatures between which no model's logits leave fp32 when divided: a pass that fails over one fails for all requests in it, and on

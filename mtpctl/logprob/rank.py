@@ -12,7 +12,10 @@ from typing import Any
 from mtpctl.cluster.heap import importing, settle_heap
 from mtpctl.logprob.protocol import Bounds, Draft, Scored, ScoreRequest
 from mtpctl.plan.buckets import Bucket, Entry
-from mtpctl.recipe.schema import KernelsConfig, LoraConfig, MtpConfig, ParallelConfig
+from mtpctl.recipe.kernels import KernelsConfig
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.train import LoraConfig
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import PlanMismatch, Section, SyncError, WeightsDiffer
 
@@ -71,9 +74,9 @@ class ScoreRank:
             import torch
 
             from mtpctl.convert.hf_folder import HfFolder
-            from mtpctl.engine.config import EngineConfig
-            from mtpctl.engine.engine import MegatronEngine
-            from mtpctl.engine.parallel import Rank
+            from mtpctl.model.parallel import Rank
+            from mtpctl.trainer.config import EngineConfig
+            from mtpctl.trainer.engine import MegatronEngine
 
         config = self.config
         if config.threads:
@@ -119,8 +122,8 @@ class ScoreRank:
 
     def score(self, requests: list[ScoreRequest], version: int) -> list[Scored] | None:
         """Answers in the order of `requests`, all under weights `version`. Raises VersionConflict where they are not held."""
-        from mtpctl.engine.batch import Sequence
-        from mtpctl.engine.scoring import Want, score_tokens
+        from mtpctl.trainer.batch import Sequence
+        from mtpctl.trainer.scoring import Want, score_tokens
 
         sequences, wants = [], []
         for request in requests:

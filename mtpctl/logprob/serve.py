@@ -18,11 +18,11 @@ from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.heap import settle_heap
 from mtpctl.cluster.local import cluster
 from mtpctl.data.tokenizers import Tokenizer
+from mtpctl.errors import ClusterResources, UserError
 from mtpctl.logprob.guard import HttpBounds, impatient
 from mtpctl.logprob.http import make_app
 from mtpctl.logprob.placed import start_server
 from mtpctl.logprob.server import LogprobServer
-from mtpctl.recipe.errors import ClusterResources, UserError
 from mtpctl.recipe.schema import Recipe
 
 Say = Callable[[str], None]

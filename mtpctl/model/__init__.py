@@ -1,1 +1,3 @@
-"""Megatron modules: transformer config, layer specs, packed attention, the MTP head."""
+"""Megatron modules: process groups, transformer config, layer specs, packed attention, the MTP head.
+Runs wherever a model is held: trainer ranks, log-prob ranks, offline conversion.
+"""

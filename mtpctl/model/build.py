@@ -8,13 +8,14 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
+from mtpctl.errors import UserError
 from mtpctl.families.shape import ModelShape
 from mtpctl.model.gpt import MtpModel
 from mtpctl.model.rope import rope_of
 from mtpctl.model.spec import decoder_spec, mtp_spec
 from mtpctl.plan.sharding import expert_tp, stage_layers
-from mtpctl.recipe.errors import UserError
-from mtpctl.recipe.schema import DTYPES, MtpConfig, ParallelConfig
+from mtpctl.recipe.model import DTYPES, MtpConfig
+from mtpctl.recipe.parallel import ParallelConfig
 
 TORCH_DTYPES: dict[str, torch.dtype] = {precision: getattr(torch, name) for precision, name in DTYPES.items()}
 """By the precision that a recipe names."""

@@ -37,11 +37,11 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from mtpctl.errors import UserError
 from mtpctl.model.delta_net import GatedDeltaNet
 from mtpctl.model.latent import ReplicatedLinear
 from mtpctl.model.layers import LayerNormColumnParallelLinear
-from mtpctl.recipe.errors import UserError
-from mtpctl.recipe.schema import LoraConfig
+from mtpctl.recipe.train import LoraConfig
 
 ROW = ("linear_proj", "linear_fc2", "out_proj")
 WHOLE = ("linear_q_down_proj", "linear_kv_down_proj")

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from mtpctl.errors import ClusterResources, UserError
 from mtpctl.families.shape import ModelShape
 from mtpctl.plan.placement import engine_share
 from mtpctl.plan.sharding import Stage, expert_tp, optimizer_ranks, stages
 from mtpctl.plan.wire import adapted_weights
-from mtpctl.recipe.errors import ClusterResources, UserError
-from mtpctl.recipe.schema import ParallelConfig, Recipe
+from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.schema import Recipe
 
 GIB = 1 << 30
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2}

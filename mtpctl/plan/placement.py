@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mtpctl.recipe.errors import ClusterResources, UserError
+from mtpctl.errors import ClusterResources, UserError
 from mtpctl.recipe.schema import Recipe
 
 Role = Literal["trainer", "rollout", "logprob"]

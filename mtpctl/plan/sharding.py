@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 
+from mtpctl.errors import UserError
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
-from mtpctl.recipe.errors import UserError
-from mtpctl.recipe.schema import ParallelConfig
+from mtpctl.recipe.parallel import ParallelConfig
 
 # Held whole by every tensor-parallel rank: norms, routers, the small gates, and what feeds a latent.
 _REPLICATED = re.compile(

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 from mtpctl.plan.buckets import Bucket, TensorSpec, plan_buckets
-from mtpctl.recipe.schema import DTYPES, Recipe
+from mtpctl.recipe.model import DTYPES
+from mtpctl.recipe.schema import Recipe
 
 ADAPTER_PREFIX = "base_model.model."
 """What PEFT puts before the names of the layers that it adapts."""

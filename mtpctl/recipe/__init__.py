@@ -1,1 +1,1 @@
-"""The recipe: its models, how it is loaded and checked, its errors. Importable without torch."""
+"""The recipe: one module a section with its own checks, how it is loaded, and what must fit together. Needs no torch."""

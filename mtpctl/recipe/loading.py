@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from mtpctl.errors import UserError
 from mtpctl.recipe import yaml12
-from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.fields import Key, Keys, children, find, suggest, type_text, variant
 from mtpctl.recipe.schema import DEFAULT_VARIANTS, Recipe
 

@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.hub import HUB_CONFIGS, hub_config
-from mtpctl.recipe.errors import EnvironmentMissing, UserError
-from mtpctl.recipe.schema import ModelConfig
+from mtpctl.recipe.model import ModelConfig
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 
 Path = tuple[str | int, ...]
 

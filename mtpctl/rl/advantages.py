@@ -9,7 +9,6 @@ A group of one has no baseline, and gets 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -31,12 +30,3 @@ def group_advantages(rewards: Tensor, groups: Tensor, kind: Literal["grpo", "grp
         variance = torch.zeros_like(count).index_add_(0, group, centred**2) / (count - 1).clamp(min=1)
         out = centred / (variance.sqrt() + _EPS)[group]
     return out.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
-
-
-def has_signal(rewards: Sequence[float]) -> bool:
-    """Whether a group's rewards differ at all: groups that do not are what DAPO's dynamic sampling replaces.
-
-    DAPO (arXiv 2503.14476, section 3.2) asks for an accuracy strictly between 0 and 1: give rewards before shaping,
-    or a group that is all wrong, but for its lengths, passes.
-    """
-    return len(rewards) > 1 and max(rewards) - min(rewards) > _EPS

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtpctl.recipe.schema import CorrectionConfig
+from mtpctl.recipe.rl import CorrectionConfig
 from mtpctl.rl.limits import MAX_LOG_RATIO
 from mtpctl.rl.segments import Reduce, sequence_sum
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpctl.recipe.schema import RlConfig
+from mtpctl.recipe.rl import RlConfig
 from mtpctl.rl.corrections import correction_weights
 from mtpctl.rl.divergence import kl_estimate
 from mtpctl.rl.limits import MAX_LOG_RATIO

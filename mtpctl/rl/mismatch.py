@@ -28,7 +28,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mtpctl.recipe.schema import CorrectionConfig
+from mtpctl.recipe.rl import CorrectionConfig
 from mtpctl.rl.corrections import correction_weights
 from mtpctl.rl.limits import MAX_LOG_RATIO
 from mtpctl.rl.segments import Reduce, sequence_mean, sequence_sum

@@ -17,8 +17,8 @@ from selectors import EVENT_READ, DefaultSelector
 from types import TracebackType
 from typing import Literal
 
-from mtpctl.recipe.errors import EnvironmentMissing
-from mtpctl.recipe.schema import OverlongConfig
+from mtpctl.errors import EnvironmentMissing
+from mtpctl.recipe.rl import OverlongConfig
 
 Checker = Callable[[str, str], float]
 

@@ -17,10 +17,10 @@ from itertools import count
 from typing import Any, Protocol
 
 from mtpctl.cluster.heap import settle_heap
-from mtpctl.recipe.errors import MtpctlError
+from mtpctl.errors import MtpctlError
 from mtpctl.rollout.protocol import EngineDead, Health, SpecStats
-from mtpctl.rollout.sglang_settings import SglangSettings
-from mtpctl.rollout.vllm_settings import VllmSettings
+from mtpctl.rollout.sglang.settings import SglangSettings
+from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import PauseMode
@@ -66,11 +66,11 @@ class RolloutActor:
     async def start(self) -> Health:
         """Load the engine that the settings are for: neither is imported elsewhere."""
         if isinstance(self._settings, SglangSettings):
-            from mtpctl.rollout.sglang_engine import SglangEngine
+            from mtpctl.rollout.sglang.engine import SglangEngine
 
             self._engine = await SglangEngine.start(self._settings, version=self._version)
         else:
-            from mtpctl.rollout.vllm_engine import VllmEngine
+            from mtpctl.rollout.vllm.engine import VllmEngine
 
             self._engine = await VllmEngine.start(self._settings, version=self._version)
         settle_heap()

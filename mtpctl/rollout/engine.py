@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any, TypeVar
 
+from mtpctl.errors import UserError
 from mtpctl.plan.buckets import Bucket
-from mtpctl.recipe.errors import UserError
 from mtpctl.rollout.environments import last_turn, length_to_stop
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Health, Occupancy, SpecStats, add_positions
 from mtpctl.samples import GenerationRequest, Sample, Speculation
+from mtpctl.sync.engine_target import EngineClient, EngineTarget
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import PauseMode, Section, TargetDirty, VersionConflict
 from mtpctl.sync.session import SyncReport, update_target
-from mtpctl.sync.vllm_target import VllmClient, VllmTarget
 
 T = TypeVar("T")
 CONTROL_DEADLINE_S = 120.0
@@ -51,7 +51,7 @@ class Stretch:
 class Engine(ABC):
     """An engine that is loaded and serves. Subclasses say how a request is answered, paused and aborted."""
 
-    def __init__(self, client: VllmClient, *, version: int, context: int, places: int, holds: tuple[Section, ...]) -> None:
+    def __init__(self, client: EngineClient, *, version: int, context: int, places: int, holds: tuple[Section, ...]) -> None:
         self._context = context
         self._ids = count()
         # In the order in which they came, which is that in which engines begin with them. Set: it has a place.
@@ -63,7 +63,7 @@ class Engine(ABC):
         self._patience_s = CONTROL_DEADLINE_S
         self._failure = ""
         self._holds: Collection[Section] = holds
-        self._target = VllmTarget(client, version, within=self._within, paused=lambda: self._paused, holds=holds)
+        self._target = EngineTarget(client, version, within=self._within, paused=lambda: self._paused, holds=holds)
 
     # ------------------------------------------------------------------------------------------------- generation
 

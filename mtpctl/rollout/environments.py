@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Protocol
 
-from mtpctl.recipe.schema import RolloutBase
+from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.samples import Sample
 
 

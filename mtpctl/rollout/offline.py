@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mtpctl.recipe.schema import RolloutBase
+from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.rollout.protocol import Generator
 from mtpctl.rollout.sample_file import SampleFile, Tally
 from mtpctl.samples import GenerationRequest, Sample, response_limit

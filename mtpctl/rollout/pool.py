@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from mtpctl.cluster.replicas import Lifecycle, Replicas, Seat, start_all
-from mtpctl.recipe.errors import RuntimeFailure
+from mtpctl.errors import RuntimeFailure
 from mtpctl.rollout.actor import Replica
 from mtpctl.rollout.environments import Turns
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Health, SpecStats

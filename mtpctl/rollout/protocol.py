@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mtpctl.recipe.errors import RuntimeFailure
+from mtpctl.errors import RuntimeFailure
 from mtpctl.samples import GenerationRequest, Sample, Speculation
 from mtpctl.sync.protocol import PauseMode
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 from mtpctl.rollout.protocol import SpecStats
 from mtpctl.samples import Sample, Speculation
 

@@ -8,14 +8,15 @@ from math import ceil
 from typing import Protocol
 
 from mtpctl.cluster.deadlines import within
+from mtpctl.errors import EnvironmentMissing
 from mtpctl.plan.placement import Placement
-from mtpctl.recipe.errors import EnvironmentMissing
-from mtpctl.recipe.schema import Recipe, SglangConfig
+from mtpctl.recipe.rollout import SglangConfig
+from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.actor import EngineSettings, Replica, start_replica
 from mtpctl.rollout.environments import Text, Turns, environment_of
 from mtpctl.rollout.pool import ReplicaPool
-from mtpctl.rollout.sglang_settings import sglang_engine_settings
-from mtpctl.rollout.vllm_settings import engine_settings
+from mtpctl.rollout.sglang.settings import sglang_engine_settings
+from mtpctl.rollout.vllm.settings import engine_settings
 from mtpctl.sync.protocol import Published
 
 WAITING_SHARE = 1 / 16

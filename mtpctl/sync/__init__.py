@@ -1,1 +1,3 @@
-"""How weights travel: publisher and version store on the sender's side, matching names and receivers on the other."""
+"""How weights travel: publisher, sender and version store at the trainer's end, matching of names and receivers at the other.
+Knows no engine: each takes its weights in behind an `EngineClient` of its own.
+"""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 
@@ -23,3 +25,14 @@ def card_memory(*, reset: bool = False) -> dict[str, int]:
         "peak_reserved": torch.cuda.max_memory_reserved(),
         "used": total - free,
     }
+
+
+def copy_rate(nbytes: int) -> float:
+    """GB/s at which this machine's memory is copied, the best of five."""
+    source, goal = torch.ones(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        goal.copy_(source)
+        best = min(best, time.perf_counter() - began)
+    return nbytes / best / 1e9

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
+from mtpctl.errors import RuntimeFailure
 from mtpctl.plan.buckets import Bucket
-from mtpctl.recipe.errors import RuntimeFailure
 from mtpctl.sync.manifest import Manifest
 
 Section = Literal["target", "draft", "adapter"]

@@ -7,14 +7,13 @@ that can be wrong about a plan is found by `match` before the first byte is writ
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from mtpctl.compat import vllm_derived, vllm_packed
 from mtpctl.plan.buckets import Bucket, Entry
 from mtpctl.sync.checksums import Part
 from mtpctl.sync.manifest import SectionPlan
@@ -26,6 +25,18 @@ Portion = tuple[int | None, int | None]
 """One expert, or None, and one packed part, or None for all."""
 
 
+PlainWeight = Callable[[nn.Module, str], torch.Tensor]
+"""Memory of a layer's parameter, by its name there, in the layout of loading. Raises Misfit where there is none."""
+
+
+def held_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
+    """The parameter as it lies in the layer. Raises Misfit for one without elements."""
+    found: torch.Tensor = getattr(layer, leaf).data
+    if not found.numel():
+        raise Misfit("belongs to a layer that holds its weight packed alone")
+    return found
+
+
 def match(
     model: nn.Module,
     plan: SectionPlan,
@@ -34,11 +45,15 @@ def match(
     elsewhere: nn.Module | None = None,
     ranks: Ranks | None = None,
     dtype: torch.dtype | None = None,
+    plain_weight: PlainWeight = held_weight,
+    derived: Collection[str] = (),
 ) -> dict[str, Place]:
     """The place of every tensor of `plan` in `model`.
 
     A tensor has the dtype of its place; of a model of `dtype`, one may also have that where the model keeps a wider one (the
     decays of a gated delta net are float32 under bfloat16).
+    `plain_weight` finds a parameter that the engine keeps in a layout of its kernel's own, and `derived` are the names, inside a
+    layer, of parameters that the engine makes from others: no update brings those.
     Parameters that `elsewhere` holds too (a drafter's embedding and head are its target's) need not be in the plan.
     Raises PlanMismatch with everything that is wrong: names that resolve to nothing, shapes, dtypes, parameters that
     nothing fills.
@@ -55,11 +70,11 @@ def match(
             continue
         filled[id(live[slot.parameter])] |= {(slot.expert, part) for part in slot.parts or (None,)}
         try:
-            places[name] = _place(model, slot, entry, ranks or Ranks(), dtype)
-        except (Misfit, vllm_packed.PackedWeight) as error:
+            places[name] = _place(model, slot, entry, ranks or Ranks(), dtype, plain_weight)
+        except Misfit as error:
             wrong.append(f"{name} {error}")
     for name, parameter in live.items():
-        if id(parameter) in shared or name.rpartition(".")[2] in vllm_derived.DERIVED:
+        if id(parameter) in shared or name.rpartition(".")[2] in derived:
             continue
         here, wanted = filled[id(parameter)], _wanted(model, name, parameter)
         if (None, None) not in here and not wanted <= here:
@@ -69,9 +84,9 @@ def match(
     return places
 
 
-def _place(model: nn.Module, slot: Slot, entry: Entry, ranks: Ranks, own: torch.dtype | None) -> Place:
+def _place(model: nn.Module, slot: Slot, entry: Entry, ranks: Ranks, own: torch.dtype | None, plain_weight: PlainWeight) -> Place:
     path, _, leaf = slot.parameter.rpartition(".")
-    live = vllm_packed.plain_weight(model.get_submodule(path), leaf)
+    live = plain_weight(model.get_submodule(path), leaf)
     place = find_place(model, live, slot, entry.shape, ranks)
     wire = getattr(torch, entry.dtype)
     if wire != live.dtype and not (wire == own and torch.promote_types(wire, live.dtype) == live.dtype):

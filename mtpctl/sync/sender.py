@@ -112,7 +112,7 @@ class Sender(Packing):
     def probe(self, number: int) -> Sent:
         """Send buckets of the announced plan's sizes, whatever is in the buffers: what the link can do, without packing.
 
-        `number` tells probes apart; receivers take part by `VllmTarget.probe`.
+        `number` tells probes apart; receivers take part by `EngineTarget.probe`.
         """
         assert self._sending is not None, "announce comes first"
         for section, plan in self._sending.sections.items():

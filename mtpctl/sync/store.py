@@ -17,7 +17,7 @@ from pathlib import Path
 from mtpctl.cluster import leftovers
 from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
 from mtpctl.cluster.local import on_one_host
-from mtpctl.recipe.errors import EnvironmentMissing
+from mtpctl.errors import EnvironmentMissing
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import VersionConflict
 

@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mtpctl.recipe.errors import RuntimeFailure, UserError
+from mtpctl.errors import RuntimeFailure, UserError
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 

@@ -6,7 +6,7 @@ import os
 from html import escape
 from pathlib import Path
 
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 
 
 def page(title: str, subtitle: str, body: str, footer: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 from mtpctl.telemetry.charts import Chart, Phase, Points, Series, render_chart, sparkline_svg
 from mtpctl.telemetry.curves import best_so_far, late_mean, late_points, worst_fall
 from mtpctl.telemetry.history import History, load_history

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 from mtpctl.telemetry.versions import collect_versions
 
 _FOLDERS = ("checkpoints", "buffer", "logs", "tensorboard")

@@ -9,7 +9,7 @@ from types import TracebackType
 
 from rich.console import Console
 
-from mtpctl.recipe.schema import TelemetryConfig
+from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.telemetry.history import load_history
 from mtpctl.telemetry.metrics_file import MetricsFile
 from mtpctl.telemetry.panel import Face, LivePanel, PlainLines

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
-from mtpctl.recipe.errors import EnvironmentMissing
+from mtpctl.errors import EnvironmentMissing
 
 
 class Sink(Protocol):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mtpctl.bench.arms import WARM, Arm, Experiment, chosen
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 from mtpctl.recipe.loading import dump_resolved, load_recipe
 from mtpctl.telemetry.versions import collect_versions
 

@@ -14,7 +14,7 @@ from mtpctl.bench.compare import better, changes, figures, read, table, unlike
 from mtpctl.bench.logprob import Finding, Load, Report, as_json
 from mtpctl.bench.sync_results import Result
 from mtpctl.bench.sync_results import as_json as sync_json
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 
 
 def test_figures_are_named_by_the_way_to_them() -> None:

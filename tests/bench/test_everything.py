@@ -19,7 +19,7 @@ from mtpctl.bench.everything import Outcome, Task, chosen, exit_code, run_all, t
 from mtpctl.bench.plans import ON_A_LAPTOP, ON_CARDS
 from mtpctl.bench.rollout_engines import TINY
 from mtpctl.cli.app import app, main
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 
 
 def task(name: str, cards: int = 1, *, minutes: float = 1.0, after: tuple[str, ...] = ()) -> Task:

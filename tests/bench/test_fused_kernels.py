@@ -12,7 +12,7 @@ from mtpctl.bench import fused_kernels as bench
 from mtpctl.bench.fused_cases import Case, Limit, make_inputs
 from mtpctl.bench.fused_oracle import distance, exact
 from mtpctl.cli.bench import app
-from mtpctl.recipe.errors import ThresholdMissed, UserError
+from mtpctl.errors import ThresholdMissed, UserError
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from mtpctl.bench.cycle_model import answer, write_cycle_model
 from mtpctl.bench.rollout import Result, allowed_gain, in_turn, line, row, verdict
 from mtpctl.bench.rollout_engines import TINY, Bench, Once, Options, all_of
 from mtpctl.bench.rollout_load import Load, Run, make_load
+from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import tensor_shapes
-from mtpctl.recipe.errors import UserError
 
 VOCAB, HALF = 1024, 512
 

@@ -12,7 +12,7 @@ import pytest
 
 from mtpctl.bench import sync_weights
 from mtpctl.bench.sync_ends import Load
-from mtpctl.recipe.errors import RuntimeFailure
+from mtpctl.errors import RuntimeFailure
 from tests.bench.test_sync_results import CARD
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mtpctl.cli.app import main
-from mtpctl.recipe.errors import EnvironmentMissing
+from mtpctl.errors import EnvironmentMissing
 from mtpctl.recipe.loading import load_recipe
 from tests.families.toys import TOYS
 
@@ -171,9 +171,9 @@ def test_a_run_is_handed_the_recipe_and_its_exit_code_is_ours(mtpctl: Any, monke
     from types import ModuleType
 
     handed: list[Any] = []
-    room = ModuleType("mtpctl.train.launch")
+    room = ModuleType("mtpctl.controller.launch")
     room.run = lambda recipe, *, plain: handed.append((recipe, plain)) or 130  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mtpctl.train.launch", room)
+    monkeypatch.setitem(sys.modules, "mtpctl.controller.launch", room)
     told = mtpctl("train", "tiny_mtp", "--plain", "--set", "seed=4")
     assert told.code == 130
     assert handed == [(load_recipe("tiny_mtp", sets=["seed=4"]).recipe, True)]
@@ -182,7 +182,7 @@ def test_a_run_is_handed_the_recipe_and_its_exit_code_is_ours(mtpctl: Any, monke
 def test_a_recipe_that_does_not_fit_starts_nothing(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    monkeypatch.setitem(sys.modules, "mtpctl.train.launch", None)
+    monkeypatch.setitem(sys.modules, "mtpctl.controller.launch", None)
     assert mtpctl("train", "tiny_mtp", "--set", "train.stages=[]").code == 2
 
 

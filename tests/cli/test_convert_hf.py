@@ -15,7 +15,7 @@ import torch
 
 from mtpctl.cli.app import main
 from tests.convert.models import assert_same_tensors, change_config, tensors, write
-from tests.engine.tiny import MIMO, mimo
+from tests.trainer.tiny import MIMO, mimo
 
 
 class Told:
@@ -279,7 +279,7 @@ def test_a_checkpoint_that_does_not_tell_its_model(convert: Callable[..., Told],
 def test_an_interrupted_conversion_goes_on(
     convert: Callable[..., Told], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
-    from mtpctl.engine import conversion, parts
+    from mtpctl.convert import conversion, parts
 
     monkeypatch.setattr(parts, "PART_BYTES", 20_000)
     source, target = folder, tmp_path / "checkpoint"

@@ -10,7 +10,7 @@ import pytest
 
 from mtpctl.bench.doctor.examination import Check, Diagnosis, Finding
 from mtpctl.cli.app import main
-from mtpctl.recipe.errors import EnvironmentMissing
+from mtpctl.errors import EnvironmentMissing
 
 WELL = [Check("python", Finding("ok", "3.12 [as wanted]"), 0.0), Check("gpus", Finding("absent", "none"), 0.0)]
 SKIPPED = Check("self-check", Finding("skipped", "left out by --quick"), 0.0)

@@ -32,7 +32,7 @@ def rollout(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
                 progress(done, 40, Tally(speculation=_spec()))
             return found
 
-        monkeypatch.setattr("mtpctl.train.offline.rollout", generate)
+        monkeypatch.setattr("mtpctl.cli.rollout_job.rollout", generate)
         with pytest.raises(SystemExit) as ended:
             main(["rollout", *arguments])
         printed = capsys.readouterr()

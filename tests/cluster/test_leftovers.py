@@ -23,7 +23,7 @@ from mtpctl.cli.app import main
 from mtpctl.cluster import leftovers
 from mtpctl.cluster.leftovers import MARK
 from mtpctl.cluster.local import cluster
-from mtpctl.recipe.schema import ClusterConfig
+from mtpctl.recipe.cluster import ClusterConfig
 
 MAKES = """
 import json, sys

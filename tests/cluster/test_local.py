@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mtpctl.cluster.local import check_room, cluster, on_one_host
-from mtpctl.recipe.errors import ClusterResources
-from mtpctl.recipe.schema import ClusterConfig
+from mtpctl.errors import ClusterResources
+from mtpctl.recipe.cluster import ClusterConfig
 
 
 @pytest.mark.parametrize(

@@ -83,11 +83,13 @@ def test_the_first_rank_holds_what_it_tells_the_others(kind: str) -> None:
 def first_rank(kind: str) -> Any:
     if kind == "trainer":
         from mtpctl.recipe.loading import load_recipe
-        from mtpctl.train.trainer import TrainerRank
+        from mtpctl.trainer.actor import TrainerRank
 
         return TrainerRank(load_recipe("tiny_mtp").recipe.model_dump_json(by_alias=True), 0, 2)
     from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
-    from mtpctl.recipe.schema import KernelsConfig, MtpConfig, ParallelConfig
+    from mtpctl.recipe.kernels import KernelsConfig
+    from mtpctl.recipe.model import MtpConfig
+    from mtpctl.recipe.parallel import ParallelConfig
 
     parallel = ParallelConfig(tp=2)
     return ScoreRank(ReplicaConfig("model", parallel, "fp32", MtpConfig(), KernelsConfig(), tokens_per_batch=64), 0)

@@ -14,14 +14,15 @@ from pathlib import Path
 import torch
 
 from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
-from mtpctl.engine.batch import Sequence
-from mtpctl.engine.engine import MegatronEngine
-from mtpctl.engine.objective import NextToken
-from mtpctl.engine.scoring import Want, score_tokens
-from mtpctl.recipe.schema import MtpConfig, OptimizerConfig
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.optimizer import OptimizerConfig
+from mtpctl.trainer.batch import Sequence
+from mtpctl.trainer.engine import MegatronEngine
+from mtpctl.trainer.objective import NextToken
+from mtpctl.trainer.scoring import Want, score_tokens
 from tests.convert.models import converted
-from tests.engine.tiny import engine
 from tests.rollout.checkpoints import tiny_config
+from tests.trainer.tiny import engine
 
 JOINT = MtpConfig(mode="joint", loss_scale=1.0, clip_grad=0)
 UPDATES, BATCH, LENGTH, VOCAB = 25, 32, 32, 128

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.convert.models import change_config, model, tensors, write
-from tests.engine.tiny import mimo
+from tests.trainer.tiny import mimo
 
 Held = dict[str, Tensor]
 

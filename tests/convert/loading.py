@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
-from mtpctl.engine.engine import MegatronEngine
-from mtpctl.recipe.schema import MtpConfig
-from tests.engine.tiny import MIMO, engine
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.trainer.engine import MegatronEngine
+from tests.trainer.tiny import MIMO, engine
 
 LARGE = {
     "hidden_size": 4096,

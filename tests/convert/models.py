@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mtpctl.convert.conversion import Converted, Wanted, convert
 from mtpctl.convert.hf_folder import HfFolder
-from mtpctl.engine.conversion import Converted, Wanted, convert
 from mtpctl.families.tensors import aliases, tensor_shapes
 from tests.convert.test_families import CASES, hf_model
-from tests.engine.tiny import mimo
+from tests.trainer.tiny import mimo
 
 FAMILIES = [
     "mimo",

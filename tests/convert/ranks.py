@@ -14,8 +14,9 @@ import torch
 
 from mtpctl.compat import cpu_device
 from mtpctl.convert.hf_folder import HfFolder
-from mtpctl.engine.parallel import Rank
-from mtpctl.recipe.schema import MtpConfig, ParallelConfig
+from mtpctl.model.parallel import Rank
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.parallel import ParallelConfig
 from tests.forked import run_ranks
 
 DEADLINE_S = 240
@@ -32,7 +33,7 @@ def saved_again(root: Path, case: str) -> Path:
 
 def run(root: Path, case: str) -> str:
     """ "ok", or the error of the first rank that failed."""
-    from tests.engine.tiny import engine
+    from tests.trainer.tiny import engine
 
     def save(rank: Rank) -> None:
         home = root / case.split(":")[0]
@@ -50,7 +51,7 @@ def main(root: str, *cases: str) -> None:
     torch.set_num_threads(1)
     cpu_device.install()
     import mtpctl.convert.bridge
-    import mtpctl.engine.engine  # noqa: F401
+    import mtpctl.trainer.engine  # noqa: F401
 
     gc.collect()
     gc.freeze()  # forked ranks then share what is imported

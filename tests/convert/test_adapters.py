@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from mtpctl.convert.hf_folder import HfFolder
-from mtpctl.engine.objective import NextToken
-from mtpctl.recipe.errors import UserError
-from mtpctl.recipe.schema import LoraConfig, MtpConfig, OptimizerConfig
+from mtpctl.errors import UserError
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.optimizer import OptimizerConfig
+from mtpctl.recipe.train import LoraConfig
+from mtpctl.trainer.objective import NextToken
 from tests.convert.models import converted, model, tensors
-from tests.engine.tiny import engine, mimo, sequences
+from tests.trainer.tiny import engine, mimo, sequences
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mtpctl.convert.bridge import WeightBridge
-from mtpctl.recipe.errors import UserError
-from mtpctl.recipe.schema import MtpConfig
-from tests.engine.tiny import engine, mimo
+from mtpctl.errors import UserError
+from mtpctl.recipe.model import MtpConfig
+from tests.trainer.tiny import engine, mimo
 
 
 def drop(folder, *ends):

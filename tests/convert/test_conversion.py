@@ -11,12 +11,12 @@ import torch
 
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.stream import StreamMap
-from mtpctl.recipe.errors import UserError
-from mtpctl.recipe.schema import MtpConfig
+from mtpctl.errors import UserError
+from mtpctl.recipe.model import MtpConfig
 from tests.convert.models import FAMILIES, assert_same_tensors, change_config, converted, model
 from tests.convert.test_families import assert_like
-from tests.engine.tiny import engine, mimo, sequences
 from tests.model.test_mimo import packed_logits
+from tests.trainer.tiny import engine, mimo, sequences
 
 
 @pytest.mark.parametrize("case", [*FAMILIES, "qwen3-moe-dense"])

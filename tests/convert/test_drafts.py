@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtpctl.convert.hf_folder import HfFolder
-from mtpctl.recipe.schema import MtpConfig
+from mtpctl.recipe.model import MtpConfig
 from tests.convert.test_families import CASES, assert_like, hf_model
-from tests.engine.tiny import engine, sequences
 from tests.model.mimo_reference import norm
 from tests.model.test_mimo import packed_logits
+from tests.trainer.tiny import engine, sequences
 
 
 class Drafter:

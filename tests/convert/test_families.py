@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mtpctl.convert.hf_folder import HfFolder
-from mtpctl.recipe.schema import MtpConfig
-from tests.engine.tiny import engine, sequences
+from mtpctl.recipe.model import MtpConfig
 from tests.model.test_mimo import packed_logits
+from tests.trainer.tiny import engine, sequences
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

@@ -13,7 +13,7 @@ from mtpctl.convert.hf_folder import HfFolder
 from tests.convert.found import fp8, packed, prefixed
 from tests.convert.models import FAMILIES, assert_same_tensors, converted, model
 from tests.convert.ranks import saved_again
-from tests.engine.tiny import mimo
+from tests.trainer.tiny import mimo
 
 TREE = Path(__file__).parents[2]
 

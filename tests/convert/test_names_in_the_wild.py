@@ -13,10 +13,10 @@ from torch import Tensor
 
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.model_weights import ModelWeights
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 from tests.convert.found import pack, quantize
 from tests.convert.models import assert_same_tensors, change_config, converted, model, tensors, write
-from tests.engine.tiny import mimo
+from tests.trainer.tiny import mimo
 
 Held = dict[str, Tensor]
 

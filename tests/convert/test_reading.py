@@ -11,12 +11,12 @@ from torch import Tensor
 
 from mtpctl.convert.adapters import fingerprint
 from mtpctl.convert.hf_folder import HfFolder
-from mtpctl.engine.objective import NextToken
-from mtpctl.recipe.errors import UserError
-from mtpctl.recipe.schema import MtpConfig
+from mtpctl.errors import UserError
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.trainer.objective import NextToken
 from tests.convert.found import fp8, fp8_dense, packed, pickled, prefixed, quantize, unnamed
 from tests.convert.models import change_config, converted, model, tensors, write
-from tests.engine.tiny import GENTLE, engine, mimo, sequences
+from tests.trainer.tiny import GENTLE, engine, mimo, sequences
 
 
 def updated(folder: Path) -> tuple[dict[str, float], dict[str, Tensor]]:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from mtpctl.convert import conversion, parts
 from mtpctl.convert.hf_writer import HfWriter
 from mtpctl.convert.journal import Journal
 from mtpctl.convert.layout import Stored
-from mtpctl.engine import conversion, parts
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 from tests.convert.models import assert_same_tensors, change_config, converted, tensors, write
-from tests.engine.tiny import mimo
+from tests.trainer.tiny import mimo
 
 
 @pytest.fixture(autouse=True)

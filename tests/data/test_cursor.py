@@ -9,7 +9,7 @@ import pytest
 
 from mtpctl.data.cursor import PromptCursor
 from mtpctl.data.problems import Problem
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 
 PROBLEMS = [Problem(f"p{i}", f"{i}=", str(i)) for i in range(7)]
 

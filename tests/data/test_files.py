@@ -12,8 +12,8 @@ import pytest
 from mtpctl.data.files import NO_ANSWER, read_problems
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import load_problem_sets
-from mtpctl.recipe.errors import UserError
-from mtpctl.recipe.schema import DataConfig, GeneratedTask
+from mtpctl.errors import UserError
+from mtpctl.recipe.data import DataConfig, GeneratedTask
 
 GOOD = '{"prompt": "1+1=", "answer": "2"}\n'
 

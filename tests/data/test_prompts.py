@@ -9,8 +9,8 @@ import pytest
 from mtpctl.data.problems import Problem
 from mtpctl.data.prompts import encode_prompt, encode_target, fit_problems
 from mtpctl.data.tokenizers import load_tokenizer, make_byte_tokenizer
-from mtpctl.recipe.errors import UserError
-from mtpctl.recipe.schema import DataConfig
+from mtpctl.errors import UserError
+from mtpctl.recipe.data import DataConfig
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 

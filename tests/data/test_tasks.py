@@ -9,8 +9,8 @@ import pytest
 
 from mtpctl.data.problems import Problem
 from mtpctl.data.tasks import generate
-from mtpctl.recipe.errors import UserError
-from mtpctl.recipe.schema import GeneratedTask
+from mtpctl.errors import UserError
+from mtpctl.recipe.data import GeneratedTask
 
 TASKS = ["addition", "subtraction", "multiplication", "reverse", "sort"]
 

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_tokenizer, make_byte_tokenizer
-from mtpctl.recipe.errors import EnvironmentMissing, UserError
-from mtpctl.recipe.schema import BYTE_VOCAB_SIZE
+from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.recipe.model import BYTE_VOCAB_SIZE
 
 
 @pytest.fixture(scope="module")

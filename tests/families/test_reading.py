@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.hub import HUB_CONFIGS, hub_config
 from mtpctl.families.reading import MTP_COUNTS, shape_of
 from mtpctl.families.registry import FAMILIES
 from mtpctl.families.serving import check_importable
-from mtpctl.recipe.errors import EnvironmentMissing, UserError
 from tests.families.toys import TOYS
 
 MIMO: dict[str, Any] = {

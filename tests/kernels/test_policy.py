@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mtpctl.kernels.logprob import linear_logprob
 from mtpctl.kernels.policy import linear_policy_loss
-from mtpctl.recipe.schema import RlConfig
+from mtpctl.recipe.rl import RlConfig
 from mtpctl.rl.losses import LossInputs, policy_loss, token_policy_loss, token_terms
 from tests.kernels.agreement import relative
 

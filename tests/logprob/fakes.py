@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from mtpctl.errors import RuntimeFailure
 from mtpctl.logprob.protocol import Bounds, Scored, ScoreRequest
 from mtpctl.logprob.replica import Replica
-from mtpctl.recipe.errors import RuntimeFailure
 from mtpctl.sync.manifest import Manifest, SectionPlan
 from tests.logprob.conftest import LocalRanks
 

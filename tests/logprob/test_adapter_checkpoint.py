@@ -9,15 +9,17 @@ import pytest
 import torch
 
 from mtpctl.convert.hf_folder import HfFolder
-from mtpctl.engine.config import EngineConfig
-from mtpctl.engine.engine import MegatronEngine
-from mtpctl.engine.parallel import Rank
 from mtpctl.logprob.protocol import ScoreRequest
 from mtpctl.logprob.rank import ScoreRank
 from mtpctl.logprob.replica import Replica
-from mtpctl.recipe.schema import LoraConfig, MtpConfig, ParallelConfig
+from mtpctl.model.parallel import Rank
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.train import LoraConfig
 from mtpctl.sync.checksums import checksum
 from mtpctl.sync.session import update_target
+from mtpctl.trainer.config import EngineConfig
+from mtpctl.trainer.engine import MegatronEngine
 from tests.logprob.conftest import LocalRanks, Loop, replica_config
 from tests.sync import adapters
 

@@ -20,7 +20,9 @@ from mtpctl.logprob.dispatch import ServerLimits
 from mtpctl.logprob.protocol import Scored, ScoreRequest
 from mtpctl.logprob.replica import RayRanks, Replica, start_replica
 from mtpctl.logprob.server import LogprobServer
-from mtpctl.recipe.schema import ClusterConfig, MtpConfig, ParallelConfig
+from mtpctl.recipe.cluster import ClusterConfig
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.sync.publisher import Publisher
 from mtpctl.sync.store import VersionStore
 from tests.logprob.conftest import CONFIG, Loop, replica_config

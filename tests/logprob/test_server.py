@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from mtpctl.errors import RuntimeFailure
 from mtpctl.logprob.protocol import Late, QueueFull, RequestRefused, ScoreRequest, VersionGone
 from mtpctl.logprob.server import LogprobServer
-from mtpctl.recipe.errors import RuntimeFailure
 from mtpctl.sync.manifest import Manifest, SectionPlan
 from mtpctl.sync.protocol import PlanMismatch, TargetDirty, WeightsDiffer
 from tests.logprob.conftest import Loop, serve

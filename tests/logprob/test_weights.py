@@ -67,7 +67,7 @@ def test_a_batch_gets_the_same_numbers_from_the_server_as_from_the_trainers_reco
     temperature: float, run: Loop, engine: Any, tensors: Tensors, replica: Any
 ) -> None:
     """To the bit: the engine's pass over a batch, and the server's over its samples as they come."""
-    from mtpctl.engine.batch import Sequence
+    from mtpctl.trainer.batch import Sequence
 
     generator = torch.Generator().manual_seed(5)
     lengths = torch.randint(6, 200, (24,), generator=generator).tolist()

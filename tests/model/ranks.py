@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from mtpctl.compat import cpu_device
-from mtpctl.engine.parallel import Rank
-from tests.engine.tiny import mimo
+from mtpctl.model.parallel import Rank
 from tests.forked import run_ranks
 from tests.model.test_memory import CASES, SHARED, kept_bytes
+from tests.trainer.tiny import mimo
 
 
 def elements(name: str, root: Path) -> float:
@@ -35,7 +35,7 @@ def elements(name: str, root: Path) -> float:
 if __name__ == "__main__":
     cpu_device.install()
     import mtpctl.convert.bridge
-    import mtpctl.engine.engine  # noqa: F401
+    import mtpctl.trainer.engine  # noqa: F401
 
     out = Path(sys.argv[1])
     out.write_text(json.dumps({name: elements(name, out.parent) for name in SHARED}))

@@ -15,10 +15,11 @@ import torch
 
 from mtpctl.model import layers
 from mtpctl.plan.memory import activation_width
-from mtpctl.recipe.schema import MtpConfig, ParallelConfig
-from tests.engine.cases import MODELS
-from tests.engine.tiny import engine, mimo, sequences
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.parallel import ParallelConfig
 from tests.model.kept import Kept
+from tests.trainer.cases import MODELS
+from tests.trainer.tiny import engine, mimo, sequences
 
 
 class Norm(torch.autograd.Function):

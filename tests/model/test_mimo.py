@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mtpctl.model.packing import Packing
-from mtpctl.recipe.schema import MtpConfig
-from tests.engine.tiny import engine, mimo, sequences
+from mtpctl.recipe.model import MtpConfig
 from tests.model import mimo_reference
+from tests.trainer.tiny import engine, mimo, sequences
 
 
 def packed_logits(made, ids, depths):

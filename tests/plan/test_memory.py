@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mtpctl.errors import ClusterResources, UserError
 from mtpctl.families.hub import hub_config
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
@@ -14,9 +15,9 @@ from mtpctl.families.tensors import count_parameters, tensor_shapes
 from mtpctl.plan.memory import GIB, activation_width, check_fits, engine_memory, kv_bytes_per_token, logprob_memory, trainer_memory
 from mtpctl.plan.sharding import stage_layers, stages
 from mtpctl.plan.wire import section_buckets
-from mtpctl.recipe.errors import ClusterResources, UserError
 from mtpctl.recipe.loading import load_recipe
-from mtpctl.recipe.schema import ParallelConfig, Recipe
+from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.schema import Recipe
 
 MIMO = shape_of(hub_config("XiaomiMiMo/MiMo-7B-RL"))
 

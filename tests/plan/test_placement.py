@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
+from mtpctl.errors import ClusterResources, UserError
 from mtpctl.plan.placement import Host, Placement, place
-from mtpctl.recipe.errors import ClusterResources, UserError
 from mtpctl.recipe.loading import load_recipe
 
 

@@ -10,9 +10,9 @@ from mtpctl.families.reading import shape_of
 from mtpctl.plan.wire import adapter_tensors, bytes_beneath, section_buckets, wire_tensors
 from mtpctl.recipe.checks import adapter_targets
 from mtpctl.recipe.loading import load_recipe
-from mtpctl.recipe.schema import LoraConfig
-from tests.engine.cases import MODELS
-from tests.engine.tiny import engine, mimo
+from mtpctl.recipe.train import LoraConfig
+from tests.trainer.cases import MODELS
+from tests.trainer.tiny import engine, mimo
 
 
 @pytest.mark.parametrize("model", ["mimo", "tied", "qwen3-moe", "deepseek", "qwen3.5"])

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.checks import complaints_of, validate
-from mtpctl.recipe.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.loading import RECIPES, available, load_recipe
+from mtpctl.recipe.model import ModelConfig
 from mtpctl.recipe.model_source import hf_config
-from mtpctl.recipe.schema import ModelConfig
 from tests.families.toys import SERVED, TOYS
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mtpctl.errors import UserError
 from mtpctl.recipe import yaml12
-from mtpctl.recipe.errors import UserError
 from mtpctl.recipe.loading import RECIPES, available, dump_resolved, flatten, load_recipe
 from mtpctl.recipe.schema import Recipe
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mtpctl.errors import UserError
 from mtpctl.recipe import yaml12
-from mtpctl.recipe.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtpctl.rl.advantages import group_advantages, has_signal
+from mtpctl.rl.advantages import group_advantages
+from mtpctl.rl.groups import has_signal
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 3.0, 5.0])
 GROUPS = torch.tensor([7, 7, 7, 7, 2, 2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtpctl.recipe.schema import CorrectionConfig
+from mtpctl.recipe.rl import CorrectionConfig
 from mtpctl.rl.corrections import correction_weights
 
 RATIO = torch.tensor([0.25, 1.0, 3.0, 0.5, 4.0, 7.0])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpctl.recipe.schema import RlConfig
+from mtpctl.recipe.rl import RlConfig
 from mtpctl.rl.divergence import kl_estimate
 from mtpctl.rl.losses import LossInputs, loss_denominator, loss_metrics, policy_loss, token_policy_loss, token_terms
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mtpctl.recipe.schema import CorrectionConfig
+from mtpctl.recipe.rl import CorrectionConfig
 from mtpctl.rl.mismatch import mismatch_metrics, mismatch_sums, token_mismatch, token_mismatch_metrics
 
 OFF = CorrectionConfig()

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from mtpctl.data.tasks import generate
-from mtpctl.recipe.schema import GeneratedTask, OverlongConfig
+from mtpctl.recipe.data import GeneratedTask
+from mtpctl.recipe.rl import OverlongConfig
 from mtpctl.rl.rewards import MathChecker, exact_checker, final_answer, make_checker, overlong_penalty
 
 

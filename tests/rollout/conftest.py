@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from mtpctl.recipe.schema import SglangConfig, SpeculationConfig, VllmConfig
+from mtpctl.recipe.rollout import SglangConfig, SpeculationConfig, VllmConfig
 from mtpctl.rollout.actor import EngineSettings
 from mtpctl.rollout.engine import Engine
-from mtpctl.rollout.sglang_settings import SglangSettings, sglang_engine_settings
-from mtpctl.rollout.vllm_settings import VllmSettings, engine_settings
+from mtpctl.rollout.sglang.settings import SglangSettings, sglang_engine_settings
+from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
 
 T = TypeVar("T")
 
@@ -87,11 +87,11 @@ def start_engine(run: Loop) -> Iterator[Callable[[EngineSettings], Engine]]:
 
     def start(settings: EngineSettings) -> Engine:
         if isinstance(settings, SglangSettings):
-            from mtpctl.rollout.sglang_engine import SglangEngine
+            from mtpctl.rollout.sglang.engine import SglangEngine
 
             engines.append(run(SglangEngine.start(settings), START_S))
         else:
-            from mtpctl.rollout.vllm_engine import VllmEngine
+            from mtpctl.rollout.vllm.engine import VllmEngine
 
             engines.append(run(VllmEngine.start(settings), START_S))
         return engines[-1]

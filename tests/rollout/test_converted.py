@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.rollout.vllm_engine import VllmEngine
-from mtpctl.rollout.vllm_settings import VllmSettings
+from mtpctl.rollout.vllm.engine import VllmEngine
+from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
 from tests.rollout.conftest import Loop, cpu_settings
 

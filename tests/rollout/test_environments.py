@@ -16,8 +16,8 @@ from mtpctl.data.tokenizers import load_tokenizer, make_byte_tokenizer
 from mtpctl.rollout.environments import Calculator, Turns, compute, last_turn, turns
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead
-from mtpctl.rollout.vllm_engine import VllmEngine
-from mtpctl.rollout.vllm_settings import VllmSettings
+from mtpctl.rollout.vllm.engine import VllmEngine
+from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample, Speculation, VersionSpan
 from tests.rollout.checkpoints import Tensors, cycle_tensors, tiny_config, write_checkpoint
 from tests.rollout.conftest import Loop, cpu_settings

@@ -17,7 +17,7 @@ import pytest
 from mtpctl.rollout.actor import RayReplica, RolloutActor
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import Health
-from mtpctl.rollout.sglang_settings import SglangSettings
+from mtpctl.rollout.sglang.settings import SglangSettings
 from mtpctl.samples import GenerationRequest, Sample
 from tests.rollout.fake_replica import VOCABULARY, FakeReplica
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mtpctl.recipe.errors import RuntimeFailure
-from mtpctl.recipe.schema import VllmConfig
+from mtpctl.errors import RuntimeFailure
+from mtpctl.recipe.rollout import VllmConfig
 from mtpctl.rollout.offline import Prompt, answer_all, summary, wanted
 from mtpctl.rollout.protocol import Health, SpecStats
 from mtpctl.rollout.sample_file import Origin, SampleFile, Tally

@@ -12,7 +12,7 @@ import pytest
 from mtpctl.bench import rollout as bench
 from mtpctl.bench import rollout_engines as engines
 from mtpctl.rollout import start
-from mtpctl.rollout.vllm_settings import VllmSettings
+from mtpctl.rollout.vllm.settings import VllmSettings
 from tests.rollout import fixed_runner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

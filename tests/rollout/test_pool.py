@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mtpctl.cluster.meeting import host_store
-from mtpctl.recipe.errors import RuntimeFailure, UserError
+from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.rollout.pool import AFFINITY_SLACK, ReplicaPool
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead
 from mtpctl.samples import GenerationRequest, Sample

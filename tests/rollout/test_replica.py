@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 from mtpctl.rollout.actor import RayReplica, RolloutActor, _portable
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import EngineDead
-from mtpctl.rollout.sglang_settings import SglangSettings
+from mtpctl.rollout.sglang.settings import SglangSettings
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import PlanMismatch
 from tests.rollout.conftest import in_loop

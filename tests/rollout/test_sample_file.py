@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 from mtpctl.rollout.sample_file import Origin, SampleFile
 from mtpctl.samples import Sample, Speculation, VersionSpan
 

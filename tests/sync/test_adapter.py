@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from mtpctl.plan.wire import ADAPTER_PREFIX
-from mtpctl.recipe.schema import VLLM_ADAPTER_RANKS, VllmConfig
-from mtpctl.rollout.vllm_engine import VllmEngine
-from mtpctl.rollout.vllm_settings import engine_settings
+from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, VllmConfig
+from mtpctl.rollout.vllm.engine import VllmEngine
+from mtpctl.rollout.vllm.settings import engine_settings
 from mtpctl.sync.adapter import check_fits, layers_of
+from mtpctl.sync.engine_target import EngineTarget
 from mtpctl.sync.manifest import Manifest, SectionPlan
 from mtpctl.sync.places import Ranks
 from mtpctl.sync.protocol import PlanMismatch, SyncError, TargetDirty, WeightsDiffer
 from mtpctl.sync.session import update_target
-from mtpctl.sync.vllm_target import VllmTarget
 from tests.rollout.checkpoints import random_tensors, tiny_config
 from tests.sync import adapters
 
@@ -98,7 +98,7 @@ class TestFit:
 
 
 class Engine:
-    """A `VllmClient` that takes everything in but what it is told to refuse, and remembers what came.
+    """A `EngineClient` that takes everything in but what it is told to refuse, and remembers what came.
 
     As vLLM does, it forgets its adapter when a session on the target ends.
     """
@@ -142,11 +142,11 @@ class TestOneVersion:
         tensors = adapters.adapter(BASE, version) | BASE
         return sends.publish([item for item in tensors.items() if adapters.section_of(item[0]) in sections], version)
 
-    def target(self, engine: Engine) -> VllmTarget:
+    def target(self, engine: Engine) -> EngineTarget:
         async def within(step: Awaitable[Any], what: str) -> Any:
             return await step
 
-        return VllmTarget(engine, 0, within=within, paused=lambda: True)
+        return EngineTarget(engine, 0, within=within, paused=lambda: True)
 
     def test_weights_that_are_not_what_was_sent_are_never_served(self, tmp_path: Path) -> None:
         """The fake engine takes everything in and can tell no checksum."""
@@ -178,7 +178,7 @@ class TestOneVersion:
                 asyncio.run(self.failing(target, manifest, engine))
             assert (engine.live, target.version, target.dirty) == ({"adapter": 1, "draft": 1}, 1, False)
 
-    async def failing(self, target: VllmTarget, manifest: Manifest, engine: Engine) -> None:
+    async def failing(self, target: EngineTarget, manifest: Manifest, engine: Engine) -> None:
         """The engine refuses this once: the way back is free."""
         abort = target.abort_update
 

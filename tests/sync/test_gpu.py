@@ -18,9 +18,12 @@ import torch
 from mtpctl.logprob.protocol import ScoreRequest
 from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
 from mtpctl.logprob.replica import Replica
-from mtpctl.recipe.schema import KernelsConfig, MtpConfig, ParallelConfig, SpeculationConfig, VllmConfig
-from mtpctl.rollout.vllm_engine import VllmEngine
-from mtpctl.rollout.vllm_settings import VllmSettings, engine_settings
+from mtpctl.recipe.kernels import KernelsConfig
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
+from mtpctl.rollout.vllm.engine import VllmEngine
+from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.publisher import spec_of

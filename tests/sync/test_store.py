@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mtpctl.cluster import leftovers
-from mtpctl.recipe.errors import EnvironmentMissing
+from mtpctl.errors import EnvironmentMissing
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import VersionConflict
 from mtpctl.sync.publisher import Publisher

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.recipe.errors import RuntimeFailure, UserError
+from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.telemetry.metrics_file import MetricsFile, read_rows
 
 

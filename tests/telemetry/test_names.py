@@ -47,7 +47,7 @@ def test_the_names_that_people_script_against_are_in_the_catalogue(name: str) ->
 def test_what_the_rl_room_logs_is_in_the_catalogue() -> None:
     import torch
 
-    from mtpctl.recipe.schema import CorrectionConfig, RlConfig
+    from mtpctl.recipe.rl import CorrectionConfig, RlConfig
     from mtpctl.rl.losses import LossInputs, loss_metrics, policy_loss
     from mtpctl.rl.mismatch import mismatch_metrics, mismatch_sums
 

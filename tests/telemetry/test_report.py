@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 from mtpctl.telemetry.report import write_report
 from mtpctl.telemetry.run_directory import RunDirectory
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.recipe.errors import UserError
+from mtpctl.errors import UserError
 from mtpctl.telemetry.run_directory import RunDirectory
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mtpctl.recipe.errors import EnvironmentMissing
-from mtpctl.recipe.schema import TelemetryConfig
+from mtpctl.errors import EnvironmentMissing
+from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.telemetry.history import load_history
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.session import Telemetry

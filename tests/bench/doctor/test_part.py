@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from mtpctl.bench.doctor import part
-from mtpctl.recipe.errors import EnvironmentMissing, RuntimeFailure
+from mtpctl.errors import EnvironmentMissing, RuntimeFailure
 
 MODULE = """
 import os, subprocess, sys, time

@@ -10,7 +10,7 @@ import pytest
 
 from mtpctl.bench.doctor.part import run_part
 from mtpctl.bench.doctor.self_check import Agreement, compare
-from mtpctl.recipe.errors import ThresholdMissed
+from mtpctl.errors import ThresholdMissed
 from mtpctl.samples import Sample, Speculation
 
 

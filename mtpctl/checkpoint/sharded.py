@@ -1,0 +1,326 @@
+"""Checkpoints through megatron-core's distributed format: any layout writes, any layout reads.
+
+A checkpoint is a folder: the shards and their metadata, and `engine.json` with step counts and the caller's state. It is
+written beside its place and renamed, so that a folder under its own name is whole; which one a run takes up is said by
+the file `latest` next to it, which moves last.
+
+Writing is a thread's work. What it writes is planned, and copied to host memory, before `Save` is made; all that ranks must
+do together happens there and in `finish`, so that the thread never meets the collectives of a training step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply_factories
+from megatron.core.transformer import MegatronModule
+from torch.distributed.checkpoint import CheckpointException
+
+from mtpctl.checkpoint.pointer import newest, point_to, pointer_of
+from mtpctl.compat import checkpoint_queue
+from mtpctl.errors import RuntimeFailure, UserError
+
+_ENGINE = "engine.json"
+_FORMAT = 1
+_ASIDE = ".replaced"
+_MOST_RANKS = 64
+"""Over which a vocabulary may be divided."""
+
+
+class Slot(Protocol):
+    """What an optimizer remembers of one parameter: `kinds` of tensors, each whole on this rank, or spread over the ranks of `group`."""
+
+    @property
+    def parameter(self) -> torch.Tensor: ...
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]: ...
+
+    @property
+    def kinds(self) -> tuple[str, ...]: ...
+
+    @property
+    def group(self) -> dist.ProcessGroup | None: ...
+
+    def whole(self, kind: str) -> torch.Tensor:
+        """In the parameter's shape, fp32. Every rank of the group must call this."""
+        ...
+
+    def fill(self, kind: str, value: torch.Tensor) -> None:
+        """Take this rank's stretch of `value`, which has the parameter's shape."""
+        ...
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint is made of, and goes into.
+
+    slots: what the optimizer remembers, None without one, after `steps` steps. kept: names of the parameters that belong in it,
+    None for all. adapter: where these are adapters, what they are made for (`base`) and how.
+    """
+
+    model: MegatronModule
+    slots: Sequence[Slot] | None
+    steps: int
+    kept: set[str] | None
+    adapter: dict[str, Any] | None
+
+    def tree(self, *, reading: bool) -> dict[str, Any]:
+        """Names to sharded tensors, as megatron-core saves and loads them."""
+        sharded = self.model.sharded_state_dict()
+        held = {name: value for name, value in sharded.items() if self.kept is None or name in self.kept}
+        tree = {"model": held}
+        if self.slots is not None:
+            tree["optimizer"] = _optimizer_tree(self.slots, held, reading=reading)
+        return tree
+
+    def live(self) -> set[int]:
+        """Where the memory lies that the next step writes to."""
+        tensors: list[torch.Tensor] = list(self.model.parameters())
+        tensors += [tensor for slot in self.slots or [] for tensor in slot.tensors.values()]
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+class Save:
+    """A checkpoint on its way to `path`. All ranks make it, and finish it, together.
+
+    `folder` is where it lies until it is whole; what is put there comes along.
+    """
+
+    def __init__(self, path: Path, contents: Contents, state: dict[str, Any], *, beside: bool = False) -> None:
+        """Plan, copy, and start to write. `beside`: while it is written the contents may change."""
+        checkpoint_queue.install()
+        self.path, self.folder = path, path.with_name(path.name + ".partial")
+        self._contents, self._state = (contents.steps, contents.slots is not None, contents.adapter), state
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+        dist.barrier()
+        request = dist_checkpointing.save(contents.tree(reading=False), str(self.folder), async_sharded_save=True, async_strategy="mcore")
+        self._finalize = request.finalize_fns
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if request.async_fn is not None:
+            rank, _, results = request.async_fn_args
+            buckets = _apart(request.preload_fn(), contents.live() if beside else set())
+            self._thread = threading.Thread(target=self._write, args=(request.async_fn, rank, buckets, results), daemon=True)
+            self._thread.start()
+
+    def _write(self, write: Callable[..., None], *args: Any) -> None:
+        try:
+            write(*args)
+        except BaseException as error:
+            self._error = error
+
+    def written(self) -> bool:
+        """Whether every rank has written its part, or failed to."""
+        waiting = torch.tensor(float(self._thread is not None and self._thread.is_alive()))
+        dist.all_reduce(waiting)
+        return not waiting
+
+    def finish(self) -> None:
+        """Wait for the thread, and put the checkpoint in its place. Raises RuntimeFailure on every rank where one could not write."""
+        if self._thread is not None:
+            self._thread.join()
+        _agree(self.path, self._error)
+        try:
+            for step in self._finalize:
+                step()
+        except CheckpointException as failure:
+            raise RuntimeFailure(f"checkpoint {self.path} was not written: {failure}") from failure
+        error: Exception | None = None
+        if dist.get_rank() == 0:
+            try:
+                steps, optimizer, adapter = self._contents
+                write_record(self.folder, steps=steps, optimizer=optimizer, adapter=adapter, state=self._state)
+                _flush(self.folder)
+                _replace(self.path, self.folder)
+            except OSError as failure:
+                error = failure
+        _agree(self.path, error)
+
+
+def _replace(path: Path, whole: Path) -> None:
+    """Put `whole` in the place of `path`. What was there is moved aside first: taking a large folder away takes seconds, in which
+    neither of the two would be there."""
+    aside = path.with_name(path.name + _ASIDE)
+    shutil.rmtree(aside, ignore_errors=True)
+    if path.exists():
+        path.rename(aside)
+    whole.rename(path)
+    _flush(path.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_record(folder: Path, *, steps: int, optimizer: bool, adapter: dict[str, Any] | None, state: dict[str, Any]) -> None:
+    """Write what `restore` reads beside the shards."""
+    record = {"format": _FORMAT, "steps": steps, "optimizer": optimizer, "adapter": adapter, "state": state}
+    (folder / _ENGINE).write_text(json.dumps(record))
+
+
+def _agree(path: Path, error: BaseException | None) -> None:
+    """Raise RuntimeFailure on all ranks where one has an error."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, None if error is None else f"{type(error).__name__}: {error}")
+    if failed := [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]:
+        checkpoint_queue.clear()
+        raise RuntimeFailure(f"checkpoint {path} was not written: {failed[0]}") from error
+
+
+def _apart(buckets: list[Any], live: set[int]) -> list[Any]:
+    """The buckets to write, with copies of what lies in memory that is still written to."""
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
+
+    return [(file, key, (data, [(item, own(tensor)) for item, tensor in tensors])) for file, key, (data, tensors) in buckets]
+
+
+def restore(path: Path, contents: Contents) -> tuple[int, dict[str, Any]]:
+    """Load `path` into the contents. Returns the optimizer's step count and the caller's state.
+
+    Raises UserError, before anything is overwritten, where the folder is not a whole checkpoint, or is one of another model.
+    """
+    record = _record(path)
+    _check_adapter(path, record["adapter"], contents.adapter)
+    if contents.slots is not None and not record["optimizer"]:
+        raise UserError(f"{path} was saved without an optimizer; it holds weights alone")
+    tree = contents.tree(reading=True)
+    _check_fit(path, tree)
+    loaded = dist_checkpointing.load(tree, str(path))
+    contents.model.load_state_dict(loaded["model"], strict=False)
+    for number, slot in enumerate(contents.slots or []):
+        for kind in slot.kinds:
+            slot.fill(kind, loaded["optimizer"][f"{number}.{kind}"])
+    return record["steps"], record["state"]
+
+
+def _check_adapter(path: Path, saved: dict[str, Any] | None, wanted: dict[str, Any] | None) -> None:
+    if saved is None and wanted is None:
+        return
+    if saved is None or wanted is None:
+        held, mend = ("all weights", "take train.lora out") if saved is None else ("an adapter", "set train.lora")
+        raise UserError(f"{path} holds {held}, which this run does not train; {mend}, or start in another run_dir")
+    for name, value in wanted.items():
+        if saved[name] != value and name == "base":
+            raise UserError(f"model.path: the adapter in {path} was trained on other weights ({saved[name]}) than these ({value})")
+        if saved[name] != value:
+            raise UserError(f"train.lora.{name}: {value}, but the adapter in {path} has {saved[name]}")
+
+
+def publish_checkpoint(path: Path, *, keep: int) -> None:
+    """Make `path` the one that `latest_checkpoint` finds, and drop all but the `keep` newest beside it."""
+    point_to(path)
+    _flush(path.parent)
+    others = [
+        p for p in path.parent.iterdir() if (p / _ENGINE).is_file() and p.name != path.name and not p.name.endswith((".partial", _ASIDE))
+    ]
+    others.sort(key=lambda p: (p / _ENGINE).stat().st_mtime_ns, reverse=True)
+    for old in [*others[keep - 1 :], *path.parent.glob(f"*{_ASIDE}")]:
+        shutil.rmtree(old)
+
+
+def latest_checkpoint(root: Path) -> Path | None:
+    """The checkpoint that `publish_checkpoint` named last in `root`, None where there is none.
+
+    Raises UserError where it is gone or not whole.
+    """
+    path = newest(root)
+    if path is not None:
+        _record(path)
+    return path
+
+
+def adapter_of(path: Path) -> dict[str, Any] | None:
+    """What the adapters of a checkpoint are made for and how, None where it holds weights."""
+    file = path / _ENGINE
+    return json.loads(file.read_text()).get("adapter") if file.is_file() else None
+
+
+def _record(path: Path) -> dict[str, Any]:
+    file = path / _ENGINE
+    if not file.is_file() or not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
+        raise UserError(f"{path} is not a whole checkpoint; name another, or remove {pointer_of(path.parent)} to start anew")
+    record: dict[str, Any] = json.loads(file.read_text())
+    if record["format"] != _FORMAT:
+        raise UserError(f"{file}: checkpoint format {record['format']}, this version reads {_FORMAT}")
+    return record
+
+
+def _optimizer_tree(slots: Sequence[Slot], sharded: dict[str, Any], *, reading: bool) -> dict[str, Any]:
+    """The optimizer's tensors, cut over ranks as the parameters they belong to."""
+    places = {id(value.data): value for value in nested_values(sharded) if isinstance(value, ShardedTensor | ShardedTensorFactory)}
+    tree = {}
+    for number, slot in enumerate(slots):
+        place = places[id(slot.parameter)]
+        for kind in slot.kinds:
+            tree[f"{number}.{kind}"] = _like(place, f"optimizer.{kind}.{place.key}", _data(slot, kind, reading))
+    return tree
+
+
+def _data(slot: Slot, kind: str, reading: bool) -> torch.Tensor:
+    if slot.group is None:
+        return slot.tensors[kind]
+    # Gathered in host memory: on a card there may be no room for what was spread over the group.
+    return torch.empty(slot.parameter.shape) if reading else slot.whole(kind).cpu()
+
+
+def _like(place: ShardedTensor | ShardedTensorFactory, key: str, data: torch.Tensor) -> ShardedTensor | ShardedTensorFactory:
+    if isinstance(place, ShardedTensorFactory):
+        return replace(place, key=key, data=data)
+    return replace(place, key=key, data=data, dtype=data.dtype)
+
+
+def _check_fit(path: Path, tree: dict[str, Any]) -> None:
+    """Compare names and shapes over all ranks with those in the checkpoint."""
+    saved = {name: tuple(tensor.global_shape) for name, tensor in dist_checkpointing.load_tensors_metadata(str(path)).items()}
+    flat = {section: dict(tensors) for section, tensors in tree.items()}
+    apply_factories(flat)
+    mine = {
+        value.key: _unpadded(tuple(value.global_shape), saved.get(value.key)) if value.allow_shape_mismatch else tuple(value.global_shape)
+        for value in nested_values(flat)
+        if isinstance(value, ShardedTensor)
+    }
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    wanted = {name: shape for part in parts for name, shape in part.items()}
+    differ = [f"{name}: {saved[name]} saved, {shape} wanted" for name, shape in wanted.items() if saved.get(name, shape) != shape]
+    lacks = [name for name in wanted if name not in saved]
+    differ += [f"{name}: not saved" for name in lacks]
+    differ += [f"{name}: saved, not wanted" for name in saved if name not in wanted and not name.startswith("optimizer.")]
+    if lacks and len(lacks) == len(differ) and all(name.startswith("optimizer.") for name in lacks):
+        raise UserError(
+            f"{path}: its optimizer does not remember {lacks[0].removeprefix('optimizer.')} and {len(lacks) - 1} more that this run "
+            "steps with; train what it trained (train.rl.train_mtp, train.precision), or start in another run_dir"
+        )
+    if differ:
+        more = f" and {len(differ) - 6} more" if len(differ) > 6 else ""
+        raise UserError(f"{path} is a checkpoint of another model: {'; '.join(differ[:6])}{more}")
+
+
+def _unpadded(wanted: tuple[int, ...], saved: tuple[int, ...] | None) -> tuple[int, ...]:
+    """`saved` where the two differ by no more than the rows that make a vocabulary divide over tp."""
+    if saved is not None and saved[1:] == wanted[1:] and abs(saved[0] - wanted[0]) < _MOST_RANKS:
+        return saved
+    return wanted
+
+
+def _flush(folder: Path) -> None:
+    """A rename is not on disk before its folder is."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

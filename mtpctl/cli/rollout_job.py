@@ -1,0 +1,256 @@
+"""`mtpctl rollout`: the recipe's model and engines, without a trainer, answer a file of prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.heap import settle_heap
+from mtpctl.cluster.local import cluster
+from mtpctl.controller.prepare import model_of, store_in, tokenizer_of
+from mtpctl.controller.state import newest_version, version_named
+from mtpctl.data.files import NO_ANSWER, read_problems
+from mtpctl.data.prompts import encode_prompt
+from mtpctl.data.tokenizers import Tokenizer, check_fits_model
+from mtpctl.errors import UserError
+from mtpctl.plan.placement import Host, Placement, place
+from mtpctl.recipe.checks import validate
+from mtpctl.recipe.schema import Recipe
+from mtpctl.rl.rewards import MathChecker, make_checker
+from mtpctl.rollout.offline import Progress, Prompt, answer_all, summary, wanted
+from mtpctl.rollout.sample_file import Origin, SampleFile
+from mtpctl.rollout.start import check_engine_installed, start_pool
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.store import VersionStore
+
+if TYPE_CHECKING:
+    from mtpctl.convert.hf_folder import HfFolder
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The weights to sample from: a folder, and where a run has trained them further, the checkpoint."""
+
+    model: HfFolder
+    tokenizer: Tokenizer
+    context: int
+    checkpoint: Path | None = None
+    version: int = 0
+
+    @property
+    def told(self) -> str:
+        """In a few words."""
+        if self.checkpoint is None:
+            return f"the weights of {self.model.path}"
+        return f"checkpoint {self.checkpoint} (weight version {self.version})"
+
+
+def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progress: Progress, start: str | None = None) -> dict[str, Any]:
+    """Answer every prompt `n` times into `out`, or what is missing there. Returns the summary.
+
+    `start` names the weights: a run (its newest checkpoint), a checkpoint, or a model's folder. Without it they are the newest checkpoint
+    of the recipe's run directory, and where that holds none the recipe's model.
+
+    Raises UserError, before anything is started, for prompts, model or file that cannot serve; EnvironmentMissing without
+    vLLM, ClusterResources and RuntimeFailure as the cluster and the engines raise them.
+    """
+    validate(_without_training(recipe))
+    recipe = _whole(recipe)
+    if n < 1:
+        raise UserError(f"--n: must be at least 1, got {n}")
+    problems = read_problems(prompts, "--prompts", answers=False)
+    if out.exists() and out.samefile(prompts):
+        raise UserError(f"--out: {out} holds the prompts; name another file")
+    with tempfile.TemporaryDirectory(prefix="mtpctl-rollout-") as made, contextlib.ExitStack() as stack:
+        folder = Path(made)
+        source = _source(recipe, start, folder)
+        say(f"model: {source.told}")
+        asked = [
+            Prompt(
+                number,
+                each.prompt_id,
+                each.prompt,
+                encode_prompt(source.tokenizer, each, recipe.data),
+                None if each.answer == NO_ANSWER else each.answer,
+            )
+            for number, each in enumerate(problems)
+        ]
+        for prompt in asked:
+            if len(prompt.ids) >= source.context:
+                raise UserError(
+                    f"{prompt.prompt_id}: the prompt has {len(prompt.ids)} tokens and the context holds {source.context}; "
+                    "shorten or remove it, or raise rollout.context"
+                )
+        file = stack.enter_context(SampleFile.open(out, _origin(recipe, source), {prompt.prompt_id: prompt.text for prompt in asked}))
+        missing, made_before = wanted(asked, n, file.done), (file.tally.samples, file.tally.tokens)
+        seconds = 0.0
+        if missing:
+            if made_before[0]:
+                say(f"{out} holds {made_before[0]} samples; {len(missing)} are missing")
+            seconds = _generate(recipe, source, missing, file, folder, progress)
+        else:
+            say(f"{out} holds all {made_before[0]} samples; nothing is missing")
+        made_now = (file.tally.samples - made_before[0], file.tally.tokens - made_before[1])
+        return summary(file.tally, made=made_now[0], tokens=made_now[1], seconds=seconds) | {"model": source.told, "out": str(out)}
+
+
+def _without_training(recipe: Recipe) -> Recipe:
+    """The recipe as its checks should see it: samples that nobody trains on may be drawn with top-p and top-k."""
+    train = recipe.train.model_copy(update={"stages": ["sft"], "sft": recipe.train.sft.model_copy(update={"steps": 1})})
+    return recipe.model_copy(update={"train": train})
+
+
+def _whole(recipe: Recipe) -> Recipe:
+    """The recipe for engines that take a checkpoint in once: from this host's memory, with an adapter merged in."""
+    sync = recipe.sync.model_copy(update={"transport": "shm", "sections": ["target", "draft"]})
+    return recipe.model_copy(update={"sync": sync})
+
+
+def _source(recipe: Recipe, start: str | None, made: Path) -> Source:
+    """Find model, tokenizer and checkpoint; what has to be made on the way goes to the folder `made`."""
+    run, checkpoint, version = recipe.run_path.absolute(), None, 0
+    if start is not None and (Path(start) / "config.json").is_file():
+        model = recipe.model.model_copy(update={"path": str(Path(start).absolute()), "config": None, "init": "weights"})
+        recipe = recipe.model_copy(update={"model": model})
+    elif start is not None:
+        run, checkpoint, version = version_named(start, "a model's folder (config.json)")
+    else:
+        checkpoint, version = newest_version(run / "checkpoints")
+    if recipe.model.drawn and not (run / "model").is_dir():
+        raise UserError(
+            f"model.{'init' if recipe.model.config is None else 'config'}: this recipe makes its model when it trains, and "
+            f"{run} holds no run of it yet; run mtpctl train first, set run_dir to that of a run, or name weights: --from FOLDER"
+        )
+    home = run if recipe.model.drawn or checkpoint is not None else made
+    model_folder = model_of(recipe, home)
+    tokenizer = tokenizer_of(recipe, model_folder, home)
+    check_fits_model(tokenizer, model_folder.shape.vocab)
+    return Source(model_folder, tokenizer, recipe.rollout.context or model_folder.shape.max_positions, checkpoint, version)
+
+
+def _origin(recipe: Recipe, source: Source) -> Origin:
+    rollout, data = recipe.rollout, recipe.data
+    return Origin(
+        recipe.name,
+        {
+            "model": str(source.model.path.resolve()),
+            "checkpoint": None if source.checkpoint is None else str(source.checkpoint.resolve()),
+            "version": source.version,
+            "tokenizer": recipe.model.tokenizer,
+            "precision": [recipe.train.precision, rollout.dtype],
+            "context": source.context,
+            "seed": recipe.seed,
+            "sampling": [rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens, rollout.stop, rollout.stop_ids],
+            "environment": [rollout.environment, rollout.max_turns] if rollout.environment != "single" else [],
+            "prompt": [data.chat_template, data.system_prompt],
+            "checker": data.checker,
+        },
+    )
+
+
+def _generate(
+    recipe: Recipe, source: Source, missing: list[tuple[Prompt, int]], file: SampleFile, folder: Path, progress: Progress
+) -> float:
+    """Start the engines, have `missing` answered, and end them. Returns the seconds of generation alone."""
+    check_engine_installed(recipe)
+    placement = _engines(recipe)
+    checker = make_checker(recipe.data.checker)
+
+    async def drive(store: VersionStore) -> float:
+        async with contextlib.AsyncExitStack() as stack:
+            # Another stream of random numbers than the one that made what is there already.
+            seed = recipe.seed + 7919 * file.tally.samples
+            starting = start_pool(
+                recipe,
+                model=str(source.model.path),
+                context=source.context,
+                placement=placement,
+                published=store,
+                seed=seed,
+                tokenizer=source.tokenizer,
+            )
+            pool, manifest = await asyncio.gather(starting, _published(recipe, source, store))
+            stack.push_async_callback(pool.close)
+            if manifest is not None:
+                await within(
+                    pool.update(manifest, mode=recipe.sync.pause, deadline_s=recipe.sync.deadline_s),
+                    2 * recipe.sync.deadline_s,
+                    "loading the checkpoint into the engines",
+                )
+            settle_heap()
+            return await answer_all(
+                pool,
+                missing,
+                file,
+                recipe.rollout,
+                context=source.context,
+                eos_id=source.tokenizer.eos_id,
+                decode=source.tokenizer.decode,
+                reward=checker,
+                seed=recipe.seed if recipe.async_.deterministic else None,
+                progress=progress,
+            )
+
+    with contextlib.ExitStack() as stack:
+        if isinstance(checker, MathChecker):
+            stack.enter_context(checker)
+        stack.enter_context(cluster(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus))
+        store = store_in(folder, recipe, source.model.shape)
+        store.claim()
+        stack.callback(store.close)
+        return asyncio.run(drive(store))
+
+
+def _engines(recipe: Recipe) -> Placement:
+    """Where the engines sit when there is nothing else; whether the cluster has room is seen once it is up."""
+    train = recipe.train.model_copy(update={"stages": ["rl"]})
+    alone = place(recipe.model_copy(update={"train": train}), hosts=[Host(float("inf"), float("inf"))])
+    return Placement(alone.device, alone.of("rollout"), 1)
+
+
+async def _published(recipe: Recipe, source: Source, store: VersionStore) -> Manifest | None:
+    """The checkpoint's weights in `store`, None where the folder's own are wanted."""
+    if source.checkpoint is None:
+        return None
+    import ray
+
+    # On the CPU, whatever the engines run on: it reads and writes, and takes no card from them.
+    environment = {"env_vars": {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}}
+    actor: Any = ray.remote(CheckpointReader).options(num_cpus=0, runtime_env=environment).remote()
+    try:
+        publishing = actor.publish.remote(
+            recipe.model_dump_json(by_alias=True), str(source.model.path), str(source.checkpoint), source.version, str(store.root)
+        )
+        manifest: Manifest = await within(publishing, recipe.cluster.actor_deadline_s, f"checkpoint {source.checkpoint.name}")
+        return manifest
+    finally:
+        ray.kill(actor)
+
+
+class CheckpointReader:
+    """Reads a trainer's checkpoint, of any parallel layout, in one process; made a Ray actor by `_published`."""
+
+    def publish(self, recipe_json: str, folder: str, checkpoint: str, version: int, store: str) -> Manifest:
+        """Publish the checkpoint's weights as `version`. Raises UserError for a checkpoint that is of another model."""
+        from mtpctl.convert.hf_folder import HfFolder
+        from mtpctl.recipe.parallel import ParallelConfig
+        from mtpctl.trainer.config import EngineConfig
+        from mtpctl.trainer.engine import MegatronEngine
+        from mtpctl.trainer.sending import WeightSource
+
+        recipe = Recipe.model_validate_json(recipe_json)
+        config = EngineConfig(ParallelConfig(), precision=recipe.train.precision, mtp=recipe.mtp, train=False, lora=recipe.train.lora)
+        engine = MegatronEngine(HfFolder.open(folder), config)
+        engine.restore(Path(checkpoint))
+        manifest = WeightSource(recipe, engine, 0).publish(version, store, False, tuple(recipe.sync.sections))
+        engine.close()
+        assert manifest is not None
+        return manifest

@@ -1,0 +1,214 @@
+"""One run from recipe to result: everything is checked, started, driven through its stages, and taken down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import signal
+from pathlib import Path
+
+from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.heap import settle_heap
+from mtpctl.cluster.local import check_room, cluster
+from mtpctl.controller.buffer import SampleBuffer
+from mtpctl.controller.prepare import Prepared, check_drawn, prepare, store_in
+from mtpctl.controller.rl import RlStage
+from mtpctl.controller.scoring import ATTEMPTS, Scoring
+from mtpctl.controller.sft import SftStage
+from mtpctl.controller.state import RunState, check_stages
+from mtpctl.controller.trainers import TrainerGroup
+from mtpctl.controller.weights import WeightSync
+from mtpctl.errors import MtpctlError, RuntimeFailure
+from mtpctl.logprob.placed import start_server
+from mtpctl.logprob.server import LogprobServer
+from mtpctl.plan.placement import Placement, place
+from mtpctl.recipe.cautions import cautions_of
+from mtpctl.recipe.loading import dump_resolved
+from mtpctl.recipe.schema import Recipe
+from mtpctl.rl.rewards import make_checker
+from mtpctl.rollout.pool import ReplicaPool
+from mtpctl.rollout.start import check_engine_installed, start_pool
+from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.session import Telemetry
+
+INTERRUPTED = 130
+
+
+def run(recipe: Recipe, *, plain: bool = False) -> int:
+    """Train as the recipe says. Returns the exit code: 0, or 130 after a stop that was asked for."""
+    totals: dict[str, int] = {stage: getattr(recipe.train, stage).steps for stage in recipe.train.stages}
+    if "rl" in recipe.train.stages:
+        check_engine_installed(recipe)
+    placement = place(recipe)
+    check_room(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus)
+    fresh = not recipe.run_path.exists()
+    there = RunDirectory(recipe.run_path)
+    check_stages(there.checkpoints, recipe.train.stages)
+    check_drawn(recipe, there)
+    text = dump_resolved(recipe)
+    # What actors are told of by path: those of a cluster that was there before have another working directory.
+    recipe = recipe.model_copy(update={"run_dir": str(recipe.run_path.absolute())})
+    with RunDirectory.create(recipe.run_path, text) as directory:
+        try:
+            prepared = prepare(recipe, directory.path)
+        except MtpctlError:
+            if fresh:
+                shutil.rmtree(directory.path)
+            raise
+        # What is refused has not run here.
+        directory.record(text)
+        with Telemetry(directory, recipe.telemetry, plain, totals=totals) as telemetry:
+            if prepared.unrewarded:
+                telemetry.event("data", prepared.unrewarded)
+            with cluster(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus):
+                finished = asyncio.run(Run(recipe, prepared, directory, telemetry, placement).drive())
+                if finished:
+                    telemetry.print_summary()
+    return 0 if finished else INTERRUPTED
+
+
+class Run:
+    """The actors of one run and the order in which its stages use them."""
+
+    def __init__(self, recipe: Recipe, prepared: Prepared, directory: RunDirectory, telemetry: Telemetry, placement: Placement) -> None:
+        self.recipe, self.prepared, self.directory, self.telemetry, self.placement = recipe, prepared, directory, telemetry, placement
+        self.state = RunState(directory.checkpoints, recipe.train)
+        self.store = store_in(directory.path, recipe, prepared.model.shape)
+
+    async def drive(self) -> bool:
+        """Run all stages. Returns False where a stop was asked for before the end; a checkpoint, if the recipe keeps any, is there then."""
+        self._listen()
+        for caution in cautions_of(self.recipe):
+            self.telemetry.event("caution", caution)
+        self.store.claim()
+        trainer = TrainerGroup(self.recipe, self.placement)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self.store.close)
+            # The engine takes its time to start; the supervised stage does not need it, so they overlap.
+            starting = asyncio.create_task(self._start_actors(stack)) if "rl" in self.recipe.train.stages else None
+            try:
+                await self._stages(trainer, starting)
+            except RuntimeFailure:
+                await self._rescue(trainer)
+                raise
+            finally:
+                if starting is not None and not starting.done():
+                    starting.cancel()
+                    await asyncio.gather(starting, return_exceptions=True)
+            # Where every stage has ended there is its checkpoint, and trainers that were started for nothing have no optimizer to save.
+            if self.state.stopping.is_set() and self.state.within_stage:
+                path = await self.state.checkpoint(trainer)
+                kept = f"checkpoint {path}" if path else "train.keep_checkpoints is 0: it cannot be resumed"
+                self.telemetry.event("stop", f"stopped in {self.state.stage} at step {self.state.step}; {kept}")
+                return False
+        return True
+
+    async def _rescue(self, trainer: TrainerGroup) -> None:
+        """What a stage that failed has trained goes into a checkpoint, where the trainer can still write one."""
+        try:
+            path = await self.state.rescue(trainer)
+        except (RuntimeFailure, OSError) as error:
+            self.telemetry.event("stop", f"no checkpoint could be taken at step {self.state.step}: {error}")
+        else:
+            if path is not None:
+                self.telemetry.event("stop", f"failed in {self.state.stage} at step {self.state.step}; checkpoint {path}")
+
+    def _listen(self) -> None:
+        """The first Ctrl-C or SIGTERM (a scheduler's) asks for a clean stop; the next one is the system's."""
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGINT, signal.SIGTERM)
+
+        def ask() -> None:
+            self.state.stopping.set()
+            self.telemetry.event("stop", "stopping after this step; once more to give up at once")
+            for each in signals:
+                loop.remove_signal_handler(each)
+
+        for each in signals:
+            loop.add_signal_handler(each, ask)
+
+    async def _start_actors(self, stack: contextlib.AsyncExitStack) -> tuple[ReplicaPool, LogprobServer | None]:
+        """What RL needs beside the trainer."""
+        if not self.recipe.logprob.standalone:
+            return await self._start_rollout(stack), None
+        return await asyncio.gather(self._start_rollout(stack), self._start_logprob(stack))
+
+    async def _start_logprob(self, stack: contextlib.AsyncExitStack) -> LogprobServer:
+        seat = self.placement.of("logprob")[0]
+        server = await within(
+            start_server(
+                self.recipe,
+                self.prepared.model.path,
+                device=self.placement.device,
+                cpus=seat.cpus,
+                gpus=seat.gpus,
+                published=self.store,
+            ),
+            self.recipe.cluster.actor_deadline_s,
+            "log-prob server, start",
+        )
+        stack.push_async_callback(server.close)
+        return server
+
+    async def _start_rollout(self, stack: contextlib.AsyncExitStack) -> ReplicaPool:
+        folder = str(self.prepared.model.path)
+        pool = await start_pool(
+            self.recipe,
+            model=folder,
+            context=self.prepared.context,
+            placement=self.placement,
+            published=self.store,
+            tokenizer=self.prepared.tokenizer,
+        )
+        stack.push_async_callback(pool.close)
+        return pool
+
+    async def _stages(self, trainer: TrainerGroup, starting: asyncio.Task[tuple[ReplicaPool, LogprobServer | None]] | None) -> None:
+        self.telemetry.event("start", f"trainer: {self.recipe.train.parallel.world_size} rank(s)")
+        told = await trainer.build(self.prepared.model.path)
+        self.telemetry.event("start", f"trainer ready: {told['parameters']:,} parameters, {told['trained']:,} of them trained")
+        checkpoint = await self.state.load(trainer)
+        within_stage = self.state.within_stage
+        if checkpoint is not None and not within_stage:
+            await trainer.call("restore", str(checkpoint))
+            if set(self.recipe.train.stages) <= set(self.state.ended):
+                mend = f"raise train.{self.state.stage}.steps to go on, or name another run_dir"
+                self.telemetry.event("resume", f"{checkpoint.name}: every stage has ended; {mend}")
+        for stage in self.recipe.train.stages:
+            if stage in self.state.ended:
+                continue
+            resumed = checkpoint if within_stage and stage == self.state.stage else None
+            await trainer.call("begin_stage", stage, str(self.directory.path / "reference"), resumed is not None)
+            if resumed is not None:
+                await trainer.call("restore", str(resumed))
+                self.telemetry.event("resume", f"{stage} goes on after step {self.state.step}, from {resumed.name}")
+            self.state.begin(stage)
+            if stage == "sft":
+                await SftStage(self.recipe, self.prepared, trainer, self.telemetry, self.state, beside=starting).run()
+            else:
+                assert starting is not None
+                await self._rl(trainer, *await starting, resumed)
+            if self.state.stopping.is_set():
+                return
+            self.state.end(stage)
+            await self.state.checkpoint(trainer)
+
+    async def _rl(self, trainer: TrainerGroup, rollout: ReplicaPool, server: LogprobServer | None, restored: Path | None) -> None:
+        # All attempts of a sample end before the run gives up waiting for its batch.
+        deadline_s = min(600.0, self.recipe.cluster.step_deadline_s / (ATTEMPTS + 1))
+        scoring = None if server is None else Scoring(server, self.recipe.rollout.temperature, deadline_s)
+
+        weights = WeightSync(self.recipe, trainer, rollout, server, self.store.root)
+
+        async def sync(version: int) -> dict[str, float]:
+            return await weights(version) | (scoring.metrics() if scoring is not None else {})
+
+        checker = make_checker(self.recipe.data.checker)
+        settle_heap()
+        stage = RlStage(self.recipe, self.prepared, trainer, rollout, sync, checker, self.telemetry, self.state, scoring)
+        if restored is not None and (restored / "buffer.jsonl").exists():
+            await stage.resume_buffer(*SampleBuffer.load(restored / "buffer.jsonl"))
+        await stage.publish()
+        await stage.run()
+        await weights.kept()

@@ -1,0 +1,63 @@
+"""Metrics of one update, from its samples: pure arithmetic over lists."""
+
+from __future__ import annotations
+
+import statistics
+
+from mtpctl.rollout.protocol import DEADLINE
+from mtpctl.samples import Sample
+
+
+def speculation(samples: list[Sample]) -> dict[str, float]:
+    """Share of draft tokens accepted, by position too, and tokens a target step yields; empty where nothing was drafted."""
+    drafted = sum(s.speculation.drafted for s in samples)
+    steps = sum(s.speculation.steps for s in samples)
+    if not drafted:
+        return {}
+    accepted = sum(s.speculation.accepted for s in samples)
+    metrics = {
+        "rollout/spec_accept_rate": accepted / drafted,
+        "rollout/spec_drafted": float(drafted),
+        "rollout/spec_accepted": float(accepted),
+    }
+    if steps:
+        metrics["rollout/spec_accept_length"] = 1 + accepted / steps
+        positions = max(len(s.speculation.accepted_by_position) for s in samples)
+        for k in range(positions):
+            hits = sum(s.speculation.accepted_by_position[k] for s in samples if k < len(s.speculation.accepted_by_position))
+            metrics[f"rollout/spec_accept_rate_{k + 1}"] = hits / steps
+    return metrics
+
+
+def cut_share(samples: list[Sample], reason: str) -> float:
+    """Share of the responses that ended for `reason`."""
+    return sum(sample.finish_reason == reason for sample in samples) / len(samples)
+
+
+def of_samples(samples: list[Sample], version: int, sync_every: int = 1, ahead: int = 0) -> dict[str, float]:
+    """Reward, length and staleness of a batch that is trained on at weight version `version`, published every `sync_every` updates.
+
+    `ahead`: updates of the trainer since then. Versions count from what sampled to what was published; updates count on from there to
+    the trainer, a version as `sync_every` of them, which is too many for one that a resumed run published between two syncs.
+    """
+    rewards = [s.reward or 0.0 for s in samples]
+    lengths = [len(s.response_ids) for s in samples]
+    staleness = [version - min((span.version for span in s.version_spans), default=version) for s in samples]
+    ages = [(span.end - span.start, version - span.version) for s in samples for span in s.version_spans]
+    by_token = sum(tokens * age for tokens, age in ages) / max(sum(tokens for tokens, _ in ages), 1)
+    partial = sum(len(s.version_spans) > 1 for s in samples)
+    metrics = {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "response/length_mean": sum(lengths) / len(lengths),
+        "response/length_max": float(max(lengths)),
+        "response/truncated_fraction": cut_share(samples, "length"),
+        "response/deadline_fraction": cut_share(samples, DEADLINE),
+        "async/staleness_mean": sum(staleness) / len(staleness),
+        "async/staleness_max": float(max(staleness)),
+        "async/staleness_tokens_mean": by_token,
+        "async/staleness_updates_mean": ahead + sync_every * by_token,
+        "async/staleness_updates_max": float(ahead + sync_every * max(staleness)),
+        "async/partial_ratio": partial / len(samples),
+    }
+    return metrics | speculation(samples)

@@ -1,0 +1,174 @@
+"""Before anything is started: the model folder, the tokenizer and the problems of a run, checked against each other."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtpctl.data.prompts import fit_problems
+from mtpctl.data.sets import ProblemSets, load_problem_sets
+from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_tokenizer, make_byte_tokenizer
+from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.families.serving import check_importable
+from mtpctl.families.shape import ModelShape
+from mtpctl.families.tensors import count_parameters
+from mtpctl.plan.memory import WEIGHT_BYTES
+from mtpctl.recipe import yaml12
+from mtpctl.recipe.loading import flatten
+from mtpctl.recipe.model_source import hf_config, path_in_full
+from mtpctl.recipe.schema import Recipe
+from mtpctl.rl.rewards import MathChecker, make_checker
+from mtpctl.sync.store import VersionStore, default_root, name_of
+from mtpctl.telemetry.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from mtpctl.convert.hf_folder import HfFolder
+
+LOOKED_AT = 500
+"""Problems of a set, at most, whose own solutions are checked."""
+
+_OTHER = {"exact": "math", "math": "exact"}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What every stage of a run works on. `context` is the longest prompt with response, in tokens.
+
+    `unrewarded` tells of problems whose own solution the checker does not accept, where there are some.
+    """
+
+    model: HfFolder
+    tokenizer: Tokenizer
+    problems: ProblemSets
+    context: int
+    unrewarded: str = ""
+
+
+def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
+    """Find or make everything that the recipe names. Raises UserError for what is missing or does not fit, EnvironmentMissing where the
+    family cannot be served here.
+    """
+    from mtpctl.convert.model_weights import ModelWeights
+
+    # First what is read in a moment.
+    problems = load_problem_sets(recipe.data, recipe.seed)
+    unrewarded = check_answers(problems, recipe) if "rl" in recipe.train.stages else ""
+    model = model_of(recipe, run_dir)
+    if "rl" in recipe.train.stages and recipe.rollout.engine == "vllm":
+        check_importable(model.config)
+    # What is wrong with names, sizes or scales is told here, and not by ranks that were started for it.
+    ModelWeights(model.path, mtp=recipe.mtp.mode != "off")
+    tokenizer = tokenizer_of(recipe, model, run_dir)
+    check_fits_model(tokenizer, model.shape.vocab)
+    context = recipe.rollout.context or model.shape.max_positions
+    if context > model.shape.max_positions:
+        raise UserError(f"rollout.context: {context} is more than the {model.shape.max_positions} positions of the model; lower it")
+    imitated = problems.supervised if "sft" in recipe.train.stages else []
+    if imitated is not problems.train:
+        fit_problems(tokenizer, problems.train, recipe.data, context=context)
+    fit_problems(tokenizer, imitated, recipe.data, context=context, targets=True)
+    fit_problems(tokenizer, problems.evaluation, recipe.data, context=context)
+    return Prepared(model, tokenizer, problems, context, unrewarded)
+
+
+def check_answers(problems: ProblemSets, recipe: Recipe) -> str:
+    """Hold each problem's own solution against its answer, as a response would be. Returns what is to be told, nothing where all is well.
+
+    Of a large set evenly spaced problems are looked at, since math-verify does some hundred a second. Raises UserError for a set of
+    which not one solution is accepted: there is nothing to learn from it.
+    """
+    kind, told = recipe.data.checker, []
+    with contextlib.ExitStack() as stack:
+        checker = make_checker(kind)
+        if isinstance(checker, MathChecker):
+            stack.enter_context(checker)
+        named = {"training": problems.train, "held-out": problems.evaluation}
+        for what, those in named.items():
+            looked_at = those[:: -(-len(those) // LOOKED_AT)] if those else []
+            wrong = [each for each in looked_at if not checker(each.target, each.answer)]
+            if not wrong:
+                continue
+            first = wrong[0]
+            said = (
+                f"{first.prompt_id}: data.checker: {kind} gives 0 for the row's own {'answer' if first.solution is None else 'solution'} "
+                f"(answer {first.answer[-40:]!r}), as for {len(wrong)} of {len(looked_at)} {what} problems looked at"
+            )
+            if len(wrong) == len(looked_at):
+                raise UserError(f"{said}: no response could be right; mend `answer`, or set data.checker: {_OTHER[kind]}")
+            told.append(said)
+    return "; ".join(told)
+
+
+def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
+    """The folder of the recipe's model: made in the run directory, or the one that is named, downloaded where it is a hub id.
+
+    Its path is absolute: actors have another working directory where their cluster was there before.
+    """
+    from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
+
+    config = recipe.model
+    if recipe.model.drawn:
+        folder = run_dir.absolute() / "model"
+        if folder.exists():
+            return HfFolder.open(folder)
+        fields = hf_config(config)
+        assert fields is not None, "the hub was asked"
+        return create_hf_folder(fields, folder, recipe.seed)
+    assert config.path is not None, "the recipe's checks let no model without path and config through"
+    if Path(config.path).is_dir():
+        return HfFolder.open(Path(config.path).absolute())
+    return HfFolder.open(_download(config.path))
+
+
+def check_drawn(recipe: Recipe, run: RunDirectory) -> None:
+    """Raise UserError where the weights that a run began with were drawn for another model or from another seed than the recipe's."""
+    folder = run.path / "model"
+    if not recipe.model.drawn or not folder.is_dir() or not run.recipe.exists():
+        return
+    earlier = _drawn_from(yaml12.parse(run.recipe.read_text(encoding="utf-8"), str(run.recipe)).value)
+    asked = _drawn_from(recipe.model_dump(mode="json", by_alias=True))
+    for key in [*asked, *earlier]:
+        if (before := earlier.get(key)) != (now := asked.get(key)):
+            raise UserError(
+                f"{'.'.join(key)}: {now!r} is asked for, and {folder} was made with {before!r}; restore it, or name another run_dir"
+            )
+
+
+def _drawn_from(tree: dict[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Values of a resolved recipe that decide on the weights it draws, by key."""
+    model = {"config": tree["model"]["config"], "path": path_in_full(tree["model"]["path"])}
+    return flatten({"seed": tree["seed"], "model": model})
+
+
+def store_in(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:
+    """Where weight versions of what is made in `folder` are kept; called once Ray is there, which knows who has to read them."""
+    size = count_parameters(shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
+    return VersionStore(default_root(name_of(folder), size, folder / "versions"))
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+    except RepositoryNotFoundError as error:
+        raise UserError(f"model.path: {hub_id} is neither a folder here nor a model of the hub") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise EnvironmentMissing(
+            f"model.path: the hub did not give {hub_id}, and it is not in the cache; download it, or name a folder"
+        ) from error
+
+
+def tokenizer_of(recipe: Recipe, model: HfFolder, run_dir: Path) -> Tokenizer:
+    """The tokenizer that the recipe names, or the one beside its model."""
+    named = recipe.model.tokenizer
+    if named != "bytes":
+        return load_tokenizer(named or (recipe.model.path if recipe.model.drawn else None) or model.path)
+    # Beside a model that was made for this run, so that its folder can be served as it is; else in the run directory.
+    folder = model.path if recipe.model.config is not None else run_dir / "tokenizer"
+    if not (folder / "tokenizer.json").exists():
+        make_byte_tokenizer(folder)
+    return load_tokenizer(folder)

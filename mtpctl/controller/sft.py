@@ -1,0 +1,80 @@
+"""The supervised stage: next-token loss on worked solutions, MTP loss beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from mtpctl.controller.prepare import Prepared
+from mtpctl.controller.state import RunState
+from mtpctl.controller.trainers import TrainerGroup
+from mtpctl.data.cursor import PromptCursor
+from mtpctl.data.prompts import encode_prompt, encode_target
+from mtpctl.errors import RuntimeFailure
+from mtpctl.recipe.schema import Recipe
+from mtpctl.telemetry.session import Telemetry
+
+WINDOW = 10
+"""Updates over which the loss is averaged for `until_loss`."""
+
+
+class SftStage:
+    """Runs `train.sft.steps` updates, from wherever `state` says.
+
+    `beside` is what starts meanwhile for the next stage: if it fails, so does this one, at its next step.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        prepared: Prepared,
+        trainer: TrainerGroup,
+        telemetry: Telemetry,
+        state: RunState,
+        *,
+        beside: asyncio.Task[Any] | None = None,
+    ) -> None:
+        self.recipe, self.prepared, self.trainer, self.telemetry, self.state = recipe, prepared, trainer, telemetry, state
+        self.beside = beside
+        self.cursor = PromptCursor(prepared.problems.supervised, recipe.seed, shuffle=recipe.data.shuffle)
+        if state.cursor is not None:
+            self.cursor.load_state_dict(state.cursor)
+
+    async def run(self) -> None:
+        """All updates that are left, with checkpoints between."""
+        sft, bad = self.recipe.train.sft, 0
+        while self.state.step < sft.steps and not self.state.stopping.is_set():
+            losses = self.state.losses
+            if len(losses) == WINDOW and sum(losses) / WINDOW <= sft.until_loss:
+                self.telemetry.event("sft", f"mean loss {sum(losses) / WINDOW:.3g} after {self.state.step} updates: far enough")
+                return
+            if self.beside is not None and self.beside.done():
+                self.beside.result()
+            began = time.perf_counter()
+            pairs = [self._pair() for _ in range(sft.batch_size)]
+            self.state.updating = True
+            metrics = await self.trainer.call("sft_step", pairs)
+            seconds = time.perf_counter() - began
+            bad = check_applied(metrics, bad, self.recipe.train.max_bad_steps)
+            if not metrics["skipped"]:
+                self.state.losses = [*losses, metrics["sft/loss"]][-WINDOW:]
+            self.state.step += 1
+            self.state.cursor = self.cursor.state_dict()
+            self.state.updating = False
+            metrics |= {"timing_s/step": seconds, "perf/tokens_per_s": metrics.pop("perf/tokens") / seconds}
+            self.telemetry.log(self.state.step, metrics, "sft")
+            await self.state.checkpoint_if_due(self.trainer)
+
+    def _pair(self) -> tuple[list[int], list[int]]:
+        problem = next(self.cursor)
+        return encode_prompt(self.prepared.tokenizer, problem, self.recipe.data), encode_target(self.prepared.tokenizer, problem)
+
+
+def check_applied(metrics: dict[str, float], bad: int, limit: int) -> int:
+    """How many updates in a row were skipped because loss or gradient was not finite. Raises RuntimeFailure at the limit."""
+    if not metrics["skipped"]:
+        return 0
+    if bad + 1 >= limit:
+        raise RuntimeFailure(f"trainer: {bad + 1} updates in a row had a loss or gradient that is not finite; lower the learning rate")
+    return bad + 1

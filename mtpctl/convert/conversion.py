@@ -1,0 +1,313 @@
+"""From Hugging Face folders to Megatron checkpoints and back, a few parameters at a time.
+
+Whatever is converted grows beside its place with a journal of what is on the disk, and takes its place when it is whole.
+While one part is brought to the disk, the next is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from mtpctl.checkpoint.sharded import adapter_of
+from mtpctl.convert.adapter_checkpoints import MergedReader, adapted, needed_weights, write_adapter
+from mtpctl.convert.carried import carried_files, carry, write_config, written_config
+from mtpctl.convert.dtypes import NAMES, cast, common, main_dtype
+from mtpctl.convert.folder_weights import FolderWeights
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.convert.hf_writer import HfWriter
+from mtpctl.convert.journal import JOURNAL, Journal
+from mtpctl.convert.layout import Stored, plain_layout, recast, save_layout
+from mtpctl.convert.model_weights import ModelWeights
+from mtpctl.convert.parts import PartReader, PartWriter, Reader
+from mtpctl.convert.skeleton import Skeleton
+from mtpctl.convert.source import HF, LAYOUT, Reference, checkpoint_at, has_mtp, names_in, reference_of
+from mtpctl.convert.verification import Verified, verify_conversion
+from mtpctl.errors import UserError
+from mtpctl.families.reading import shape_of
+
+To = Literal["megatron", "hf"]
+Progress = Callable[[int, int], None]
+"""Told bytes done and bytes in all."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to convert to; `to` is checked against what the source is."""
+
+    to: To | None = None
+    dtype: str | None = None
+    model: Path | None = None
+    verify: bool = False
+    force: bool = False
+    merge: bool = False
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was done: tensors are counted as the Hugging Face side names them."""
+
+    to: To
+    tensors: int
+    nbytes: int
+    seconds: float
+    verified: Verified | None
+
+
+_Made = tuple[int, int, Verified | None]
+"""Tensors, bytes, and what verifying found."""
+
+
+def convert(source: Path, target: Path, wanted: Wanted, *, say: Say, progress: Progress) -> Converted:
+    """Convert `source` to `target`. Raises UserError for what cannot be converted, before `target` is touched."""
+    checkpoint = checkpoint_at(source)
+    to: To = "megatron" if checkpoint is None else "hf"
+    if wanted.to not in (None, to):
+        what = "a Hugging Face folder" if checkpoint is None else "a Megatron checkpoint"
+        raise UserError(f"--to {wanted.to}: {source} is {what} already")
+    adapter = None if checkpoint is None else adapter_of(checkpoint)
+    if wanted.merge and adapter is None:
+        raise UserError(f"--merge: {source} holds no adapter")
+    if wanted.verify and adapter is not None:
+        raise UserError("--verify: what an adapter is merged into or written as has no other side to be compared with; leave it out")
+    if wanted.dtype and adapter is not None and not wanted.merge:
+        raise UserError("--dtype: an adapter's folder keeps the type that it was trained in; leave it out, or write the model with --merge")
+    _check_target(source, target, force=wanted.force)
+    began = time.perf_counter()
+    if checkpoint is None:
+        made = _to_megatron(ModelWeights(source), target, wanted, say, progress)
+    elif adapter is not None and not wanted.merge:
+        made = _to_peft(checkpoint, reference_of(checkpoint, wanted.model), adapter, target, say)
+    else:
+        made = _to_hf(checkpoint, reference_of(checkpoint, wanted.model), adapter, target, wanted, say, progress)
+    tensors, nbytes, verified = made
+    return Converted(to, tensors, nbytes, time.perf_counter() - began, verified)
+
+
+def _to_megatron(weights: ModelWeights, target: Path, wanted: Wanted, say: Say, progress: Progress) -> _Made:
+    folder, layout = weights.folder, weights.layout
+    sizes = names_in(folder.shape, mtp=True)
+    types = cast({name: weights.dtype(name) for name in weights}, sizes, NAMES.get(wanted.dtype or ""))
+    config = written_config(folder.config, folder.shape, main_dtype(types, sizes), mtp_layers=folder.shape.mtp_layers)
+    extras = [stored for stored in layout if not stored.pieces]
+    weights.check_aliases()
+    weights.check_extras()
+    described = HfFolder(folder.path, config, shape_of(config))
+    with _growing(target, _conversion("megatron", weights.raw.files, config, recast(layout, types))) as journal:
+        beside = journal.work / HF
+        with Skeleton(described, mtp=True) as skeleton:
+            parameters = skeleton.parameters
+            dtypes = {name: common(types, parameter.needs) for name, parameter in parameters.items()}
+            writer = PartWriter(journal.work, skeleton, dtypes)
+            carried = HfWriter(beside, extras, {}, stem="carried", shard_bytes=1 << 62)
+            count = _begin(journal, writer.nbytes, carried.nbytes, folder.path, say, progress)
+
+            def make(name: str) -> torch.Tensor:
+                value = skeleton.map.to_megatron(parameters[name], weights).to(dtypes[name])
+                count(value.nbytes)
+                return value
+
+            with _behind(journal) as behind:
+                for number in range(len(writer.parts)):
+                    if number not in journal.done:
+                        behind(number, writer.write(number, make), partial(writer.flush, number))
+            beside.mkdir(exist_ok=True)
+            _put_extras(carried, extras, weights.raw)
+            carry(folder.path, beside)
+            write_config(config, beside)
+            save_layout(recast(layout, types), beside / LAYOUT)
+            writer.finish([journal.done[number] for number in range(len(writer.parts))])
+        kept = FolderWeights(beside) if extras else None
+        verified = verify_conversion(weights, journal.work, described, carried=kept) if wanted.verify else None
+        journal.publish()
+    return len(layout), sum(writer.nbytes) + carried.nbytes, verified
+
+
+def _to_hf(
+    checkpoint: Path,
+    reference: Reference,
+    adapter: dict[str, Any] | None,
+    target: Path,
+    wanted: Wanted,
+    say: Say,
+    progress: Progress,
+) -> _Made:
+    folder, shape = reference.folder, reference.folder.shape
+    mtp = bool(shape.mtp_layers) and (adapter is not None or has_mtp(checkpoint))
+    if shape.mtp_layers and not mtp:
+        say(f"{checkpoint} was saved without MTP layers; the folder will have none")
+    if reference.weights is not None:
+        reference.weights.check_extras()
+    sizes = names_in(shape, mtp=mtp)
+    files = sorted(path for path in checkpoint.iterdir() if path.is_file())
+    with contextlib.ExitStack() as stack:
+        with adapted(checkpoint, folder, adapter) if adapter else Skeleton(folder, mtp=mtp) as skeleton:
+            reader = (
+                MergedReader(checkpoint, skeleton, needed_weights(checkpoint, reference.weights), adapter)
+                if adapter
+                else PartReader(checkpoint, skeleton)
+            )
+            types, layout = _written(reference, reader, sizes, NAMES.get(wanted.dtype or ""))
+            config = written_config(folder.config, shape, main_dtype(types, sizes), mtp_layers=shape.mtp_layers if mtp else 0)
+            extras = [stored for stored in layout if not stored.pieces]
+            journal = stack.enter_context(_growing(target, _conversion("hf", files, config, layout)))
+            writer = HfWriter(journal.work, layout, sizes)
+            tail = writer.nbytes - sum(reader.nbytes)
+            count = _begin(journal, reader.nbytes, tail, folder.path, say, progress)
+            writer.allocate()
+            with _behind(journal) as behind:
+                for number in range(len(reader.parts)):
+                    if number in journal.done:
+                        continue
+                    for name, value in reader.read(number).items():
+                        for hf_name, tensor in skeleton.to_hf(name, value).items():
+                            writer.put(hf_name, tensor)
+                        count(value.nbytes)
+                    behind(number, None, writer.flush)
+            if reference.carried is not None:
+                for stored in extras:
+                    writer.put(stored.name, reference.carried.tensor(stored.name))
+            writer.flush()
+            writer.close()
+            for place in reference.files:
+                carry(place, journal.work)
+            (journal.work / LAYOUT).unlink(missing_ok=True)
+            write_config(config, journal.work)
+        verified = None
+        if wanted.verify:
+            verified = verify_conversion(ModelWeights(journal.work), checkpoint, folder, carried=reference.carried)
+        journal.publish()
+    return len(layout), writer.nbytes, verified
+
+
+def _to_peft(checkpoint: Path, reference: Reference, adapter: dict[str, Any], target: Path, say: Say) -> _Made:
+    files = sorted(path for path in checkpoint.iterdir() if path.is_file())
+    if has_mtp(checkpoint):
+        say("an adapter's folder has no place for the MTP layers that were trained beside it; --merge writes both")
+    with _growing(target, _conversion("hf", files, {}, [])) as journal:
+        folder = needed_weights(checkpoint, reference.weights).folder
+        with adapted(checkpoint, folder, adapter) as skeleton:
+            tensors, nbytes = write_adapter(checkpoint, skeleton, folder, adapter, journal.work)
+        journal.publish()
+    return tensors, nbytes, None
+
+
+def _written(
+    reference: Reference, reader: Reader, sizes: dict[str, int], wanted: torch.dtype | None
+) -> tuple[dict[str, torch.dtype], list[Stored]]:
+    """Types of the model's tensors, and how the folder keeps them."""
+    held = {name: reader.dtypes[each.name] for each in reader.skeleton.parameters.values() for name in each.needs}
+    like = {name: stored.dtype for stored in reference.layout or [] for name in stored.pieces if name in sizes}
+    types = cast({name: held[name] for name in sizes}, sizes, wanted, like=like or None)
+    layout = reference.layout if reference.layout is not None else plain_layout(reference.folder.shape, types)
+    return types, recast([stored for stored in layout if all(name in types for name in stored.pieces)], types)
+
+
+# ------------------------------------------------------------------------------------------------------------ target
+
+
+def _check_target(source: Path, target: Path, *, force: bool) -> None:
+    here, there = source.resolve(), target.resolve()
+    if there.is_relative_to(here) or here.is_relative_to(there):
+        raise UserError(f"{target}: lies inside {source}, or the other way round; name a DST outside of it")
+    if target.exists() and not target.is_dir():
+        raise UserError(f"{target}: is a file; name a folder")
+    if target.exists() and not force:
+        raise UserError(f"{target}: exists; name another DST, or replace it with --force")
+
+
+def _begin(journal: Journal, parts: list[int], tail: int, files: Path, say: Say, progress: Progress) -> Callable[[int], None]:
+    """What to tell of bytes that are made. Raises UserError where the disk has no room for them.
+
+    `tail` are those that come after the parts.
+    """
+    total = sum(parts) + max(0, tail)
+    done = sum(parts[number] for number in journal.done)
+    beside = sum((files / name).stat().st_size for name in carried_files(files))
+    # What was allocated at the first attempt is no longer free.
+    there = sum(path.stat().st_size for path in journal.work.rglob("*") if path.is_file() and path.name != JOURNAL)
+    needed = sum(parts) + tail + beside - there
+    free = shutil.disk_usage(journal.work).free
+    if needed > free:
+        raise UserError(f"{journal.target}: needs {needed:,} bytes and {free:,} are free on its disk; free some, or name a DST elsewhere")
+    if journal.resumed:
+        say(f"going on with an interrupted conversion: {done:,} of {total:,} bytes are there")
+    elif journal.discarded:
+        say(f"{journal.work} held the beginnings of another conversion; starting anew")
+    progress(done, total)
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress(done, total)
+
+    return count
+
+
+def _conversion(to: To, files: list[Path], config: dict[str, Any], layout: list[Stored]) -> dict[str, Any]:
+    """What an interrupted conversion must agree on to be gone on with: its source, the model's config, and how tensors are kept."""
+    states = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return {"to": to, "files": states, "config": config, "layout": hashlib.sha256(repr(layout).encode()).hexdigest()}
+
+
+@contextlib.contextmanager
+def _growing(target: Path, conversion: dict[str, Any]) -> Iterator[Journal]:
+    """The journal of the target; where nothing came of it, nothing is left of it."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        journal = Journal(target, conversion)
+    except OSError as error:
+        raise UserError(f"{target}: cannot be made ({error.strerror}); name another DST") from error
+    try:
+        yield journal
+    except BaseException:
+        if not journal.done:
+            shutil.rmtree(journal.work, ignore_errors=True)
+        raise
+    finally:
+        journal.close()
+
+
+@contextlib.contextmanager
+def _behind(journal: Journal) -> Iterator[Callable[[int, Any, Callable[[], None]], None]]:
+    """Brings parts to the disk in another thread, one at a time, and notes them. An error there ends the work here."""
+    with ThreadPoolExecutor(1) as pool:
+        last: Future[None] | None = None
+
+        def bring(number: int, noted: Any, flush: Callable[[], None]) -> None:
+            flush()
+            journal.note(number, noted)
+
+        def behind(number: int, noted: Any, flush: Callable[[], None]) -> None:
+            nonlocal last
+            if last is not None:
+                last.result()
+            last = pool.submit(bring, number, noted, flush)
+
+        yield behind
+        if last is not None:
+            last.result()
+
+
+# ------------------------------------------------------------------------------------------------------------- pieces
+
+
+def _put_extras(writer: HfWriter, extras: list[Stored], weights: FolderWeights) -> None:
+    if extras:
+        writer.allocate()
+        for stored in extras:
+            writer.put(stored.name, weights.tensor(stored.name))
+        writer.flush()
+        writer.close()

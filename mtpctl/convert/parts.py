@@ -1,0 +1,241 @@
+"""Checkpoints written and read a few parameters at a time, in the format that `checkpoint` saves and restores.
+
+The stock writer wants the whole state at once. It is made of steps, though: a plan of what to write, the writing of one
+plan to one file, and the metadata that tells where everything lies. Here each part has a plan and a file of its own, as if
+each came from a rank of its own, and the metadata comes last; the stock loader does not see a difference.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter, LoadPlan, SavePlan
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+
+from mtpctl.checkpoint.sharded import write_record
+from mtpctl.convert.skeleton import Skeleton
+from mtpctl.errors import UserError
+
+PART_BYTES = 512 << 20
+"""Of one part at most, unless a single parameter is larger; a part's tensors are held until it is written."""
+
+Make = Callable[[str], Tensor]
+"""From a parameter's name to its value."""
+
+
+def partition(sizes: Mapping[str, int]) -> list[list[str]]:
+    """Names in their order, in parts of at most `PART_BYTES`."""
+    parts: list[list[str]] = []
+    held = PART_BYTES + 1
+    for name, nbytes in sizes.items():
+        if held + nbytes > PART_BYTES:
+            parts.append([])
+            held = 0
+        parts[-1].append(name)
+        held += nbytes
+    return parts
+
+
+class PartWriter:
+    """A checkpoint of weights alone in `folder`, a part at a time; `dtypes` are those of the parameters."""
+
+    def __init__(self, folder: Path, skeleton: Skeleton, dtypes: Mapping[str, torch.dtype]) -> None:
+        self.folder, self.skeleton = folder, skeleton
+        parameters = skeleton.parameters
+        sizes = {name: _numel(parameters[name].shape) * dtypes[name].itemsize for name in parameters}
+        self.parts = partition(sizes)
+        self.nbytes = [sum(sizes[name] for name in part) for part in self.parts]
+        self._owners: dict[tuple[str, torch.Size], str] = {}
+        self._writer = FileSystemWriter(folder, sync_files=False)
+        plans = [SavePlan([item for name in part for item in self._items(name, dtypes[name])]) for part in self.parts]
+        plans[0].items.extend(_object_item(key) for key in self._objects())
+        plans, self._metadata = create_default_global_save_plan(plans)
+        self._plans = self._writer.prepare_global_plan(plans)
+
+    def _objects(self) -> dict[str, Any]:
+        """What the stock writer keeps beside tensors: extra states, and the (empty) state that is not sharded."""
+        common = ShardedObject("common_state", {}, (1,), (0,))
+        return {each.unique_key: each.data for each in (*self.skeleton.objects, common)}
+
+    def _items(self, name: str, dtype: torch.dtype) -> Iterable[WriteItem]:
+        value = torch.empty(self.skeleton.parameters[name].shape, dtype=dtype, device="meta")
+        for piece in self.skeleton.pieces(name, value):
+            offset = torch.Size(piece.global_offset)
+            self._owners[piece.key, offset] = name
+            yield WriteItem(
+                index=MetadataIndex(piece.key, offset),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets=offset, sizes=torch.Size(_stored_shape(piece))),
+                    properties=TensorProperties(dtype=dtype),
+                    size=torch.Size(piece.global_shape),
+                ),
+            )
+
+    def write(self, number: int, make: Make) -> list[Any]:
+        """Write a part. Returns what `finish` has to know of it, as JSON can hold it."""
+        planner = _Resolve(self._objects(), lambda index: self._piece(index, make))
+        results = self._writer.write_data(self._plans[number], planner).wait()
+        self._last = ("", {})
+        return [
+            [r.index.fqn, r.index.offset, r.index.index, r.storage_data.relative_path, r.storage_data.offset, r.storage_data.length]
+            for r in results
+        ]
+
+    _last: tuple[str, dict[tuple[str, torch.Size], Tensor]] = ("", {})
+
+    def _piece(self, index: MetadataIndex, make: Make) -> Tensor:
+        assert index.offset is not None
+        place = index.fqn, index.offset
+        name = self._owners[place]
+        if self._last[0] != name:
+            pieces = self.skeleton.pieces(name, make(name))
+            made = {(p.key, torch.Size(p.global_offset)): p.data.reshape(_stored_shape(p)) for p in pieces if p.data is not None}
+            self._last = (name, made)
+        return self._last[1][place]
+
+    def file(self, number: int) -> Path:
+        """That the part was written to."""
+        return self.folder / f"{self._plans[number].storage_data.prefix}0.distcp"
+
+    def flush(self, number: int) -> None:
+        """The part is on the disk."""
+        handle = os.open(self.file(number), os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def finish(self, noted: Iterable[list[Any]]) -> None:
+        """All parts are there: write what makes the folder a checkpoint."""
+        results = [_result(*item) for part in noted for item in part]
+        self._writer.finish(self._metadata, [results])
+        save_config(CheckpointingConfig("torch_dist"), str(self.folder))
+        write_record(self.folder, steps=0, optimizer=False, adapter=None, state={})
+
+
+class Reader(Protocol):
+    """The values of a model's parameters, a part at a time: names, bytes and types are known from the start."""
+
+    skeleton: Skeleton
+    parts: list[list[str]]
+    nbytes: list[int]
+    dtypes: dict[str, torch.dtype]
+
+    def read(self, number: int) -> dict[str, Tensor]:
+        """The values of a part's parameters."""
+
+
+class PartReader:
+    """The weights of a checkpoint of any layout, some parameters at a time."""
+
+    def __init__(self, path: Path, skeleton: Skeleton) -> None:
+        self.path, self.skeleton = path, skeleton
+        self._reader = FileSystemReader(path)
+        metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._saved = {name: saved for name, saved in metadata.state_dict_metadata.items() if isinstance(saved, TensorStorageMetadata)}
+        self.dtypes = {name: self._dtype(name) for name in skeleton.parameters}
+        sizes = {name: _numel(p.shape) * self.dtypes[name].itemsize for name, p in skeleton.parameters.items()}
+        self.parts = partition(sizes)
+        self.nbytes = [sum(sizes[name] for name in part) for part in self.parts]
+
+    def _dtype(self, name: str) -> torch.dtype:
+        """Of the parameter as it was saved. Raises UserError where it was not, or with another shape."""
+        pieces = list(self.skeleton.pieces(name, torch.empty(self.skeleton.parameters[name].shape, device="meta")))
+        for piece in pieces:
+            saved = self._saved.get(piece.key)
+            if saved is None:
+                raise UserError(f"{self.path}: lacks {piece.key}, which its model's config asks for")
+            held, wanted = list(saved.size), list(piece.global_shape)
+            # The rows of a vocabulary may have been padded.
+            if held != wanted and not (piece.allow_shape_mismatch and held[1:] == wanted[1:] and held[0] > wanted[0]):
+                raise UserError(f"{self.path}: holds {piece.key} as {held}, its model's config makes it {wanted}")
+        return self._saved[pieces[0].key].properties.dtype
+
+    def read(self, number: int) -> dict[str, Tensor]:
+        """The values of a part's parameters."""
+        values = {name: torch.empty(self.skeleton.parameters[name].shape, dtype=self.dtypes[name]) for name in self.parts[number]}
+        targets: dict[tuple[str, torch.Size], Tensor] = {}
+        items: list[ReadItem] = []
+        for name, value in values.items():
+            for piece in self.skeleton.pieces(name, value):
+                assert piece.data is not None and piece.data.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+                shape, offset = torch.Size(_stored_shape(piece)), torch.Size(piece.global_offset)
+                targets[piece.key, offset] = piece.data.view(shape)
+                items += create_read_items_for_chunk_list(piece.key, self._saved[piece.key], [ChunkStorageMetadata(offset, shape)])
+        self._reader.read_data(LoadPlan(items), _Fill(targets)).wait()
+        return values
+
+
+class _Fill(DefaultLoadPlanner):
+    """Answers the reader's question where an item's data goes."""
+
+    def __init__(self, targets: Mapping[tuple[str, torch.Size], Tensor]) -> None:
+        super().__init__()
+        self.targets = targets
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        target = self.targets[read_item.dest_index.fqn, torch.Size(read_item.dest_index.offset or ())]
+        for dimension, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dimension, start, length)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+class _Resolve(DefaultSavePlanner):
+    """Answers the writer's question for an item's data when its turn comes."""
+
+    def __init__(self, objects: Mapping[str, Any], tensor: Callable[[MetadataIndex], Tensor]) -> None:
+        super().__init__()
+        self.objects, self.tensor = objects, tensor
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type is not WriteItemType.BYTE_IO:
+            return self.tensor(write_item.index)
+        stream = io.BytesIO()
+        torch.save([self.objects[write_item.index.fqn]], stream)
+        return stream
+
+
+def _numel(shape: Iterable[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _stored_shape(piece: ShardedTensor) -> tuple[int, ...]:
+    return (1,) * piece.prepend_axis_num + tuple(piece.local_shape)
+
+
+def _object_item(key: str) -> WriteItem:
+    return WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO)
+
+
+def _result(fqn: str, offset: list[int] | None, index: int | None, path: str, at: int, length: int) -> WriteResult:
+    place = MetadataIndex(fqn, None if offset is None else torch.Size(offset), index)
+    return WriteResult(index=place, size_in_bytes=length, storage_data=_StorageInfo(path, at, length))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is a folder of megatron-core's distributed format."""
+    try:
+        return path.is_dir() and dist_checkpointing.check_is_distributed_checkpoint(str(path))
+    except (OSError, json.JSONDecodeError):
+        return False

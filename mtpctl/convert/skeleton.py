@@ -1,0 +1,95 @@
+"""A model's parameters and their places in checkpoints, without their values, in one process.
+
+Memory that nobody writes to is never given by the kernel, so that a skeleton costs almost nothing, whatever its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
+from torch import Tensor
+
+from mtpctl.convert.bridge import WeightBridge
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.convert.parameters import ParameterMap
+from mtpctl.families.tensors import aliases, tensor_shapes
+from mtpctl.model import parallel as groups
+from mtpctl.model.build import build_model, complete_config
+from mtpctl.model.lora import attach_adapters
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.train import LoraConfig
+
+
+class Skeleton:
+    """The model of a folder's config, with its MTP layers unless `mtp=False`, and with adapters where `lora` is given.
+
+    Close it when done: it holds the process groups.
+    """
+
+    def __init__(self, folder: HfFolder, *, mtp: bool, precision: str = "bf16", lora: LoraConfig | None = None) -> None:
+        self.shape = shape = folder.shape
+        groups.start(groups.Rank(), ParallelConfig())
+        try:
+            self.bridge, config = WeightBridge(folder), MtpConfig(mode="load" if mtp else "off")
+            transformer = complete_config(self.bridge.config(), shape, parallel=ParallelConfig(), precision=precision, mtp=config)
+            self.model = build_model(transformer, shape, config)
+            if lora is not None:
+                attach_adapters(self.model, lora, seed=0)
+            state = self.model.sharded_state_dict()
+            names = {*tensor_shapes(shape), *aliases(shape)}
+            self.map = ParameterMap(self.bridge, self.model, names)
+        except BaseException:
+            groups.stop()
+            raise
+        self.parameters = {parameter.name: parameter for parameter in self.map.parameters}
+        self.objects = [value for value in state.values() if isinstance(value, ShardedObject)]
+        """What checkpoints hold beside tensors."""
+        self._state = {name: state[name] for name in self.parameters}
+        self._all = state
+
+    def place(self, name: str, value: Tensor) -> ShardedTensor | ShardedTensorFactory:
+        """Where a checkpoint keeps the parameter, with `value` as its data."""
+        place = self._state[name]
+        if isinstance(place, ShardedTensorFactory):
+            return replace(place, data=value)
+        return replace(place, data=value, dtype=value.dtype)
+
+    def pieces(self, name: str, value: Tensor) -> Iterator[ShardedTensor]:
+        """The tensors by which a checkpoint keeps the parameter."""
+        place = self.place(name, value)
+        if isinstance(place, ShardedTensor):
+            yield place
+            return
+        tree = {"": place.build()}
+        yield from (piece for piece in nested_values(tree) if isinstance(piece, ShardedTensor))
+
+    def saved_as(self) -> Iterator[tuple[str, str]]:
+        """Every name of the state, adapters included, with a key that a checkpoint keeps it by."""
+        for name, place in self._all.items():
+            if isinstance(place, ShardedTensorFactory):
+                tree = {"": place.build()}
+                yield name, next(piece.key for piece in nested_values(tree) if isinstance(piece, ShardedTensor))
+            elif isinstance(place, ShardedTensor):
+                yield name, place.key
+
+    def to_hf(self, name: str, value: Tensor) -> dict[str, Tensor]:
+        """The tensors that make the parameter, by the model's names; without rows that padded the vocabulary."""
+        made = self.map.to_hf(self.parameters[name], value)
+        embedding = (f"{self.shape.prefix}embed_tokens.weight", "lm_head.weight")
+        return {found: tensor[: self.shape.vocab] if found in embedding else tensor for found, tensor in made.items()}
+
+    def close(self) -> None:
+        groups.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,100 @@
+"""What a path holds that can be converted, and the folder that tells what model a checkpoint is of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from megatron.core import dist_checkpointing
+
+from mtpctl.checkpoint.sharded import latest_checkpoint
+from mtpctl.convert.folder_weights import FolderWeights
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.convert.layout import Stored, load_layout
+from mtpctl.convert.model_weights import ModelWeights
+from mtpctl.convert.parts import is_checkpoint
+from mtpctl.errors import UserError
+from mtpctl.families.shape import ModelShape
+from mtpctl.families.tensors import aliases, section_of, tensor_shapes
+from mtpctl.recipe.loading import load_recipe
+
+HF = "hf"
+"""Folder inside a converted checkpoint with what it takes to make the Hugging Face folder again."""
+
+LAYOUT = "layout.json"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The Hugging Face side of a checkpoint: config, how tensors are kept (None: whole), what is carried along, and files."""
+
+    folder: HfFolder
+    layout: list[Stored] | None
+    carried: FolderWeights | None
+    files: list[Path] = field(default_factory=list)
+    weights: ModelWeights | None = None
+    """The model's own, where the folder holds them."""
+
+
+def checkpoint_at(path: Path) -> Path | None:
+    """The checkpoint that `path` is, or that it names last as a run directory or its `checkpoints`; None for a model folder.
+
+    Raises UserError where it is nothing of all this.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path}: there is no such folder")
+    if is_checkpoint(path):
+        return path
+    if (path / "config.json").is_file():
+        return None
+    for root in (path, path / "checkpoints"):
+        found = latest_checkpoint(root)
+        if found is not None:
+            return found
+    raise UserError(
+        f"{path}: is neither a Hugging Face folder (config.json with weights), nor a Megatron checkpoint (metadata.json), "
+        "nor a run directory with a checkpoint"
+    )
+
+
+def reference_of(checkpoint: Path, model: Path | None) -> Reference:
+    """What tells the model of a checkpoint: the folder that is named, the one kept inside, or the one of its run's recipe."""
+    kept = checkpoint / HF
+    if model is None and (kept / LAYOUT).is_file():
+        carried = FolderWeights(kept) if any(kept.glob("*.safetensors")) else None
+        return Reference(HfFolder.open(kept, weights=False), load_layout(kept / LAYOUT), carried, [kept])
+    files: list[Path] = []
+    if model is None:
+        model, files = _of_run(checkpoint)
+    if any(model.glob("*.safetensors")) or any(model.glob("*.bin")):
+        weights = ModelWeights(model)
+        return Reference(weights.folder, weights.layout, weights.raw, [model, *files], weights)
+    return Reference(HfFolder.open(model, weights=False), None, None, [model, *files])
+
+
+def _of_run(checkpoint: Path) -> tuple[Path, list[Path]]:
+    """The model folder of the run that saved a checkpoint, and where its tokenizer lies if it is not beside the model."""
+    run = checkpoint.parent.parent
+    file = run / "recipe.resolved.yaml"
+    if not file.is_file():
+        raise UserError(f"{checkpoint}: does not tell what model it is of; name the model's folder with --model")
+    recipe = load_recipe(file).recipe
+    model = run / "model" if recipe.model.drawn else Path(recipe.model.path or "")
+    if not (model / "config.json").is_file():
+        raise UserError(f"{file}: model.path {recipe.model.path} is no folder here; name the model's folder with --model")
+    tokenizer = run / "tokenizer"
+    return model, [tokenizer] if tokenizer.is_dir() else []
+
+
+def has_mtp(checkpoint: Path) -> bool:
+    """Whether MTP layers were saved, by themselves or with the model."""
+    return any(name.startswith("mtp.") for name in dist_checkpointing.load_tensors_metadata(str(checkpoint)))
+
+
+def names_in(shape: ModelShape, *, mtp: bool) -> dict[str, int]:
+    """The model's tensors without aliases, and without those of MTP layers where there are none → elements."""
+    same = aliases(shape)
+    sizes = tensor_shapes(shape)
+    kept = [name for name in sizes if name not in same and (mtp or section_of(name, shape) == "target")]
+    return {name: prod(sizes[name]) for name in kept}

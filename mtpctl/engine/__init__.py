@@ -1,1 +1,0 @@
-"""Megatron at work: process groups, packed micro-batches, updates, log-probs, export."""

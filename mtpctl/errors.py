@@ -1,0 +1,43 @@
+"""Errors that end a command with one line and an exit code of their own."""
+
+from __future__ import annotations
+
+
+class MtpctlError(Exception):
+    """A failure that is told in one line, with its exit code."""
+
+    exit_code = 5
+
+
+class UserError(MtpctlError):
+    """The user's mistake: the message names the recipe field, or file and line, and the mend."""
+
+    exit_code = 2
+
+
+class EnvironmentMissing(MtpctlError):
+    """Something outside the recipe is missing: a package, a device, a hub that answers."""
+
+    exit_code = 3
+
+
+class ClusterResources(MtpctlError):
+    """The cluster has fewer CPUs, GPUs or hosts than the recipe asks for."""
+
+    exit_code = 4
+
+
+class RuntimeFailure(MtpctlError):
+    """Something failed while running; the message names the actor and the cause."""
+
+    exit_code = 5
+
+
+class ThresholdMissed(MtpctlError):
+    """A measurement or parity check ended beyond its bound."""
+
+    exit_code = 6
+
+
+class UpstreamMoved(RuntimeError):
+    """A vendor's package is not the release, or does not behave like the release, that a stand-in or patch was written for."""

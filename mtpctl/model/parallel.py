@@ -1,0 +1,90 @@
+"""Process groups of one trainer or log-prob rank, on gloo or NCCL."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from torch import Tensor
+
+from mtpctl.cluster.meeting import join_store
+from mtpctl.compat import cpu_device
+from mtpctl.errors import ClusterResources
+from mtpctl.plan.sharding import expert_tp
+from mtpctl.recipe.parallel import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Where one process stands: its rank, the ranks in all, and the store where they meet as `host:port`, held by whoever told it."""
+
+    rank: int = 0
+    world_size: int = 1
+    master: str = ""
+    local_rank: int = 0
+    deadline_s: float = 600.0
+
+
+def start(rank: Rank, parallel: ParallelConfig) -> None:
+    """Join the process group and lay out tp, pp, cp, ep and dp over it.
+
+    Raises RuntimeError where the number of ranks does not fit the layout.
+    """
+    if rank.world_size != parallel.world_size:
+        raise RuntimeError(f"{rank.world_size} ranks were started for a layout of {parallel.world_size}")
+    cpu_device.install()
+    if not dist.is_initialized():
+        cuda = torch.cuda.is_available()
+        if cuda and rank.local_rank >= torch.cuda.device_count():
+            count = torch.cuda.device_count()
+            raise ClusterResources(f"train.parallel: rank {rank.rank} needs GPU {rank.local_rank} of a host with {count}; take fewer ranks")
+        if cuda:
+            torch.cuda.set_device(rank.local_rank)
+        store: dist.Store = dist.HashStore() if rank.world_size == 1 else join_store(rank.master, rank.deadline_s)
+        # megatron-core and its checkpoints read these.
+        os.environ |= {"RANK": str(rank.rank), "WORLD_SIZE": str(rank.world_size), "LOCAL_RANK": str(rank.local_rank)}
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=store,
+            rank=rank.rank,
+            world_size=rank.world_size,
+            timeout=datetime.timedelta(seconds=rank.deadline_s),
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=expert_tp(parallel),
+    )
+    # There is no dropout here, so no random state has to be kept apart for the tensor-parallel ranks.
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+
+
+def reduced(sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Metric sums of the last pipeline stage, summed over dp, and known on every stage."""
+    if dist.get_world_size() == 1:
+        return sums
+    names = sorted(sums)
+    if names:
+        flat = torch.stack([sums[name].float() for name in names])
+        dist.all_reduce(flat, group=parallel_state.get_data_parallel_group())
+        sums = dict(zip(names, flat, strict=True))
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        told = [{name: value.item() for name, value in sums.items()}]
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast_object_list(told, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+        sums = {name: torch.tensor(value) for name, value in told[0].items()}
+    return sums
+
+
+def stop() -> None:
+    """Leave the process groups."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

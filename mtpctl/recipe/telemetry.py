@@ -1,0 +1,13 @@
+"""The section `telemetry`: where metrics go beside the run directory."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from mtpctl.recipe.section import Section
+
+
+class TelemetryConfig(Section):
+    tensorboard: bool = Field(True, description="Write `tensorboard/` in the run directory.")
+    wandb: str | None = Field(None, description="Weights & Biases project, where that package is installed.")
+    profile: bool = Field(False, description="Profile the third update of each stage: trace and tables in `logs/` of the run directory.")

@@ -1,0 +1,83 @@
+"""The section `train`: stages, precision, memory, checkpoints, adapters."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mtpctl.recipe.optimizer import SftOptimizerConfig
+from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.rl import RlConfig
+from mtpctl.recipe.section import Complaints, Float, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, fitting
+
+
+class SftConfig(Section):
+    steps: NonNegativeInt = Field(0, description="Updates of the supervised stage.")
+    until_loss: NonNegativeFloat = Field(
+        0.0, description="End the stage once the mean loss of its last 10 updates is at most this; 0: never."
+    )
+    batch_size: PositiveInt = Field(64, description="Sequences an update.")
+    optimizer: SftOptimizerConfig = Field(default_factory=SftOptimizerConfig)
+
+
+class OffloadConfig(Section):
+    params: bool = Field(False, description="Parameters to host memory between uses.")
+    optimizer: bool = Field(False, description="Optimizer state to host memory between updates.")
+    grads: bool = Field(False, description="Gradient buffers released between updates.")
+
+
+class LoraConfig(Section):
+    rank: PositiveInt = Field(16, description="Rank of the adapter.")
+    alpha: PositiveFloat = Field(32.0, description="Scale: alpha / rank.")
+    targets: list[str] = Field(
+        ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], description="Megatron modules that get an adapter."
+    )
+
+
+class TrainConfig(Section):
+    stages: list[Literal["sft", "rl"]] = Field(["rl"], description="What to run, in this order.")
+    sft: SftConfig = Field(default_factory=SftConfig)
+    rl: RlConfig = Field(default_factory=RlConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    precision: Literal["fp32", "bf16"] = Field("bf16", description="Of parameters and activations; masters stay fp32.")
+    tokens_per_microbatch: PositiveInt = Field(8192, description="Packed tokens a micro-batch, at most.")
+    recompute: Literal["none", "selective", "full"] = Field("none", description="Activations recomputed in the backward pass.")
+    distributed_optimizer: bool = Field(False, description="Shard optimizer state over dp.")
+    offload: OffloadConfig = Field(default_factory=OffloadConfig)
+    lora: LoraConfig | None = Field(None, description="Train an adapter instead of the weights.")
+    async_save: bool = Field(False, description="Write checkpoints while training goes on; costs host memory of their size.")
+    checkpoint_every: NonNegativeInt = Field(
+        0, description="Updates between checkpoints, beside those of checkpoint_minutes; 0: none by count."
+    )
+    checkpoint_minutes: NonNegativeFloat = Field(
+        10.0, description="Minutes from one checkpoint to the next, taken after the update under way; 0: none by time."
+    )
+    keep_checkpoints: NonNegativeInt = Field(
+        2, description="Newest checkpoints kept; 0: none is written, so that the run can be neither resumed nor converted."
+    )
+    max_bad_steps: PositiveInt = Field(3, description="Updates in a row skipped for NaN or inf before the run stops.")
+    eval_every: NonNegativeInt = Field(0, description="Updates between held-out evaluations; 0: before and after RL only.")
+    gpus: Annotated[Float, Field(gt=0, le=1)] = Field(1.0, description="Share of a card that each trainer rank takes, beside others on it.")
+    threads: NonNegativeInt = Field(0, description="CPU threads of a trainer rank beside engines; 0: torch's own choice.")
+
+
+def stages_fit(train: TrainConfig) -> Complaints:
+    """Stages, batches and optimizers that no run could follow."""
+    if not train.stages or len(set(train.stages)) != len(train.stages):
+        yield f"train.stages: must name sft, rl or both, each once, got [{', '.join(train.stages)}]"
+    for stage, steps in (("sft", train.sft.steps), ("rl", train.rl.steps)):
+        if stage in train.stages and steps == 0:
+            yield f"train.{stage}.steps: is 0; say how many updates, or leave {stage} out of train.stages"
+    if train.rl.prompts_per_step % train.rl.minibatches:
+        yield (
+            f"train.rl.minibatches: {train.rl.minibatches} does not divide train.rl.prompts_per_step: {train.rl.prompts_per_step}; "
+            f"{fitting(train.rl.prompts_per_step)} fit"
+        )
+    if train.rl.group_size < 2 and "rl" in train.stages:
+        yield f"train.rl.group_size: the {train.rl.advantage} baseline needs at least 2 responses a prompt, got {train.rl.group_size}"
+    if train.checkpoint_every and not train.keep_checkpoints:
+        yield f"train.checkpoint_every: {train.checkpoint_every}, but train.keep_checkpoints is 0; set one of them otherwise"
+    for name, optimizer in (("sft", train.sft.optimizer), ("rl", train.rl.optimizer)):
+        if not all(0 <= beta < 1 for beta in optimizer.betas):
+            yield f"train.{name}.optimizer.betas: must lie in [0, 1), got {list(optimizer.betas)}"

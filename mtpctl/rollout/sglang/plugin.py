@@ -1,0 +1,67 @@
+"""What SGLang calls in each of its processes before it builds an engine (entry point `sglang.srt.plugins`; SGLang 0.5.21).
+
+MiMo's MTP layer reads the hidden state before the final norm, as vLLM hands it over; SGLang hands over the state after it, so that the
+drafter sees another scale of every channel and is right less often. SGLang's own way to pass the earlier state on, which other models
+use, is put to use for MiMo too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib.metadata import entry_points, version
+from typing import Any
+
+from mtpctl.compat import mimo_config
+from mtpctl.errors import EnvironmentMissing, UpstreamMoved
+
+PINNED = "0.5.21"
+GROUP = "sglang.srt.plugins"
+
+
+def check_plugin() -> None:
+    """Raise EnvironmentMissing where SGLang's processes, which look for installed plugins, would not find this one."""
+    if not any(entry.value == f"{__name__}:register" for entry in entry_points(group=GROUP)):
+        raise EnvironmentMissing(
+            "rollout.python: mtpctl is not installed beside SGLang; build its environment with scripts/sglang_environment.sh"
+        )
+
+
+def register() -> None:
+    """Let MiMo folders be read, and drafted for as they were trained. May be called again.
+
+    Raises UpstreamMoved for another release, and where the earlier state can no longer be passed on.
+    """
+    if (found := version("sglang")) != PINNED:
+        raise UpstreamMoved(f"{__name__} was written for SGLang {PINNED}, found {found}: look whether it is needed, then move its guard")
+    mimo_config.install()
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+    from sglang.srt.models.mimo import MiMoForCausalLM
+
+    if getattr(MiMoForCausalLM.forward, "_mtpctl", False):
+        return
+    if "hidden_states_before_norm" not in inspect.signature(LogitsProcessor.forward).parameters:
+        raise UpstreamMoved(f"{__name__}: LogitsProcessor no longer takes hidden_states_before_norm; find the new way to the drafter")
+    upstream = MiMoForCausalLM.forward
+
+    def forward(
+        self: Any, input_ids: Any, positions: Any, forward_batch: Any, input_embeds: Any = None, get_embedding: bool = False
+    ) -> Any:
+        if get_embedding:
+            return upstream(self, input_ids, positions, forward_batch, input_embeds, get_embedding)
+        before: list[Any] = []
+        # The norm adds the residual first, and returns the sum beside its own output.
+        hook = self.model.norm.register_forward_hook(lambda module, args, output: before.append(output[1]))
+        try:
+            hidden = self.model(input_ids, positions, forward_batch, input_embeds)
+        finally:
+            hook.remove()
+        if not before and forward_batch.capture_hidden_mode.need_capture():
+            raise UpstreamMoved(
+                f"{__name__}: the final norm was passed by, so drafts would start from its output; disable_prefill_cuda_graph"
+            )
+        return self.logits_processor(
+            input_ids, hidden, self.lm_head, forward_batch, hidden_states_before_norm=before[0] if before else None
+        )
+
+    forward._mtpctl = True  # type: ignore[attr-defined]
+    MiMoForCausalLM.forward = forward

@@ -1,0 +1,201 @@
+"""One vLLM engine: responses with log-probs, version spans and speculation counts, and a target for weight updates."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from importlib.metadata import entry_points
+from typing import Any
+
+from mtpctl.cluster.heap import importing
+from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.rollout.engine import Engine, Stretch, check_options, speculation_counts
+from mtpctl.rollout.vllm.client import VllmClient, adapter_request
+from mtpctl.rollout.vllm.patches import cut, logprobs
+from mtpctl.rollout.vllm.patches import pause as vllm_pause
+from mtpctl.rollout.vllm.settings import VllmSettings
+from mtpctl.samples import GenerationRequest, Speculation
+from mtpctl.sync.engine_target import ADAPTER, ADAPTER_ID
+from mtpctl.sync.protocol import PauseMode
+
+
+class VllmEngine(Engine):
+    """Build with `await VllmEngine.start(settings)`."""
+
+    def __init__(self, llm: Any, settings: VllmSettings, version: int) -> None:
+        super().__init__(
+            VllmClient(llm),
+            version=version,
+            context=int(llm.model_config.max_model_len),
+            places=int(settings.args["max_num_seqs"]),
+            holds=("target", "draft", "adapter") if "speculative_config" in settings.args else ("target", "adapter"),
+        )
+        self._llm = llm
+        self._settings = settings
+        self._released = False
+
+    @classmethod
+    async def start(cls, settings: VllmSettings, *, version: int = 0) -> VllmEngine:
+        """Load the model and warm up. `version` is what its weights count as until the first update.
+
+        Raises UserError for an unknown name in `rollout.engine_args` and for heads that vLLM has no attention for, and what vLLM raises
+        for a model it cannot load.
+        """
+        os.environ.update(settings.environment)
+        check_plugin()
+        with importing():
+            import torch
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.usage.usage_lib import UsageContext
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        check_engine_args(settings.args)
+        args = AsyncEngineArgs(**settings.args)
+        check_heads(args)
+        # vLLM sizes a step by who asks. Left unsaid, it takes 2,048 tokens of prompts a step, on an H200 an eighth of what offline
+        # generation gets, which a rollout is.
+        use = UsageContext.LLM_CLASS
+        if settings.in_loop:
+            from mtpctl.rollout.vllm.patches.loop import core_in_loop
+
+            with core_in_loop():
+                llm = AsyncLLM.from_engine_args(args, usage_context=use)
+        else:
+            llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, usage_context=use)
+        engine = cls(llm, settings, version)
+        await engine._within(llm.update_weight_version(str(version)), "setting the weight version")
+        if settings.args.get("enable_lora"):
+            await engine._target.hold_adapter()
+        return engine
+
+    async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> Stretch:
+        from vllm.inputs.engine import tokens_input
+
+        output = None
+        asked = self._llm.generate(tokens_input(prompt), self._sampling(request, room), request_id, lora_request=self._adapter())
+        async for step in asked:
+            output = step
+        if output is None:
+            raise self._died(RuntimeError(f"request {request_id} ended without an output"))
+        return _stretch(output.outputs[0])
+
+    def _read(self, tokens: list[int]) -> str:
+        return str(self._llm.get_tokenizer().decode(tokens, skip_special_tokens=True))
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        await cut.keep(self._llm, request_ids)
+        await self._llm.abort(request_ids)
+
+    def _adapter(self) -> Any:
+        """The adapter that requests are answered with, where the engine takes any."""
+        folder = self._target.adapter
+        return None if folder is None else adapter_request(ADAPTER, ADAPTER_ID, str(folder))
+
+    def _sampling(self, request: GenerationRequest, room: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if request.stop and self._settings.args["skip_tokenizer_init"]:
+            raise UserError("stop strings need the engine's tokenizer: name them in rollout.stop, or stop by token ids")
+        # A continued response must not draw again the random numbers of its first part.
+        seed = None if request.seed is None else (request.seed + 1_000_003 * len(request.sample.response_ids)) % (1 << 62)
+        return SamplingParams(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            seed=seed,
+            max_tokens=room,
+            stop=request.stop or None,
+            stop_token_ids=request.stop_token_ids or None,
+            ignore_eos=self._settings.args["skip_tokenizer_init"],
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=bool(request.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            # Stop strings are found, and what is behind them cut off, where the text is: log-probs must be there with each token.
+            extra_args=None if request.stop else dict(logprobs.LATE),
+        )
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """See `Engine.pause`."""
+        if mode == "abort":
+            await self._within(self._abort(list(self._in_flight)), "aborting responses")
+        await self._within(vllm_pause.pause(self._llm, mode), f"pausing ({mode})")
+        self._paused = True
+        if self._settings.release_kv and not self._released:
+            await self._within(self._llm.release_kv_cache_memory(), "giving the KV cache back")
+            self._released = True
+
+    async def resume(self) -> None:
+        """See `Engine.resume`."""
+        self._check_alive()
+        if self._released:
+            await self._within(self._llm.wake_up(["kv_cache"]), "taking memory for the KV cache")
+            self._released = False
+        await self._within(self._llm.resume_generation(), "resuming")
+        self._paused = False
+
+    @property
+    def speculates_by_choice(self) -> bool:
+        """Whether the engine was started with `speculation.auto`."""
+        return "scheduler_cls" in self._settings.args
+
+    async def speculate(self, drafts: int | None = None, *, look_again: bool = False) -> dict[str, Any]:
+        """See `Engine.speculate`; `look_again` has the engine measure anew as soon as it may."""
+        if not self.speculates_by_choice:
+            raise UserError("rollout.speculation.auto: is off, so the number of draft tokens is fixed at the start")
+        state: dict[str, Any] = await self._within(
+            self._llm.engine_core.call_utility_async("mtpctl_speculation", drafts, look_again), "asking the scheduler"
+        )
+        return state
+
+    @property
+    def _errored(self) -> bool:
+        return bool(self._llm.errored)
+
+    async def shutdown(self) -> None:
+        """End the engine. May be called again."""
+        self._llm.shutdown()
+        self._target.close()
+
+
+def check_plugin() -> None:
+    """Raise EnvironmentMissing where vLLM's processes would not find mtpctl's stand-ins and weight receiver."""
+    if not entry_points(group="vllm.general_plugins", name="mtpctl"):
+        raise EnvironmentMissing("mtpctl: vLLM finds its plugin through the package's entry point; install mtpctl (pip install -e .)")
+
+
+def check_engine_args(args: dict[str, Any]) -> None:
+    """Raise UserError for a name that vLLM does not know, with the nearest one that it does."""
+    from dataclasses import fields
+
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    check_options("vLLM", [field.name for field in fields(AsyncEngineArgs)], args)
+
+
+def check_heads(args: Any) -> None:
+    """Raise UserError for heads of a size that vLLM has no attention for on a CPU: it would say so at the first request alone."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    model, sizes = args.create_model_config(), CPUAttentionBackend.get_supported_head_sizes()
+    if not model.use_mla and (size := model.get_head_size()) not in sizes:
+        raise UserError(f"model: on a CPU vLLM has no attention for heads of {size}; those of {', '.join(map(str, sizes))} it has")
+
+
+def _stretch(completion: Any) -> Stretch:
+    """vLLM's output as a stretch of the response."""
+    metrics = completion.spec_decode_metrics
+    return Stretch(
+        tokens=list(completion.token_ids),
+        logprobs=list(completion.logprobs.logprobs) if completion.logprobs else [],
+        spans=[(span.start, span.end, int(span.version)) for span in completion.weight_versions or []],
+        finish_reason=completion.finish_reason,
+        speculation=Speculation() if metrics is None else speculation_counts(metrics.histogram, metrics.num_draft_tokens),
+    )

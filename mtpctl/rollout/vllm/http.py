@@ -1,0 +1,209 @@
+"""A vLLM server that someone started, as a target for weights: vLLM's own routes for reinforcement learning.
+
+The server must have been started with `VLLM_SERVER_DEV_MODE=1` and
+`--weight-transfer-config '{"backend": "mtpctl"}' --worker-extension-cls mtpctl.rollout.vllm.receiver.WorkerExtension`; for adapters with
+`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` and `--enable-lora --max-lora-rank N` as well, and to give its KV cache back at a sync with
+`--enable-sleep-mode`. Requests for the model `mtpctl` are answered with the adapter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Awaitable, Collection
+from dataclasses import replace
+from typing import Any
+
+from mtpctl.errors import UserError
+from mtpctl.sync.adapter import adapter_root
+from mtpctl.sync.engine_target import EngineTarget
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import PauseMode, Section, SyncError
+from mtpctl.sync.session import SyncReport, or_cancel, update_target
+
+_ANSWER_S = 300.0
+_WORKER = re.compile(r"Worker failed with error '(?P<error>.*)', please check the stack trace", re.DOTALL)
+STARTED_WITH = (
+    'start it with VLLM_SERVER_DEV_MODE=1 vllm serve … --weight-transfer-config \'{"backend": "mtpctl"}\' '
+    "--worker-extension-cls mtpctl.rollout.vllm.receiver.WorkerExtension"
+)
+
+
+ADAPTERS_WITH = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve … --enable-lora --max-lora-rank N as well"
+SLEEPS_WITH = "start it with --enable-sleep-mode as well, or set sync.release_kv: false"
+
+
+def _reason(told: str) -> str:
+    """What went wrong, out of vLLM's answer: its error as JSON, around that of a worker."""
+    # Another server's, or another kind of page, is told as it is.
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        told = json.loads(told)["error"]["message"]
+    inner = _WORKER.search(told)
+    return (inner["error"] if inner else told).strip()[:400]
+
+
+class HttpClient:
+    """See `EngineClient`. Raises SyncError for what the server refuses, UserError for one that is not there or lacks the routes."""
+
+    def __init__(self, url: str) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(f"--to: {url} is no URL; give http://HOST:PORT of a vLLM server")
+        self.url = f"{parts.scheme}://{parts.netloc}"
+
+    async def ask(self, path: str, body: dict[str, Any] | None = None, *, method: str = "POST", needs: str = "") -> Any:
+        """What the server answers. `needs`: how it has to be started to have this route, where more than always."""
+        return await asyncio.to_thread(self._ask, path, body, method, needs or STARTED_WITH)
+
+    def _ask(self, path: str, body: dict[str, Any] | None, method: str, needs: str) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
+                text, kind = answer.read(), answer.headers.get_content_type()
+        except urllib.error.HTTPError as error:
+            told = error.read().decode(errors="replace")
+            if error.code in (404, 405):
+                raise UserError(f"--to: {self.url} has no {path}; {needs}") from error
+            raise SyncError(f"{self.url}{path}: {_reason(told) or error}") from error
+        except TimeoutError as error:
+            raise SyncError(f"{self.url}{path}: no answer within {_ANSWER_S:g} s") from error
+        except (urllib.error.URLError, OSError) as error:
+            raise UserError(f"--to: {self.url} does not answer: {getattr(error, 'reason', error)}") from error
+        return json.loads(text) if kind == "application/json" else text.decode()
+
+    async def start(self, *, draft: bool) -> None:
+        """See `EngineClient`."""
+        await self.ask("/start_draft_weight_update" if draft else "/start_weight_update")
+
+    async def step(self, info: dict[str, Any]) -> None:
+        """See `EngineClient`."""
+        await self.ask("/update_weights", {"update_info": info})
+
+    async def finish(self, version: int) -> None:
+        """See `EngineClient`."""
+        await self.ask("/finish_weight_update", {"weight_version": str(version)})
+
+    async def rpc(self, method: str, *args: str) -> list[Any]:
+        """See `EngineClient`."""
+        answer = await self.ask("/collective_rpc", {"method": method, "args": list(args)})
+        return list(answer["results"]) if answer else []
+
+    async def load_adapter(self, name: str, number: int, folder: str) -> None:
+        """See `EngineClient`. The server gives adapters numbers of its own."""
+        await self.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder, "load_inplace": True}, needs=ADAPTERS_WITH)
+
+
+class ServedEngine:
+    """One server. Make it with `await ServedEngine.find(url)`."""
+
+    def __init__(self, client: HttpClient, version: int, ranks: int, drafts: bool, *, release_kv: bool = False) -> None:
+        self.client, self.ranks, self._paused, self._release_kv = client, ranks, False, release_kv
+        self._holds: tuple[Section, ...] = ("target", "draft", "adapter") if drafts else ("target", "adapter")
+        # One folder a server, whoever syncs: it outlives this process, and the next one's adapter takes its place.
+        self.target = EngineTarget(
+            client,
+            version,
+            within=self._within,
+            paused=lambda: self._paused,
+            holds=self._holds,
+            adapters=adapter_root("", re.sub(r"[^A-Za-z0-9.]+", "-", client.url)),
+        )
+
+    @classmethod
+    async def find(cls, url: str, sections: Collection[Section] = ("target", "draft"), *, release_kv: bool = False) -> ServedEngine:
+        """Ask a server what it is. Raises UserError where it is none, or cannot take weights, or not `sections` alone.
+
+        `release_kv`: have it give the memory of its KV cache back for the time of a sync.
+        """
+        client = HttpClient(url)
+        told = await client.ask("/weight_info", method="GET")
+        ranks = await client.ask("/get_world_size", method="GET")
+        if "target" in sections and "adapter" not in sections:
+            models = await client.ask("/v1/models", method="GET")
+            if loaded := [model["id"] for model in models["data"] if model.get("parent")]:
+                raise UserError(
+                    f"--to: {client.url} has the adapter {', '.join(loaded)} loaded, which would count on top of whole weights; "
+                    "have it unload that (POST /v1/unload_lora_adapter), or set sync.sections: [adapter, draft]"
+                )
+        found = await client.rpc("mtpctl_drafts")
+        version = str(told["weight_version"])
+        known = int(version) if version.isdigit() else 0
+        return cls(client, known, int(ranks["world_size"]), str(found[0]) == "True", release_kv=release_kv)
+
+    async def _within(self, step: Awaitable[Any], what: str) -> Any:
+        try:
+            return await asyncio.wait_for(step, _ANSWER_S)
+        except TimeoutError as error:
+            raise SyncError(f"{self.client.url}: {what} took longer than {_ANSWER_S:g} s") from error
+
+    async def update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> SyncReport:
+        """Pause, take the version in, resume.
+
+        A server that stood before may hold what a sync left behind that was killed: it goes on with whole weights alone.
+        """
+        began = time.monotonic()
+        query = urllib.parse.urlencode({"mode": mode, "clear_cache": "true"})
+        stood, released, whole = bool((await self.client.ask("/is_paused", method="GET"))["is_paused"]), False, False
+        try:
+            if stood:
+                # Also its session, which would let no other begin.
+                with contextlib.suppress(SyncError):
+                    await self.client.step({"action": "abort", "section": ""})
+            # A server that does not answer this may pause all the same, at once or later: then too it is told to go on.
+            await self.client.ask(f"/pause?{query}")
+            self._paused = True
+            if self._release_kv:
+                await self.client.ask("/release_kv_cache_memory", needs=SLEEPS_WITH)
+                released = True
+            report = await update_target(self.target, manifest, verify=verify, deadline_s=deadline_s, holds=self._holds)
+            whole = True
+        except SyncError as error:
+            if stood:
+                raise SyncError(
+                    f"{error}; {self.client.url} was paused before, and stays so until a sync succeeds or it is resumed"
+                ) from error
+            raise
+        finally:
+            # A server whose weights are no one version's stands until it is restarted.
+            if not self.target.dirty and (whole or not stood):
+                if released:
+                    await self.client.ask("/wake_up?tags=kv_cache", needs=SLEEPS_WITH)
+                await self.client.ask("/resume")
+                self._paused = False
+        return replace(report, stall_seconds=time.monotonic() - began)
+
+
+class ServedEngines:
+    """Servers as `WeightSync` sees a pool."""
+
+    def __init__(self, engines: list[ServedEngine]) -> None:
+        self.engines = engines
+
+    @property
+    def version(self) -> int:
+        """The newest version that one of them has."""
+        return max(engine.target.version for engine in self.engines)
+
+    def standing(self, mode: PauseMode) -> contextlib.AbstractAsyncContextManager[None]:
+        """Servers come with the command that names them, and none later. Whose requests they answer, they know: `take_in` pauses them."""
+        return contextlib.nullcontext()
+
+    def members(self, ranks: int) -> list[str]:
+        """A name for each rank of each server; the recipe's number of ranks does not matter here."""
+        return [f"{engine.client.url} {rank}" for engine in self.engines for rank in range(engine.ranks)]
+
+    async def take_in(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
+        """Take every server to the version. Raises the first error, after all have answered."""
+        calls = (or_cancel(manifest, e.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s)) for e in self.engines)
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        for result in found:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in found if isinstance(result, SyncReport)]

@@ -1,0 +1,145 @@
+"""vLLM's engine core in the caller's own process and event loop (vLLM 0.32.0).
+
+`AsyncLLM` always puts the engine core in a process of its own, and on a CPU that process starts one more for the worker:
+three imports of vLLM, two hand-overs a step, and a queue that spins on a core that the trainer could use. With one CPU
+worker nothing is gained by that. Here the core is stepped by the very task that waits for its output, so that control
+calls (pause, weight updates) fall between steps by construction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.model_executor.models import registry
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.core_client import EngineCoreClient, InprocClient
+from vllm.v1.request import RequestStatus
+
+from mtpctl.rollout.vllm.patches.version import require_pinned
+
+
+@dataclass
+class _Resources:
+    engine_dead: bool = False
+
+
+class LoopCore(InprocClient):
+    """The asynchronous face that `AsyncLLM` asks for, on top of vLLM's own in-process client."""
+
+    engine_ranks_managed = (0,)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.resources = _Resources()
+        self._ready: deque[EngineCoreOutputs] = deque()
+        self._wake = asyncio.Event()
+        self._drained = asyncio.Event()
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """Outputs of the next step. Other tasks get a turn before each step.
+
+        Raises whatever a step raises, and marks the engine dead.
+        """
+        while True:
+            await asyncio.sleep(0)
+            if self._ready:
+                return self._ready.popleft()
+            if self.engine_core.scheduler.has_requests():
+                try:
+                    return self.get_output()
+                except Exception:
+                    self.resources.engine_dead = True
+                    raise
+            self._drained.set()
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def get_supported_tasks_async(self) -> Any:
+        return self.get_supported_tasks()
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        self.add_request(request)
+        self._wake.set()
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self.abort_requests(request_ids)
+        self._wake.set()
+
+    async def pause_scheduler_async(self, mode: Any = "abort", clear_cache: bool = True) -> None:
+        """Stop scheduling. `wait` returns when what was running has finished; the others return at once."""
+        core = self.engine_core
+        if mode == "wait":
+            core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+            self._drained.clear()
+            self._wake.set()
+            await self._drained.wait()
+            core._finish_pause(clear_cache)
+            return
+        if mode == "abort":
+            aborted = core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+            outputs = [EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT) for request in aborted]
+            self._ready.append(EngineCoreOutputs(outputs=outputs))
+            self._wake.set()
+        core.pause_scheduler(mode=mode, clear_cache=clear_cache)
+
+    async def resume_scheduler_async(self) -> None:
+        self.engine_core.resume_scheduler()
+        self._wake.set()
+
+    async def is_scheduler_paused_async(self) -> bool:
+        return self.engine_core.is_scheduler_paused()
+
+    async def collective_rpc_async(
+        self, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        return self.engine_core.collective_rpc(method, timeout, args, kwargs)
+
+    async def set_weight_version_async(self, weight_version: str) -> None:
+        self.engine_core.set_weight_version(weight_version)
+
+    async def get_weight_version_async(self) -> str:
+        return self.engine_core.get_weight_version()
+
+    async def reset_prefix_cache_async(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        return self.engine_core.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        return getattr(self.engine_core, method)(*args)
+
+    async def add_lora_async(self, lora_request: Any) -> bool:
+        return self.engine_core.add_lora(lora_request)
+
+    async def remove_lora_async(self, lora_id: int) -> bool:
+        return self.engine_core.remove_lora(lora_id)
+
+    async def list_loras_async(self) -> set[int]:
+        return self.engine_core.list_loras()
+
+
+@contextmanager
+def core_in_loop() -> Iterator[None]:
+    """An `AsyncLLM` built inside this context runs its core in this process and in the running event loop.
+
+    The model class is inspected here too, where it is about to be imported anyway, and not in a process started for it.
+    Raises UpstreamMoved for another release.
+    """
+    require_pinned(__name__)
+    client: Any = EngineCoreClient
+    upstream, inspect_elsewhere = client.make_async_mp_client, registry._run_in_subprocess
+
+    def make(vllm_config: Any, executor_class: Any, log_stats: bool, **_: Any) -> LoopCore:
+        return LoopCore(vllm_config, executor_class, log_stats)
+
+    client.make_async_mp_client = staticmethod(make)
+    registry._run_in_subprocess = lambda fn: fn()
+    try:
+        yield
+    finally:
+        client.make_async_mp_client = staticmethod(upstream)
+        registry._run_in_subprocess = inspect_elsewhere

@@ -1,0 +1,103 @@
+"""vLLM's scheduler with a `SpeculationSwitch` at the wheel (`scheduler_cls`; vLLM 0.32.0).
+
+vLLM can draft fewer tokens where more requests run together, by a table that is fixed at the start
+(`num_speculative_tokens_per_batch_size`). Here the table says the same for every size, and what it says is decided anew before each
+step. That the drafter costs nothing while it is off is `patches.drafter`'s part.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections import Counter, defaultdict, deque
+from functools import partial
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+
+from mtpctl.rollout.switch import Choice, SpeculationSwitch, Step
+
+TIMED = 512
+"""Steps whose time is remembered for each number of drafts."""
+
+log = logging.getLogger("vllm.mtpctl")  # below vLLM's own logger, which is set up in every process of an engine
+
+
+class SwitchingScheduler(Scheduler):
+    """Asks the switch before each step, and tells it what the step took and what became of its drafts."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert self.dynamic_sd_lookup is not None, "the settings give a schedule of draft tokens"
+        self.switch = SpeculationSwitch(self.num_spec_tokens, self._say)
+        size = len(self.dynamic_sd_lookup)
+        self._tables = [[drafts] * size for drafts in range(self.num_spec_tokens + 1)]
+        self._last: tuple[float, int] | None = None
+        self._choice = ""
+        self._steps: Counter[int] = Counter()
+        self._took: dict[int, deque[float]] = defaultdict(partial(deque, maxlen=TIMED))
+
+    def _say(self, choice: Choice) -> None:
+        self._choice = str(choice)
+        log.warning("%s", choice)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """See `Scheduler.schedule`."""
+        drafts = self.switch.drafts()
+        self._steps[drafts] += 1
+        self.dynamic_sd_lookup = self._tables[drafts]
+        return super().schedule(*args, **kwargs)
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+        """See `Scheduler.update_from_output`."""
+        self._observe(scheduler_output, model_runner_output)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _observe(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """A step counts if it, and the one before it, which it waited for, only decoded with equally many drafts."""
+        now = time.perf_counter()
+        requests = len(scheduled.num_scheduled_tokens)
+        drafts = scheduled.num_spec_tokens_to_schedule
+        # What is done a request here, hundreds of times a step, delays the next step: so it is left to sets and counters.
+        drafting = sum(map(bool, scheduled.scheduled_spec_decode_tokens.values()))
+        whole = set(scheduled.num_scheduled_tokens.values()) == {1 + drafts} and drafting == (requests if drafts else 0)
+        last, self._last = self._last, (now, drafts) if whole else None
+        if not whole or last is None or last[1] != drafts:
+            return
+        lengths = Counter(map(len, output.sampled_token_ids))
+        accepted = tuple(sum(count for length, count in lengths.items() if length > position + 1) for position in range(drafts))
+        self._took[drafts].append(now - last[0])
+        self.switch.observe(Step(requests, drafts, now - last[0], accepted))
+
+    def speculation(self, drafts: int | None, look_again: bool) -> dict[str, Any]:
+        """Fix the number of drafts (None: leave it as it is; -1: choose again), and say what is being done.
+
+        `steps` counts those since the last call, by the drafts that were asked for, and `step_s` has the median time of those that only
+        decoded.
+        """
+        if drafts is not None:
+            self.switch.fix(None if drafts < 0 else drafts)
+        if look_again:
+            self.switch.look_again()
+        steps = dict(self._steps)
+        took = {number: statistics.median(seconds) for number, seconds in self._took.items()}
+        self._steps.clear()
+        self._took.clear()
+        return {
+            "steps": steps,
+            "step_s": took,
+            "drafts": self.switch.drafts(),
+            "looking": self.switch.looking,
+            "looks": self.switch.looks,
+            "switches": self.switch.switches,
+            "told": self._choice,
+        }
+
+
+class AsyncSwitchingScheduler(SwitchingScheduler, AsyncScheduler):
+    """The same where steps are scheduled while the one before them runs."""

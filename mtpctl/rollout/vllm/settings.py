@@ -1,0 +1,141 @@
+"""From the recipe to vLLM's own options, without importing vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mtpctl.errors import UserError
+from mtpctl.recipe.model import DTYPES
+from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, VllmConfig
+from mtpctl.rollout.vllm.plugin import OURS, TRANSFER_BACKEND
+
+CPU_KV_CACHE_BYTES = 256 << 20
+SCHEDULERS = {
+    False: "mtpctl.rollout.vllm.scheduler.SwitchingScheduler",
+    True: "mtpctl.rollout.vllm.scheduler.AsyncSwitchingScheduler",
+}
+"""What drives `speculation.auto`, by whether vLLM schedules a step while the one before it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings:
+    """All that one engine needs to start: `args` for vLLM, `environment` for its process, `threads` for torch (0: its choice).
+
+    `in_loop` runs the engine core in the caller's process instead of one of its own. `release_kv`: a paused engine gives the memory
+    of its KV cache back.
+    """
+
+    args: dict[str, Any]
+    in_loop: bool
+    threads: int = 0
+    environment: dict[str, str] = field(default_factory=dict)
+    release_kv: bool = False
+
+    @property
+    def model(self) -> str:
+        """Folder or hub id."""
+        return str(self.args["model"])
+
+
+def engine_settings(
+    rollout: VllmConfig,
+    *,
+    model: str,
+    precision: Literal["fp32", "bf16"],
+    device: Literal["cpu", "cuda"],
+    seed: int = 0,
+    tokenizer: str | None = None,
+    adapter_rank: int | None = None,
+    release_kv: bool = False,
+) -> VllmSettings:
+    """Options of one engine. What `rollout.engine_args` names wins over everything chosen here.
+
+    `tokenizer` is the folder or hub id of another tokenizer than the model's; stop strings need one. `adapter_rank`: of the adapter
+    that weight syncs bring, if they do. `release_kv`: see `VllmSettings`.
+
+    On a CPU the engine runs with few threads beside a trainer on the same cores: no compilation, no prefix cache (its
+    blocks hold 128 tokens), a fixed KV cache, and the core in the actor's own process.
+    """
+    cpu = device == "cpu"
+    k = rollout.speculation.num_tokens
+    args: dict[str, Any] = {
+        "model": model,
+        "dtype": DTYPES[precision if rollout.dtype == "auto" else rollout.dtype],
+        "seed": seed,
+        "tensor_parallel_size": rollout.tp,
+        "max_num_seqs": rollout.max_in_flight,
+        "enforce_eager": rollout.eager or cpu,
+        "enable_prefix_caching": not cpu,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "generation_config": "vllm",
+        "skip_tokenizer_init": not rollout.stop,
+        "weight_transfer_config": {"backend": TRANSFER_BACKEND},
+        "worker_extension_cls": "mtpctl.rollout.vllm.receiver.WorkerExtension",
+    }
+    if k:
+        args["speculative_config"] = {"method": "mtp", "num_speculative_tokens": k}
+        args["per_request_spec_decode_metrics"] = "summary"
+    if k and rollout.speculation.auto:
+        args["speculative_config"]["num_speculative_tokens_per_batch_size"] = _every_number(k, rollout.max_in_flight)
+        ahead = rollout.engine_args.get("async_scheduling", not cpu)
+        args |= {"async_scheduling": ahead, "scheduler_cls": SCHEDULERS[ahead]}
+        if not args["enforce_eager"]:
+            args["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(k, rollout.max_in_flight)}
+    if tokenizer is not None:
+        args["tokenizer"] = tokenizer
+    if rollout.context is not None:
+        args["max_model_len"] = rollout.context
+    if rollout.kv_cache_bytes is not None or cpu:
+        args["kv_cache_memory_bytes"] = rollout.kv_cache_bytes or CPU_KV_CACHE_BYTES
+    if not cpu:
+        args["gpu_memory_utilization"] = rollout.gpu_memory
+    if adapter_rank is not None:
+        room = next(rank for rank in VLLM_ADAPTER_RANKS if rank >= adapter_rank)
+        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+    if release_kv:
+        args["enable_sleep_mode"] = True
+    args |= rollout.engine_args
+    in_loop = cpu and args["tensor_parallel_size"] == 1
+    environment = _environment(cpu, in_loop, rollout.threads)
+    return VllmSettings(args, in_loop, threads=rollout.threads, environment=environment, release_kv=release_kv)
+
+
+def _every_number(k: int, requests: int) -> list[tuple[int, int, int]]:
+    """A schedule of draft tokens in which each number up to `k` occurs, so that vLLM captures graphs for each."""
+    if requests <= k:
+        raise UserError(f"rollout.max_in_flight: {requests} is too small for speculation.auto with num_tokens: {k}; set it above {k}")
+    return [(drafts + 1, drafts + 1, drafts) for drafts in range(k)] + [(k + 1, requests, k)]
+
+
+def capture_sizes(k: int, requests: int) -> list[int]:
+    """Tokens of the steps to capture as CUDA graphs: up to `requests` requests, with 0 to `k` drafts each."""
+    counts = {1, 2, 4, *range(8, min(requests, 256) + 1, 8), *range(256, requests + 1, 16), requests}
+    return sorted({count * (drafts + 1) for count in counts if count <= requests for drafts in range(k + 1)})
+
+
+def _environment(cpu: bool, in_loop: bool, threads: int) -> dict[str, str]:
+    """Variables that must be set before vLLM, or torch, is imported."""
+    found = {
+        OURS: "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
+    if not cpu:
+        # A process that has touched CUDA cannot be forked, and what the caller did before is not ours to know.
+        found["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        # Nothing in a step gains by more threads, and those that wait for work spin, at the cost of the one that launches it. What a
+        # scheduler or a launcher has set for training is not meant for this.
+        found["OMP_NUM_THREADS"] = str(threads or 1)
+    if cpu:
+        # vLLM compiles single functions even in eager mode, which takes seconds and a C++ compiler.
+        found["TORCH_COMPILE_DISABLE"] = "1"
+    if in_loop:
+        found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if cpu and threads:
+        # Waiting threads sleep at once: spinning would take the cores from a trainer on the same machine.
+        found |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+    return found

@@ -1,1 +1,0 @@
-"""The asynchronous controller: stages, sample buffer, staleness admission, trainer actors."""

@@ -1,0 +1,3 @@
+"""What runs in a trainer process: the actor, the Megatron engine with its micro-batches and updates, objectives, optimizer, sending.
+Log-prob ranks hold the same engine, to score.
+"""

@@ -1,0 +1,174 @@
+"""From samples to packed micro-batches: what a forward pass reads, and which of its rows predict a response token.
+
+Sizes: T tokens of a micro-batch, R response tokens among them, D MTP depths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from mtpctl.errors import UserError
+from mtpctl.families.shape import ModelShape
+from mtpctl.model.packing import Packing, blocks
+
+
+@dataclass
+class Sequence:
+    """One prompt with its response.
+
+    loss_mask and every column run over the response: one entry a response token. A mask of 0 marks tokens that nobody
+    sampled (tool output), which no loss sees.
+    """
+
+    token_ids: list[int]
+    prompt_length: int
+    loss_mask: list[int]
+    columns: dict[str, list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        response = len(self.token_ids) - self.prompt_length
+        if self.prompt_length < 1 or response < 1:
+            raise UserError(f"a sequence needs a prompt and a response; it has {self.prompt_length} and {response} tokens")
+        lengths = {"loss_mask": len(self.loss_mask)} | {name: len(values) for name, values in self.columns.items()}
+        for name, length in lengths.items():
+            if length != response:
+                raise UserError(f"{name} has {length} entries for {response} response tokens")
+
+    def drafted(self, depth: int) -> int:
+        """How many tokens of the response `depth` can be asked to draft: those behind the first `depth` of each turn.
+
+        A turn is a run of sampled tokens. What stands before it is read in one go, from which the target samples the turn's first token;
+        the first draft is of the second one, and drafts of a depth k begin k - 1 tokens further.
+        """
+        return sum(max(0, len(turn) - depth) for turn in bytes(self.loss_mask).split(b"\0"))
+
+
+@dataclass
+class DraftRows:
+    """Rows of one MTP depth: hidden states at `rows` predict `labels`, entries `tokens` of the R response tokens."""
+
+    rows: Tensor
+    labels: Tensor
+    tokens: Tensor
+
+
+@dataclass
+class MicroBatch:
+    """One packed forward pass.
+
+    input_ids [T]; rows and labels [R]: hidden state at `rows[r]` predicts `labels[r]`; mask [R]; seq_ids [R], the
+    sequence of each response token within this micro-batch; columns: name → [R]; order: the sequences' places in the
+    list they came from; drafts: one `DraftRows` a depth, over tokens that a drafter can be asked for. idle: it stands in on a
+    rank that has nothing to do while others work; no loss sees its tokens, and nobody asks for their scores.
+    """
+
+    input_ids: Tensor
+    packing: Packing
+    rows: Tensor
+    labels: Tensor
+    mask: Tensor
+    seq_ids: Tensor
+    columns: dict[str, Tensor]
+    order: list[int]
+    lengths: list[int]
+    drafts: list[DraftRows]
+    idle: bool = False
+
+
+def check(sequences: list[Sequence], shape: ModelShape) -> None:
+    """Raise UserError for what the model cannot read: on a card a token id outside the vocabulary ends the process without a word."""
+    for i, sequence in enumerate(sequences):
+        if len(sequence.token_ids) > shape.max_positions:
+            raise UserError(
+                f"sequence {i} has {len(sequence.token_ids)} tokens, the model's max_position_embeddings is {shape.max_positions}; "
+                "lower rollout.max_tokens or rollout.context"
+            )
+        if not 0 <= min(sequence.token_ids) <= max(sequence.token_ids) < shape.vocab:
+            strange = next(t for t in sequence.token_ids if not 0 <= t < shape.vocab)
+            raise UserError(f"sequence {i} has token id {strange}, the vocabulary has {shape.vocab}; is model.tokenizer the model's own?")
+
+
+def partition(lengths: list[int], tokens_per_microbatch: int, dp: int) -> list[list[list[int]]]:
+    """Indices of sequences, for each dp rank a list of micro-batches; every rank gets equally many, of which the last may be empty.
+
+    Longest first into the least loaded of as few micro-batches as fit the budget; a sequence longer than the budget
+    stands alone. Deterministic, so that every rank computes the same partition. Raises ValueError on an empty list.
+    """
+    if not lengths:
+        raise ValueError("there is no sequence to pack")
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    count = max(dp, -(-sum(lengths) // tokens_per_microbatch))
+    while True:
+        count = -(-count // dp) * dp
+        bins: list[list[int]] = [[] for _ in range(count)]
+        loads = [0] * count
+        for i in order:
+            target = min(range(count), key=loads.__getitem__)
+            bins[target].append(i)
+            loads[target] += lengths[i]
+        if count >= len(lengths) or all(load <= tokens_per_microbatch or len(b) == 1 for load, b in zip(loads, bins, strict=True)):
+            break
+        count += dp
+    return [[sorted(b) for b in bins[rank::dp]] for rank in range(dp)]
+
+
+def pack(
+    sequences: list[Sequence], order: list[int], depths: int, device: torch.device | str, *, cp_rank: int = 0, cp: int = 1, tp: int = 1
+) -> MicroBatch:
+    """Lay `sequences[i] for i in order` out as one micro-batch, whose tokens divide over the blocks of `cp` ranks and a rank's over `tp`.
+
+    Where they do not, a sample of token 0 follows the others; it stands apart, and no loss sees it.
+    """
+    chosen = [sequences[i] for i in order]
+    ids: list[int] = []
+    rows: list[int] = []
+    seq_ids: list[int] = []
+    for number, sequence in enumerate(chosen):
+        first = len(ids) + sequence.prompt_length
+        count = len(sequence.token_ids) - sequence.prompt_length
+        rows += range(first - 1, first - 1 + count)
+        seq_ids += [number] * count
+        ids += sequence.token_ids
+    lengths = [len(s.token_ids) for s in chosen]
+    if spare := -len(ids) % (blocks(cp) * tp):
+        ids += [0] * spare
+        lengths.append(spare)
+    input_ids = torch.tensor(ids, device=device)
+    row_index = torch.tensor(rows, device=device)
+    labels = input_ids[row_index + 1]
+    mask = torch.tensor([m for s in chosen for m in s.loss_mask], dtype=torch.float32, device=device)
+    # Where each token stands in its turn; -1 where nobody sampled it.
+    index = torch.arange(len(rows), device=device)
+    begin = torch.where(mask > 0, 0, index + 1)
+    opening = torch.tensor([0, *accumulate(len(s.loss_mask) for s in chosen[:-1])], device=device)
+    begin[opening] = torch.maximum(begin[opening], opening)
+    placed = index - begin.cummax(0).values
+    drafts = []
+    for depth in range(1, depths + 1):
+        tokens = torch.nonzero(placed >= depth).squeeze(1)
+        drafts.append(DraftRows(row_index[tokens] - depth, labels[tokens], tokens))
+    names = chosen[0].columns.keys()
+    columns = {name: torch.tensor([x for s in chosen for x in s.columns[name]], dtype=torch.float32, device=device) for name in names}
+    return MicroBatch(
+        input_ids=input_ids,
+        packing=Packing.of(lengths, device, cp_rank=cp_rank, cp=cp),
+        rows=row_index,
+        labels=labels,
+        mask=mask,
+        seq_ids=torch.tensor(seq_ids, device=device),
+        columns=columns,
+        order=order,
+        lengths=[len(s.token_ids) - s.prompt_length for s in chosen],
+        drafts=drafts,
+    )
+
+
+def idle(sequences: list[Sequence], depths: int, device: torch.device | str, **layout: int) -> MicroBatch:
+    """The shortest of the sequences with nothing to train, laid out as `pack` does."""
+    shortest = min(sequences, key=lambda s: len(s.token_ids))
+    unseen = replace(shortest, loss_mask=[0] * len(shortest.loss_mask))
+    return replace(pack([unseen], [0], depths, device, **layout), idle=True)

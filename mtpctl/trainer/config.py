@@ -1,0 +1,32 @@
+"""Settings of an engine, apart from it: whoever only states them need not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mtpctl.recipe.kernels import KernelsConfig
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.train import LoraConfig, OffloadConfig
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is made of.
+
+    `train=False` builds no gradient buffers. With `random_seed` weights are drawn on the device instead of loaded. With `lora`
+    the trunk is frozen and adapters train in its place, first drawn from `adapter_seed`; MTP layers train as they would without.
+    """
+
+    parallel: ParallelConfig
+    precision: str = "fp32"
+    mtp: MtpConfig = field(default_factory=MtpConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    tokens_per_microbatch: int = 8192
+    recompute: str = "none"
+    distributed_optimizer: bool = False
+    train: bool = True
+    random_seed: int | None = None
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    lora: LoraConfig | None = None
+    adapter_seed: int = 0

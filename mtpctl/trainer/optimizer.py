@@ -1,0 +1,180 @@
+"""The optimizer: megatron-core's Adam, with the MTP head's gradients measured and clipped on their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import ParamKey, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+from torch import Tensor
+
+from mtpctl.compat import cpu_device
+from mtpctl.plan.memory import OPTIMIZER_SLICE
+from mtpctl.recipe.optimizer import OptimizerConfig
+from mtpctl.trainer.offload import HostMemory
+from mtpctl.trainer.optimizer_state import MOMENTS, Slot, begin, slots
+
+
+@dataclass
+class StepResult:
+    """One optimizer step. Norms are before clipping; a step with a norm that is not finite is skipped."""
+
+    applied: bool
+    grad_norm: float
+    mtp_grad_norm: float
+    lr: float
+
+
+class Optimizer:
+    """Adam over a model's parameters in two groups, the trunk's and the MTP head's, each with its own clip and rate.
+
+    Weight decay leaves norms and biases alone. With `mtp_frozen` parameters of the MTP head are there, and do not move.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        config: OptimizerConfig,
+        *,
+        mtp_clip: float,
+        bf16: bool,
+        distributed: bool,
+        offload: bool = False,
+        mtp_frozen: bool = False,
+    ) -> None:
+        self.config, self.mtp_clip, self.model = config, mtp_clip, model
+        self.steps = 0
+        for name, parameter in model.named_parameters():
+            if ".mtp." in name:
+                parameter.grad_norm_group = "mtp"  # type: ignore[attr-defined]
+        settings = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.lr * config.min_lr_ratio,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            weight_decay=config.weight_decay,
+            clip_grad=0.0,
+            bf16=bf16,
+            params_dtype=torch.bfloat16 if bf16 else torch.float32,
+            use_distributed_optimizer=distributed,
+        )
+        # Overrides that are given take the place of the standard ones, which keep decay from norms and biases.
+        overrides: dict[ParamKey, Any] = dict(get_standard_config_overrides(settings))
+        mtp_lr = 0.0 if mtp_frozen else config.mtp_lr
+        if mtp_lr is not None:
+            overrides[ParamKey(name="*.mtp.*")] = {"max_lr": mtp_lr, "min_lr": mtp_lr * config.min_lr_ratio}
+        with cpu_device.cuda_type_names():
+            self.inner = get_megatron_optimizer(settings, [model], config_overrides=overrides)
+        self.host: HostMemory | None = None
+        if offload:
+            for part in self._parts():
+                begin(part.optimizer, away=True)
+            tensors = [tensor for slot in slots(model, self.inner) for tensor in slot.tensors.values()]
+            self.host = HostMemory(tensors)
+            self.host.leave(tensors)
+
+    def _parts(self) -> list[Any]:
+        return [part for part in self.inner.chained_optimizers if not part.is_stub_optimizer]
+
+    def slots(self) -> list[Slot]:
+        """What is remembered of each parameter; in host memory where it is offloaded."""
+        found = list(slots(self.model, self.inner))
+        if self.host is not None:
+            for slot in found:
+                slot.tensors = {kind: self.host.host(tensor) for kind, tensor in slot.tensors.items()}
+        return found
+
+    def reload(self) -> None:
+        """Take the masters anew from parameters that were changed from outside."""
+        with self._masters():
+            self.inner.reload_model_params()
+
+    @contextmanager
+    def _masters(self) -> Iterator[None]:
+        """The fp32 masters on the device; the parameters that Adam moves are these, or the model's own."""
+        if self.host is None:
+            yield
+            return
+        masters = [slot.tensors["master"] for slot in slots(self.model, self.inner) if "master" in slot.tensors]
+        self.host.back(masters)
+        yield
+        self.host.leave(masters)
+
+    def rate(self, total_steps: int) -> float:
+        """Share of the peak learning rate at the current step: linear warm-up, then a cosine to `min_lr_ratio`."""
+        c = self.config
+        if self.steps < c.warmup_steps:
+            return (self.steps + 1) / c.warmup_steps
+        progress = min(1.0, (self.steps - c.warmup_steps) / max(1, total_steps - c.warmup_steps))
+        return c.min_lr_ratio + (1 - c.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    def step(self, total_steps: int) -> StepResult:
+        """Clip and apply the gradients that a backward pass left. Not finite: nothing is applied."""
+        share = self.rate(total_steps)
+        for group in self.inner.param_groups:
+            group["lr"] = group.get("max_lr", self.config.lr) * share
+            # megatron-core leaves the multiplier to its own scheduler, which has no part here.
+            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
+        overflow = self.inner.prepare_grads()
+        norms = {name: self._norm(name) for name in (None, "mtp")}
+        finite = not overflow and all(math.isfinite(norm) for norm in norms.values())
+        if finite:
+            for name, clip in ((None, self.config.clip_grad), ("mtp", self.mtp_clip)):
+                if clip and norms[name] > clip:
+                    held = [p for p in self.inner.get_parameters() if getattr(p, "grad_norm_group", None) == name]
+                    # A pipeline stage without MTP layers has none of theirs, nor has a rank whose shard holds others.
+                    if grads := [p.grad for p in held if p.grad is not None]:
+                        torch._foreach_mul_(grads, clip / norms[name])
+            self._apply()
+            self.steps += 1
+        return StepResult(finite, norms[None], norms["mtp"], self.config.lr * share)
+
+    def _apply(self) -> None:
+        """Adam on a slice of the parameters at a time: its temporaries, and moments that live in host memory, are a slice's."""
+        parts = self._parts()
+        groups = [part.optimizer.param_groups for part in parts]
+        with self._masters():
+            for part, whole in zip(parts, groups, strict=True):
+                adam = part.optimizer
+                for group in whole:
+                    for some in _slices(group["params"]):
+                        moments = [adam.state[p][kind] for p in some for kind in MOMENTS if p in adam.state]
+                        if self.host is not None:
+                            self.host.back(moments)
+                        adam.param_groups = [{**group, "params": some}]
+                        adam.step()
+                        if self.host is not None:
+                            self.host.leave(moments)
+                adam.param_groups = []
+            # What is left to do: masters to parameters, and those gathered where each rank has stepped a part.
+            self.inner.step_with_ready_grads()
+            for part, whole in zip(parts, groups, strict=True):
+                part.optimizer.param_groups = whole
+
+    def _norm(self, group: str | None) -> float:
+        squares = 0.0
+        for part in self._parts():  # experts are a part of their own, on ranks of their own
+            grads = part.get_grads_for_grad_norm(group)
+            squares += float(get_grad_norm_fp32(grads, grad_stats_parallel_group=part.get_grad_stats_parallel_group())) ** 2
+        return squares**0.5
+
+
+def _slices(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """In order, of at most `OPTIMIZER_SLICE` where one does not exceed it alone."""
+    some: list[Tensor] = []
+    for parameter in parameters:
+        if some and sum(p.nbytes for p in some) + parameter.nbytes > OPTIMIZER_SLICE:
+            yield some
+            some = []
+        some.append(parameter)
+    if some:
+        yield some

@@ -1,0 +1,97 @@
+"""The policy loss as the engine's objective: samples to columns, columns to `rl`'s inputs, sums to metrics."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mtpctl.kernels.policy import TokenLoss
+from mtpctl.recipe.rl import RlConfig
+from mtpctl.rl.advantages import group_advantages
+from mtpctl.rl.losses import LossInputs, loss_denominator, loss_metrics, policy_loss, token_policy_loss, token_terms
+from mtpctl.rl.rewards import overlong_penalty
+from mtpctl.samples import Sample, response_limit
+from mtpctl.trainer.batch import MicroBatch, Sequence
+
+
+class PolicyObjective:
+    """RL's loss over packed responses. The sequences carry the columns old, behaviour, advantage and, with a KL penalty, reference.
+
+    With a column same_weights (see `LossInputs`) it also tells how far behaviour and trained policy are apart.
+    """
+
+    needs_entropy = True
+
+    def __init__(self, config: RlConfig) -> None:
+        self.config = config
+        self.couples_tokens = config.loss == "gspo"
+
+    def denominator(self, sequences: list[Sequence]) -> float:
+        tokens = sum(sum(s.loss_mask) for s in sequences)
+        return float(loss_denominator(self.config, tokens=tokens, sequences=len(sequences)))
+
+    def token_loss(self, micro: MicroBatch) -> TokenLoss:
+        def coupled(logprob: Tensor, entropy: Tensor | None, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            out = policy_loss(self._inputs(micro, logprob, entropy), self.config)
+            return out.loss_sum, out.sums
+
+        if self.couples_tokens:
+            return coupled
+        # In place of log-probs, which are yet to be made, and at which the terms of this loss do not look.
+        terms = token_terms(self._inputs(micro, micro.columns["old"], None), self.config)
+
+        def separable(logprob: Tensor, entropy: Tensor | None, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            out = token_policy_loss(logprob, entropy, terms.at(tokens), self.config)
+            return out.loss_sum, out.sums
+
+        return separable
+
+    def _inputs(self, micro: MicroBatch, logprob: Tensor, entropy: Tensor | None) -> LossInputs:
+        columns = micro.columns
+        return LossInputs(
+            logprob=logprob,
+            old_logprob=columns["old"],
+            behaviour_logprob=columns["behaviour"],
+            advantage=columns["advantage"],
+            mask=micro.mask,
+            seq_ids=micro.seq_ids,
+            num_sequences=len(micro.order),
+            entropy=entropy,
+            ref_logprob=columns.get("reference"),
+            same_weights=columns.get("same_weights"),
+        )
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        return loss_metrics(sums)
+
+
+def advantages(samples: list[Sample], config: RlConfig, *, max_tokens: int, context: int) -> list[float]:
+    """One advantage a sample, from rewards after overlong shaping, relative to the sample's group."""
+    shaped = []
+    for sample in samples:
+        assert sample.reward is not None, f"{sample.prompt_id} was not rewarded"
+        limit = response_limit(sample, max_tokens=max_tokens, context=context)
+        shaped.append(sample.reward + overlong_penalty(len(sample.response_ids), limit, config.overlong))
+    numbers = {group_id: number for number, group_id in enumerate(dict.fromkeys(s.group_id for s in samples))}
+    groups = torch.tensor([numbers[s.group_id] for s in samples])
+    return group_advantages(torch.tensor(shaped), groups, config.advantage).tolist()
+
+
+def scoring_sequence(sample: Sample) -> Sequence:
+    """A sample as the engine scores it."""
+    return Sequence(sample.prompt_ids + sample.response_ids, len(sample.prompt_ids), sample.loss_mask)
+
+
+def training_sequence(sample: Sample, advantage: float, reference: list[float] | None, weights: int | None = None) -> Sequence:
+    """A scored sample as the engine trains on it. `weights`: the version that does, where the loss is to compare policies; -1: none's."""
+    assert sample.old_logprobs is not None, f"{sample.prompt_id} was not scored"
+    columns = {
+        "old": sample.old_logprobs,
+        "behaviour": sample.behaviour_logprobs,
+        "advantage": [advantage] * len(sample.response_ids),
+    }
+    if reference is not None:
+        columns["reference"] = reference
+    if weights is not None:
+        columns["same_weights"] = [float(span.version == weights) for span in sample.version_spans for _ in range(span.end - span.start)]
+    return Sequence(sample.prompt_ids + sample.response_ids, len(sample.prompt_ids), sample.loss_mask, columns)

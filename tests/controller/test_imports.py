@@ -1,0 +1,27 @@
+"""The controller's process trains nothing: importing it brings neither torch nor an engine along."""
+
+from __future__ import annotations
+
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import mtpctl.controller
+
+MODULES = [f"mtpctl.controller.{module.name}" for module in pkgutil.iter_modules(mtpctl.controller.__path__)]
+HEAVY = {"torch", "vllm", "sglang", "megatron", "transformers"}
+PROGRAM = "import importlib, sys; importlib.import_module(sys.argv[1]); print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+
+
+def test_there_are_modules_to_look_at() -> None:
+    assert {"mtpctl.controller.rl", "mtpctl.controller.launch", "mtpctl.controller.buffer"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_of_the_controller_brings_nothing_heavy(module: str) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, module], capture_output=True, text=True, timeout=120, check=True)
+    found = set(done.stdout.split())
+    assert "mtpctl" in found
+    assert not HEAVY & found

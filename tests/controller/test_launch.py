@@ -1,0 +1,202 @@
+"""What a start of a run does with the run that is there, up to its actors, which stand still here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mtpctl.controller import launch
+from mtpctl.controller.launch import Run
+from mtpctl.controller.prepare import Prepared, check_drawn, model_of, prepare
+from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.recipe.loading import dump_resolved
+from mtpctl.recipe.schema import Recipe
+from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.session import Telemetry
+from tests.cli.test_rollout_job import recipe
+
+SFT = ("train.stages=[sft]", "train.sft.steps=4")
+
+
+class Rows:
+    """Telemetry that keeps the events."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def event(self, kind: str, message: str) -> None:
+        self.events.append(message)
+
+
+def save(run: Path, stage: str, step: int, ended: list[str]) -> Path:
+    """A checkpoint of which nothing but the controller's part is there."""
+    folder = run / "checkpoints" / f"{stage}-{step:06d}"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"stage": stage, "step": step, "version": 0, "cursor": None, "ended": ended}))
+    (folder.parent / "latest").write_text(folder.name)
+    return folder
+
+
+def drive(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, *, stopped: bool) -> tuple[bool, list[str]]:
+    """A start on the newest checkpoint of the directory: whether it finished, and what it asked the trainer for.
+
+    `stopped`: Ctrl-C comes while the trainer starts.
+    """
+    asked: list[str] = []
+
+    class Trainer:
+        def __init__(self, recipe: Recipe, placement: Any) -> None:
+            pass
+
+        async def build(self, folder: Path) -> dict[str, Any]:
+            if stopped:
+                run.state.stopping.set()
+            return {"parameters": 1, "trained": 1}
+
+        async def call(self, method: str, *args: Any) -> Any:
+            asked.append(method)
+            return str(folder) if method == "latest_checkpoint" else None
+
+    monkeypatch.setattr(launch, "TrainerGroup", Trainer)
+    home = recipe.run_path
+    prepared = Prepared(model_of(recipe, home), cast(Any, None), cast(Any, None), 64)
+    run = Run(recipe, prepared, RunDirectory(home), cast(Telemetry, Rows()), cast(Any, None))
+    return asyncio.run(run.drive()), asked
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_run_that_has_ended_keeps_its_last_checkpoint_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool) -> None:
+    """Also where Ctrl-C comes before it has said that there is nothing to do: what it would save then had no optimizer."""
+    ended = save(tmp_path / "run", "sft", 4, ended=["sft"])
+    assert drive(recipe(tmp_path / "run", *SFT), ended, monkeypatch, stopped=stopped) == (True, ["latest_checkpoint", "restore"])
+
+
+def test_a_stage_that_was_begun_is_not_left_out_in_silence(tmp_path: Path) -> None:
+    save(tmp_path / "run", "sft", 3, ended=[])
+    with pytest.raises(UserError, match=r"train\.stages: .*sft-000003 is within sft.* train\.sft\.steps: 3 to end it there") as told:
+        launch.run(recipe(tmp_path / "run", "train.stages=[rl]", "cluster.num_cpus=2"))
+    assert "\n" not in str(told.value)
+    assert not RunDirectory(tmp_path / "run").recipe.exists(), "the directory is left as it was"
+
+
+def test_a_recipe_that_is_refused_is_not_told_as_what_the_run_ran(tmp_path: Path) -> None:
+    begun = recipe(tmp_path / "run", *SFT, "cluster.num_cpus=2")
+    RunDirectory.create(begun.run_path, dump_resolved(begun)).close()
+    with pytest.raises(UserError, match=r"rollout\.context: 4096 is more than"):
+        launch.run(recipe(begun.run_path, *SFT, "cluster.num_cpus=2", "rollout.context=4096"))
+    there = RunDirectory(begun.run_path)
+    assert there.recipe.read_text() == dump_resolved(begun) and not list(there.logs.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("now", "told"),
+    [
+        ("seed=1", "seed: 1 is asked for, and .*/model was made with 0; restore it"),
+        ("model.config.hidden_size=128", r"model\.config\.hidden_size: 128 is asked for, and .*/model was made with 64"),
+        ("model.config.extra=1", r"model\.config\.extra: 1 is asked for, and .*/model was made with None"),
+    ],
+)
+def test_weights_that_were_drawn_for_another_recipe_are_not_taken_for_this_one(tmp_path: Path, now: str, told: str) -> None:
+    """No checkpoint is there that could tell: the run was ended before its first one."""
+    begun = recipe(tmp_path / "run", *SFT, "cluster.num_cpus=2")
+    with RunDirectory.create(begun.run_path, dump_resolved(begun)):
+        model_of(begun, begun.run_path)
+    check_drawn(begun, RunDirectory(begun.run_path))
+    with pytest.raises(UserError, match=told):
+        launch.run(recipe(begun.run_path, *SFT, "cluster.num_cpus=2", now))
+    assert RunDirectory(begun.run_path).recipe.read_text() == dump_resolved(begun), "what is there is what its recipe says"
+
+
+def test_actors_are_told_of_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a cluster that is joined do not work where the command was given."""
+    monkeypatch.chdir(tmp_path)
+    told: list[Path] = []
+
+    class Trainer:
+        def __init__(self, recipe: Recipe, placement: Any) -> None:
+            told.append(recipe.run_path)
+
+        async def build(self, folder: Path) -> dict[str, Any]:
+            told.append(folder)
+            return {"parameters": 1, "trained": 1}
+
+        async def call(self, method: str, *args: Any) -> Any:
+            if method == "begin_stage":
+                told.append(Path(args[1]))
+            elif method == "begin_save":
+                told.append(Path(args[0]))
+                Path(args[0]).mkdir()
+                return args[0]
+            return {"sft/loss": 1.0, "skipped": 0.0, "perf/tokens": 1.0} if method == "sft_step" else None
+
+    monkeypatch.setattr(launch, "TrainerGroup", Trainer)
+    monkeypatch.setattr(launch, "cluster", lambda *_, **__: contextlib.nullcontext())
+    assert launch.run(recipe(Path("runs/here"), *SFT, "cluster.num_cpus=2", "train.sft.batch_size=1"), plain=True) == 0
+    assert [path.relative_to(tmp_path / "runs" / "here") for path in told] == [
+        Path(),
+        Path("model"),
+        Path("reference"),
+        Path("checkpoints/sft-000004-end"),
+    ]
+    assert "run_dir: runs/here" in (tmp_path / "runs" / "here" / "recipe.resolved.yaml").read_text(), "as it was written"
+
+
+def test_a_stage_that_fails_between_updates_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the engines do not start, which the supervised stage beside them hears of after three updates."""
+    done, failed = 0, asyncio.Event()
+
+    class Trainer:
+        def __init__(self, recipe: Recipe, placement: Any) -> None:
+            pass
+
+        async def build(self, folder: Path) -> dict[str, Any]:
+            return {"parameters": 1, "trained": 1}
+
+        async def call(self, method: str, *args: Any) -> Any:
+            nonlocal done
+            if method == "begin_save":
+                Path(args[0]).mkdir(parents=True)
+                return args[0]
+            if method == "sft_step":
+                done += 1
+                if done == 3:
+                    failed.set()
+                await asyncio.sleep(0)
+                return {"sft/loss": 1.0, "skipped": 0.0, "perf/tokens": 1.0}
+            return method == "finish_save" or None
+
+    class Rows:
+        def __init__(self) -> None:
+            self.events: list[str] = []
+
+        def event(self, kind: str, message: str) -> None:
+            self.events.append(message)
+
+        def log(self, *_: Any) -> None: ...
+
+    async def engines(self: Run, stack: Any) -> Any:
+        await failed.wait()
+        raise RuntimeFailure("rollout replica 0, start: out of memory")
+
+    monkeypatch.setattr(launch, "TrainerGroup", Trainer)
+    monkeypatch.setattr(Run, "_start_actors", engines)
+    begun = recipe(tmp_path / "run", "train.stages=[sft,rl]", "train.rl.steps=1", "train.sft.steps=1000", "train.sft.batch_size=1")
+    home, rows = begun.run_path, Rows()
+    run = Run(begun, prepare(begun, home), RunDirectory(home), cast(Telemetry, rows), cast(Any, None))
+    with pytest.raises(RuntimeFailure, match="out of memory"):
+        asyncio.run(run.drive())
+    saved = home / "checkpoints" / f"sft-{done:06d}"
+    assert json.loads((saved / "run.json").read_text())["step"] == done < 10
+    assert rows.events[-1] == f"failed in sft at step {done}; checkpoint {saved}"
+
+
+def test_so_is_a_folder_that_a_recipe_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model_of(recipe(tmp_path), tmp_path)
+    named = recipe(tmp_path / "run", "model.config=null", "model.path=model", "model.init=weights")
+    assert model_of(named, named.run_path).path == tmp_path / "model"

@@ -1,0 +1,82 @@
+"""Metrics of a batch, by hand."""
+
+import pytest
+
+from mtpctl.controller.clock import BusyClock
+from mtpctl.controller.metrics import of_samples, speculation
+from mtpctl.samples import Sample, Speculation
+from mtpctl.trainer.actor import mean_of
+
+
+def sample(*versions: tuple[int, int], reward: float = 1.0) -> Sample:
+    """A sample of `tokens` tokens under each `version`."""
+    made = Sample(prompt_id="p", group_id="0", prompt_ids=[1])
+    for tokens, version in versions:
+        made.append([7] * tokens, [-1.0] * tokens, version)
+    made.reward = reward
+    return made
+
+
+def test_staleness_is_counted_from_the_oldest_weights_that_made_a_token() -> None:
+    metrics = of_samples([sample((2, 3), (2, 5)), sample((4, 5), reward=0.0)], version=5)
+    assert metrics["async/staleness_mean"] == 1.0
+    assert metrics["async/staleness_max"] == 2.0
+    assert metrics["async/partial_ratio"] == 0.5
+    assert metrics["reward/mean"] == metrics["reward/std"] == 0.5
+
+
+def test_staleness_by_token_weighs_versions_by_their_tokens_and_in_updates_counts_those_since_the_sync() -> None:
+    """Published every 4 updates, 3 ago: a token of the version before is 7 updates old."""
+    metrics = of_samples([sample((1, 4), (2, 5)), sample((5, 5))], version=5, sync_every=4, ahead=3)
+    assert metrics["async/staleness_tokens_mean"] == 1 / 8
+    assert metrics["async/staleness_mean"] == 1 / 2
+    assert (metrics["async/staleness_updates_mean"], metrics["async/staleness_updates_max"]) == (3.5, 7.0)
+
+
+def test_cut_off_is_what_the_engine_cut_at_whatever_limit() -> None:
+    """The prompt may leave less room in the context than `max_tokens`; and an end may come at the last token."""
+    cut, ended, empty = sample((3, 1)), sample((4, 1)), sample()
+    cut.finish_reason, ended.finish_reason, empty.finish_reason = "length", "stop", "deadline"
+    metrics = of_samples([cut, ended, empty], version=2)
+    assert metrics["response/truncated_fraction"] == metrics["response/deadline_fraction"] == pytest.approx(1 / 3)
+    assert metrics["async/staleness_mean"] == pytest.approx(2 / 3)
+
+
+def test_the_entropy_that_a_log_prob_server_found_is_not_the_policys() -> None:
+    """It is of the weights that the server had; the update says what the policy's own is."""
+    answered = sample((2, 1))
+    answered.old_entropy = [1.0, 3.0]
+    assert "actor/entropy" not in of_samples([answered], version=1)
+
+
+def test_acceptance_is_counted_over_drafts_and_by_position_over_steps() -> None:
+    one, two = sample((3, 1)), sample((3, 1))
+    one.speculation = Speculation(drafted=8, accepted=5, accepted_by_position=[3, 2], steps=4)
+    two.speculation = Speculation(drafted=2, accepted=1, accepted_by_position=[1, 0], steps=1)
+    metrics = speculation([one, two])
+    assert metrics["rollout/spec_accept_rate"] == pytest.approx(0.6)
+    assert metrics["rollout/spec_accept_length"] == pytest.approx(1 + 6 / 5)
+    assert (metrics["rollout/spec_accept_rate_1"], metrics["rollout/spec_accept_rate_2"]) == pytest.approx((0.8, 0.4))
+
+
+def test_without_drafts_there_is_no_acceptance() -> None:
+    assert speculation([sample((2, 1))]) == {}
+
+
+def test_a_mean_is_over_the_parts_that_have_the_metric() -> None:
+    assert mean_of([{"a": 1.0, "b": 2.0}, {"a": 3.0}]) == {"a": 2.0, "b": 2.0}
+
+
+def test_busy_shares_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("mtpctl.controller.clock.time.perf_counter", lambda: now[0])
+    clock = BusyClock()
+    for at, side, busy in ((0.0, "rollout", True), (4.0, "trainer", True), (6.0, "rollout", False), (8.0, "trainer", False)):
+        now[0] = at
+        clock.set(side, busy)
+    now[0] = 10.0
+    shares = clock.read()
+    assert shares["timing_s/step"] == pytest.approx(10.0)
+    assert shares["async/rollout_idle"] == pytest.approx(0.4)
+    assert shares["async/trainer_idle"] == pytest.approx(0.6)
+    assert shares["async/overlap"] == pytest.approx(0.2)

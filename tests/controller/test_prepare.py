@@ -1,0 +1,92 @@
+"""Where the model that a run begins with comes from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mtpctl.controller.prepare import model_of, prepare
+from mtpctl.errors import UserError
+from mtpctl.recipe.loading import load_recipe
+from mtpctl.recipe.schema import Recipe
+from tests.cli.test_rollout_job import SMALL
+
+
+def recipe(*sets: str) -> Recipe:
+    return load_recipe("tiny_mtp", sets=[*SMALL, *sets]).recipe
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return model_of(recipe("seed=1"), tmp_path / "other").path
+
+
+def test_the_weights_of_a_folder_are_loaded_where_they_lie(folder: Path, tmp_path: Path) -> None:
+    named = recipe("model.config=null", f"model.path={folder}", "model.init=weights")
+    assert model_of(named, tmp_path / "run").path == folder
+    assert not (tmp_path / "run").exists()
+
+
+def test_or_drawn_from_the_seed_into_the_run(folder: Path, tmp_path: Path) -> None:
+    drawn = recipe("model.config=null", f"model.path={folder}", "model.init=random", "seed=2")
+    made = model_of(drawn, tmp_path / "run")
+    assert made.path == tmp_path / "run" / "model"
+    assert weights(made.path) == weights(model_of(recipe("seed=2"), tmp_path / "same").path) != weights(folder)
+
+
+def test_which_needs_no_weights_there(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    drawn = recipe("model.config=null", f"model.path={folder}", "model.init=random")
+    assert prepare(drawn, tmp_path / "run").model.path == tmp_path / "run" / "model"
+
+
+def test_problems_are_read_before_a_model_is_made(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt":\n')
+    with pytest.raises(UserError, match=r"bad\.jsonl:2: not JSON"):
+        prepare(recipe("data.task=null", f"data.path={bad}"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def from_rows(tmp_path: Path, rows: list[dict[str, str]], *sets: str) -> Recipe:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return recipe("data.task=null", f"data.path={file}", *sets)
+
+
+GSM8K = {"prompt": "48 in April, half as many in May?", "answer": "48/2=24\n48+24=72\n#### 72"}
+WRONG = {"prompt": "1+1=", "answer": "2", "solution": "1+1=3 #3"}
+
+
+def test_rows_as_gsm8k_has_them_are_trained_on(tmp_path: Path) -> None:
+    assert prepare(from_rows(tmp_path, [GSM8K]), tmp_path / "run").unrewarded == ""
+
+
+@pytest.mark.parametrize(
+    ("row", "checker", "told"),
+    [
+        (WRONG, "exact", r"own solution \(answer '2'\), as for 1 of 1 training problems looked at: no .* data\.checker: math$"),
+        ({"prompt": "a cat is", "answer": "an animal"}, "math", r"own answer \(answer 'an animal'\).* data\.checker: exact$"),
+    ],
+)
+def test_problems_of_which_no_solution_is_right_are_refused(row: dict[str, str], checker: str, told: str, tmp_path: Path) -> None:
+    made = from_rows(tmp_path, [row], f"data.checker={checker}")
+    with pytest.raises(UserError, match=rf"^rows\.jsonl:1: data\.checker: {checker} gives 0 for the row's {told}"):
+        prepare(made, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_single_ones_are_told(tmp_path: Path) -> None:
+    made = prepare(from_rows(tmp_path, [GSM8K, WRONG]), tmp_path / "run")
+    assert made.unrewarded.startswith("rows.jsonl:2: data.checker: exact gives 0 for the row's own solution")
+    assert made.unrewarded.endswith("as for 1 of 2 training problems looked at")
+
+
+def test_what_no_checker_looks_at_is_not_checked(tmp_path: Path) -> None:
+    assert prepare(from_rows(tmp_path, [WRONG], "train.stages=[sft]"), tmp_path / "run").unrewarded == ""

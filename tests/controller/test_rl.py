@@ -1,0 +1,622 @@
+"""The RL stage on a fake trainer and a fake generator: order, staleness, overlap, dynamic sampling, stops."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import threading
+from collections.abc import AsyncGenerator, AsyncIterable, Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mtpctl.controller.buffer import Group, SampleBuffer
+from mtpctl.controller.prepare import Prepared
+from mtpctl.controller.rl import BARREN_BATCHES, RlStage
+from mtpctl.controller.state import RunState
+from mtpctl.controller.trainers import TrainerGroup
+from mtpctl.data.problems import Problem
+from mtpctl.data.sets import ProblemSets
+from mtpctl.errors import RuntimeFailure
+from mtpctl.recipe.schema import Recipe
+from mtpctl.rollout.protocol import DEADLINE
+from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.telemetry.session import Telemetry
+from tests.controller.test_state import Trainer
+
+
+class Letters:
+    """A tokenizer of characters."""
+
+    eos_id, pad_id, vocab_size = 0, 0, 256
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        return [ord(c) for c in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(i) for i in ids)
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        raise NotImplementedError
+
+
+@dataclass
+class World:
+    """What the fakes share: the published version, who is busy, and what happened."""
+
+    version: int = 0
+    updating: bool = False
+    batches: list[list[Sample]] = field(default_factory=list)
+    made_while_updating: int = 0
+    rows: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    events: list[tuple[str, str]] = field(default_factory=list)
+
+
+class FakeTrainer:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
+        assert method == "rl_step"
+        self.world.updating = True
+        self.world.batches.append(args[0])
+        await asyncio.sleep(0.01)
+        self.world.updating = False
+        return {"skipped": 0.0, "perf/tokens": 1.0}
+
+
+class FakeGenerator:
+    """Answers every request after a moment; `text` says with what."""
+
+    def __init__(self, world: World, text: Callable[[Sample], str]) -> None:
+        self.world, self.text = world, text
+
+    async def wait(self, sample: Sample) -> None:
+        """How long a response takes."""
+        await asyncio.sleep(0.001)
+
+    async def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
+        waiting: asyncio.Queue[Sample] = asyncio.Queue()
+
+        async def one(sample: Sample, version: int) -> None:
+            await self.wait(sample)
+            ids = [ord(c) for c in self.text(sample)]
+            sample.append(ids, [-1.0] * len(ids), version)
+            self.world.made_while_updating += self.world.updating
+            await waiting.put(sample)
+
+        async def feed() -> None:
+            async with asyncio.TaskGroup() as group:
+                async for request in requests:
+                    group.create_task(one(request.sample, self.world.version))
+
+        feeding = asyncio.create_task(feed())
+        try:
+            while not (feeding.done() and waiting.empty()):
+                get = asyncio.create_task(waiting.get())
+                await asyncio.wait({get, feeding}, return_when=asyncio.FIRST_COMPLETED)
+                if get.done():
+                    yield get.result()
+                get.cancel()
+        finally:
+            feeding.cancel()
+
+
+class Rows:
+    """Telemetry that keeps what it is told."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def log(self, step: int, metrics: dict[str, float], phase: str) -> None:
+        self.world.rows.append((step, metrics))
+
+    def event(self, kind: str, message: str) -> None:
+        self.world.events.append((kind, message))
+
+
+def recipe_of(
+    *,
+    steps: int = 6,
+    staleness: float = 0.5,
+    sync_every: int = 1,
+    max_staleness: int = 8,
+    deterministic: bool = False,
+    dynamic_sampling: bool = True,
+) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "model": {"path": "anywhere"},
+            "train": {"rl": {"steps": steps, "prompts_per_step": 4, "group_size": 2, "dynamic_sampling": dynamic_sampling}},
+            "async": {
+                "staleness_threshold": staleness,
+                "sync_every": sync_every,
+                "max_staleness": max_staleness,
+                "deterministic": deterministic,
+            },
+            "data": {"shuffle": False},
+        }
+    )
+
+
+def stage_of(recipe: Recipe, world: World, tmp_path: Path, text: Callable[[Sample], str]) -> RlStage:
+    problems = [Problem(f"p{i}", f"{i}", "1") for i in range(1000)]
+    prepared = Prepared(cast(Any, None), Letters(), ProblemSets(problems, [], []), context=64)
+
+    async def sync(version: int) -> dict[str, float]:
+        world.version = version
+        return {"sync/seconds": 0.0}
+
+    return RlStage(
+        recipe,
+        prepared,
+        cast(TrainerGroup, FakeTrainer(world)),
+        cast(Any, FakeGenerator(world, text)),
+        sync,
+        lambda response, answer: float(response == answer),
+        cast(Telemetry, Rows(world)),
+        RunState(tmp_path, recipe.train),
+    )
+
+
+def run(recipe: Recipe, tmp_path: Path, text: Callable[[Sample], str] = lambda s: str(s.index)) -> World:
+    """The stage to its end. By default the second response of every group is right, the first wrong."""
+    world = World()
+    asyncio.run(asyncio.wait_for(stage_of(recipe, world, tmp_path, text).run(), 20))
+    return world
+
+
+class LongTails(FakeGenerator):
+    """One response in fifty takes 200 times as long as the others, and those to `slow` prompts do so each time."""
+
+    def __init__(self, world: World, slow: set[str]) -> None:
+        super().__init__(world, lambda s: str(s.index))
+        self.slow, self.dice = slow, random.Random(0)
+
+    async def wait(self, sample: Sample) -> None:
+        await asyncio.sleep(0.2 if sample.prompt_id in self.slow or self.dice.random() < 0.02 else 0.001)
+
+
+def run_with_long_tails(recipe: Recipe, tmp_path: Path, slow: set[str]) -> World:
+    world = World()
+
+    async def scenario() -> None:
+        stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
+        stage.generator = cast(Any, LongTails(world, slow))
+        await stage.publish()
+        await asyncio.wait_for(stage.run(), 60)
+
+    asyncio.run(scenario())
+    return world
+
+
+@pytest.mark.parametrize("sync_every", [1, 3])
+@pytest.mark.parametrize("staleness", [0.5, 1.0])
+def test_no_sample_is_older_than_the_bound_however_long_its_group_took(tmp_path: Path, staleness: float, sync_every: int) -> None:
+    """In versions, token by token; and a prompt that always takes longer than the bound is trained on in the end."""
+    slow = {f"p{number}" for number in (3, 4, 5, 40, 41, 90)}
+    recipe = recipe_of(steps=60, staleness=staleness, sync_every=sync_every, max_staleness=2)
+    world = run_with_long_tails(recipe, tmp_path, slow)
+    rows = [metrics for _, metrics in world.rows]
+    assert max(metrics["async/staleness_max"] for metrics in rows) == 2
+    for number, batch in enumerate(world.batches):
+        published = 1 + number // sync_every
+        assert max(published - span.version for sample in batch for span in sample.version_spans) <= 2
+    trained = [sample.prompt_id for batch in world.batches for sample in batch]
+    assert slow <= set(trained)
+    assert len(trained) == 2 * len(set(trained)), "each prompt's group once"
+    assert sum(metrics["async/asked_again"] for metrics in rows) >= len(slow)
+
+
+def test_what_comes_of_a_group_that_was_given_up_is_neither_scored_nor_trained_on(tmp_path: Path) -> None:
+    world, scored = World(), []
+
+    class Stale(FakeGenerator):
+        async def wait(self, sample: Sample) -> None:
+            """The first group comes back when it has been given up, while its second time is under way."""
+            if sample.prompt_id == "p0":
+                await asyncio.sleep(0.01)
+                while self.world.version < 3:
+                    await asyncio.sleep(0.001)
+                await asyncio.sleep(0.0 if sample.group_id == "0" else 0.1)
+
+    async def score(sample: Sample) -> Sample:
+        scored.append(sample.group_id)
+        return sample
+
+    async def scenario() -> None:
+        stage = stage_of(recipe_of(steps=12, staleness=1.0, max_staleness=1), world, tmp_path, lambda s: str(s.index))
+        stage.generator, stage.score = cast(Any, Stale(world, lambda s: str(s.index))), score
+        await stage.publish()
+        await asyncio.wait_for(stage.run(), 20)
+
+    asyncio.run(scenario())
+    assert "0" not in scored and scored.count("0.1") == 2
+    assert [s.group_id for batch in world.batches for s in batch if s.prompt_id == "p0"] == ["0.1", "0.1"]
+
+
+@pytest.mark.parametrize("sync_every", [1, 2])
+@pytest.mark.parametrize("staleness", [0.0, 0.5, 1.0])
+def test_without_a_tail_no_sample_is_staler_than_the_threshold_allows(tmp_path: Path, staleness: float, sync_every: int) -> None:
+    world = run(recipe_of(staleness=staleness, sync_every=sync_every), tmp_path)
+    assert len(world.batches) == 6
+    for step, metrics in world.rows:
+        assert metrics["async/staleness_max"] <= math.ceil(staleness), f"step {step}"
+
+
+def test_nothing_is_generated_ahead_that_would_get_too_old_in_line(tmp_path: Path) -> None:
+    world = run(recipe_of(staleness=5.0, max_staleness=1, steps=20), tmp_path)
+    assert {metrics["async/asked_again"] for _, metrics in world.rows} == {0.0}
+    assert max(metrics["async/staleness_max"] for _, metrics in world.rows) == 1
+
+
+def test_with_staleness_generation_goes_on_while_the_trainer_works(tmp_path: Path) -> None:
+    assert run(recipe_of(staleness=1.0), tmp_path).made_while_updating > 0
+
+
+def test_without_staleness_trainer_and_rollout_take_turns(tmp_path: Path) -> None:
+    assert run(recipe_of(staleness=0.0), tmp_path).made_while_updating == 0
+
+
+def test_batches_hold_whole_groups_with_rewards(tmp_path: Path) -> None:
+    for batch in run(recipe_of(), tmp_path).batches:
+        assert [s.index for s in batch] == [0, 1] * 4
+        assert [s.group_id for s in batch[::2]] == [s.group_id for s in batch[1::2]]
+        assert [s.reward for s in batch] == [0.0, 1.0] * 4
+
+
+def test_a_deterministic_run_trains_on_prompts_in_the_order_of_the_data(tmp_path: Path) -> None:
+    world = run(recipe_of(deterministic=True), tmp_path)
+    assert [s.prompt_id for batch in world.batches for s in batch[::2]] == [f"p{i}" for i in range(24)]
+
+
+def test_held_out_problems_that_are_trained_on_are_told_of(tmp_path: Path) -> None:
+    stage = stage_of(recipe_of(steps=1), world := World(), tmp_path, lambda s: str(s.index))
+    stage.prepared.problems.evaluation.extend([Problem("e1", "7", "1"), Problem("e2", "other", "1")])
+    asyncio.run(asyncio.wait_for(stage.run(), 20))
+    assert [(kind, message[:8]) for kind, message in world.events] == [("data", "1 of 2 h")]
+    assert run(recipe_of(steps=1), tmp_path).events == []
+
+
+def test_groups_without_signal_are_replaced_and_counted(tmp_path: Path) -> None:
+    world = run(recipe_of(staleness=0.0), tmp_path, lambda s: str(s.index) if int(s.prompt_id[1:]) % 2 else "0")
+    assert {int(s.prompt_id[1:]) % 2 for batch in world.batches for s in batch} == {1}
+    assert all(len(batch) == 8 for batch in world.batches)
+    assert world.rows[-1][1]["reward/signal_fraction"] == pytest.approx(0.5, abs=0.1)
+
+
+def test_groups_without_signal_that_are_trained_on_are_not_counted_as_having_any(tmp_path: Path) -> None:
+    recipe = recipe_of(deterministic=True, dynamic_sampling=False)
+    world = run(recipe, tmp_path, lambda s: str(s.index) if int(s.prompt_id[1:]) % 4 == 0 else "0")
+    assert [metrics["reward/signal_fraction"] for _, metrics in world.rows] == [0.25] * 6
+
+
+def test_a_task_that_never_gives_signal_ends_the_run_instead_of_going_on_for_ever(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeFailure, match=f"{BARREN_BATCHES * 4} groups in a row had no signal"):
+        run(recipe_of(), tmp_path, lambda s: "0")
+
+
+def with_deadline(recipe: Recipe, seconds: float) -> Recipe:
+    return recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"step_deadline_s": seconds})})
+
+
+def test_a_batch_may_take_as_long_as_it_likes_while_its_responses_come_in(tmp_path: Path) -> None:
+    """Eight responses, one after the other, take longer than nothing may happen."""
+    recipe, world = with_deadline(recipe_of(steps=1, staleness=0.0), 0.5), World()
+    turn = asyncio.Lock()
+
+    class OneByOne(FakeGenerator):
+        async def wait(self, sample: Sample) -> None:
+            async with turn:
+                await asyncio.sleep(0.1)
+
+    async def scenario() -> None:
+        stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
+        stage.generator = cast(Any, OneByOne(world, lambda s: str(s.index)))
+        await asyncio.wait_for(stage.run(), 20)
+
+    asyncio.run(scenario())
+    assert len(world.batches) == 1
+
+
+def test_a_rollout_from_which_nothing_comes_any_more_ends_the_run_and_says_how_far_it_was(tmp_path: Path) -> None:
+    recipe, world = with_deadline(recipe_of(steps=1, staleness=0.0), 0.2), World()
+
+    class Stuck(FakeGenerator):
+        async def wait(self, sample: Sample) -> None:
+            if sample.group_id == "3":
+                await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
+        stage.generator = cast(Any, Stuck(world, lambda s: str(s.index)))
+        await asyncio.wait_for(stage.run(), 20)
+
+    with pytest.raises(RuntimeFailure, match=r"batch of step 1: no response for 0\.2 s, with 3 of 4 groups ready; .*step_deadline_s"):
+        asyncio.run(scenario())
+
+
+def test_a_stop_is_taken_at_the_next_step(tmp_path: Path) -> None:
+    recipe, world = recipe_of(steps=1000), World()
+
+    async def scenario() -> RunState:
+        stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
+        running = asyncio.create_task(stage.run())
+        while len(world.batches) < 3:
+            await asyncio.sleep(0.001)
+        stage.state.stopping.set()
+        await asyncio.wait_for(running, 5)
+        return stage.state
+
+    state = asyncio.run(scenario())
+    assert state.step == len(world.batches) < 1000
+
+
+def test_a_rollout_that_fails_during_an_update_leaves_the_weights_of_a_step(tmp_path: Path) -> None:
+    """So that a checkpoint of it can be taken."""
+    recipe, world = recipe_of(staleness=2.0), World()
+    under_way = asyncio.Event()
+
+    class Failing(FakeGenerator):
+        async def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
+            async for sample in super().generate(requests):
+                yield sample
+                if int(sample.group_id) >= 8:
+                    await under_way.wait()
+                    raise RuntimeFailure("every rollout replica failed")
+
+    class Slow(FakeTrainer):
+        async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
+            if len(world.batches) == 1:
+                under_way.set()
+            return await super().call(method, *args)
+
+    async def scenario() -> RunState:
+        stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
+        stage.generator = cast(Any, Failing(world, lambda s: str(s.index)))
+        stage.trainer = cast(TrainerGroup, Slow(world))
+        with pytest.raises(RuntimeFailure, match="every rollout replica failed"):
+            await asyncio.wait_for(stage.run(), 20)
+        return stage.state
+
+    state = asyncio.run(scenario())
+    assert (state.step, state.updating, len(world.batches)) == (2, False, 2)
+
+
+def numbers_of(groups: list[Group]) -> set[int]:
+    return {group.number for group in groups}
+
+
+def kept_by(stage: RlStage, path: Path) -> set[int]:
+    """Numbers of the groups that a checkpoint of this moment would hold."""
+    stage.buffer.save(path)
+    complete, again = SampleBuffer.load(path)
+    return numbers_of(complete) | numbers_of(again)
+
+
+def test_a_stop_loses_no_group(tmp_path: Path) -> None:
+    """Also where the next batch is there already."""
+    recipe, world = recipe_of(steps=1000, staleness=2.0), World()
+
+    async def scenario() -> RlStage:
+        stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
+
+        async def update(method: str, *args: Any) -> dict[str, float]:
+            world.batches.append(args[0])
+            while stage.buffer.ready < 4:
+                await asyncio.sleep(0.001)
+            if len(world.batches) == 3:
+                stage.state.stopping.set()
+            return {"skipped": 0.0, "perf/tokens": 1.0}
+
+        stage.trainer.call = update  # type: ignore[method-assign, assignment]
+        await asyncio.wait_for(stage.run(), 5)
+        return stage
+
+    stage = asyncio.run(scenario())
+    trained = {int(s.group_id) for batch in world.batches for s in batch}
+    assert len(world.batches) == 3
+    assert trained | kept_by(stage, tmp_path / "buffer.jsonl") == set(range(stage.cursor.drawn))
+
+
+def test_a_group_that_is_being_rewarded_is_in_flight(tmp_path: Path) -> None:
+    """It counts for staleness, and a checkpoint has it asked for again."""
+    world, checking, checked = World(), threading.Event(), threading.Event()
+
+    def slow(response: str, answer: str) -> float:
+        checking.set()
+        checked.wait(5)
+        return float(response == answer)
+
+    async def scenario() -> None:
+        stage = stage_of(recipe_of(steps=1, staleness=0.0), world, tmp_path, lambda s: str(s.index))
+        stage.checker = slow
+        running = asyncio.create_task(stage.run())
+        assert await asyncio.to_thread(checking.wait, 5)
+        while stage.cursor.drawn < 4:
+            await asyncio.sleep(0.001)
+        assert stage.buffer.pending == 4
+        assert kept_by(stage, tmp_path / "buffer.jsonl") == {0, 1, 2, 3}
+        assert SampleBuffer.load(tmp_path / "buffer.jsonl")[0] == []
+        checked.set()
+        await asyncio.wait_for(running, 5)
+
+    asyncio.run(scenario())
+
+
+def test_groups_that_wait_to_be_asked_for_again_are_in_the_next_checkpoint_too(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stage = stage_of(recipe_of(), World(), tmp_path, lambda s: str(s.index))
+        again = [Group(number, Problem(f"p{number}", str(number), "1"), 2) for number in range(3)]
+        await stage.resume_buffer([], again)
+        stage.buffer.begin(stage._next_group())
+        assert kept_by(stage, tmp_path / "buffer.jsonl") == {0, 1, 2}
+
+    asyncio.run(scenario())
+
+
+def test_a_run_resumed_between_two_syncs_generates_no_more_ahead_than_one_that_was_not(tmp_path: Path) -> None:
+    """It syncs where the other does not, and then has only what is left of the interval to generate for."""
+    world = World()
+
+    async def scenario() -> None:
+        stage = stage_of(recipe_of(steps=8, staleness=0.0, sync_every=4), world, tmp_path, lambda s: str(s.index))
+        stage.state.step, stage.state.version = 2, 1
+        kept = [Group(number, Problem(f"p{number}", str(number), "1"), 2) for number in range(8)]
+        for group in kept:
+            group.samples = [Sample(group.problem.prompt_id, group.group_id, [1], index=i, reward=float(i)) for i in range(2)]
+            for sample in group.samples:
+                sample.append([1], [-1.0], 1)
+        await stage.resume_buffer(kept, [])
+        stage.cursor.take(8)
+        await stage.publish()
+        await asyncio.wait_for(stage.run(), 20)
+
+    asyncio.run(scenario())
+    assert {step: metrics["async/staleness_max"] for step, metrics in world.rows} == {3: 1, 4: 1, 5: 0, 6: 0, 7: 0, 8: 0}
+    updates = {step: metrics["async/staleness_updates_max"] for step, metrics in world.rows}
+    assert updates == {3: 4, 4: 5, 5: 0, 6: 1, 7: 2, 8: 3}, "the trainer is ahead of what it published"
+
+
+@pytest.mark.parametrize("sync_every", [1, 2])
+def test_groups_that_waited_in_a_checkpoint_are_no_staler_than_the_threshold_allows(tmp_path: Path, sync_every: int) -> None:
+    """The weights that a resumed run begins with have a version already, where it was stopped behind a sync."""
+    recipe = recipe_of(steps=8, staleness=1.0, sync_every=sync_every)
+    stopped, resumed = World(), World()
+
+    async def scenario() -> None:
+        first = stage_of(recipe, stopped, tmp_path, lambda s: str(s.index))
+
+        class Stopping(FakeTrainer):
+            async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
+                if first.state.step == 3:
+                    first.state.stopping.set()
+                return await super().call(method, *args)
+
+        first.trainer = cast(TrainerGroup, Stopping(stopped))
+        first.state.begin("rl")
+        await first.publish()
+        await asyncio.wait_for(first.run(), 20)
+        saved = await first.state.checkpoint(cast(TrainerGroup, Trainer()))
+        assert saved is not None
+        kept = json.loads((saved / "run.json").read_text())
+        second = stage_of(recipe, resumed, tmp_path, lambda s: str(s.index))
+        for name, value in kept.items():
+            setattr(second.state, name, value)
+        second.cursor.load_state_dict(kept["cursor"])
+        await second.resume_buffer(*SampleBuffer.load(saved / "buffer.jsonl"))
+        assert second.buffer.ready, "there is what may get stale"
+        await second.publish()
+        await asyncio.wait_for(second.run(), 20)
+
+    asyncio.run(scenario())
+    rows = [*stopped.rows, *resumed.rows]
+    assert [step for step, _ in rows] == list(range(1, 9))
+    assert max(metrics["async/staleness_max"] for _, metrics in rows) == 1
+    assert [metrics["async/version"] for _, metrics in rows] == [1 + step // sync_every for step in range(1, 9)], "as without a stop"
+
+
+def test_what_is_cut_by_time_is_counted_and_told_in_evaluations_too(tmp_path: Path) -> None:
+    recipe, world = recipe_of(steps=2), World()
+
+    class Cutting(FakeGenerator):
+        async def wait(self, sample: Sample) -> None:
+            sample.finish_reason = DEADLINE if sample.index == 0 else "stop"
+
+    async def scenario() -> None:
+        stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
+        stage.prepared = replace(stage.prepared, problems=ProblemSets(stage.prepared.problems.train, [Problem("e0", "0", "1")], []))
+        stage.generator = cast(Any, Cutting(world, lambda s: str(s.index)))
+        await asyncio.wait_for(stage.run(), 20)
+
+    asyncio.run(scenario())
+    evaluated, trained = [[m for _, m in world.rows if name in m] for name in ("eval/accuracy", "reward/mean")]
+    assert [metrics["eval/deadline_fraction"] for metrics in evaluated] == [1.0, 1.0]
+    assert [metrics["response/deadline_fraction"] for metrics in trained] == [0.5, 0.5]
+    assert [(kind, message[:32]) for kind, message in world.events if kind != "data"] == [
+        ("eval", "1 of 1 held-out responses were c"),
+        ("rollout", "4 of 8 responses were cut by rol"),
+        ("eval", "1 of 1 held-out responses were c"),
+    ]
+
+
+def test_the_last_evaluation_is_of_the_last_update_in_a_thread_of_its_own(tmp_path: Path) -> None:
+    """Also where the last updates were not due to be synced yet; a checker that takes its time holds nothing else up."""
+    world, seen = World(), []
+
+    def checker(response: str, answer: str) -> float:
+        seen.append((threading.current_thread() is threading.main_thread(), world.version, len(world.batches)))
+        return float(response == answer)
+
+    async def scenario() -> None:
+        stage = stage_of(recipe_of(steps=6, sync_every=4), world, tmp_path, lambda s: str(s.index))
+        stage.prepared = replace(stage.prepared, problems=ProblemSets(stage.prepared.problems.train, [Problem("e0", "0", "1")], []))
+        stage.checker = checker
+        await asyncio.wait_for(stage.run(), 20)
+
+    asyncio.run(scenario())
+    assert seen[-1] == (False, 2, 6)
+    assert not any(on_the_loop for on_the_loop, _, _ in seen)
+
+
+def test_a_response_without_a_token_is_rewarded_and_not_scored(tmp_path: Path) -> None:
+    """What a deadline may leave."""
+    world, scored = World(), []
+
+    async def score(sample: Sample) -> Sample:
+        scored.append(len(sample.response_ids))
+        return sample
+
+    async def scenario() -> None:
+        stage = stage_of(recipe_of(), world, tmp_path, lambda s: str(s.index) if s.index else "")
+        stage.score = score
+        await asyncio.wait_for(stage.run(), 20)
+
+    asyncio.run(scenario())
+    assert set(scored) == {1}
+    assert [s.reward for s in world.batches[0]] == [0.0, 1.0] * 4
+
+
+def test_the_entropy_is_the_trainers_own_where_a_server_scores(tmp_path: Path) -> None:
+    world = World()
+
+    async def score(sample: Sample) -> Sample:
+        sample.old_logprobs, sample.old_entropy, sample.old_version = [-1.0], [9.0], 0
+        return sample
+
+    class Entropic(FakeTrainer):
+        async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
+            return {**await super().call(method, *args), "actor/entropy": 0.5}
+
+    async def scenario() -> None:
+        stage = stage_of(recipe_of(), world, tmp_path, lambda s: str(s.index))
+        stage.score, stage.trainer = score, cast(TrainerGroup, Entropic(world))
+        await asyncio.wait_for(stage.run(), 20)
+
+    asyncio.run(scenario())
+    assert [metrics["actor/entropy"] for _, metrics in world.rows] == [0.5] * 6
+
+
+def test_nothing_beyond_the_context_is_scored_or_trained_on(tmp_path: Path) -> None:
+    """Where an environment's last answer reaches."""
+    world = run(recipe_of(), tmp_path, lambda s: str(s.index) if s.index else "0" * 100)
+    assert max(len(s.prompt_ids) + len(s.response_ids) for batch in world.batches for s in batch) == 64
+
+
+@pytest.mark.parametrize(("resumed_at", "evaluated"), [(0, [0, 2, 4, 6]), (2, [2, 4, 6]), (3, [4, 6])])
+def test_a_resumed_run_makes_up_for_the_evaluation_it_may_have_ended_in(tmp_path: Path, resumed_at: int, evaluated: list[int]) -> None:
+    recipe, world = recipe_of(steps=6), World()
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"eval_every": 2})})
+
+    async def scenario() -> None:
+        stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
+        stage.prepared = replace(stage.prepared, problems=ProblemSets(stage.prepared.problems.train, [Problem("e0", "0", "1")], []))
+        stage.state.step = resumed_at
+        await asyncio.wait_for(stage.run(), 20)
+
+    asyncio.run(scenario())
+    assert [step for step, metrics in world.rows if "eval/accuracy" in metrics] == evaluated

@@ -1,0 +1,59 @@
+"""Old log-probs beside generation: what a late answer costs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from mtpctl.controller.scoring import ATTEMPTS, Scoring
+from mtpctl.errors import RuntimeFailure
+from mtpctl.logprob.dispatch import Counters
+from mtpctl.logprob.protocol import Late, Scored, ScoreRequest
+from mtpctl.logprob.server import LogprobServer
+from mtpctl.samples import Sample
+
+
+class Server:
+    """Late as often as it is told; then it answers, under version 3."""
+
+    def __init__(self, late: int, error: Exception | None = None) -> None:
+        self.late, self.error = late, error
+        self.counters = Counters()
+        self.asked: list[ScoreRequest] = []
+
+    async def score(self, request: ScoreRequest) -> Scored:
+        self.asked.append(request)
+        if self.error is not None:
+            raise self.error
+        if len(self.asked) <= self.late:
+            raise Late("no answer within 600 s")
+        self.counters.requests += 1
+        return Scored(3, [-1.0, -2.0], [0.5, 0.5])
+
+
+def scored(server: Server) -> tuple[Sample, dict[str, float]]:
+    scoring = Scoring(cast(LogprobServer, server), temperature=0.7)
+    sample = Sample("p", "g", [5], response_ids=[1, 2])
+    return asyncio.run(scoring(sample)), scoring.metrics()
+
+
+def test_what_is_late_is_asked_for_again() -> None:
+    sample, metrics = scored(server := Server(late=1))
+    assert (sample.old_logprobs, sample.old_version) == ([-1.0, -2.0], 3)
+    assert (metrics["logprob/late"], metrics["logprob/left_to_trainer"]) == (1, 0)
+    assert [request.temperature for request in server.asked] == [0.7, 0.7]
+
+
+def test_what_is_late_again_is_left_to_the_trainer_which_scores_what_has_no_old_log_probs() -> None:
+    sample, metrics = scored(server := Server(late=99))
+    assert (sample.old_logprobs, sample.old_version) == (None, None)
+    assert len(server.asked) == ATTEMPTS
+    assert (metrics["logprob/late"], metrics["logprob/left_to_trainer"]) == (2, 1)
+    assert "logprob/wait_seconds" not in metrics, "of no answer"
+
+
+def test_a_server_that_is_gone_ends_the_run() -> None:
+    with pytest.raises(RuntimeFailure, match="every log-prob replica failed"):
+        scored(Server(0, RuntimeFailure("every log-prob replica failed: 0: …")))

@@ -1,0 +1,60 @@
+"""The supervised stage without a trainer: when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mtpctl.controller.prepare import Prepared
+from mtpctl.controller.sft import WINDOW, SftStage
+from mtpctl.controller.state import RunState
+from mtpctl.controller.trainers import TrainerGroup
+from mtpctl.data.problems import Problem
+from mtpctl.data.sets import ProblemSets
+from mtpctl.recipe.schema import Recipe
+from tests.controller.test_rl import Letters, Rows, World
+from tests.controller.test_state import Trainer
+
+
+class Learner(Trainer):
+    """Its loss is 1 for five updates, and 0.1 from then on; Ctrl-C comes in update `stop_at`."""
+
+    def __init__(self, root: Path, stop_at: int = 0) -> None:
+        super().__init__()
+        self.root, self.stop_at, self.state = root, stop_at, cast(RunState, None)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if method == "latest_checkpoint":
+            return str(self.root / "sft-000007")
+        if method != "sft_step":
+            return await super().call(method, *args)
+        if self.state.step + 1 == self.stop_at:
+            self.state.stopping.set()
+        return {"sft/loss": 1.0 if self.state.step < 5 else 0.1, "skipped": 0.0, "perf/tokens": 4.0}
+
+
+async def train(learner: Learner, *, resumed: bool = False) -> int:
+    """A start of the stage, as a run makes it. Returns the step at which it ended."""
+    recipe = Recipe.model_validate({"model": {"path": "anywhere"}, "train": {"sft": {"steps": 40, "until_loss": 0.15, "batch_size": 1}}})
+    prepared = Prepared(cast(Any, None), Letters(), ProblemSets([], [], [Problem("p", "1+1=", "2")]), 64)
+    trainer = cast(TrainerGroup, learner)
+    learner.state = RunState(learner.root, recipe.train)
+    if resumed:
+        await learner.state.load(trainer)
+    learner.state.begin("sft")
+    await SftStage(recipe, prepared, trainer, cast(Any, Rows(World())), learner.state).run()
+    if learner.state.stopping.is_set():
+        await learner.state.checkpoint(trainer)
+    return learner.state.step
+
+
+@pytest.mark.parametrize("stop_at", [0, 7])
+def test_the_stage_ends_once_its_last_losses_are_low_enough_over_a_stop_too(tmp_path: Path, stop_at: int) -> None:
+    async def main() -> int:
+        reached = await train(Learner(tmp_path, stop_at))
+        return await train(Learner(tmp_path), resumed=True) if reached == stop_at else reached
+
+    assert asyncio.run(main()) == 5 + WINDOW

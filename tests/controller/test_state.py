@@ -1,0 +1,264 @@
+"""Checkpoints of a run: what is in them, and when they count, written before the next step or beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mtpctl.controller.buffer import SampleBuffer
+from mtpctl.controller.sft import check_applied
+from mtpctl.controller.state import RunState, ended_stages, newest_version, version_named
+from mtpctl.controller.trainers import TrainerGroup
+from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.recipe.train import TrainConfig
+
+
+class Trainer:
+    """Writes nothing but folders; a save takes until `written` is set, unless somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.path, self.folder = Path(), Path("none")
+        self.written, self.broken = False, False
+        self.published: list[str] = []
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if method == "begin_save":
+            assert not self.folder.exists(), "one at a time"
+            self.path = Path(args[0])
+            self.folder = self.path.with_name(self.path.name + ".partial")
+            self.folder.mkdir(parents=True)
+            return str(self.folder)
+        if method == "finish_save":
+            if self.broken:
+                raise RuntimeFailure(f"checkpoint {self.path} was not written: disk full")
+            if not (args[0] or self.written):
+                return False
+            if self.path.exists():
+                shutil.rmtree(self.path)
+            self.folder.rename(self.path)
+            return True
+        assert method == "publish_checkpoint"
+        self.published.append(Path(args[0]).name)
+        return None
+
+
+def run(tmp_path: Path, **fields: Any) -> tuple[RunState, Trainer, TrainerGroup]:
+    state, trainer = RunState(tmp_path, TrainConfig(checkpoint_every=2, **fields)), Trainer()
+    state.begin("sft")
+    return state, trainer, cast(TrainerGroup, trainer)
+
+
+async def step(state: RunState, trainer: TrainerGroup) -> None:
+    state.step += 1
+    await state.checkpoint_if_due(trainer)
+
+
+def test_a_checkpoint_counts_before_the_next_step(tmp_path: Path) -> None:
+    async def main() -> None:
+        state, trainer, group = run(tmp_path)
+        for _ in range(5):
+            await step(state, group)
+        assert trainer.published == ["sft-000002", "sft-000004"]
+        assert json.loads((tmp_path / "sft-000004" / "run.json").read_text())["step"] == 4
+
+    asyncio.run(main())
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.minutes = 0.0
+        monkeypatch.setattr("mtpctl.controller.state.time.monotonic", lambda: 60 * self.minutes)
+
+
+def test_by_default_a_checkpoint_is_taken_every_ten_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the time that writing takes is no part."""
+    clock = Clock(monkeypatch)
+
+    class Slow(Trainer):
+        async def call(self, method: str, *args: Any) -> Any:
+            clock.minutes += 4 * (method == "finish_save")
+            return await super().call(method, *args)
+
+    async def main() -> None:
+        state, trainer = RunState(tmp_path, TrainConfig()), Slow()
+        clock.minutes = 100.0
+        state.begin("sft")
+        for _ in range(12):
+            clock.minutes += 3
+            await step(state, cast(TrainerGroup, trainer))
+        assert trainer.published == ["sft-000004", "sft-000008", "sft-000012"]
+
+    asyncio.run(main())
+
+
+def test_without_minutes_only_updates_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    async def main() -> None:
+        state, trainer, group = run(tmp_path, checkpoint_minutes=0)
+        for _ in range(3):
+            clock.minutes += 1000
+            await step(state, group)
+        assert trainer.published == ["sft-000002"]
+
+    asyncio.run(main())
+
+
+def test_a_stage_that_fails_between_updates_leaves_what_it_did_since_the_newest_checkpoint(tmp_path: Path) -> None:
+    async def main() -> None:
+        state, trainer, group = run(tmp_path)
+        assert await state.rescue(group) is None, "nothing was trained"
+        for _ in range(3):
+            await step(state, group)
+        assert await state.rescue(group) == tmp_path / "sft-000003"
+        assert await state.rescue(group) is None, "it is there"
+        await step(state, group)
+        await step(state, group)
+        state.updating = True
+        assert await state.rescue(group) is None, "the weights are no step's"
+        assert trainer.published == ["sft-000002", "sft-000003", "sft-000004"]
+
+    asyncio.run(main())
+
+
+def test_a_stage_that_fails_waits_for_the_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+    async def main() -> None:
+        state, trainer, group = run(tmp_path, async_save=True)
+        await step(state, group)
+        await step(state, group)
+        assert await state.rescue(group) is None and trainer.published == ["sft-000002"]
+
+    asyncio.run(main())
+
+
+def test_where_none_is_kept_none_is_written(tmp_path: Path) -> None:
+    async def main() -> None:
+        state, trainer, group = run(tmp_path, keep_checkpoints=0)
+        await step(state, group)
+        await step(state, group)
+        assert await state.checkpoint(group) is None
+        assert await state.rescue(group) is None
+        assert trainer.published == [] and list(tmp_path.iterdir()) == []
+
+    asyncio.run(main())
+
+
+def test_one_written_beside_counts_once_it_is_whole_with_the_state_it_was_begun_in(tmp_path: Path) -> None:
+    async def main() -> None:
+        state, trainer, group = run(tmp_path, async_save=True)
+        await step(state, group)
+        await step(state, group)
+        await step(state, group)
+        assert trainer.published == []
+        trainer.written = True
+        await step(state, group)
+        assert trainer.published == ["sft-000002"]
+        assert json.loads((tmp_path / "sft-000002" / "run.json").read_text())["step"] == 2
+
+    asyncio.run(main())
+
+
+def test_the_next_one_and_a_stop_wait_for_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        state, trainer, group = run(tmp_path, async_save=True)
+        for _ in range(4):
+            await step(state, group)
+        assert trainer.published == ["sft-000002"]
+        await state.checkpoint(group)
+        assert trainer.published == ["sft-000002", "sft-000004", "sft-000004"]
+
+    asyncio.run(main())
+
+
+def test_what_could_not_be_written_ends_the_run_at_the_next_step(tmp_path: Path) -> None:
+    async def main() -> None:
+        state, trainer, group = run(tmp_path, async_save=True)
+        await step(state, group)
+        await step(state, group)
+        trainer.broken = True
+        with pytest.raises(RuntimeFailure, match="was not written: disk full"):
+            await step(state, group)
+        assert trainer.published == []
+
+    asyncio.run(main())
+
+
+def test_the_newest_checkpoint_is_read_without_a_trainer(tmp_path: Path) -> None:
+    assert (ended_stages(tmp_path), newest_version(tmp_path)) == ([], (None, 0))
+    (tmp_path / "latest").write_text("rl-000004")
+    for read in (ended_stages, newest_version):
+        with pytest.raises(UserError, match=r"rl-000004 is not a whole checkpoint; remove .*latest"):
+            read(tmp_path)
+    (tmp_path / "rl-000004").mkdir()
+    (tmp_path / "rl-000004" / "run.json").write_text('{"stage": "rl", "step": 4, "version": 3, "cursor": null, "ended": ["sft"]}')
+    assert (ended_stages(tmp_path), newest_version(tmp_path)) == (["sft"], (tmp_path / "rl-000004", 3))
+
+
+def test_skipped_updates_in_a_row_end_the_run_and_one_that_is_applied_begins_the_count_anew() -> None:
+    bad = 0
+    for skipped in (1.0, 1.0, 0.0, 1.0, 1.0):
+        bad = check_applied({"skipped": skipped}, bad, 3)
+    with pytest.raises(RuntimeFailure, match="3 updates in a row had a loss or gradient that is not finite"):
+        check_applied({"skipped": 1.0}, bad, 3)
+
+
+def test_the_checkpoint_at_the_end_of_a_stage_has_its_buffer_and_the_next_stage_has_not(tmp_path: Path) -> None:
+    """So that it can go on."""
+
+    async def main() -> None:
+        state, _, group = run(tmp_path)
+        state.begin("rl")
+        state.buffer = SampleBuffer()
+        state.end("rl")
+        assert (await state.checkpoint(group) or Path()).name == "rl-000000-end"
+        assert (tmp_path / "rl-000000-end" / "buffer.jsonl").exists()
+        state.begin("sft")
+        assert state.buffer is None
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("stage", "sft", "rl", "goes_on"),
+    [
+        ("rl", {"steps": 2}, {"steps": 6}, True),
+        ("rl", {"steps": 2}, {"steps": 4}, False),
+        ("rl", {"steps": 2}, {"steps": 3}, False),
+        ("rl", {"steps": 9}, {"steps": 4}, False),
+        ("sft", {"steps": 6}, {"steps": 4}, True),
+        ("sft", {"steps": 6, "until_loss": 0.1}, {"steps": 4}, False),
+    ],
+)
+def test_a_stage_that_ended_last_goes_on_where_more_updates_are_asked_for(
+    tmp_path: Path, stage: str, sft: dict[str, Any], rl: dict[str, Any], goes_on: bool
+) -> None:
+    """But not one that came before another, nor one that its loss has ended."""
+    ended = ["sft", "rl"] if stage == "rl" else ["sft"]
+    (tmp_path / "end").mkdir()
+    kept = {"stage": stage, "step": 4, "version": 3, "cursor": {"epoch": 1}, "ended": ended}
+    (tmp_path / "end" / "run.json").write_text(json.dumps(kept))
+
+    class Found(Trainer):
+        async def call(self, method: str, *args: Any) -> Any:
+            assert method == "latest_checkpoint"
+            return str(tmp_path / "end")
+
+    state = RunState(tmp_path, TrainConfig.model_validate({"sft": sft, "rl": rl}))
+    asyncio.run(state.load(cast(TrainerGroup, Found())))
+    assert state.ended == (ended[:-1] if goes_on else ended)
+    state.begin(stage)
+    assert (state.step, state.cursor) == (4, {"epoch": 1})
+
+
+@pytest.mark.parametrize("text", ["{}", '{"version": null}', "[]", "{"])
+def test_a_folder_with_somebody_elses_state_is_no_checkpoint(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(UserError, match=r"--from: .* is not a whole checkpoint"):
+        version_named(str(tmp_path))

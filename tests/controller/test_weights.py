@@ -1,0 +1,306 @@
+"""A version to engines and log-prob server together: who stands when, and what is left standing when something fails.
+
+The server is real, over replicas without a model. The engine stands from its pause until the receivers of a pushed version have met,
+as a transport has it; the trainer only says what it would send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mtpctl.cluster.meeting import host_store
+from mtpctl.controller.trainers import TrainerGroup
+from mtpctl.controller.weights import WeightSync
+from mtpctl.errors import RuntimeFailure
+from mtpctl.logprob.protocol import ScoreRequest
+from mtpctl.logprob.server import LogprobServer
+from mtpctl.recipe.schema import Recipe
+from mtpctl.rollout.pool import ReplicaPool
+from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import SyncError
+from mtpctl.sync.session import SyncReport
+from mtpctl.sync.transports.base import Sent
+from mtpctl.sync.transports.control import Address
+from tests.logprob.conftest import serve
+from tests.logprob.fakes import Started, Store, manifest
+from tests.rollout.fake_replica import FakeReplica
+
+PASS_S = 0.6
+LONG = ScoreRequest([1] * 100)
+"""With replicas that take `PASS_S / 100` for a token: a pass of `PASS_S`."""
+
+
+class Trainer:
+    """Says what it would send, and to whom."""
+
+    def __init__(self) -> None:
+        self.members: list[list[str]] = []
+        self.fails = ""
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if method == self.fails:
+            raise RuntimeFailure(f"the trainer cannot {method}")
+        if method == "publish":
+            return manifest(args[0])
+        if method == "announce":
+            self.members.append(args[2])
+            return replace(manifest(args[0]), transport="ipc", address="tcp://127.0.0.1:1/group?receivers=1&deadline_s=1")
+        return Sent() if method == "send" else None
+
+
+class Engine:
+    """The one engine of a pool. `refusals`: updates that it refuses before it takes one."""
+
+    def __init__(self, started: Started, trainer: Trainer, refusals: int = 0) -> None:
+        self.started, self.trainer, self.refusals = started, trainer, refusals
+        self.paused_at: list[float] = []
+
+    def members(self, ranks: int) -> list[str]:
+        return [f"rollout 0.0.{rank}" for rank in range(ranks)]
+
+    def standing(self, mode: str) -> contextlib.AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
+
+    async def take_in(self, sent: Manifest, **options: Any) -> list[SyncReport]:
+        self.paused_at.append(time.monotonic())
+        if self.refusals:
+            self.refusals -= 1
+            raise SyncError("the engine cannot")
+        while sent.transport == "ipc" and self._met(sent.version) < len(self.trainer.members[-1]):
+            await asyncio.sleep(0.002)
+        return [SyncReport(sent.version, 0, 0.0, stall_seconds=time.monotonic() - self.paused_at[-1])]
+
+    def _met(self, version: int) -> int:
+        """Receivers that are ready for this version: itself, and replicas."""
+        return 1 + sum(ranks.rank.incoming == version for ranks in self.started.ranks)
+
+
+class World:
+    """A sync over `transport`, with all who take part in it."""
+
+    def __init__(self, transport: str, root: Path, *, deadline_s: float = 10.0, refusals: int = 0) -> None:
+        self.started, self.store, self.trainer = Started(seconds=PASS_S / 100), Store(), Trainer()
+        self.engine = Engine(self.started, self.trainer, refusals)
+        self.recipe = Recipe.model_validate({"sync": {"transport": transport, "deadline_s": deadline_s, "verify": "never"}})
+        self.root = root
+        self.server: LogprobServer
+
+    async def begin(self, replicas: int = 1) -> WeightSync:
+        self.server = await serve(self.started, replicas, self.store)
+        return WeightSync(self.recipe, cast(TrainerGroup, self.trainer), cast(ReplicaPool, self.engine), self.server, self.root)
+
+    async def serves(self, version: int) -> None:
+        """The server answers, under this version."""
+        assert (await asyncio.wait_for(self.server.score(ScoreRequest([1, 2])), 5)).version == version
+
+
+def settled(test: Callable[..., Awaitable[None]]) -> Callable[[str, Path], None]:
+    """A coroutine as a test, over both kinds of transport."""
+
+    def inner(transport: str, tmp_path: Path) -> None:
+        asyncio.run(asyncio.wait_for(test(transport, tmp_path), 20))
+
+    return pytest.mark.parametrize("transport", ["ipc", "shm"])(inner)
+
+
+@settled
+async def test_generation_does_not_stand_for_a_pass_of_the_server(transport: str, root: Path) -> None:
+    world = World(transport, root)
+    sync = await world.begin()
+    await sync(1)  # imports what the first one imports
+    ended: list[float] = []
+    scoring = asyncio.create_task(world.server.score(LONG))
+    scoring.add_done_callback(lambda _: ended.append(time.monotonic()))
+    await asyncio.sleep(0.05)
+    metrics = await sync(2)
+    assert metrics["sync/stall_seconds"] < PASS_S / 4
+    assert metrics["sync/publish_seconds"] < PASS_S / 4, "to wait is not to publish"
+    assert metrics["sync/seconds"] > PASS_S / 2, "but the sync waited"
+    assert (await scoring).version == 1 and ended[0] <= world.engine.paused_at[-1]
+    await world.serves(2)
+    await world.server.close()
+
+
+@settled
+async def test_a_replica_whose_pass_does_not_end_is_replaced_and_nobody_waits_for_it(transport: str, root: Path) -> None:
+    """Its request is done by the one that comes in its place, under the weights that the others have by then."""
+    world = World(transport, root, deadline_s=PASS_S / 3)
+    sync = await world.begin(2)
+    scoring = asyncio.create_task(world.server.score(replace(LONG, token_ids=[1] * 300)))
+    await asyncio.sleep(0.05)
+    world.store.there = [1]
+    metrics = await sync(1)
+    assert metrics["sync/stall_seconds"] < PASS_S / 4
+    if transport == "ipc":
+        assert world.trainer.members == [["rollout 0.0.0", "log-prob 1.0.0"]]
+    await world.serves(1)
+    assert (await scoring).version == 1 and world.server.replicas.restarts == 1
+    await world.server.close()
+
+
+@settled
+async def test_a_replica_that_dies_in_its_last_pass_takes_no_part(transport: str, root: Path) -> None:
+    world = World(transport, root)
+    sync = await world.begin(2)
+    scoring = asyncio.create_task(world.server.score(LONG))
+    await asyncio.sleep(0.05)
+    world.store.there = [1]
+    syncing = asyncio.create_task(sync(1))
+    await asyncio.sleep(0.05)
+    world.started.ranks[0].kill()
+    assert (await syncing)["sync/stall_seconds"] < PASS_S / 4
+    if transport == "ipc":
+        assert world.trainer.members == [["rollout 0.0.0", "log-prob 1.0.0"]]
+    assert (await scoring).version == 1
+    await world.server.close()
+
+
+@settled
+async def test_what_fails_leaves_the_server_serving(transport: str, root: Path) -> None:
+    """A pushed version is tried twice, with a server that stands each time; a published one once."""
+    world = World(transport, root, refusals=9)
+    sync = await world.begin()
+    with pytest.raises(SyncError, match="the engine cannot"):
+        await sync(1)
+    assert len(world.engine.paused_at) == (2 if transport == "ipc" else 1)
+    await world.serves(1)
+    world.engine.refusals, world.trainer.fails = 0, "announce" if transport == "ipc" else "publish"
+    with pytest.raises(RuntimeFailure, match="the trainer cannot"):
+        await sync(2)
+    await world.serves(1)
+    await world.server.close()
+
+
+@settled
+async def test_an_engine_that_refuses_once_has_it_at_the_second_try(transport: str, root: Path) -> None:
+    world = World(transport, root, refusals=1)
+    sync = await world.begin()
+    if transport == "shm":
+        with pytest.raises(SyncError, match="the engine cannot"):
+            await sync(1)
+    else:
+        await sync(1)
+        assert world.trainer.members == [["rollout 0.0.0", "log-prob 0.0.0"], ["rollout 0.0.0"]], "the server has it already"
+    await world.serves(1)
+    await world.server.close()
+
+
+@settled
+async def test_a_sync_that_is_given_up_leaves_nothing_standing(transport: str, root: Path) -> None:
+    """While it waits for a pass of the server."""
+    world = World(transport, root)
+    sync = await world.begin()
+    scoring = asyncio.create_task(world.server.score(LONG))
+    await asyncio.sleep(0.05)
+    syncing = asyncio.create_task(sync(1))
+    await asyncio.sleep(0.05)
+    syncing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await syncing
+    assert (await scoring).version == 0 and world.engine.paused_at == []
+    await world.serves(0)
+    await world.server.close()
+
+
+class Announcing(Trainer):
+    """Takes its time over saying what it would send, to receivers who have to meet."""
+
+    def __init__(self, meanwhile: Callable[[], Awaitable[None]]) -> None:
+        super().__init__()
+        self.meanwhile, self.meeting = meanwhile, host_store("127.0.0.1")
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if method != "announce":
+            return await super().call(method, *args)
+        self.members.append(args[2])
+        await self.meanwhile()
+        address = Address(self.meeting.host, self.meeting.port, f"group-{len(self.members)}", len(args[2]), 30.0)
+        return Manifest(args[0], "nccl", str(address), {})
+
+
+def over_a_pool(test: Callable[[Path, list[FakeReplica], ReplicaPool], Awaitable[None]]) -> Callable[[Path], None]:
+    """A coroutine as a test, with a pool of two engines that are made up; `made` has every one that was started."""
+
+    async def drive(root: Path) -> None:
+        made: list[FakeReplica] = []
+
+        async def start(index: int) -> FakeReplica:
+            await asyncio.sleep(0.2 * (len(made) > 1))
+            made.append(FakeReplica())
+            return made[-1]
+
+        pool = await ReplicaPool.start(start, 2, max_in_flight=4)
+        await asyncio.wait_for(test(root, made, pool), 15)
+        await pool.close()
+
+    def inner(tmp_path: Path) -> None:
+        asyncio.run(drive(tmp_path))
+
+    inner.__doc__ = test.__doc__
+    return inner
+
+
+@over_a_pool
+async def test_without_partial_rollouts_a_response_may_take_longer_than_a_sync(
+    root: Path, made: list[FakeReplica], pool: ReplicaPool
+) -> None:
+    """They have a deadline of their own. None of them sees two versions, and what is asked for meanwhile is of the new one."""
+    chosen = {"sync": {"transport": "shm", "deadline_s": 0.1, "verify": "never"}, "async": {"partial_rollout": False}}
+    sync = WeightSync(Recipe.model_validate(chosen), cast(TrainerGroup, Trainer()), pool, None, root)
+    long = asyncio.create_task(pool.sample(GenerationRequest(Sample("long", "g", [0]), 1000)))
+    await asyncio.sleep(0.05)
+    syncing = asyncio.create_task(sync(1))
+    await asyncio.sleep(0.05)
+    later = asyncio.create_task(pool.sample(GenerationRequest(Sample("later", "g", [0]), 10)))
+    await asyncio.gather(syncing, long, later)
+    assert [[span.version for span in (await task).version_spans] for task in (long, later)] == [[0], [1]]
+    assert len((await long).response_ids) == 1000
+
+
+def pushing(root: Path, trainer: Trainer, pool: ReplicaPool) -> WeightSync:
+    recipe = Recipe.model_validate({"sync": {"transport": "nccl", "deadline_s": 30.0, "verify": "never"}})
+    return WeightSync(recipe, cast(TrainerGroup, trainer), pool, None, root)
+
+
+@over_a_pool
+async def test_an_engine_that_comes_back_while_a_version_is_announced_waits_for_the_next_one(
+    root: Path, made: list[FakeReplica], pool: ReplicaPool
+) -> None:
+    """It was not named, so that those who were would not be complete with it, and the first try would be for nothing."""
+
+    async def until_it_is_back() -> None:
+        while len(made) < 3:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
+
+    trainer = Announcing(until_it_is_back)
+    made[1].die()
+    await pool.spec_stats()  # notices it
+    await pushing(root, trainer, pool)(1)
+    assert trainer.members == [["rollout 0.0.0"]]
+    assert [replica.version for replica in made] == [1, 0, 0]
+
+
+@over_a_pool
+async def test_an_engine_that_dies_while_a_version_is_announced_has_the_others_try_again_at_once(
+    root: Path, made: list[FakeReplica], pool: ReplicaPool
+) -> None:
+    async def dying() -> None:
+        made[1].die()
+        await pool.spec_stats()  # notices it
+
+    trainer = Announcing(dying)
+    began = time.monotonic()
+    await pushing(root, trainer, pool)(1)
+    assert time.monotonic() - began < 10, "and not after the deadline of a transfer that waits for it"
+    assert trainer.members == [["rollout 0.0.0", "rollout 1.0.0"], ["rollout 0.0.0"]]
+    assert made[0].version == 1

@@ -1,0 +1,81 @@
+"""Log-probs that come with the end of their response are taken in as vLLM takes them, and in one piece."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.outputs import LogprobsLists
+
+from mtpctl.rollout.vllm.patches import logprobs
+
+
+@pytest.fixture(autouse=True)
+def installed() -> None:
+    logprobs.install()
+
+
+def processor(*, late: bool, flat: bool = True) -> Any:
+    asked = SamplingParams(logprobs=0, flat_logprobs=flat, extra_args=dict(logprobs.LATE) if late else None)
+    return LogprobsProcessor.from_new_request(None, SimpleNamespace(sampling_params=asked))  # type: ignore[arg-type]
+
+
+def rows(count: int, columns: int = 1) -> LogprobsLists:
+    """Rows of sampled tokens; behind each, as many others as somebody else in the step asked for."""
+    draw = np.random.default_rng(count)
+    ids = draw.integers(1000, size=(count, columns))
+    return LogprobsLists(ids, -draw.random((count, columns)).astype(np.float32), draw.integers(9, size=count))
+
+
+@pytest.mark.parametrize("counts", [(5,), (1, 1, 3), (2, 7)])
+def test_as_vllm_takes_them(counts: tuple[int, ...]) -> None:
+    ours, theirs = processor(late=True), processor(late=False)
+    for count in counts:
+        for each in (ours, theirs):
+            each._update_sample_logprobs(rows(count))
+    assert ours.logprobs == theirs.logprobs and len(ours.logprobs) == sum(counts)
+    assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-12)
+
+
+def test_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*row: Any) -> None:
+        raise AssertionError("a position by itself")
+
+    monkeypatch.setattr("vllm.v1.engine.logprobs.append_logprobs_for_next_position", refuse)
+    processor(late=True)._update_sample_logprobs(rows(5))
+    with pytest.raises(AssertionError, match="by itself"):
+        processor(late=False)._update_sample_logprobs(rows(5))
+
+
+def test_the_sampled_token_alone_where_others_asked_for_more() -> None:
+    mine, wide = processor(late=True), rows(4, columns=3)
+    mine._update_sample_logprobs(wide)
+    assert mine.logprobs.token_ids == wide.logprob_token_ids[:, 0].tolist()
+    assert [list(each) for each in mine.logprobs] == [[token] for token in mine.logprobs.token_ids]
+
+
+def test_without_flat_lists_as_vllm_does() -> None:
+    mine = processor(late=True, flat=False)
+    mine._update_sample_logprobs(rows(2))
+    assert isinstance(mine.logprobs, list) and len(mine.logprobs) == 2
+
+
+def test_what_is_kept_for_a_response_stays_kept_until_it_ends() -> None:
+    mine, scheduler = logprobs.Kept(), SimpleNamespace(mtpctl_kept={})
+    mine.tokens.extend([7, 8])
+    mine.logprobs.extend([-0.5, -0.25])
+    scheduler.mtpctl_kept["cut"] = mine
+    for _ in range(2):
+        assert logprobs.so_far(scheduler, ["cut", "ended"]) == {"cut": ([7, 8], [-0.5, -0.25])}
+
+
+def test_an_aborted_response_has_what_was_kept_for_it() -> None:
+    mine = processor(late=True)
+    for _ in range(2):
+        logprobs.put(mine, [7, 8, 9], [-0.5, -0.25, -1.0])
+        assert mine.logprobs.token_ids == [7, 8, 9] and mine.logprobs.logprobs == [-0.5, -0.25, -1.0]
+        assert mine.cumulative_logprob == -1.75

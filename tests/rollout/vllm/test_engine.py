@@ -1,0 +1,372 @@
+"""A real vLLM on the CPU: what it samples is what its log-probs say, through speculation, weight updates and aborts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtpctl.errors import UserError
+from mtpctl.rollout.protocol import ABORTED, DEADLINE
+from mtpctl.rollout.vllm.engine import VllmEngine
+from mtpctl.rollout.vllm.settings import VllmSettings
+from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import PlanMismatch, SyncError, VersionConflict
+from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.session import update_target
+from mtpctl.sync.store import VersionStore
+from tests.rollout.checkpoints import Tensors, random_tensors, reference_logprobs, tiny_config, write_checkpoint
+from tests.rollout.conftest import Loop, cpu_settings
+
+CONFIG = tiny_config()
+PROMPT = [3, 4, 5, 6, 7]
+
+
+def request(index: int = 0, max_tokens: int = 40, **options: object) -> GenerationRequest:
+    return GenerationRequest(Sample(f"p{index}", "g", list(PROMPT)), max_tokens, seed=index, **options)  # type: ignore[arg-type]
+
+
+def assert_matches(sample: Sample, weights: Callable[[int], Tensors], temperature: float = 1.0) -> None:
+    """Each stretch's log-probs against a recomputation under the version that it names."""
+    assert [span.start for span in sample.version_spans[1:]] == [span.end for span in sample.version_spans[:-1]]
+    for span in sample.version_spans:
+        full = reference_logprobs(CONFIG, weights(span.version), sample.prompt_ids + sample.response_ids, temperature)
+        wanted = full[len(sample.prompt_ids) - 1 :][span.start : span.end]
+        found = torch.tensor(sample.behaviour_logprobs[span.start : span.end], dtype=torch.float64)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+class Weights:
+    """Published versions of random weights; version 0 is what the engine loads."""
+
+    def __init__(self, root: Path) -> None:
+        self.store = VersionStore(root)
+        self.made: dict[int, Tensors] = {0: random_tensors(CONFIG, 0)}
+        self.newest = 0
+
+    def publish(self, *, bucket_bytes: int = 1 << 30, **options: object) -> Manifest:
+        """The next version, drawn anew."""
+        self.newest += 1
+        self.made[self.newest] = random_tensors(CONFIG, self.newest)
+        publisher = Publisher(self.store, bucket_bytes=bucket_bytes, **options)  # type: ignore[arg-type]
+        return publisher.publish(self.made[self.newest].items(), self.newest, checksums=True)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weights]:
+    found = Weights(tmp_path_factory.mktemp("store"))
+    yield found
+    found.store.close()
+
+
+@pytest.fixture(scope="module")
+def engine(start_engine: Callable[[VllmSettings], VllmEngine], weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> VllmEngine:
+    folder = write_checkpoint(tmp_path_factory.mktemp("model"), CONFIG, weights.made[0])
+    return start_engine(cpu_settings(folder, k=1))
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_logprobs_are_those_of_the_policy(engine: VllmEngine, run: Loop, weights: Weights, temperature: float) -> None:
+    async def many() -> list[Sample]:
+        return await asyncio.gather(*(engine.generate(request(index, temperature=temperature)) for index in range(8)))
+
+    for sample in run(many()):
+        assert sample.finish_reason == "length"
+        assert len(sample.response_ids) == len(sample.behaviour_logprobs) == len(sample.loss_mask) == 40
+        assert sample.speculation.drafted == sample.speculation.steps > 0
+        assert sample.speculation.accepted == sample.speculation.accepted_by_position[0]
+        assert_matches(sample, weights.made.__getitem__, temperature)
+
+
+def test_logprobs_travel_with_the_end_of_a_response(engine: VllmEngine, run: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But with each token where a request has not said that nobody reads them before: also beside others."""
+    processor, seen = engine._llm.output_processor, []
+    upstream = processor.process_outputs
+
+    def process(outputs: list[Any], *rest: Any, **options: Any) -> Any:
+        seen.extend((o.request_id, len(o.new_token_ids), o.finish_reason, o.new_logprobs) for o in outputs)
+        return upstream(outputs, *rest, **options)
+
+    monkeypatch.setattr(processor, "process_outputs", process)
+    at_once = engine._sampling(request(7), 40).clone()
+    at_once.extra_args = None
+
+    async def both() -> tuple[Sample, Any]:
+        late = asyncio.ensure_future(engine.generate(request(7)))
+        async for output in engine._llm.generate({"prompt_token_ids": list(PROMPT)}, at_once, "at once"):
+            whole = output.outputs[0]
+        return await late, whole
+
+    late, whole = run(both())
+    assert late.response_ids == list(whole.token_ids)
+    assert late.behaviour_logprobs == pytest.approx(list(whole.logprobs.logprobs), abs=1e-5)
+    of_late, of_other = ([each for each in seen if each[0].startswith("at once") is other] for other in (False, True))
+    assert [each[3] is None for each in of_late] == [each[2] is None for each in of_late] and len(of_late) > 15
+    assert len(of_late[-1][3].logprobs) == sum(each[1] for each in of_late) == 40
+    assert of_other and all(len(each[3].logprobs) == each[1] for each in of_other)
+
+
+def test_others_in_the_engine_get_what_they_ask_for(engine: VllmEngine, run: Loop) -> None:
+    """Several responses, log-probs of the prompt and of the likeliest tokens: alone, and beside requests whose log-probs come late."""
+    from vllm import SamplingParams
+
+    wanted = SamplingParams(n=2, temperature=1.0, seed=5, max_tokens=30, logprobs=3, prompt_logprobs=2, detokenize=False)
+
+    async def ask(name: str) -> Any:
+        async for output in engine._llm.generate({"prompt_token_ids": list(PROMPT)}, wanted.clone(), name):
+            last = output
+        return last
+
+    async def beside() -> tuple[Any, list[Sample]]:
+        tasks = [asyncio.ensure_future(engine.generate(request(70 + index, 10 * index + 10))) for index in range(4)]
+        return await ask("beside"), await asyncio.gather(*tasks)
+
+    alone, (among, late) = run(ask("alone")), run(beside())
+    assert len(among.outputs) == 2 and [len(sample.behaviour_logprobs) for sample in late] == [10, 20, 30, 40]
+    pairs = [(alone.prompt_logprobs[1:], among.prompt_logprobs[1:])]
+    for one, other in zip(alone.outputs, among.outputs, strict=True):
+        assert list(one.token_ids) == list(other.token_ids) and len(other.logprobs) == 30
+        pairs.append((one.logprobs, other.logprobs))
+    for ones, others in pairs:
+        for place, again in zip(ones, others, strict=True):
+            assert len(again) >= 2 and {t: e.rank for t, e in place.items()} == {t: e.rank for t, e in again.items()}
+            assert [e.logprob for e in place.values()] == pytest.approx([e.logprob for e in again.values()], abs=1e-4)
+    assert not engine._llm.engine_core.engine_core.scheduler.mtpctl_kept
+
+
+def test_a_seed_repeats_a_response(engine: VllmEngine, run: Loop) -> None:
+    first, second, other = (run(engine.generate(request(seed_index))) for seed_index in (11, 11, 12))
+    assert first.response_ids == second.response_ids != other.response_ids
+
+
+def test_a_stop_token_ends_a_response(engine: VllmEngine, run: Loop) -> None:
+    whole = run(engine.generate(request(3)))
+    stop = whole.response_ids[7]
+    stopped = run(engine.generate(request(3, stop_token_ids=[stop])))
+    assert stopped.finish_reason == "stop"
+    assert stopped.response_ids == whole.response_ids[: whole.response_ids.index(stop) + 1]
+
+
+def test_a_full_context_ends_a_response(engine: VllmEngine, run: Loop) -> None:
+    sample = run(engine.generate(request(0, max_tokens=1000)))
+    assert sample.finish_reason == "length"
+    assert sample.length == 256
+
+
+def test_a_prompt_beyond_the_context_is_the_users_mistake(engine: VllmEngine, run: Loop) -> None:
+    with pytest.raises(UserError, match=r"has 256 tokens, the context 256: raise rollout.context"):
+        run(engine.generate(GenerationRequest(Sample("p", "g", [3] * 256), 8)))
+
+
+def test_a_deadline_keeps_what_was_made(engine: VllmEngine, run: Loop, weights: Weights) -> None:
+    run(engine.pause("keep"))
+    task = asyncio.ensure_future(engine.generate(request(0, deadline_s=0.2)), loop=run._loop)
+    late = run(task)
+    run(engine.resume())
+    assert late.finish_reason == DEADLINE
+    assert late.response_ids == []
+
+
+def test_an_aborted_response_goes_on_where_it_was(engine: VllmEngine, run: Loop, weights: Weights) -> None:
+    async def cut() -> Sample:
+        task = asyncio.ensure_future(engine.generate(request(5, max_tokens=200)))
+        await asyncio.sleep(0.1)
+        await engine.pause("abort")
+        partial = await task
+        await engine.resume()
+        return partial
+
+    partial = run(cut())
+    assert partial.finish_reason == ABORTED
+    kept = list(partial.response_ids)
+    assert 0 < len(kept) < 200
+    first = partial.speculation
+    assert len(kept) - 2 <= first.steps + first.accepted <= len(kept) + 2, "a stretch that was cut is counted too"
+    whole = run(engine.generate(GenerationRequest(partial, 200, seed=5)))
+    assert whole.response_ids[: len(kept)] == kept
+    assert len(whole.response_ids) == 200
+    assert whole.finish_reason == "length"
+    assert_matches(whole, weights.made.__getitem__)
+
+
+def test_an_abort_that_takes_its_time_to_reach_the_core(
+    engine: VllmEngine, run: Loop, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A core in a process of its own goes on meanwhile: one response ends by itself, another one begins."""
+    core = engine._llm.engine_core
+    kept, ask = core.engine_core.scheduler.mtpctl_kept, core.call_utility_async
+
+    async def cut() -> list[Sample]:
+        short, long = (asyncio.ensure_future(engine.generate(request(51 + tokens, max_tokens=tokens))) for tokens in (30, 200))
+        begun: list[asyncio.Future[Sample]] = []
+
+        async def late(method: str, *args: Any) -> Any:
+            answer = await ask(method, *args)
+            monkeypatch.undo()
+            begun.append(asyncio.ensure_future(engine.generate(request(53, max_tokens=200))))
+            while not short.done():
+                await asyncio.sleep(0)
+            return answer
+
+        while len(kept) < 2 or min(len(each.tokens) for each in kept.values()) < 3:
+            await asyncio.sleep(0)
+        monkeypatch.setattr(core, "call_utility_async", late)
+        await engine.pause("abort")
+        await engine.resume()
+        return await asyncio.gather(short, long, *begun)
+
+    short, long, newest = run(cut())
+    assert (short.finish_reason, len(short.response_ids)) == ("length", 30)
+    assert long.finish_reason == newest.finish_reason == ABORTED
+    assert 3 <= len(long.response_ids) < 200
+    for sample in (short, long, newest):
+        assert len(sample.response_ids) == len(sample.behaviour_logprobs) == len(sample.loss_mask)
+        assert_matches(sample, weights.made.__getitem__)
+        run(engine.generate(GenerationRequest(sample, 200)))
+        assert len(sample.response_ids) == 200
+        assert_matches(sample, weights.made.__getitem__)
+    assert run(engine.health()).alive and not kept
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 30, 4096])
+def test_an_update_during_generation(engine: VllmEngine, run: Loop, weights: Weights, bucket_bytes: int) -> None:
+    async def update() -> list[Sample]:
+        tasks = [asyncio.ensure_future(engine.generate(request(index, max_tokens=80))) for index in range(4)]
+        await asyncio.sleep(0.1)
+        before = engine.version
+        manifest = weights.publish(bucket_bytes=bucket_bytes)
+        assert len(manifest.sections["target"].buckets) == (1 if bucket_bytes > 1 << 20 else pytest.approx(600, abs=200))
+        report = await engine.update(manifest, verify=True)
+        assert (report.version, report.verified) == (before + 1, len(weights.made[0]))
+        return await asyncio.gather(*tasks)
+
+    for sample in run(update()):
+        assert [span.version for span in sample.version_spans] == [weights.newest - 1, weights.newest]
+        assert_matches(sample, weights.made.__getitem__)
+
+
+def test_an_update_of_the_drafter_alone_changes_no_policy(engine: VllmEngine, run: Loop, weights: Weights) -> None:
+    run(engine.update(weights.publish(), verify=True))
+    last = weights.newest
+    before = run(engine.checksums())
+    run(engine.update(weights.publish(sections=["draft"]), verify=True))
+    after = run(engine.checksums())
+    assert {name for name in before if before[name] != after[name]} == {name for name in weights.made[0] if ".mtp_layers." in name}
+    sample = run(engine.generate(request(21)))
+    assert [span.version for span in sample.version_spans] == [weights.newest]
+    assert_matches(sample, lambda version: weights.made[last])
+    run(engine.update(weights.publish()))
+
+
+BROKEN = {
+    "shape": (lambda tensors: tensors.update({"model.norm.weight": torch.ones(64)}), r"model.norm.weight has shape \(64,\).*\(128,\)"),
+    "dtype": (
+        lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].half()}),
+        "lm_head.weight comes as float16, but the engine holds lm_head.weight as float32",
+    ),
+    "missing": (lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"), "qkv_proj.weight is filled in part"),
+    "missing draft": (
+        lambda tensors: tensors.pop("model.mtp_layers.0.final_layernorm.weight"),
+        "final_layernorm.weight is filled by nothing",
+    ),
+    "stranger": (lambda tensors: tensors.update({"model.more.weight": torch.ones(3)}), "model.more.weight resolves to nothing"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_weights_that_do_not_fit_change_nothing(engine: VllmEngine, run: Loop, weights: Weights, tmp_path: Path, broken: str) -> None:
+    change, message = BROKEN[broken]
+    live, version = run(engine.checksums()), engine.version
+    tensors = random_tensors(CONFIG, 99)
+    change(tensors)
+    manifest = Publisher(VersionStore(tmp_path), bucket_bytes=1 << 30).publish(tensors.items(), version + 1)
+    with pytest.raises(PlanMismatch, match=message):
+        run(engine.update(manifest))
+    assert (run(engine.checksums()), engine.version) == (live, version)
+    assert_matches(run(engine.generate(request(31))), weights.made.__getitem__)
+
+
+def test_versions_do_not_go_back(engine: VllmEngine, run: Loop, weights: Weights) -> None:
+    with pytest.raises(VersionConflict, match="is not newer than the live"):
+        run(engine.update(weights.store.open(engine.version)))
+
+
+def test_one_update_at_a_time(engine: VllmEngine, run: Loop, weights: Weights) -> None:
+    async def twice() -> None:
+        manifest = weights.publish()
+        await engine.pause("keep")
+        await engine.begin_update(manifest, manifest.version, "target")
+        with pytest.raises(VersionConflict, match=f"an update to version {manifest.version} is under way"):
+            await engine.update(manifest)
+        await engine.abort_update()
+        await engine.resume()
+        await engine.update(manifest, verify=True)
+
+    run(twice())
+    assert engine.version == weights.newest
+
+
+def test_weights_change_only_while_paused(engine: VllmEngine, run: Loop, weights: Weights) -> None:
+    manifest = weights.publish()
+    with pytest.raises(SyncError, match="only while generation is paused"):
+        run(engine.begin_update(manifest, manifest.version, "target"))
+    run(engine.update(manifest))
+
+
+def test_a_broken_off_update_returns_to_the_version_before(engine: VllmEngine, run: Loop, weights: Weights) -> None:
+    live, version = run(engine.checksums()), engine.version
+    manifest = weights.publish(bucket_bytes=4096)
+    lost = VersionStore(weights.store.root).folder(manifest.version) / f"target-{40:05d}.bin"
+    lost.unlink()
+    with pytest.raises(SyncError, match="bucket 40 of section target cannot be read"):
+        run(engine.update(manifest))
+    assert (run(engine.checksums()), engine.version) == (live, version)
+    assert_matches(run(engine.generate(request(41))), weights.made.__getitem__)
+    run(engine.update(weights.publish(), verify=True))
+
+
+def test_a_step_takes_as_many_prompt_tokens_as_in_offline_generation(engine: VllmEngine) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    tokens, _ = EngineArgs.get_batch_defaults(1)
+    found = engine._llm.vllm_config.scheduler_config.max_num_batched_tokens
+    assert found == tokens[UsageContext.LLM_CLASS] > tokens[UsageContext.OPENAI_API_SERVER]
+
+
+def test_spec_stats_count_what_was_drafted(engine: VllmEngine, run: Loop) -> None:
+    before = run(engine.spec_stats())
+    drafted, tokens = before.drafted, before.tokens
+    sample = run(engine.generate(request(0)))
+    after = run(engine.spec_stats())
+    assert after.drafted - drafted == sample.speculation.drafted
+    assert after.tokens - tokens == 40
+
+
+def test_a_target_is_what_the_protocol_says(engine: VllmEngine, run: Loop, weights: Weights) -> None:
+    async def drive() -> int:
+        await engine.pause("wait")
+        report = await update_target(engine, weights.publish(), verify=True)
+        await engine.resume()
+        return report.verified
+
+    assert run(drive()) == len(weights.made[0])
+
+
+def test_heads_without_an_attention_are_refused_before_anything_is_loaded(run: Loop, tmp_path: Path) -> None:
+    config = tiny_config(num_attention_heads=8, num_key_value_heads=4)
+    folder = write_checkpoint(tmp_path, config, random_tensors(config, 0))
+    with pytest.raises(UserError, match=r"model: on a CPU vLLM has no attention for heads of 16; those of 32, 64, "):
+        run(VllmEngine.start(cpu_settings(folder)))
+
+
+def test_a_dead_engine_names_the_error_that_says_something(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_failure", "")
+    error = RuntimeError()
+    error.__cause__ = ValueError("no room")
+    assert str(engine._died(error)) == "ValueError: no room"

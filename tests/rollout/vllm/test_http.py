@@ -1,0 +1,100 @@
+"""A vLLM server over HTTP that does not do what it is asked: whoever else asks it is not made to wait for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from mtpctl.rollout.vllm import http
+from mtpctl.rollout.vllm.http import ServedEngine
+from mtpctl.sync.manifest import Manifest, SectionPlan
+from mtpctl.sync.protocol import SyncError
+
+SENT = Manifest(1, "shm", "/nowhere", {"target": SectionPlan(())})
+
+
+class Server:
+    """Answers what a vLLM server does, and remembers what it was asked; what is `slow` it does without an answer."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.slow: set[str] = set()
+        self.refused: set[str] = set()
+        self.paused = False
+        self.free = threading.Event()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.do_POST()
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                route = self.path.partition("?")[0]
+                server.asked.append(route)
+                if route in ("/pause", "/resume"):
+                    server.paused = route == "/pause"
+                if route in server.slow:
+                    server.free.wait(20)
+                    return
+                told: dict[str, Any] = {"weight_version": "0", "world_size": 1, "results": [False], "data": [], "is_paused": server.paused}
+                body = json.dumps(told).encode()
+                self.send_response(500 if route in server.refused else 200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    found = Server()
+    yield found
+    found.free.set()
+    found.http.shutdown()
+    found.http.server_close()
+
+
+async def update(server: Server, sent: Manifest = SENT) -> None:
+    engine = await ServedEngine.find(server.url)
+    await engine.update(sent, mode="wait", verify=False, deadline_s=10)
+
+
+def test_a_pause_that_takes_too_long_is_taken_back(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Responses that have to end first may take longer than anybody waits."""
+    monkeypatch.setattr(http, "_ANSWER_S", 0.5)
+    server.slow.add("/pause")
+    with pytest.raises(SyncError, match=r"/pause\?mode=wait&clear_cache=true: no answer within 0\.5 s"):
+        asyncio.run(update(server))
+    assert not server.paused, server.asked
+
+
+def test_a_server_that_stood_before_goes_on_with_whole_weights_alone(server: Server) -> None:
+    """Whoever paused it may have been killed when its weights were halfway another version's."""
+    server.paused = True
+    server.refused |= {"/start_weight_update", "/update_weights"}
+    with pytest.raises(SyncError, match=f"{server.url} was paused before, and stays so"):
+        asyncio.run(update(server))
+    assert server.paused
+    server.refused = {"/update_weights"}
+    asyncio.run(update(server, Manifest(1, "shm", "/nowhere", {})))
+    assert not server.paused and server.asked.count("/update_weights") == 2, "what was left of that sync is ended first"
+
+
+def test_a_server_that_refuses_weights_goes_on_with_those_it_has(server: Server) -> None:
+    server.refused.add("/start_weight_update")
+    with pytest.raises(SyncError):
+        asyncio.run(update(server))
+    assert not server.paused and "/pause" in server.asked

@@ -1,0 +1,111 @@
+"""Real vLLM models that pack, fuse and cut: after a sync every live parameter holds what vLLM's own loading puts there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mtpctl.families.reading import shape_of
+from mtpctl.families.tensors import section_of
+from mtpctl.rollout.vllm.engine import VllmEngine
+from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.sync.protocol import PlanMismatch
+from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.store import VersionStore
+from tests.families.toys import SERVED, SIZES, TOYS, toy_folder
+from tests.rollout.conftest import Loop, cpu_settings
+
+MOE: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
+MODELS: dict[str, tuple[dict[str, Any], int, str]] = {
+    "qwen3-moe": ({**SIZES, **MOE, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}, 0, "fp32"),
+    "tied": ({**SIZES, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True}, 0, "fp32"),
+    **{f"{family} {dtype}": (TOYS[family], 1, dtype) for family, dtype in SERVED},
+}
+"""Config, draft tokens a step, precision."""
+
+
+def parameters(engine: VllmEngine) -> dict[str, torch.Tensor]:
+    """Everything that the live models hold."""
+    from mtpctl.rollout.vllm.patches.packed import plain_weight
+
+    runner = engine._llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    models = {"target": runner.get_model()}
+    if getattr(runner, "drafter", None) is not None:
+        models["draft"] = runner.drafter.model
+    found = {}
+    for place, model in models.items():
+        for name, parameter in model.named_parameters():
+            path, _, leaf = name.rpartition(".")
+            found[f"{place} {name}"] = plain_weight(model.get_submodule(path), leaf).clone()
+            found[f"{place} {name} as it is used"] = parameter.data.clone()
+    return found
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[Loop]:
+    found = Loop()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def served(request: pytest.FixtureRequest, loop: Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    config, drafts, dtype = MODELS[request.param]
+    root = tmp_path_factory.mktemp(request.param.replace(" ", "-"))
+    folders = [toy_folder(config, root / str(seed), seed, dtype) for seed in (0, 1)]
+    engine = loop(VllmEngine.start(cpu_settings(folders[0], k=drafts, dtype=dtype)), 200)
+    tensors = [{k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()} for folder in folders]
+    shape = shape_of(config)
+    yield engine, tensors, VersionStore(root / "store"), lambda name: section_of(name, shape)
+    loop(engine.shutdown())
+
+
+MISSING = ("experts.2.up_proj.weight", "layers.1.self_attn.v_proj.weight", "layers.1.self_attn.kv_b_proj.weight", "linear_attn.A_log")
+
+
+def ask(engine: VllmEngine, loop: Loop) -> Sample:
+    return loop(engine.generate(GenerationRequest(Sample("p", "g", [5, 6, 7, 8]), 12, temperature=0.0)))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 30, 3000])
+def test_a_sync_leaves_what_loading_leaves(served: Any, loop: Loop, bucket_bytes: int) -> None:
+    engine, tensors, store, section = served
+    loaded, answer = parameters(engine), ask(engine, loop)
+    sections = ["target", "draft"]
+    for turn, weights in ((1, tensors[1]), (2, tensors[0])):
+        publisher = Publisher(store, bucket_bytes=bucket_bytes, sections=sections, section_of=section)
+        manifest = publisher.publish(weights.items(), engine.version + 1, checksums=True)
+        report = loop(engine.update(manifest, verify=True))
+        assert report.verified == len(weights), "every tensor of the folder"
+        if turn == 1:
+            changed = parameters(engine)
+            same = [
+                name for name, value in changed.items() if value.numel() and torch.equal(value, loaded[name]) and value.unique().numel() > 1
+            ]
+            assert not same, "drawn anew, and not taken in"
+    after = parameters(engine)
+    assert [name for name in loaded if not torch.equal(loaded[name], after[name])] == []
+    again = ask(engine, loop)
+    assert (again.response_ids, again.behaviour_logprobs) == (answer.response_ids, answer.behaviour_logprobs)
+
+
+def test_what_is_missing_is_listed(served: Any, loop: Loop) -> None:
+    engine, tensors, store, section = served
+    less = dict(tensors[0])
+    gone = [name for name in less if name.endswith(MISSING)]
+    for name in gone:
+        del less[name]
+    manifest = Publisher(store, bucket_bytes=1 << 30, section_of=section).publish(less.items(), engine.version + 1)
+    with pytest.raises(PlanMismatch, match="is filled") as told:
+        loop(engine.update(manifest))
+    assert str(told.value).count("is filled") >= len({name.rpartition(".")[0] for name in gone if section(name) == "target"}) > 0

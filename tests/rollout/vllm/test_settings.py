@@ -1,0 +1,32 @@
+"""What surrounds a vLLM engine: variables that must be set before vLLM is imported, by device."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+
+from mtpctl.recipe.rollout import VllmConfig
+from mtpctl.rollout.vllm.settings import engine_settings
+
+
+def environment(device: Literal["cpu", "cuda"], **rollout: int) -> dict[str, str]:
+    return engine_settings(VllmConfig(**rollout), model="m", precision="fp32", device=device).environment  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("threads", "told"), [(0, "1"), (4, "4")])
+def test_beside_a_card_a_launchers_threads_are_not_taken_over(threads: int, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "16")
+    assert environment("cuda", threads=threads)["OMP_NUM_THREADS"] == told
+
+
+def test_on_a_cpu_the_number_is_its_own_choice_unless_named() -> None:
+    assert "OMP_NUM_THREADS" not in environment("cpu")
+    named = environment("cpu", threads=2)
+    assert (named["OMP_NUM_THREADS"], named["OMP_WAIT_POLICY"]) == ("2", "PASSIVE")
+
+
+def test_workers_on_cards_are_not_forked_and_cores_on_cpus_live_with_the_actor() -> None:
+    assert environment("cuda")["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in environment("cuda")
+    assert environment("cpu")["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"

@@ -1,0 +1,174 @@
+"""Speculation with the MTP layers: accepted exactly when they are right, and never visible in what is sampled.
+
+One engine with two draft tokens a step serves every test here; its weights are changed by updates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from mtpctl.rollout.vllm.engine import VllmEngine
+from mtpctl.rollout.vllm.settings import VllmSettings
+from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.store import VersionStore
+from tests.rollout.checkpoints import Tensors, cycle_tensors, tiny_config, write_checkpoint
+from tests.rollout.conftest import Loop, cpu_settings
+
+CONFIG = tiny_config(vocab_size=128, num_hidden_layers=1, intermediate_size=64)
+STEP = 5
+
+Load = Callable[[Tensors], None]
+Generate = Callable[[list[GenerationRequest]], list[Sample]]
+
+
+@pytest.fixture(scope="module")
+def engine(start_engine: Callable[[VllmSettings], VllmEngine], tmp_path_factory: pytest.TempPathFactory) -> VllmEngine:
+    folder = write_checkpoint(tmp_path_factory.mktemp("model"), CONFIG | {"model_type": "mimo"}, cycle_tensors(CONFIG, STEP, STEP))
+    return start_engine(cpu_settings(folder, k=2, max_in_flight=256))
+
+
+@pytest.fixture(scope="module")
+def load(engine: VllmEngine, run: Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
+    store = VersionStore(tmp_path_factory.mktemp("store"))
+    publisher = Publisher(store, bucket_bytes=1 << 30)
+
+    def load(tensors: Tensors) -> None:
+        run(engine.update(publisher.publish(tensors.items(), engine.version + 1)))
+
+    yield load
+    store.close()
+
+
+@pytest.fixture(scope="module")
+def generate(engine: VllmEngine, run: Loop) -> Generate:
+    async def all_of(requests: list[GenerationRequest]) -> list[Sample]:
+        return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    return lambda requests: run(all_of(requests))
+
+
+def requests(count: int, max_tokens: int, **options: Any) -> list[GenerationRequest]:
+    return [GenerationRequest(Sample(f"p{index}", "g", [7, 3]), max_tokens, seed=index, **options) for index in range(count)]
+
+
+@pytest.mark.parametrize(("mtp_step", "accepted"), [(STEP, 1.0), (STEP + 1, 0.0)])
+def test_the_cycle_is_accepted_exactly_when_the_drafter_knows_it(load: Load, generate: Generate, mtp_step: int, accepted: float) -> None:
+    load(cycle_tensors(CONFIG, STEP, mtp_step))
+    for sample in generate(requests(4, 60)):
+        assert sample.response_ids == [(3 + STEP * (place + 1)) % 128 for place in range(60)]
+        counts = sample.speculation
+        assert counts.drafted > 0
+        assert counts.accepted == accepted * counts.drafted
+        assert counts.steps == (20 if accepted else 59)
+        assert max(abs(value) for value in sample.behaviour_logprobs) < 1e-5
+
+
+@pytest.mark.parametrize("max_tokens", [58, 59, 60])
+@pytest.mark.parametrize("mtp_step", [STEP, STEP + 1])
+def test_drafts_behind_the_last_token_are_not_counted(load: Load, generate: Generate, mtp_step: int, max_tokens: int) -> None:
+    load(cycle_tensors(CONFIG, STEP, mtp_step))
+    (sample,) = generate(requests(1, max_tokens))
+    counts, behind = sample.speculation, max_tokens - 1  # the first token is the prompt's
+    if mtp_step == STEP:
+        assert counts.drafted == counts.accepted == 2 * (behind // 3) + behind % 3
+    else:
+        assert (counts.drafted, counts.accepted) == (2 * behind - 1, 0)
+
+
+@pytest.mark.parametrize("length", range(5, 11))
+def test_drafts_behind_a_stop_token_are_not_counted(load: Load, generate: Generate, length: int) -> None:
+    """The drafter is right up to the stop token, and knows nothing of what the target would say behind it."""
+    stop, other, tensors = 3 + STEP * length, 1, cycle_tensors(CONFIG, STEP, STEP)
+    rows = tensors["model.embed_tokens.weight"]
+    project = tensors["model.mtp_layers.0.input_proj.weight"]
+    project[:, project.shape[0] :] += torch.outer(rows[other] - rows[stop], rows[stop]) / len(project)
+    load(tensors)
+    (sample,) = generate(requests(1, 60, stop_token_ids=[stop]))
+    assert sample.response_ids == [3 + STEP * place for place in range(1, length + 1)]
+    assert sample.speculation.accepted == sample.speculation.drafted > 0
+
+
+def toy_tensors() -> tuple[Tensors, torch.Tensor]:
+    """Weights whose next-token logits depend on the last token alone, and those logits `[128, 128]`.
+
+    Eight tokens are likely; the drafter's guess is right often, not always.
+    """
+    tensors = cycle_tensors(CONFIG, STEP, STEP)
+    generator = torch.Generator().manual_seed(3)
+    wanted = torch.full((128, 128), -20.0)
+    wanted[:, :8] = torch.randn(128, 8, generator=generator) * 1.2
+    embedding = tensors["model.embed_tokens.weight"]
+    # Rows of the embedding are orthogonal with squared length 128, so this head gives token t exactly the logits wanted[t].
+    tensors["lm_head.weight"] = (wanted.T @ embedding / 128).contiguous()
+    tensors["model.mtp_layers.0.input_proj.weight"] = torch.cat([torch.zeros(128, 128), torch.eye(128)], dim=1).contiguous()
+    return tensors, wanted
+
+
+CASES = {
+    "T=0.7": {"temperature": 0.7},
+    "T=1.0": {"temperature": 1.0},
+    "T=1.5": {"temperature": 1.5},
+    "top-k": {"temperature": 1.0, "top_k": 3},
+    "top-p": {"temperature": 1.0, "top_p": 0.8},
+}
+
+
+def exact(logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
+    """The distribution that the fields ask for."""
+    probs = (logits.double() / temperature).softmax(-1)
+    order = probs.argsort(descending=True)
+    keep = torch.ones_like(probs, dtype=torch.bool)
+    if top_k:
+        keep[order[top_k:]] = False
+    before = probs[order].cumsum(0) - probs[order]
+    keep[order[before >= top_p]] = False
+    kept = torch.where(keep, probs, 0.0)
+    return kept / kept.sum()
+
+
+def total_variation(counts: Counter[int], wanted: torch.Tensor) -> float:
+    total = counts.total()
+    return 0.5 * sum(abs(counts[token] / total - float(wanted[token])) for token in range(len(wanted)))
+
+
+def check_distribution(samples: list[Sample], logits: torch.Tensor, case: dict[str, Any]) -> None:
+    """Every transition from every likely token, against the exact one; and every log-prob."""
+    transitions: dict[int, Counter[int]] = {}
+    tables = {token: exact(logits[token], **case) for token in [3, *range(8)]}
+    for sample in samples:
+        previous = 3
+        for token, logprob in zip(sample.response_ids, sample.behaviour_logprobs, strict=True):
+            assert abs(logprob - float(tables[previous][token].log())) < 1e-4
+            transitions.setdefault(previous, Counter())[token] += 1
+            previous = token
+    # Exact sampling of n draws from p has an expected total variation of sum sqrt(p (1 - p) / (2 pi n)).
+    found = noise = 0.0
+    for token, counts in transitions.items():
+        n = counts.total()
+        found += n * total_variation(counts, tables[token])
+        noise += n * float((tables[token] * (1 - tables[token]) / (2 * torch.pi * n)).sqrt().sum())
+    assert found < 2 * noise
+    drafted = sum(sample.speculation.drafted for sample in samples)
+    assert 0.05 < sum(sample.speculation.accepted for sample in samples) / drafted < 0.95
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_speculation_does_not_change_the_distribution(load: Load, generate: Generate, case: str) -> None:
+    tensors, logits = toy_tensors()
+    load(tensors)
+    check_distribution(generate(requests(32, 125, **CASES[case])), logits, CASES[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_forty_thousand_samples_follow_the_distribution(load: Load, generate: Generate, case: str) -> None:
+    tensors, logits = toy_tensors()
+    load(tensors)
+    check_distribution(generate(requests(320, 125, **CASES[case])), logits, CASES[case])

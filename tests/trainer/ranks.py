@@ -1,0 +1,128 @@
+"""Runs every parallel case in processes of its own and writes down what each found: `python -m tests.trainer.ranks OUT`.
+
+megatron-core is imported once; the ranks of a case are forked from there.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mtpctl.compat import cpu_device
+from mtpctl.model.parallel import Rank
+from mtpctl.recipe.rl import RlConfig
+from mtpctl.trainer.batch import Sequence
+from mtpctl.trainer.engine import MegatronEngine
+from mtpctl.trainer.objective import NextToken
+from mtpctl.trainer.policy_objective import PolicyObjective
+from tests.forked import run_ranks
+from tests.trainer.cases import CASES, MODELS, Case
+from tests.trainer.tiny import GENTLE, engine, gradients, mimo, sequences
+
+DEADLINE_S = 300
+
+SMOOTH = GENTLE.model_copy(update={"lr": 1e-3, "eps": 1e-2})
+"""An Adam whose steps do not hang on the sign of gradients that are almost nothing."""
+
+CLIPPED = SMOOTH.model_copy(update={"clip_grad": 0.3, "mtp_lr": 5e-3, "weight_decay": 0.1})
+
+
+def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
+    """After a first update, or from another layout's checkpoint of that moment: scores, and a second update's metrics,
+    gradients and weights. `seconds`: until the engine stood, and from then on."""
+    began = time.perf_counter()
+    folder = mimo(root / case.model / f"{rank.rank}-{case.name}", **MODELS[case.model])
+    with engine(folder, rank=rank, parallel=case.parallel, **case.fields) as made:
+        stood = time.perf_counter()
+        batch = (
+            [*sequences(2, seed=3, vocab=61, low=14, high=16), Sequence([3, 5, 7, 9], 3, [1])]
+            if case.few
+            else sequences(9, seed=3, vocab=61)
+        )
+        made.set_optimizer(CLIPPED if case.clipped else SMOOTH)
+        if case.restore:
+            assert made.restore(root / case.restore) == {"step": 1}
+        else:
+            made.update(batch, NextToken())
+        if case.saved:
+            made.save(root / case.name, {"step": 1})
+        scores = [(s.logprobs, s.entropy) for s in made.score(batch)]
+        if case.poisoned:
+            poisoned_update(made, batch)
+        metrics = made.update(batch, NextToken()) if case.policy is None else rl_update(made, batch, scores, case.policy)
+        weights = {name: value.clone() for name, value in made.export()}
+        if case.fields.get("lora"):
+            weights |= {name: value.clone() for name, value in made.export_adapter()}
+        found = {"metrics": metrics, "scores": scores, "weights": weights, "gradients": gradients(made)}
+        return found | {"seconds": {"start": stood - began, "work": time.perf_counter() - stood}}
+
+
+def poisoned_update(made: MegatronEngine, batch: list[Sequence]) -> None:
+    """One that every rank must skip, because of what only the last one holds."""
+    weight = next(value for name, value in made.module.named_parameters() if name.endswith("linear_fc2.weight"))
+    kept = weight.detach().clone()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        weight.data[0, 0] = torch.nan
+    assert made.update(batch, NextToken())["skipped"] == 1.0
+    weight.data.copy_(kept)
+
+
+def rl_update(made: MegatronEngine, batch: list[Sequence], scores: list[Any], config: RlConfig) -> dict[str, float]:
+    """A policy update whose old, behaviour and reference log-probs lie about the policy's own, on both sides of every clip."""
+    draw = random.Random(7)
+
+    def beside(logprobs: list[float]) -> list[float]:
+        return [value + draw.gauss(0, 0.3) for value in logprobs]
+
+    def columns(logprobs: list[float]) -> dict[str, list[float]]:
+        made_up = {name: beside(logprobs) for name in ("old", "behaviour", "reference")}
+        return made_up | {"advantage": [draw.choice((-1.2, 0.7))] * len(logprobs)}
+
+    told = [replace(sequence, columns=columns(logprobs)) for sequence, (logprobs, _) in zip(batch, scores, strict=True)]
+    return made.update(told, PolicyObjective(config))
+
+
+def run(case: Case, root: Path) -> Any:
+    """What rank 0 found, or the error of the first rank that failed; every rank must find the same metrics and scores."""
+
+    def plain(rank: Rank) -> dict[str, Any]:
+        found = found_by(case, rank, root)
+        # Plain tensors: those of the queue's own shared memory would end with this process.
+        return found | {part: {name: value.tolist() for name, value in found[part].items()} for part in ("weights", "gradients")}
+
+    answers, error = run_ranks(case.parallel.world_size, plain, DEADLINE_S)
+    if error:
+        return error
+    first = answers[0]
+    for other in answers[1:]:
+        for name in ("sft/loss", "actor/pg_loss", "actor/entropy", "actor/grad_norm", "skipped", "mtp/loss_1", "mtp/grad_norm"):
+            if other["metrics"].get(name) != first["metrics"].get(name):
+                return f"ranks differ in {name}: {other['metrics'].get(name)} and {first['metrics'].get(name)}"
+        if other["scores"] != first["scores"]:
+            return "ranks differ in their scores"
+    return first
+
+
+def main(out: str, *names: str) -> None:
+    torch.set_num_threads(1)
+    cpu_device.install()
+    import mtpctl.convert.bridge
+    import mtpctl.trainer.engine  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # forked ranks then share what is imported
+    path = Path(out)
+    results = {case.name: run(case, path.parent / "models") for case in CASES if not names or case.name in names}
+    torch.save(results, path)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

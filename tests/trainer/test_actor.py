@@ -1,0 +1,201 @@
+"""The policy that RL began with, which a KL penalty holds the new one against: when it is written, and when it is taken up again."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.recipe.loading import load_recipe
+from mtpctl.recipe.schema import Recipe
+from mtpctl.samples import Sample
+from mtpctl.trainer.actor import TrainerRank, threads_in
+from mtpctl.trainer.batch import Sequence
+from mtpctl.trainer.engine import Scores
+
+
+class Engine:
+    """One weight, saved to a file."""
+
+    def __init__(self, value: float) -> None:
+        self.module = torch.nn.Linear(1, 1, bias=False)
+        self.module.weight.data.fill_(value)
+        self.trains_mtp = self.can_train_mtp = True
+        self.optimizer: str | None = "of the supervised stage"
+
+    def resident(self) -> Any:
+        return contextlib.nullcontext()
+
+    def save(self, path: Path) -> None:
+        assert self.optimizer is None, "a policy has none"
+        path.write_text(str(self.module.weight.item()))
+
+    def restore(self, path: Path) -> None:
+        self.module.weight.data.fill_(float(path.read_text()))
+
+    def set_optimizer(self, config: Any) -> None:
+        self.module.weight.requires_grad_()
+        if self.module.bias is not None:
+            self.module.bias.requires_grad_(self.trains_mtp)
+
+
+def began(value: float, reference: Path, *, resumed: bool = False, keep: int = 2) -> tuple[float, float]:
+    """The weight of the reference, and of the policy, at the beginning of RL by a rank whose weight is `value`."""
+    recipe = Recipe.model_validate({"train": {"keep_checkpoints": keep, "rl": {"kl_coef": 0.1}}})
+    rank = TrainerRank(recipe.model_dump_json(by_alias=True), 0, 1)
+    rank.engine = Engine(value)  # type: ignore[assignment]
+    rank.begin_stage("rl", str(reference), resumed)
+    assert rank.reference is not None
+    return rank.reference[0].item(), rank.engine.module.weight.item()
+
+
+def test_a_resumed_run_has_the_reference_that_it_began_with(tmp_path: Path) -> None:
+    assert began(1.0, tmp_path / "reference") == (1.0, 1.0)
+    assert began(7.0, tmp_path / "reference", resumed=True)[0] == 1.0
+
+
+def test_a_run_that_begins_anew_takes_nothing_of_the_one_before(tmp_path: Path) -> None:
+    began(1.0, tmp_path / "reference")
+    assert began(2.0, tmp_path / "reference") == (2.0, 2.0)
+    assert began(3.0, tmp_path / "reference", resumed=True)[0] == 2.0
+
+
+def test_where_no_checkpoint_is_kept_the_reference_is_not_written_either(tmp_path: Path) -> None:
+    assert began(1.0, tmp_path / "reference", keep=0) == (1.0, 1.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_began_without_a_penalty_cannot_go_on_with_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train\.rl\.kl_coef: .*reference is not there"):
+        began(1.0, tmp_path / "reference", resumed=True)
+
+
+@pytest.mark.parametrize("train_mtp", [True, False])
+def test_the_reference_is_of_what_rl_moves(tmp_path: Path, train_mtp: bool) -> None:
+    """Which may be less than the stage before moved."""
+    recipe = Recipe.model_validate({"train": {"keep_checkpoints": 0, "rl": {"kl_coef": 0.1, "train_mtp": train_mtp}}})
+    rank = TrainerRank(recipe.model_dump_json(by_alias=True), 0, 1)
+    rank.engine = Engine(1.0)  # type: ignore[assignment]
+    rank.engine.module = torch.nn.Linear(1, 1)  # its bias stands for the MTP layers
+    rank.begin_stage("rl", str(tmp_path / "reference"), False)
+    assert rank.reference is not None
+    assert [p.shape for p in rank.reference] == [p.shape for p in rank._moving()]
+
+
+@pytest.mark.parametrize("stages", [["sft", "rl"], ["rl", "sft"]])
+def test_what_rl_leaves_alone_a_supervised_stage_trains_in_either_order(stages: list[str]) -> None:
+    recipe = Recipe.model_validate({"train": {"rl": {"train_mtp": False}}})
+    rank = TrainerRank(recipe.model_dump_json(by_alias=True), 0, 1)
+    rank.engine = Engine(1.0)  # type: ignore[assignment]
+    trained = {}
+    for stage in stages:
+        rank.begin_stage(stage, "", False)
+        trained[stage] = rank.engine.trains_mtp
+    assert trained == {"sft": True, "rl": False}
+
+
+class Recorder(Engine):
+    """Keeps what it is to train on, and scores every token alike."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.folder = SimpleNamespace(shape=SimpleNamespace(max_positions=64))
+        self.batches: list[list[Sequence]] = []
+
+    def update(self, sequences: list[Sequence], objective: Any, **options: Any) -> dict[str, float]:
+        self.batches.append(sequences)
+        return {"skipped": 0.0, "perf/tokens": 1.0}
+
+    def score(self, sequences: list[Sequence], **options: Any) -> list[Scores]:
+        return [Scores([-1.5] * sum(s.loss_mask), [1.0] * sum(s.loss_mask)) for s in sequences]
+
+
+def recorder(**rl: Any) -> tuple[TrainerRank, Recorder]:
+    recipe = Recipe.model_validate({"train": {"rl": {"steps": 1, "group_size": 2, "advantage": "grpo_no_std", **rl}}})
+    rank, engine = TrainerRank(recipe.model_dump_json(by_alias=True), 0, 1), Recorder()
+    rank.engine = engine  # type: ignore[assignment]
+    return rank, engine
+
+
+def batch(*lengths: int) -> list[Sample]:
+    """Groups of two, the second right, whose responses have these lengths."""
+    made = []
+    for i, length in enumerate(lengths):
+        sample = Sample(f"p{i // 2}", str(i // 2), [1, 2], index=i % 2, reward=float(i % 2))
+        sample.append([3] * length, [-1.0] * length, 1)
+        made.append(sample)
+    return made
+
+
+def test_a_response_without_a_token_counts_for_its_group_and_is_not_trained_on() -> None:
+    rank, engine = recorder(minibatches=2)
+    rank.rl_step(batch(2, 0, 1, 3), 1)
+    assert [[s.columns["advantage"] for s in part] for part in engine.batches] == [[[-0.5, -0.5]], [[-0.5], [0.5] * 3]]
+    with pytest.raises(RuntimeFailure, match=r"rollout\.deadline_s: no response of a whole batch has a token"):
+        rank.rl_step(batch(0, 0), 1)
+
+
+def test_minibatches_hold_every_sample_of_groups_of_several_sizes() -> None:
+    """As a run has them that goes on with another `group_size` than the groups that wait in its checkpoint."""
+    rank, engine = recorder(minibatches=2)
+    rank.rl_step(batch(1, 1, 1, 1, 1), 1)
+    assert [len(part) for part in engine.batches] == [3, 2]
+
+
+@pytest.mark.parametrize("context", [6, None])
+def test_a_response_that_the_context_cuts_is_at_its_limit(context: int | None) -> None:
+    """Of the recipe or the model, whichever prompt and response fill before `rollout.max_tokens`."""
+    rank, engine = recorder(overlong={"enabled": True, "buffer": 2, "penalty": 0.5})
+    rank.recipe = rank.recipe.model_copy(update={"rollout": rank.recipe.rollout.model_copy(update={"context": context})})
+    engine.folder.shape.max_positions = 6 if context is None else 64
+    rank.rl_step(batch(2, 4), 1)
+    assert [s.columns["advantage"][0] for s in engine.batches[0]] == [-0.25, 0.25]
+
+
+def test_mismatch_under_one_version_is_told_where_the_trainer_scores_with_that_version() -> None:
+    """Between two syncs its weights have moved on, and the difference is not the engines'."""
+    rank, _ = recorder(old_logprobs="recompute")
+    rank.weights = Weights()  # type: ignore[assignment]
+    name = "rollout_corr/abs_diff_same_version"
+    assert rank.rl_step(batch(2, 2), 1)[name] == 0.5
+    assert name not in rank.rl_step(batch(2, 2), 1)
+    rank.publish(2, "", False, ("target",))
+    assert rank.rl_step(batch(2, 2), 1)[name] == 0.5
+
+
+class Weights:
+    def publish(self, *args: Any) -> None:
+        pass
+
+
+def test_an_update_that_recomputes_nothing_compares_policies_in_its_first_part() -> None:
+    """Tokens of the version that trains are marked, as long as the trainer has that version's weights."""
+    rank, engine = recorder(minibatches=2, old_logprobs="behaviour")
+    samples = batch(2, 2, 2, 2)
+    samples[0].append([4], [-1.0], 2)
+    rank.rl_step(samples, 2)
+    assert [s.columns.get("same_weights") for part in engine.batches for s in part] == [[0, 0, 1], [0, 0], None, None]
+    assert all(s.columns["old"] == s.columns["behaviour"] for part in engine.batches for s in part)
+    engine.batches.clear()
+    rank.rl_step(batch(2, 2), 2)
+    assert [s.columns["same_weights"] for s in engine.batches[0]] == [[0, 0]], "it is ahead of version 2 now"
+
+
+@pytest.mark.parametrize(
+    ("sets", "stage", "threads"),
+    [
+        ([], "sft", 8),
+        ([], "rl", 1),
+        (["async.deterministic=true"], "sft", 1),
+        (["train.parallel.dp=2"], "sft", 4),
+        (["train.parallel.dp=16"], "sft", 1),
+        (["cluster.device=cuda", "sync.transport=ipc"], "sft", 1),
+    ],
+)
+def test_the_supervised_stage_has_the_cores_that_engines_leave(sets: list[str], stage: str, threads: int) -> None:
+    assert threads_in(load_recipe("tiny_mtp", sets=sets).recipe, stage, cores=8) == threads

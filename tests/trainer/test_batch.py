@@ -1,0 +1,73 @@
+"""How samples become micro-batches."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtpctl.trainer.batch import Sequence, pack, partition
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+
+
+class TestPartition:
+    @given(LENGTHS, st.integers(1, 100), st.integers(1, 4))
+    def test_every_sequence_once_and_equally_many_micro_batches(self, lengths, budget, dp):
+        parts = partition(lengths, budget, dp)
+        assert sorted(i for rank in parts for micro in rank for i in micro) == list(range(len(lengths)))
+        assert len({len(rank) for rank in parts}) == 1
+
+    @given(LENGTHS, st.integers(1, 100), st.integers(1, 4))
+    def test_budget_holds_but_for_a_sequence_alone(self, lengths, budget, dp):
+        for rank in partition(lengths, budget, dp):
+            for micro in rank:
+                assert len(micro) <= 1 or sum(lengths[i] for i in micro) <= budget
+
+    @given(st.lists(st.integers(20, 30), min_size=32, max_size=64))
+    def test_ranks_are_balanced(self, lengths):
+        loads = [sum(lengths[i] for micro in rank for i in micro) for rank in partition(lengths, 120, 2)]
+        assert max(loads) <= 1.2 * min(loads)
+
+    def test_nothing_to_pack(self):
+        with pytest.raises(ValueError, match="no sequence"):
+            partition([], 10, 1)
+
+
+BATCH = [
+    Sequence([5, 6, 7, 8], 2, [1, 1], {"old": [0.1, 0.2]}),
+    Sequence([1, 2, 3, 4, 9], 1, [1, 0, 1, 1], {"old": [0.3, 0.4, 0.5, 0.6]}),
+]
+
+
+class TestPack:
+    def test_rows_predict_the_response(self):
+        micro = pack(BATCH, [1, 0], 0, "cpu")
+        assert micro.input_ids.tolist() == [1, 2, 3, 4, 9, 5, 6, 7, 8]
+        assert (micro.rows.tolist(), micro.labels.tolist()) == ([0, 1, 2, 3, 6, 7], [2, 3, 4, 9, 7, 8])
+        assert micro.mask.tolist() == [1, 0, 1, 1, 1, 1]
+        assert micro.seq_ids.tolist() == [0, 0, 0, 0, 1, 1]
+        assert micro.columns["old"].tolist() == pytest.approx([0.3, 0.4, 0.5, 0.6, 0.1, 0.2])
+
+    def test_a_depth_begins_at_the_last_prompt_token(self):
+        """Depth k at position i predicts token i + 1 + k, never before the response, never a token that nobody sampled."""
+        first, second = pack(BATCH, [1, 0], 2, "cpu").drafts
+        assert (first.rows.tolist(), first.labels.tolist(), first.tokens.tolist()) == ([2, 6], [9, 8], [3, 5])
+        assert second.tokens.tolist() == []
+
+    @pytest.mark.parametrize("depth", [1, 2, 3])
+    def test_every_turn_begins_without_drafts(self, depth):
+        """What an environment says is read in one go, and the target samples what comes next, as behind the prompt."""
+        turns = Sequence(list(range(1, 17)), 2, [1, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 0, 1, 1])
+        alone = Sequence(list(range(1, 6)), 1, [1, 1, 1, 1])
+        drafted = {1: [1, 2, 3, 7, 8, 13], 2: [2, 3, 8], 3: [3]}[depth]
+        micro = pack([alone, turns], [0, 1], 3, "cpu").drafts[depth - 1]
+        assert micro.tokens.tolist() == [*range(depth, 4), *(4 + place for place in drafted)]
+        assert micro.rows.tolist() == [*range(4 - depth), *(5 + 1 + place - depth for place in drafted)]
+        assert (turns.drafted(depth), alone.drafted(depth)) == (len(drafted), 4 - depth)
+
+    def test_spare_tokens_stand_apart(self):
+        micro = pack(BATCH, [0, 1], 1, "cpu", cp=2, tp=2)
+        assert len(micro.input_ids) == 16
+        assert micro.packing.starts.tolist() == [0, 4, 9, 16]
+        assert max(micro.rows.tolist()) < 9

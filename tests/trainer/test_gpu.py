@@ -1,0 +1,172 @@
+"""The engine on a card: in fp32 what transformers computes in fp64, in bf16 no further from it than transformers in bf16.
+
+Each bound on bf16 is a multiple of PyTorch's own error at the same weights, so that it holds at any shape.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtpctl.bench.train_step import samples, shape_folder
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.model.layers import PackedAttention
+from mtpctl.model.packing import Packing
+from mtpctl.plan.memory import activation_width, passing_width
+from mtpctl.recipe.kernels import KernelsConfig
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.trainer.engine import MegatronEngine
+from mtpctl.trainer.objective import NextToken
+from tests.convert.test_families import CASES, hf_model
+from tests.trainer.cards import PAIRS, run
+from tests.trainer.test_update import reference
+from tests.trainer.tiny import MIMO, assert_close, engine, gradients, mimo, sequences
+
+pytestmark = pytest.mark.gpu
+
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "vocab_size": 512}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "llama3": {},
+    "qwen3-moe": {"moe_intermediate_size": 128},
+    "glm4-moe-qk-norm": {"moe_intermediate_size": 128},
+    # Queries and keys wider than values.
+    "deepseek-v3": {"moe_intermediate_size": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "kv_lora_rank": 64},
+    "qwen3.5": {"linear_key_head_dim": 32, "linear_value_head_dim": 64, "head_dim": 64},
+    "qwen3-next": {"linear_key_head_dim": 32, "linear_value_head_dim": 64, "head_dim": 64, "moe_intermediate_size": 128},
+}
+
+
+def error(found: list[Tensor], exact: list[Tensor]) -> float:
+    """Root mean square of the difference, relative to the exact values'."""
+    off = torch.cat([(a.double().cpu() - b.double().cpu()).flatten() for a, b in zip(found, exact, strict=True)])
+    return float(off.norm() / torch.cat([b.double().cpu().flatten() for b in exact]).norm())
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "value_dim"),
+    [(8, 8, 128, 128), (8, 2, 128, 128), (4, 1, 256, 256), (4, 4, 192, 128), (4, 4, 12, 12), (4, 4, 40, 24)],
+)
+def test_attention(heads: int, kv_heads: int, dim: int, value_dim: int) -> None:
+    """Forward and backward of packed rows; latent attention's widths too, which the kernel does not know."""
+    attention = PackedAttention(SimpleNamespace(context_parallel_size=1))  # type: ignore[arg-type]
+    packing = Packing.of([300, 1, 77, 128, 5], "cuda")
+    torch.manual_seed(0)
+    shapes = ((heads, dim), (kv_heads, dim), (kv_heads, value_dim))
+    inputs = [torch.randn(511, *shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    weights = torch.randn(511, heads, value_dim, device="cuda", dtype=torch.bfloat16)
+
+    def run(way: Any, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        out = way(*leaves, packing)
+        return [out.detach(), *torch.autograd.grad((out * weights.to(dtype)).sum(), leaves)]
+
+    exact = run(attention._grouped, torch.float64)
+    own, found = run(attention._grouped, torch.bfloat16), run(attention._flash, torch.bfloat16)
+    for what, mine, theirs, right in zip(("out", "q", "k", "v"), found, own, exact, strict=True):
+        assert error([mine], [right]) <= 2 * error([theirs], [right]), what
+
+
+def logits(made: MegatronEngine, ids: list[list[int]]) -> list[Tensor]:
+    flat = torch.tensor([token for sample in ids for token in sample], device=made.device)
+    with torch.no_grad():
+        hidden = made.module(flat, Packing.of([len(sample) for sample in ids], made.device))
+        return [part.cpu() for part in (hidden.trunk @ hidden.head.T).split([len(sample) for sample in ids])]
+
+
+def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_logits_of_every_kind_of_layer(tmp_path: Path, case: str) -> None:
+    kind, fields = CASES[case]
+    hf = hf_model(kind, fields | WIDE | MODELS[case], tmp_path)
+    ids = [s.token_ids for s in sequences(6, vocab=512, low=20, high=110)]
+    for precision, times in (("fp32", 4.0), ("bf16", 3.0)):
+        with engine(HfFolder.open(tmp_path), train=False, precision=precision, mtp=MtpConfig(mode="off")) as made:
+            found, device = logits(made, ids), made.device
+        model = deepcopy(hf).to(device)
+        with torch.no_grad():
+            # Parameters alone: frequencies of rotary embeddings stay fp32, as in a model that is loaded so.
+            cast(model, torch.float32 if precision == "fp32" else torch.bfloat16)
+            own = [model(torch.tensor([sample], device=device)).logits[0] for sample in ids]
+            cast(model, torch.float64)
+            exact = [model(torch.tensor([sample], device=device)).logits[0] for sample in ids]
+        assert error(found, exact) <= times * error(own, exact), precision
+
+
+@pytest.mark.parametrize("mode", ["joint", "isolated"])
+def test_gradients_packed_and_alone(tmp_path: Path, mode: str) -> None:
+    """Of two MTP depths and the trunk, against the formulas in plain torch."""
+    folder = mimo(tmp_path / "model", num_nextn_predict_layers=2)
+    batch = sequences(9, seed=3)
+    settings = {"depths": 2, "isolated": mode == "isolated", "loss_scale": 0.3}
+    exact = reference(folder, batch, **settings)[1]
+    own = reference(folder, batch, **settings, dtype=torch.bfloat16)[1]
+    names = sorted(exact)
+    for precision in ("fp32", "bf16"):
+        bound = 1e-5 if precision == "fp32" else 2 * error([own[name] for name in names], [exact[name] for name in names])
+        for budget in (1, 100_000):
+            mtp = MtpConfig(mode=mode, loss_scale=0.3, clip_grad=0)  # type: ignore[arg-type]
+            with engine(folder, precision=precision, mtp=mtp, tokens_per_microbatch=budget) as made:
+                made.forward_backward(batch, NextToken())
+                found = reduced_gradients(made)
+            assert error([found[name] for name in names], [exact[name] for name in names]) <= bound, (precision, budget)
+
+
+def reduced_gradients(made: MegatronEngine) -> dict[str, Tensor]:
+    """In fp32, which is more than weights in bf16 could hold: `gradients` would round them."""
+    made.module.float()
+    return gradients(made)
+
+
+def test_what_autograd_keeps_fits_the_plan(tmp_path: Path) -> None:
+    """8,192 packed tokens of a MiMo with four layers and one of MTP: peak of forward and backward beyond weights and buffers."""
+    fields = {"hidden_size": 2048, "intermediate_size": 5504, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128}
+    config = MIMO | fields | {"num_hidden_layers": 4, "vocab_size": 32000, "max_position_embeddings": 2048}
+    folder, tokens, workspace = shape_folder(config, tmp_path), 8192, 512 << 20
+    kernels = KernelsConfig(workspace_bytes=workspace)
+    with engine(folder, precision="bf16", tokens_per_microbatch=tokens, random_seed=0, kernels=kernels) as made:
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            made.forward_backward(samples(32000, tokens, 8, 0.02), NextToken())
+        peak = torch.cuda.max_memory_allocated() - before
+    shape, parallel = folder.shape, ParallelConfig()
+    # Beside the five layers: embeddings, both MTP inputs and their concatenation, the head's states and their gradients.
+    elements = 5 * activation_width(shape, parallel) + 2 * passing_width(shape, parallel) + 16 * shape.hidden
+    assert peak <= 2 * tokens * elements + workspace
+
+
+@pytest.fixture(scope="module")
+def two_cards(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What each case found over two ranks, or a string that says why it did not. What becomes of each is told as it runs."""
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    assert capture is not None
+    with capture.global_and_fixture_disabled():
+        return run(tmp_path_factory.mktemp("cards"))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two cards")
+@pytest.mark.parametrize("name", [case.name for case in PAIRS])
+def test_two_cards_update_as_one_does(two_cards: dict[str, Any], name: str) -> None:
+    """In fp32 to rounding; in bf16, through the flash kernel, no further from one card's fp32 than one card in bf16."""
+    case = next(case for case in PAIRS if case.name == name)
+    for needed in (case.like, f"{case.like}-bf16", name, f"{name}-bf16"):
+        assert not isinstance(two_cards[needed], str), f"{needed}: {two_cards[needed]}"
+    single, single_half = two_cards[case.like]["gradients"], two_cards[f"{case.like}-bf16"]["gradients"]
+    whole, half = two_cards[name]["gradients"], two_cards[f"{name}-bf16"]["gradients"]
+    assert_close(whole, single, 3 * case.bound)
+    names = sorted(single)
+    exact = [single[name] for name in names]
+    assert error([half[name] for name in names], exact) <= 2 * error([single_half[name] for name in names], exact)
+    assert two_cards[name]["metrics"]["sft/loss"] == pytest.approx(two_cards[case.like]["metrics"]["sft/loss"], rel=1e-5)

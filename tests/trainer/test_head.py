@@ -1,0 +1,101 @@
+"""The head's two ways from states to a loss: the same losses and gradients, one of them with a product less."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtpctl.bench.train_step import TwoPasses
+from mtpctl.kernels import products
+from mtpctl.recipe.kernels import KernelsConfig
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.rl import CorrectionConfig, RlConfig
+from mtpctl.trainer.batch import Sequence
+from mtpctl.trainer.engine import MegatronEngine
+from mtpctl.trainer.policy_objective import PolicyObjective
+from tests.trainer.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
+
+FEW_ROWS = 10 * 3 * 4 * 64
+"""Bytes of workspace in which the toy's logits fit for ten rows at a time."""
+
+LOSSES = {
+    "ppo": RlConfig(),
+    "everything": RlConfig(clip_dual=1.5, entropy_coef=0.01, kl_coef=0.1, correction=CorrectionConfig(mode="truncate", high=1.1)),
+    "by sequence": RlConfig(aggregate="sequence", correction=CorrectionConfig(mode="mask", level="sequence", low=0.5, high=2.0)),
+    "decoupled": RlConfig(loss="decoupled", entropy_coef=0.01),
+    "gspo": RlConfig(loss="gspo", clip_low=3e-4, clip_high=4e-4),
+}
+
+
+def told(made: MegatronEngine) -> list[Sequence]:
+    """Sequences whose old, behaviour and reference log-probs lie about the policy's own."""
+    draw = random.Random(7)
+
+    def columns(logprobs: list[float]) -> dict[str, list[float]]:
+        names = ("old", "behaviour", "reference")
+        made_up = {name: [value + draw.gauss(0, 0.3) for value in logprobs] for name in names}
+        return made_up | {"advantage": [draw.choice((-1.2, 0.7))] * len(logprobs)}
+
+    batch = sequences(9, seed=3)
+    return [replace(s, columns=columns(score.logprobs)) for s, score in zip(batch, made.score(batch), strict=True)]
+
+
+def two_passes(made: MegatronEngine) -> TwoPasses:
+    return TwoPasses(made.config.kernels, made.folder.shape, made.config.parallel, sequence_parallel=False)
+
+
+def updated(folder: Any, config: RlConfig, *, passes: int, temperature: float = 1.0, **fields: Any) -> tuple[dict[str, float], Any]:
+    mtp = MtpConfig(mode="joint", loss_scale=0.3, clip_grad=0)
+    with engine(folder, mtp=mtp, **fields) as made:
+        if passes == 2:
+            made.head = two_passes(made)
+        made.set_optimizer(GENTLE)
+        metrics = made.update(told(made), PolicyObjective(config), temperature=temperature)
+        return {name: value for name, value in metrics.items() if "timing" not in name}, gradients(made)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_one_pass_changes_no_bit_where_the_workspace_holds_all_logits(tmp_path: Any, loss: str) -> None:
+    folder = mimo(tmp_path / "model")
+    found, expected = (updated(folder, LOSSES[loss], passes=passes, temperature=0.7) for passes in (1, 2))
+    assert found[0] == expected[0]
+    assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_slices_of_rows_agree_with_the_oracle(tmp_path: Any, loss: str, tied: bool) -> None:
+    """Against float64 with every logit in memory, from the same hidden states."""
+    folder = mimo(tmp_path / "model", num_nextn_predict_layers=2, tie_word_embeddings=tied)
+    few, exact = KernelsConfig(workspace_bytes=FEW_ROWS), KernelsConfig(linear_logprob="reference")
+    found = updated(folder, LOSSES[loss], passes=1, kernels=few, tokens_per_microbatch=60)
+    expected = updated(folder, LOSSES[loss], passes=2, kernels=exact, tokens_per_microbatch=60)
+    assert found[0] == pytest.approx(expected[0], rel=1e-5, abs=1e-6)
+    assert_close(found[1], expected[1], 1e-5)
+
+
+@pytest.mark.parametrize(("loss", "times"), [("everything", 1), ("gspo", 2)])
+def test_logits_are_made_once_unless_tokens_are_coupled(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, loss: str, times: int) -> None:
+    """Of rows and columns that the workspace cannot hold: by MTP always once."""
+    made_of: list[int] = []
+    plain = products.logits
+
+    def counted(hidden: Tensor, weight: Tensor) -> Tensor:
+        made_of.append(len(hidden) * len(weight))
+        return plain(hidden, weight)
+
+    folder = mimo(tmp_path / "model", vocab_size=640)
+    kernels = KernelsConfig(workspace_bytes=10 * FEW_ROWS)
+    with engine(folder, mtp=MtpConfig(mode="isolated", clip_grad=0), kernels=kernels, tokens_per_microbatch=100_000) as made:
+        made.set_optimizer(GENTLE)
+        batch = told(made)
+        monkeypatch.setattr(products, "logits", counted)
+        made.update(batch, PolicyObjective(LOSSES[loss]))
+    trunk = sum(len(s.loss_mask) for s in batch)
+    drafts = sum(s.drafted(1) for s in batch)
+    assert sum(made_of) == 640 * (times * trunk + drafts)

@@ -1,0 +1,171 @@
+"""Adapters change nothing at first, train alone, and leave merged or under PEFT's names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from safetensors.torch import load_file, save_file
+
+from mtpctl.convert.adapters import fingerprint, peft_config
+from mtpctl.errors import UserError
+from mtpctl.families.tensors import section_of
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.train import LoraConfig
+from mtpctl.trainer.objective import NextToken
+from tests.trainer.cases import MODELS
+from tests.trainer.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
+
+LORA = LoraConfig(rank=4, alpha=8.0)
+ALL = {
+    "mimo": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
+    "qwen3-moe": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
+    "deepseek": [
+        "linear_q_down_proj",
+        "linear_q_up_proj",
+        "linear_kv_down_proj",
+        "linear_kv_up_proj",
+        "linear_proj",
+        "linear_fc1",
+        "linear_fc2",
+    ],
+    "qwen3.5": ["linear_qkv", "linear_proj", "in_proj", "out_proj", "linear_fc1", "linear_fc2"],
+}
+JOINT = MtpConfig(mode="joint", loss_scale=0.3, clip_grad=0)
+FAST = GENTLE.model_copy(update={"lr": 3e-2})
+
+
+def lora_of(model: str) -> LoraConfig:
+    return LORA.model_copy(update={"targets": ALL[model]})
+
+
+def scores(made):
+    return [s.logprobs for s in made.score(sequences())]
+
+
+@pytest.mark.parametrize("model", ALL)
+def test_from_nothing_to_a_trained_adapter(tmp_path, model):
+    """Bit-equal to the base before the first step; frozen weights stay to the bit; merged weights score as the adapter does;
+    and what PEFT's names hold adds up to the same."""
+    folder = mimo(tmp_path / "model", **MODELS[model])
+    weights = load_file(folder.path / "model.safetensors")
+    with engine(folder, mtp=JOINT) as made:
+        expected = scores(made)
+    with engine(folder, mtp=JOINT, lora=lora_of(model)) as made:
+        assert scores(made) == expected
+        made.set_optimizer(FAST)
+        frozen = {name: p.clone() for name, p in made.module.named_parameters() if not p.requires_grad}
+        assert not [name for name in frozen if ".adapter." in name or name.startswith("mtp.")]
+        assert not [p for p in made.module.parameters() if not p.requires_grad and hasattr(p, "main_grad")]
+        for _ in range(3):
+            made.update(sequences(), NextToken())
+        assert all(p.equal(frozen[name]) for name, p in made.module.named_parameters() if name in frozen)
+        assert all(bool(p.any()) for name, p in made.module.named_parameters() if ".adapter." in name)
+        found = scores(made)
+        merged = {name: value.clone() for name, value in made.export()}
+        adapter = {name: value.clone() for name, value in made.export_adapter()}
+    assert merged.keys() == weights.keys()
+    layers = {name.removeprefix("base_model.model.").removesuffix(".lora_A.weight") for name in adapter if ".lora_A." in name}
+    changed = {name for name, value in merged.items() if section_of(name, folder.shape) == "target" and not value.equal(weights[name])}
+    assert changed == {f"{layer}.weight" for layer in layers}
+    for layer in layers:
+        a, b = (adapter[f"base_model.model.{layer}.lora_{x}.weight"] for x in "AB")
+        difference = merged[f"{layer}.weight"] - weights[f"{layer}.weight"]
+        torch.testing.assert_close(LORA.alpha / LORA.rank * b @ a, difference, atol=1e-6, rtol=1e-5)
+    assert found != expected
+    save_file(merged, folder.path / "model.safetensors", metadata={"format": "pt"})
+    with engine(folder, mtp=JOINT) as made:
+        for row, right in zip(scores(made), found, strict=True):
+            assert row == pytest.approx(right, abs=1e-5)
+
+
+class TestCheckpoint:
+    """Of an engine with adapters: adapters, MTP layers and their optimizer, and no other weight."""
+
+    def test_resumes_to_the_bit(self, tmp_path):
+        folder = mimo(tmp_path / "model")
+        with engine(folder, lora=LORA) as made:
+            made.set_optimizer(FAST)
+            made.update(sequences(), NextToken())
+            made.save(tmp_path / "checkpoint", {"step": 1})
+            expected = [made.update(sequences(), NextToken())["sft/loss"] for _ in range(3)]
+        names = dist_checkpointing.load_tensors_metadata(str(tmp_path / "checkpoint"))
+        assert {name for name in names if ".adapter." not in name and "mtp.layers" not in name} == set()
+        with engine(folder, lora=LORA) as made:
+            made.set_optimizer(FAST)
+            assert made.restore(tmp_path / "checkpoint") == {"step": 1}
+            assert [made.update(sequences(), NextToken())["sft/loss"] for _ in range(3)] == expected
+
+    @pytest.mark.parametrize(
+        ("lora", "said"),
+        [
+            (LORA.model_copy(update={"alpha": 4.0}), "train.lora.alpha: 4.0, but the adapter in .* has 8.0"),
+            (LORA.model_copy(update={"rank": 2}), "train.lora.rank: 2, but the adapter in .* has 4"),
+            (None, "holds an adapter, which this run does not train; set train.lora"),
+        ],
+    )
+    def test_for_other_adapters_is_refused(self, tmp_path, lora, said):
+        folder = mimo(tmp_path / "model")
+        with engine(folder, lora=LORA) as made:
+            made.save(tmp_path / "checkpoint")
+        with engine(folder, lora=lora) as made, pytest.raises(UserError, match=said):
+            made.restore(tmp_path / "checkpoint")
+
+    def test_of_all_weights_is_refused(self, tmp_path):
+        folder = mimo(tmp_path / "model")
+        with engine(folder) as made:
+            made.save(tmp_path / "checkpoint")
+        with engine(folder, lora=LORA) as made, pytest.raises(UserError, match=r"holds all weights, .* take train.lora out"):
+            made.restore(tmp_path / "checkpoint")
+
+    def test_over_other_weights_is_refused_and_changes_nothing(self, tmp_path):
+        with engine(mimo(tmp_path / "model"), lora=LORA) as made:
+            made.set_optimizer(FAST)
+            made.update(sequences(), NextToken())
+            made.save(tmp_path / "checkpoint")
+        other = mimo(tmp_path / "other")
+        tensors = load_file(other.path / "model.safetensors")
+        tensors["model.layers.1.mlp.down_proj.weight"] *= 1.001
+        save_file(tensors, other.path / "model.safetensors", metadata={"format": "pt"})
+        with engine(other, lora=LORA) as made:
+            before = scores(made)
+            with pytest.raises(UserError, match=r"model.path: the adapter in .* was trained on other weights"):
+                made.restore(tmp_path / "checkpoint")
+            assert scores(made) == before
+
+
+def test_fingerprint_does_not_depend_on_how_files_are_cut(tmp_path):
+    folder = mimo(tmp_path / "model").path
+    whole = fingerprint(folder)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    for number, name in enumerate(tensors):
+        save_file({name: tensors[name]}, folder / f"model-{number % 7}-{number}.safetensors")
+    assert fingerprint(folder) == whole
+
+
+def test_recomputed_activations_give_the_same_gradients(tmp_path):
+    """Although nothing that the first recomputed layer reads takes a gradient."""
+    found = []
+    for recompute in ("none", "full"):
+        with engine(mimo(tmp_path / recompute), lora=LORA, recompute=recompute) as made:
+            made.set_optimizer(GENTLE)
+            made.update(sequences(), NextToken())
+            found.append(gradients(made))
+    assert found[0]["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"].any()
+    assert_close(found[1], found[0], 1e-6)
+
+
+def test_target_that_no_layer_is(tmp_path):
+    lora = LORA.model_copy(update={"targets": ["linear_qkv", "q_proj"]})
+    with (
+        pytest.raises(UserError, match=r"train.lora.targets: no layer of this model is a q_proj; it has linear_fc1"),
+        engine(mimo(tmp_path / "model"), lora=lora),
+    ):
+        pass
+
+
+def test_peft_reads_what_is_exported():
+    names = ["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"]
+    config = peft_config(names, LORA, "some/model")
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 8.0, ["q_proj", "up_proj"])

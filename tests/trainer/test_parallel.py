@@ -1,0 +1,42 @@
+"""An update over many ranks is the update of one: loss, every gradient, scores."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.cases import CASES, Case
+from tests.trainer.tiny import assert_close
+
+pytestmark = pytest.mark.timeout(1600)  # the first test waits for all cases
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("ranks") / "results.pt"
+    subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.trainer.ranks", str(out)], check=True, timeout=1500)
+    return torch.load(out, weights_only=False)
+
+
+def tensors(found: dict[str, Any], part: str) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(value) for name, value in found[part].items()}
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name != c.like], ids=lambda c: c.name)
+def test_update_equals_that_of_one_process(results: dict[str, Any], case: Case) -> None:
+    """Also where it is one of RL, and where it goes on from a checkpoint that another layout wrote."""
+    found, expected = results[case.name], results[case.like]
+    assert not isinstance(found, str), found
+    for name, value in expected["metrics"].items():
+        if not name.startswith("timing_s/"):
+            assert found["metrics"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    for (logprobs, entropy), (right, right_entropy) in zip(found["scores"], expected["scores"], strict=True):
+        assert logprobs == pytest.approx(right, abs=1e-5)
+        assert entropy == pytest.approx(right_entropy, abs=1e-5)
+    assert_close(tensors(found, "weights"), tensors(expected, "weights"), case.bound)
+    if not case.fields.get("distributed_optimizer"):  # which leaves each rank a part of the gradients
+        assert_close(tensors(found, "gradients"), tensors(expected, "gradients"), case.bound)

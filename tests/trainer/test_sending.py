@@ -1,0 +1,87 @@
+"""A rank's part in a version: who packs, who only exports, and which sections there are. Engine and tensors are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mtpctl.families.reading import shape_of
+from mtpctl.recipe.schema import Recipe
+from mtpctl.sync.protocol import PlanMismatch, Section
+from mtpctl.trainer.sending import WeightSource
+from tests.rollout.checkpoints import Tensors, random_tensors, tiny_config
+from tests.sync import adapters
+
+CONFIG = tiny_config(vocab_size=32)
+BASE = random_tensors(CONFIG, 0)
+WHOLE: tuple[Section, ...] = ("target", "draft")
+FIRST: tuple[Section, ...] = ("adapter", "target", "draft")
+LATER: tuple[Section, ...] = ("adapter", "draft")
+
+
+class Engine:
+    """Exports the tensors that it is given, and counts those that were asked for."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.folder = SimpleNamespace(shape=shape_of(CONFIG), path=Path("model"))
+        self.device = torch.device("cpu")
+        self.tensors, self.yielded, self.merged = tensors, 0, True
+
+    def export(self, sections: tuple[Section, ...], *, merged: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        self.merged = merged
+        return self._of(sections)
+
+    def export_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._of(("adapter",))
+
+    def _of(self, sections: tuple[Section, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.tensors.items():
+            if adapters.section_of(name) in sections:
+                self.yielded += 1
+                yield name, tensor
+
+
+def source(engine: Engine, rank: int = 0, **recipe: Any) -> WeightSource:
+    sync = {"transport": "shm", "bucket_bytes": 4096, **recipe.pop("sync", {})}
+    return WeightSource(Recipe.model_validate({"sync": sync, **recipe}), engine, rank)
+
+
+def test_only_rank_0_packs_and_every_rank_exports_as_much(tmp_path: Path) -> None:
+    first, second = Engine(dict(BASE)), Engine(dict(BASE))
+    manifest = source(first).publish(1, str(tmp_path), True, WHOLE)
+    assert source(second, rank=1).publish(1, str(tmp_path), True, WHOLE) is None
+    assert manifest is not None and set(manifest.sections) == {"target", "draft"}
+    assert {name for plan in manifest.sections.values() for name in plan.checksums} == set(BASE)
+    assert first.yielded == second.yielded == 2 * len(BASE), "once to plan, once to send"
+    assert first.merged, "an adapter that does not travel by itself is in the weights"
+
+
+def test_what_fails_on_rank_0_leaves_no_other_rank_waiting_in_the_export(tmp_path: Path) -> None:
+    engine = Engine(dict(BASE))
+    weights = source(engine)
+    weights.publish(1, str(tmp_path), False, WHOLE)
+    engine.tensors, engine.yielded = BASE | {"model.norm.weight": torch.zeros(3)}, 0
+    with pytest.raises(PlanMismatch, match=r"model\.norm\.weight \(3,\)"):
+        weights.publish(2, str(tmp_path), False, WHOLE)
+    assert engine.yielded == len(BASE)
+
+
+def test_an_adapters_base_goes_along_once_and_its_config_always(tmp_path: Path) -> None:
+    engine = Engine(adapters.adapter(BASE, 0) | BASE)
+    weights = source(engine, sync={"sections": ["adapter", "draft"]}, train={"lora": {"rank": adapters.RANK, "alpha": 8}})
+    first = weights.publish(1, str(tmp_path), True, FIRST)
+    engine.tensors = adapters.adapter(BASE, 1) | BASE
+    second = weights.publish(2, str(tmp_path), True, LATER)
+    assert first is not None and second is not None
+    assert (set(first.sections), set(second.sections)) == (set(FIRST), set(LATER))
+    assert not engine.merged, "the base is what lies beneath the adapter"
+    for manifest in (first, second):
+        assert manifest.sections["adapter"].config["r"] == adapters.RANK
+        assert "q_proj" in manifest.sections["adapter"].config["target_modules"]
+    assert first.sections["draft"].checksums == second.sections["draft"].checksums
+    assert first.sections["adapter"].checksums != second.sections["adapter"].checksums

@@ -1,0 +1,223 @@
+"""One update's loss and every gradient against a plain reference, whatever the packing, the mode and the depth."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.trainer.batch import Sequence
+from mtpctl.trainer.objective import NextToken
+from tests.families.toys import TOYS, toy_folder
+from tests.model import mimo_reference
+from tests.trainer.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
+
+
+def sampled(sequence, start, end):
+    """Whether tokens `start` up to `end` are all of the response and were all sampled."""
+    return start >= sequence.prompt_length and all(sequence.loss_mask[start - sequence.prompt_length : end - sequence.prompt_length])
+
+
+def reference(folder, batch, *, depths, isolated, loss_scale, dtype=torch.float64):
+    """Losses by definition, token by token: depth k at position i predicts token i + 1 + k.
+
+    Supervised are response tokens that were sampled, and of them, at depth k, those after the first k of their turn: the drafter
+    begins at the last token that was read and not sampled. Each loss is a mean over all such tokens of the batch.
+    """
+    weights = {name: value.to(dtype).requires_grad_() for name, value in load_file(folder.path / "model.safetensors").items()}
+    sums, counts = [0.0] * (depths + 1), [0] * (depths + 1)
+    for sequence in batch:
+        logits, drafts = mimo_reference.forward(weights, folder.config, sequence.token_ids, depths, isolated=isolated)
+        for target in range(sequence.prompt_length, len(sequence.token_ids)):
+            for depth, scores in enumerate((logits, *drafts)):
+                position = target - 1 - depth
+                if sampled(sequence, position + 1, target + 1):
+                    sums[depth] = sums[depth] - scores[position].log_softmax(-1)[sequence.token_ids[target]]
+                    counts[depth] += 1
+    means = [total / max(1, count) for total, count in zip(sums, counts, strict=True)]
+    (means[0] + loss_scale * sum(means[1:]) / max(1, depths)).backward()
+    grads = {name: value.grad if value.grad is not None else torch.zeros_like(value) for name, value in weights.items()}
+    return [float(mean) for mean in means], grads
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("depths", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["joint", "isolated"])
+def test_losses_and_gradients(tmp_path, mode, depths, tied):
+    folder = mimo(tmp_path / "model", num_nextn_predict_layers=depths, tie_word_embeddings=tied)
+    batch = sequences()
+    losses, expected = reference(folder, batch, depths=depths, isolated=mode == "isolated", loss_scale=0.3)
+    with engine(folder, mtp=MtpConfig(mode=mode, loss_scale=0.3, clip_grad=0), tokens_per_microbatch=40) as made:
+        made.set_optimizer(GENTLE)
+        metrics = made.update(batch, NextToken())
+        found = gradients(made)
+    assert [metrics["sft/loss"], *(metrics[f"mtp/loss_{k}"] for k in range(1, depths + 1))] == pytest.approx(losses, rel=1e-6)
+    assert_close(found, expected, 1e-5)
+    draft, target = (sum(float(g.norm()) ** 2 for n, g in expected.items() if ("mtp" in n) is is_mtp) ** 0.5 for is_mtp in (True, False))
+    assert (metrics["mtp/grad_norm"], metrics["actor/grad_norm"]) == pytest.approx((draft, target), rel=1e-5)
+
+
+class Nothing(NextToken):
+    """A main loss of no weight: what gradient there is comes from MTP."""
+
+    def token_loss(self, micro):
+        loss = super().token_loss(micro)
+
+        def nothing(*tokens):
+            value, sums = loss(*tokens)
+            return value * 0.0, sums
+
+        return nothing
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("depths", [1, 2, 3])
+def test_isolated_loss_moves_nothing_but_mtp(tmp_path, depths, tied):
+    """Exactly nothing, and every MTP parameter: the chain of depths is not cut."""
+    folder = mimo(tmp_path / "model", num_nextn_predict_layers=depths, tie_word_embeddings=tied)
+    with engine(folder, mtp=MtpConfig(mode="isolated", clip_grad=0)) as made:
+        made.set_optimizer(GENTLE)
+        made.update(sequences(), Nothing())
+        for name, grad in gradients(made).items():
+            assert bool(grad.any()) is ("mtp" in name), name
+
+
+def test_chain_of_depths_is_not_cut(tmp_path):
+    """The second depth's loss reaches the first depth's layer, beside what the first depth's own brings."""
+    folder, name = mimo(tmp_path / "model", num_nextn_predict_layers=2), "model.mtp_layers.0.input_proj.weight"
+    batch = [Sequence([3, 5, 7], 1, [0, 0]), Sequence([2, 4, 6, 8], 1, [1, 1, 1])]
+    with engine(folder, mtp=MtpConfig(mode="isolated", clip_grad=0)) as made:
+        made.set_optimizer(GENTLE)
+        made.update(batch, Nothing())
+        both = gradients(made)[name]
+    _, expected = reference(folder, batch, depths=2, isolated=True, loss_scale=0.1)
+    _, alone = reference(folder, batch, depths=1, isolated=True, loss_scale=0.05)
+    assert_close({"first": both}, {"first": expected[name]}, 1e-5)
+    assert float((both - alone[name]).norm()) > 0.01 * float(both.norm())
+
+
+@pytest.mark.parametrize("mode", ["off", "load"])
+def test_modes_that_do_not_train_mtp(tmp_path, mode):
+    """The trunk trains as ever; MTP's weights, where they are kept, leave as they came."""
+    folder = mimo(tmp_path / "model")
+    batch = sequences()
+    with engine(folder, mtp=MtpConfig(mode="joint", loss_scale=0.0)) as made:
+        made.set_optimizer(GENTLE)
+        expected = [made.update(batch, NextToken())["sft/loss"] for _ in range(3)]
+    with engine(folder, mtp=MtpConfig(mode=mode)) as made:
+        made.set_optimizer(GENTLE.model_copy(update={"weight_decay": 0.1}))
+        metrics = [made.update(batch, NextToken()) for _ in range(3)]
+        exported = {name: value.clone() for name, value in made.export()}
+    assert metrics[0]["sft/loss"] == expected[0]
+    assert not [name for name in metrics[0] if name.startswith("mtp/")]
+    weights = load_file(folder.path / "model.safetensors")
+    draft = {name for name in weights if "mtp" in name}
+    assert {name for name in exported if "mtp" in name} == (draft if mode == "load" else set())
+    assert all(torch.equal(exported[name], weights[name]) is ("mtp" in name) for name in exported)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_mtp_that_one_stage_trains_and_the_next_one_does_not(tmp_path, sharded):
+    """As a supervised stage and RL with `train_mtp: false` do, after which every MTP weight is as the first one left it."""
+    with engine(mimo(tmp_path / "model"), distributed_optimizer=sharded) as made:
+        made.set_optimizer(GENTLE)
+        made.update(sequences(), NextToken())
+        before = {name: value.clone() for name, value in made.export()}
+        made.trains_mtp = False
+        made.set_optimizer(GENTLE.model_copy(update={"weight_decay": 0.1, "mtp_lr": 1e-2}))
+        metrics = made.update(sequences(), NextToken())
+        assert not [name for name in metrics if name.startswith("mtp/")]
+        assert all(torch.equal(value, before[name]) is ("mtp" in name) for name, value in made.export())
+
+
+@pytest.mark.parametrize("mtp_lr", [None, 1e-2])
+def test_weight_decay_is_of_matrices_alone(tmp_path, mtp_lr):
+    """Nothing supervised, so nothing but decay: by each group's own rate, and not of norms and biases."""
+    with engine(mimo(tmp_path / "model")) as made:
+        made.set_optimizer(GENTLE.model_copy(update={"weight_decay": 0.1, "mtp_lr": mtp_lr}))
+        before = {name: value.clone() for name, value in made.export()}
+        made.update([Sequence([3, 5, 7], 1, [0, 0])], NextToken())
+        for name, value in made.export():
+            rate = mtp_lr if mtp_lr and "mtp" in name else GENTLE.lr
+            kept = 1 - 0.1 * rate if value.dim() > 1 else 1.0
+            torch.testing.assert_close(value, kept * before[name], rtol=1e-6, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_cutting_the_batch_another_way_leaves_loss_and_gradients(tmp_path):
+    """Every sequence alone, a few packed, all packed: 1e-6 over all gradients together."""
+    folder = mimo(tmp_path / "model", num_nextn_predict_layers=2)
+    batch = sequences(9, seed=3)
+    _, exact = reference(folder, batch, depths=2, isolated=False, loss_scale=0.1)
+    expected = torch.cat([exact[name].flatten() for name in sorted(exact)])
+    losses = []
+    for budget in (1, 40, 100_000):
+        with engine(folder, mtp=MtpConfig(mode="joint", clip_grad=0), tokens_per_microbatch=budget) as made:
+            made.set_optimizer(GENTLE)
+            metrics = made.update(batch, NextToken())
+            losses.append([metrics[name] for name in ("sft/loss", "mtp/loss_1", "mtp/loss_2", "mtp/accept_1")])
+            grads = gradients(made)
+        found = torch.cat([grads[name].flatten() for name in sorted(grads)])
+        assert (found - expected).norm() <= 1e-6 * expected.norm()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) == losses[2]
+
+
+def test_acceptance_counts_greedy_hits(tmp_path):
+    """By hand: how often the MTP head's likeliest token is the one that was sampled."""
+    folder = mimo(tmp_path / "model")
+    batch = sequences(60)
+    weights = load_file(folder.path / "model.safetensors")
+    hits = total = 0
+    for sequence in batch:
+        (draft,) = mimo_reference.forward(weights, folder.config, sequence.token_ids, 1)[1]
+        for position in range(sequence.prompt_length - 1, len(sequence.token_ids) - 2):
+            if sampled(sequence, position + 1, position + 3):
+                total += 1
+                hits += int(draft[position].argmax()) == sequence.token_ids[position + 2]
+    assert hits
+    with engine(folder) as made:
+        made.set_optimizer(GENTLE)
+        assert made.update(batch, NextToken())["mtp/accept_1"] == pytest.approx(hits / total, rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["joint", "isolated"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputed_activations_give_the_same_gradients(tmp_path, recompute, mode):
+    """MTP layers included, of which an isolated one's input takes no gradient."""
+    folder = mimo(tmp_path / "model", num_nextn_predict_layers=2)
+    found = []
+    for how in ("none", recompute):
+        with engine(folder, mtp=MtpConfig(mode=mode, clip_grad=0), recompute=how) as made:
+            made.set_optimizer(GENTLE)
+            loss = made.update(sequences(), NextToken())["mtp/loss_2"]
+            found.append((loss, gradients(made)))
+    assert found[0][0] == found[1][0]
+    assert_close(found[1][1], found[0][1], 1e-6)
+
+
+@pytest.mark.parametrize("mode", ["joint", "isolated"])
+def test_recomputed_depths_that_hand_on_another_state_than_is_read(tmp_path, mode):
+    """GLM-4.5's: of the last depth, what would be handed on takes no part in the loss."""
+    folder = HfFolder.open(toy_folder(TOYS["glm4-moe"], tmp_path / "model", 0, "fp32"))
+    found = []
+    for recompute in ("none", "full"):
+        with engine(folder, mtp=MtpConfig(mode=mode, repeat=2, clip_grad=0), recompute=recompute) as made:
+            made.set_optimizer(GENTLE)
+            loss = made.update(sequences(), NextToken())["mtp/loss_2"]
+            found.append((loss, gradients(made)))
+    assert found[0][0] == found[1][0]
+    assert_close(found[1][1], found[0][1], 1e-6)
+
+
+def test_bf16_follows_its_fp32_masters(tmp_path):
+    """Steps smaller than bf16 can hold add up in the masters."""
+    folder = mimo(tmp_path / "model")
+    with engine(folder, precision="bf16") as made:
+        made.set_optimizer(GENTLE.model_copy(update={"lr": 1e-4}))
+        before = {name: value.clone() for name, value in made.module.named_parameters()}
+        losses = [made.update(sequences(), NextToken())["sft/loss"] for _ in range(60)]
+        moved = [name for name, value in made.module.named_parameters() if not torch.equal(value, before[name])]
+    assert all(value.dtype == torch.bfloat16 for value in before.values())
+    assert len(moved) == len(before)
+    assert losses[-1] < losses[0]

@@ -1,0 +1,111 @@
+"""A MiMo of toy size, sequences for it, and engines that are closed when done."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtpctl.compat import cpu_device
+from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
+from mtpctl.model.parallel import Rank
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.optimizer import OptimizerConfig
+from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.trainer.batch import Sequence
+from mtpctl.trainer.config import EngineConfig
+from mtpctl.trainer.engine import MegatronEngine
+
+MIMO: dict[str, Any] = {
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "mimo",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "rope_theta": 640000.0,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "num_nextn_predict_layers": 1,
+    "hidden_act": "silu",
+    "attention_bias": True,
+    "initializer_range": 0.2,
+}
+
+
+def mimo(path: Path, **fields: Any) -> HfFolder:
+    """A folder with a toy MiMo, whose weights are large enough for its logits to differ, norms and biases included."""
+    return varied(create_hf_folder({**MIMO, **fields}, path, seed=0))
+
+
+def varied(folder: HfFolder) -> HfFolder:
+    """Draw norms and biases as well, so that a test can see them mixed up."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder.path / "model.safetensors"
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        name: value + 0.2 * torch.randn(value.shape, generator=generator) if value.dim() == 1 else value
+        for name, value in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def sequences(count: int = 7, *, seed: int = 0, vocab: int = 64, low: int = 5, high: int = 20) -> list[Sequence]:
+    """Random prompts and responses; every sixth response token was sampled by nobody."""
+    draw = random.Random(seed)
+    made = []
+    for _ in range(count):
+        length = draw.randint(low, high)
+        prompt = draw.randint(1, length - 4)
+        mask = [int((i + length) % 6 > 0) for i in range(length - prompt)]
+        made.append(Sequence([draw.randrange(vocab) for _ in range(length)], prompt, mask))
+    return made
+
+
+@contextmanager
+def engine(
+    folder: HfFolder, *, rank: Rank | None = None, parallel: ParallelConfig | None = None, **fields: Any
+) -> Iterator[MegatronEngine]:
+    """An fp32 engine, closed at the end; `fields` are those of `EngineConfig`."""
+    cpu_device.install()
+    torch.set_num_threads(1)
+    fields.setdefault("mtp", MtpConfig(mode="isolated"))
+    made = MegatronEngine(folder, EngineConfig(parallel=parallel or ParallelConfig(), **fields), rank)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def gradients(made: MegatronEngine) -> dict[str, torch.Tensor]:
+    """The last update's gradients under Hugging Face names (PEFT's, of adapters). The engine's weights are gone afterwards."""
+    with made.resident(), torch.no_grad():
+        for parameter in made.module.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(parameter.main_grad)
+    if made.config.lora is None:
+        return {name: value.clone() for name, value in made.export()}
+    return {name: value.clone() for stream in (made.export(["draft"]), made.export_adapter()) for name, value in stream}
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float) -> None:
+    """Every tensor within `bound` of the expected one, relative to its norm, or to a thousandth of the largest norm if that is more."""
+    assert found.keys() == expected.keys()
+    floor = 1e-3 * max(float(value.norm()) for value in expected.values())
+    errors = {name: float((found[name] - value).norm()) / max(float(value.norm()), floor) for name, value in expected.items()}
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] <= bound, f"{worst}: {errors[worst]:.2e}"
+
+
+GENTLE = OptimizerConfig(lr=1e-3, clip_grad=0.0)
+"""Clips nothing, so that gradients can be compared after a step."""
