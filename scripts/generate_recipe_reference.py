@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write docs/recipe.md, the reference of all recipe keys, from the schema's types, defaults and descriptions.
 
-Run it after a change of mtpctl/recipe/schema.py. `--check` writes nothing and exits 1 where the page is not current.
+Run it after a change of a section in mtpctl/recipe/. `--check` writes nothing and exits 1 where the page is not current.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipe.md"
 INTRODUCTION = """\
 # Recipe reference
 
-Generated from `mtpctl/recipe/schema.py` by `scripts/generate_recipe_reference.py`.
+Generated from the sections in `mtpctl/recipe/` by `scripts/generate_recipe_reference.py`.
 
 A recipe is one YAML file; what it leaves out has the default given here. `mtpctl recipe show RECIPE --resolved --origin` prints
 every value of a recipe and where it comes from, `mtpctl recipe schema` the JSON schema for an editor.

@@ -11,7 +11,7 @@ import pytest
 HEAVY = ("torch", "ray", "vllm", "transformers", "megatron", "numpy", "pyarrow")
 PROGRAM = """
 import sys
-from mtpctl.cli import main
+from mtpctl.cli.app import main
 try:
     main(sys.argv[1:])
 except SystemExit as ended:

@@ -7,7 +7,7 @@ import sys
 
 SETTLE = """
 import gc, weakref
-from mtpctl.cluster import settle_heap
+from mtpctl.cluster.heap import settle_heap
 
 class Node: pass
 

@@ -247,9 +247,9 @@ def test_a_run_needs_no_mark(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from mtpctl.cluster import cluster
-from mtpctl.recipe.schema import ClusterConfig
-from mtpctl.sync import default_root
+from mtpctl.cluster.local import cluster
+from mtpctl.recipe.cluster import ClusterConfig
+from mtpctl.sync.store import default_root
 with cluster(ClusterConfig(num_cpus=1), cpus=1, gpus=0):
     print(default_root(sys.argv[1], 1, Path("nowhere")), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -14,7 +14,7 @@ from mtpctl.errors import EnvironmentMissing, RuntimeFailure
 
 MODULE = """
 import os, subprocess, sys, time
-from mtpctl.recipe import EnvironmentMissing
+from mtpctl.errors import EnvironmentMissing
 
 def well(folder):
     print("chatter")
