@@ -7,6 +7,7 @@ import sys
 
 SETTLE = """
 import gc, weakref
+import mtpctl.recipe.schema
 from mtpctl.cluster.heap import settle_heap
 
 class Node: pass
