@@ -20,7 +20,7 @@ from tests.rollout.conftest import in_loop
 
 
 class Core:
-    """A `EngineClient` that takes its time, and dies, where it is told to."""
+    """An `EngineClient` that takes its time, and dies, where it is told to."""
 
     def __init__(self, slow_in: str = "", dies_in: str = "") -> None:
         self.slow_in, self.dies_in, self.dead = slow_in, dies_in, False

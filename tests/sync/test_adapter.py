@@ -98,7 +98,7 @@ class TestFit:
 
 
 class Engine:
-    """A `EngineClient` that takes everything in but what it is told to refuse, and remembers what came.
+    """An `EngineClient` that takes everything in but what it is told to refuse, and remembers what came.
 
     As vLLM does, it forgets its adapter when a session on the target ends.
     """

@@ -20,7 +20,7 @@ SECTIONS = ("target", "draft")
 
 
 class Core:
-    """A `EngineClient` that does one thing after the other, to its end, and keeps vLLM's rules of sessions."""
+    """An `EngineClient` that does one thing after the other, to its end, and keeps vLLM's rules of sessions."""
 
     def __init__(self) -> None:
         self.slow, self.live, self.active, self.label = "", 0, False, 0

@@ -1,4 +1,4 @@
-"""SGLang's weight updates behind the calls that a `EngineTarget` makes: sessions of the target and of the drafter, one step at a time.
+"""SGLang's weight updates behind the calls that an `EngineTarget` makes: sessions of the target and of the drafter, one step at a time.
 
 A step reaches every rank as the JSON of one tensor, through SGLang's own update call and `mtpctl.rollout.sglang.receiver.take`. An
 exception there would end the engine, so what became of a step is written beside: one file a rank and model.

@@ -36,7 +36,7 @@ def live(names: list[str]) -> nn.Module:
 
 
 class Process:
-    """A `EngineClient` that hands steps to the models of one of SGLang's processes, as `SglangClient` has them handed over."""
+    """An `EngineClient` that hands steps to the models of one of SGLang's processes, as `SglangClient` has them handed over."""
 
     def __init__(self, answers: Path) -> None:
         self.answers = answers
