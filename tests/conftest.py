@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,27 @@ settings.load_profile("mtpctl")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Files are handed out in the order of their collection, and what tests import is compiled once."""
+    # pytest-xdist would hand out those with the most tests first, and what starts engines for its three tests last.
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+    _keep_bytecode(config)
+
+
+@pytest.hookimpl(trylast=True)  # after those that -m leaves out have gone
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files whose tests may take the longest come first, then those with the most tests, so that no worker is left with one of them."""
+    if not hasattr(config, "workerinput"):
+        return
+    longest: dict[Path, float] = {}
+    for item in items:
+        allowed = item.get_closest_marker("timeout")
+        longest[item.path] = max(longest.get(item.path, 0.0), float(allowed.args[0]) if allowed else 0.0)
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (-longest[item.path], -tests[item.path], item.path))
+
+
+def _keep_bytecode(config: pytest.Config) -> None:
     """Keep bytecode in pytest's cache where the environment writes none and its packages came without.
 
     Tests start dozens of processes that import torch, Megatron or vLLM, and each would compile them anew, which is half of its start.
@@ -21,9 +43,10 @@ def pytest_configure(config: pytest.Config) -> None:
     torch = importlib.util.find_spec("torch")
     if not sys.dont_write_bytecode or torch is None or torch.cached is None or Path(torch.cached).exists():
         return
-    kept = str(config.cache.mkdir("bytecode")) if config.cache else None
-    if kept is None:
+    cache: pytest.Cache | None = getattr(config, "cache", None)  # -p no:cacheprovider
+    if cache is None:
         return
+    kept = str(cache.mkdir("bytecode"))
     sys.dont_write_bytecode, sys.pycache_prefix = False, kept
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = kept
