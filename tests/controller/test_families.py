@@ -105,9 +105,17 @@ def updates(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("family", "precision"), SERVED)
 def test_the_main_job_from_random_weights_to_a_folder_that_stock_vllm_serves(family: str, precision: str, tmp_path: Path) -> None:
-    made, run_dir = recipe(family, precision, tmp_path), tmp_path / "run"
+    made, run_dir, folder = recipe(family, precision, tmp_path), tmp_path / "run", tmp_path / "folder"
     command("-m", "mtpctl", "train", made, "--plain")
-    resumed = command("-m", "mtpctl", "train", made, "--plain", "--set", "train.rl.steps=3")
+    # It imports vLLM on the core that the second start leaves idle at first, and is told once the folder is there.
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[precision]
+    with start("-c", STOCK, folder, dtype, VLLM_PLUGINS="", VLLM_ENABLE_V1_MULTIPROCESSING="0") as serving:
+        try:
+            resumed = command("-m", "mtpctl", "train", made, "--plain", "--set", "train.rl.steps=3")
+            command("-m", "mtpctl", "convert-hf", run_dir, folder, "--verify")
+            told = end(serving)
+        finally:
+            serving.kill()
     assert "resume: rl goes on after step 2" in resumed
     rows = updates(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3], "the second start goes on where the first one ended"
@@ -116,12 +124,4 @@ def test_the_main_job_from_random_weights_to_a_folder_that_stock_vllm_serves(fam
     assert any(row["rollout/spec_drafted"] for row in rows) and all(row["mtp/loss_1"] > 0 for row in rows)
     same = [row["rollout_corr/abs_diff_same_version"] for row in rows if "rollout_corr/abs_diff_same_version" in row]
     assert same and max(same) < APART[precision], "the server's log-probs are the engine's where both have the same weights"
-    dtype = {"fp32": "float32", "bf16": "bfloat16"}[precision]
-    # It imports vLLM while the folder is made, and is told when that is there.
-    serving = start("-c", STOCK, tmp_path / "folder", dtype, VLLM_PLUGINS="", VLLM_ENABLE_V1_MULTIPROCESSING="0")
-    try:
-        command("-m", "mtpctl", "convert-hf", run_dir, tmp_path / "folder", "--verify")
-        told = end(serving)
-    finally:
-        serving.kill()
     assert len(json.loads(told.splitlines()[-1])) == 16
