@@ -18,10 +18,16 @@ import yaml
 
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import tensor_shapes
-from tests.families.toys import SERVED, TOYS
+from tests.families.toys import ON_CARDS, SERVED, TOYS
 
-# Two starts of trainer, engine and server, a conversion and one more engine: 160 s on two cores, most of it imports.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+# Two starts of trainer, engine and server, a conversion and one more engine: two minutes on two cores, most of it imports.
+pytestmark = pytest.mark.timeout(900)
+CASES = [
+    *(pytest.param(family, precision, "cpu", marks=pytest.mark.slow) for family, precision in SERVED),
+    *(pytest.param(family, "bf16", "cuda", marks=pytest.mark.gpu) for family in TOYS),
+]
+GRAPHS: dict[str, Any] = {"compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}}
+"""vLLM's options on a card: CUDA graphs without torch.compile, which takes minutes and would change nothing that is asked here."""
 
 APART = {"fp32": 1e-4, "bf16": 0.05}
 """Mean difference (nats) that passes between trainer and engine at equal weights: rounding, and in bf16 an expert chosen otherwise."""
@@ -31,20 +37,34 @@ import json, sys
 from vllm import LLM, SamplingParams
 sys.stdin.readline()
 llm = LLM(
-    sys.argv[1], dtype=sys.argv[2], enforce_eager=True, kv_cache_memory_bytes=64 << 20, max_num_seqs=4, max_model_len=128,
-    enable_prefix_caching=False, speculative_config={"method": "mtp", "num_speculative_tokens": 1},
+    sys.argv[1], dtype=sys.argv[2], max_num_seqs=4, max_model_len=128, enable_prefix_caching=False,
+    speculative_config={"method": "mtp", "num_speculative_tokens": 1}, **json.loads(sys.argv[3]),
 )
 (found,) = llm.generate([{"prompt_token_ids": list(range(5, 25))}], SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
 print(json.dumps(list(found.outputs[0].token_ids)))
 """
 
 
-def recipe(family: str, precision: str, root: Path) -> Path:
+def options(family: str) -> dict[str, Any]:
+    """vLLM's on a card. Its own choice of a kernel for linear attention compiles for minutes on Hopper."""
+    return GRAPHS | ({"additional_config": {"gdn_prefill_backend": "triton"}} if family.startswith("qwen3") else {})
+
+
+def on_a_card(tree: dict[str, Any], family: str) -> None:
+    """Trainer, engine and server share one card, the engine with CUDA graphs."""
+    tree["train"] |= {"gpus": 0.4}
+    tree["rollout"] |= {"eager": False, "gpus": 0.4, "gpu_memory": 0.05, "kv_cache_bytes": 1 << 30, "engine_args": options(family)}
+    tree["logprob"] |= {"gpus": 0.2}
+    tree["cluster"] = {"device": "cuda", "num_cpus": 6, "num_gpus": 1, "gpus_per_node": 1}
+
+
+def recipe(family: str, precision: str, device: str, root: Path) -> Path:
     """A few updates: supervised ones that give the drafter something to be right about, then RL."""
+    config = (ON_CARDS if device == "cuda" else TOYS)[family]
     tree: dict[str, Any] = {
         "name": family,
         "run_dir": str(root / "run"),
-        "model": {"init": "random", "tokenizer": "bytes", "config": TOYS[family]},
+        "model": {"init": "random", "tokenizer": "bytes", "config": config},
         "data": {"task": {"name": "addition", "max_digits": 1, "train_size": 90, "eval_size": 4}},
         "train": {
             "stages": ["sft", "rl"],
@@ -69,6 +89,8 @@ def recipe(family: str, precision: str, root: Path) -> Path:
         "sync": {"transport": "shm", "verify": "always"},
         "cluster": {"device": "cpu", "num_cpus": 4},
     }
+    if device == "cuda":
+        on_a_card(tree, family)
     path = root / "recipe.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
@@ -103,13 +125,17 @@ def updates(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row.get("phase") == "rl" and "actor/pg_loss" in row]
 
 
-@pytest.mark.parametrize(("family", "precision"), SERVED)
-def test_the_main_job_from_random_weights_to_a_folder_that_stock_vllm_serves(family: str, precision: str, tmp_path: Path) -> None:
-    made, run_dir, folder = recipe(family, precision, tmp_path), tmp_path / "run", tmp_path / "folder"
+@pytest.mark.parametrize(("family", "precision", "device"), CASES)
+def test_the_main_job_from_random_weights_to_a_folder_that_stock_vllm_serves(
+    family: str, precision: str, device: str, tmp_path: Path
+) -> None:
+    made, run_dir, folder = recipe(family, precision, device, tmp_path), tmp_path / "run", tmp_path / "folder"
     command("-m", "mtpctl", "train", made, "--plain")
     # It imports vLLM on the core that the second start leaves idle at first, and is told once the folder is there.
     dtype = {"fp32": "float32", "bf16": "bfloat16"}[precision]
-    with start("-c", STOCK, folder, dtype, VLLM_PLUGINS="", VLLM_ENABLE_V1_MULTIPROCESSING="0") as serving:
+    eager = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
+    stock = eager if device == "cpu" else options(family) | {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
+    with start("-c", STOCK, folder, dtype, json.dumps(stock), VLLM_PLUGINS="", VLLM_ENABLE_V1_MULTIPROCESSING="0") as serving:
         try:
             resumed = command("-m", "mtpctl", "train", made, "--plain", "--set", "train.rl.steps=3")
             command("-m", "mtpctl", "convert-hf", run_dir, folder, "--verify")

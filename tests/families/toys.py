@@ -124,6 +124,11 @@ TOYS: dict[str, dict[str, Any]] = {
 }
 """By the names of `mtpctl.families.registry.FAMILIES`: every family with an MTP convention and no vision tower."""
 
+ON_CARDS = TOYS | {
+    "deepseek-v3": DEEPSEEK_V3 | {"num_attention_heads": 16, "num_key_value_heads": 16, "qk_nope_head_dim": 128, "v_head_dim": 128}
+}
+"""The same for a card, where vLLM's latent attention takes the published widths of a head and 16 heads or more."""
+
 SERVED = [
     (family, dtype)
     for family, config in TOYS.items()
