@@ -1,4 +1,4 @@
-"""What the two public functions share: arguments checked, rows selected, and the way back from a rank's share to whole gradients.
+"""What `linear_logprob` and `linear_policy_loss` share: checked arguments, selected rows, and whole gradients from each rank's share.
 
 Shape legend: N rows (tokens), n selected rows, H hidden size, V this rank's vocabulary entries.
 """
@@ -25,15 +25,11 @@ class Call:
     shard: inputs.Shard
     rows: inputs.Rows
     temperature: float | Tensor
-    sequence_parallel: bool
-    deterministic: bool
     workspace_bytes: int
     main_grad: bool
 
     def problem(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Problem:
-        """This rank's local problem; gathers sequence shards and selected rows."""
-        if self.sequence_parallel:
-            hidden = reduce.gather_rows(hidden, self.shard)
+        """The problem of the selected rows and this rank's vocabulary entries."""
         inverse: float | Tensor
         if isinstance(self.temperature, Tensor):
             wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -44,14 +40,12 @@ class Call:
         return Problem(self.rows.take(hidden).contiguous(), weight, targets, inverse, self.shard.valid, self.workspace_bytes)
 
     def share_dtype(self, hidden: Tensor) -> torch.dtype:
-        """In which a rank's share of the hidden gradient is best made: several are summed in fp32; alone it is final."""
+        """The dtype of this rank's share of the hidden gradient: fp32 where shares are summed over ranks, else that of the result."""
         return hidden.dtype if self.shard.world == 1 or hidden.dtype == torch.float64 else torch.float32
 
     def whole_hidden_grad(self, local: Tensor, dtype: torch.dtype) -> Tensor:
-        """This rank's share [n, H], summed over vocabulary shards, in its rows' places."""
-        if self.sequence_parallel:
-            return reduce.scatter_sum(self.rows.spread(local), self.shard, self.deterministic).to(dtype)
-        return self.rows.spread(reduce.sum_ranks(local, self.shard, self.deterministic).to(dtype))
+        """The gradient of hidden [N, H] from every rank's share `local` [n, H], summed over vocabulary shards."""
+        return self.rows.spread(reduce.sum_ranks(local, self.shard).to(dtype))
 
 
 def prepare(
@@ -61,28 +55,25 @@ def prepare(
     *,
     temperature: float | Tensor,
     group: dist.ProcessGroup | None,
-    ignore_index: int,
     rows: Tensor | None,
     valid_vocab: int | None,
-    sequence_parallel: bool,
     workspace_bytes: int | None,
-    deterministic: bool,
     main_grad: bool,
 ) -> Call:
-    """Checks the arguments (ValueError naming the one that is wrong) and selects the rows."""
-    inputs.check_tensors(hidden, weight, labels, group, sequence_parallel)
+    """Check the arguments (ValueError naming the one that is wrong) and select the rows."""
+    inputs.check_tensors(hidden, weight, labels)
     inputs.check_temperature(temperature, labels)
     shard = inputs.vocab_shard(weight, group, valid_vocab)
     workspace = DEFAULT_WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
     if workspace <= 0:
         raise ValueError(f"workspace_bytes: {workspace}, expected above 0")
-    selected = inputs.select_rows(None if sequence_parallel else hidden, labels, rows, ignore_index, temperature, shard)
-    return Call(shard, selected, temperature, sequence_parallel, deterministic, workspace, main_grad)
+    selected = inputs.select_rows(hidden, labels, rows, temperature, shard)
+    return Call(shard, selected, temperature, workspace, main_grad)
 
 
 @dataclass(frozen=True)
 class WeightSink:
-    """Where the weight's gradient goes (None: nowhere), whether it is added there, and what autograd is given for it in the end."""
+    """Where the weight's gradient is written (None: nowhere), or added where `add` is set. `finish` gives what backward returns for it."""
 
     out: Tensor | None
     add: bool
@@ -90,6 +81,7 @@ class WeightSink:
 
 
 def weight_sink(weight: Tensor, wanted: bool, main_grad: bool) -> WeightSink:
+    """The weight's own new gradient, or with `main_grad` Megatron's buffer where the weight has one."""
     if not wanted:
         return WeightSink(None, False, lambda: None)
     if not (main_grad and hasattr(weight, "main_grad")):
@@ -100,8 +92,8 @@ def weight_sink(weight: Tensor, wanted: bool, main_grad: bool) -> WeightSink:
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
         weight.grad_added_to_main_grad = True
-        # Megatron's hooks fire only for parameters that are given a gradient. Of a weight that is also the embedding they add it to what
-        # the embedding brings; of any other they never read it.
+        # Megatron's hooks fire only for parameters that get a gradient. They add it to the embedding's where the weight is tied to it
+        # (`zero_out_wgrad`), and never read it for any other weight.
         return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
     return WeightSink(weight.main_grad, True, finish)

@@ -86,8 +86,9 @@ class Chunked:
         return LocalScores(RowStats(top, mass, moment, target), best, kept)
 
     def grads(
-        self, problem: Problem, rows: RowGrads, kept: Tensor | None, *, hidden: torch.dtype | None, weight: Tensor | None, add: bool
+        self, problem: Problem, rows: RowGrads, kept: object, *, hidden: torch.dtype | None, weight: Tensor | None, add: bool
     ) -> Tensor | None:
+        assert kept is None or isinstance(kept, Tensor)
         h = problem.hidden
         hidden_grad: Tensor | None = None
         for columns in _chunks(problem, self._width(problem)):

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+IGNORE_INDEX = -100
+"""A row with this label is not projected on the vocabulary: it costs no time, its results are 0 and it takes no gradient."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ class Rows:
         return out
 
 
-def check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None, sequence_parallel: bool) -> None:
-    """Shapes, dtypes and devices fit together; raises `ValueError` naming the argument and both values."""
+def check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+    """Raise ValueError, naming the argument and both values, where shapes, dtypes or devices do not fit together."""
     if hidden.dim() != 2:
         raise ValueError(f"hidden: shape {tuple(hidden.shape)} has {hidden.dim()} dimensions, expected 2: [rows, hidden size]")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
@@ -72,12 +74,8 @@ def check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.Pr
         raise ValueError(f"labels: on {labels.device}, hidden on {hidden.device}")
     if labels.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"labels: dtype {labels.dtype}, expected torch.int64 or torch.int32")
-    if sequence_parallel and group is None:
-        raise ValueError("sequence_parallel: True, but group is None: there is nobody to gather rows from")
-    rows = hidden.shape[0] * (dist.get_world_size(group) if sequence_parallel else 1)
-    if labels.shape != (rows,):
-        shards = " after gathering the sequence shards" if sequence_parallel else ""
-        raise ValueError(f"labels: shape {tuple(labels.shape)}, expected ({rows},), one for each row of hidden{shards}")
+    if labels.shape != hidden.shape[:1]:
+        raise ValueError(f"labels: shape {tuple(labels.shape)}, expected ({hidden.shape[0]},), one for each row of hidden")
 
 
 def vocab_shard(weight: Tensor, group: dist.ProcessGroup | None, valid_vocab: int | None) -> Shard:
@@ -100,33 +98,27 @@ def check_temperature(temperature: float | Tensor, labels: Tensor) -> None:
         raise ValueError(f"temperature: {temperature}, expected a finite number above 0")
 
 
-def select_rows(
-    hidden: Tensor | None, labels: Tensor, rows: Tensor | None, ignore_index: int, temperature: float | Tensor, shard: Shard
-) -> Rows:
-    """Rows that are both asked for and not ignored, checked for labels in range, with one wait for the device.
+def select_rows(hidden: Tensor, labels: Tensor, rows: Tensor | None, temperature: float | Tensor, shard: Shard) -> Rows:
+    """The rows that are both in the mask `rows` [N] and not ignored.
 
-    `hidden` is checked for values that are not finite on the way; None where ranks hold different rows and must not disagree about it.
+    Checks labels, temperatures and hidden states of these rows on the way, waiting for the device only once. Raises ValueError.
     """
+    if rows is not None:
+        _check_mask(rows, labels)
     total = labels.shape[0]
     if total == 0:
         return Rows(0, 0, None)
-    keep = labels != ignore_index
+    keep = labels != IGNORE_INDEX if rows is None else (labels != IGNORE_INDEX) & rows
     # A sum is finite unless an addend is not (or it overflows: then `nonfinite` finds nothing).
     wide = torch.float64 if labels.device.type == "cpu" else torch.float32
-    facts = [torch.ones_like(keep[0]) if hidden is None else torch.isfinite(hidden.detach().sum(dtype=wide))]
-    if rows is not None:
-        chosen, span = _chosen(rows, labels)
-        keep = keep & chosen
-        facts += span
-    kept = torch.where(keep, labels, 0)  # 0 is in every vocabulary, so that the least and the most tell of kept labels alone
-    count, low, high, finite, *extremes = torch.stack([keep.sum(), *(x.long() for x in (*kept.aminmax(), *facts))]).tolist()
-    if extremes and (extremes[0] < 0 or extremes[1] >= total):
-        raise ValueError(f"rows: index {extremes[0] if extremes[0] < 0 else extremes[1]} is outside hidden's {total} rows")
+    finite_sum = torch.isfinite(hidden.detach().sum(dtype=wide))
+    kept = torch.where(keep, labels, 0)  # 0 is in every vocabulary, so that minimum and maximum are those of the kept labels
+    count, low, high, finite = torch.stack([keep.sum(), *(x.long() for x in (*kept.aminmax(), finite_sum))]).tolist()
     if low < 0 or high >= shard.total:
         raise ValueError(
-            f"labels: {low if low < 0 else high} is outside the vocabulary of {shard.total} entries (ignore_index is {ignore_index})"
+            f"labels: {low if low < 0 else high} is outside the vocabulary of {shard.total} entries (ignore_index is {IGNORE_INDEX})"
         )
-    if hidden is not None and not finite and (found := nonfinite("hidden", hidden)):
+    if not finite and (found := nonfinite("hidden", hidden)):
         raise found
     if isinstance(temperature, Tensor):
         coldest, hottest = torch.stack(torch.where(keep, temperature, 1).aminmax()).tolist()
@@ -137,28 +129,20 @@ def select_rows(
     return Rows(total, count, None if count == total else keep.nonzero().squeeze(1))
 
 
-def _chosen(rows: Tensor, labels: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """`rows` as a mask [N]; where they were indices, also the least and the largest of them."""
-    total = labels.shape[0]
+def _check_mask(rows: Tensor, labels: Tensor) -> None:
     if rows.device != labels.device:
         raise ValueError(f"rows: on {rows.device}, labels on {labels.device}")
-    if rows.dtype == torch.bool:
-        if rows.shape != labels.shape:
-            raise ValueError(f"rows: mask of shape {tuple(rows.shape)}, expected {tuple(labels.shape)}, one for each label")
-        return rows, []
-    if rows.dtype not in (torch.int64, torch.int32) or rows.dim() != 1:
-        raise ValueError(f"rows: dtype {rows.dtype}, shape {tuple(rows.shape)}, expected a bool mask or a 1-D tensor of indices")
-    mask = torch.zeros_like(labels, dtype=torch.bool)
-    mask[rows.long().clamp(0, total - 1)] = True
-    return mask, list(rows.aminmax()) if rows.numel() else []
+    if rows.dtype != torch.bool:
+        raise ValueError(f"rows: dtype {rows.dtype}, expected a bool mask")
+    if rows.shape != labels.shape:
+        raise ValueError(f"rows: mask of shape {tuple(rows.shape)}, expected {tuple(labels.shape)}, one for each label")
 
 
 class FiniteCheck:
-    """Whether every row's statistics (its log-sum-exp, with its entropy where that is asked for) are finite, asked of the device without
-    waiting for the answer.
+    """Checks that every row's statistics (log-sum-exp, plus entropy where that is asked for) are finite, without waiting for the device.
 
-    A forward pass that a backward pass follows looks at the answer there: waiting for it at once would leave the device idle while the
-    backward pass is being launched.
+    The answer is copied to the host in the background, and read by `enforce`. A forward pass that a backward pass follows calls `enforce`
+    there: waiting at once would leave the device idle while the backward pass is being launched.
     """
 
     def __init__(self, statistics: Tensor) -> None:

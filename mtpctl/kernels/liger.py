@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ class _Graph:
     entropy: Tensor | None
 
 
-def refusal(hidden: Tensor, temperature: Any, hit: bool, topk: int, world: int, separable_loss: bool) -> str | None:
+def refusal(hidden: Tensor, temperature: float | Tensor, hit: bool, topk: int, world: int, separable_loss: bool) -> str | None:
     """Why the kernel cannot serve this call, or None."""
     if find_spec("liger_kernel") is None or find_spec("cutlass") is None:
         return "needs liger-kernel and nvidia-cutlass-dsl installed"
@@ -69,9 +68,9 @@ class Liger:
         return LocalScores(RowStats(zero, one, moment, -nll.detach()), kept=_Graph(hidden, weight, nll, row_entropy) if keep else None)
 
     def grads(
-        self, problem: Problem, rows: RowGrads, kept: _Graph | None, *, hidden: torch.dtype | None, weight: Tensor | None, add: bool
+        self, problem: Problem, rows: RowGrads, kept: object, *, hidden: torch.dtype | None, weight: Tensor | None, add: bool
     ) -> Tensor | None:
-        if kept is None:
+        if not isinstance(kept, _Graph):
             raise RuntimeError("implementation: 'liger' can go backward once only; its graph is spent")
         outputs, upstream = [kept.nll], [-rows.logprob]
         if rows.entropy is not None and kept.entropy is not None:

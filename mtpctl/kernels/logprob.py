@@ -5,7 +5,7 @@ Shape legend: N rows (tokens), n selected rows, H hidden size, V this rank's voc
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mtpctl.kernels import inputs, reduce
+from mtpctl.kernels.autograd import AutogradContext
 from mtpctl.kernels.call import Call, prepare, weight_sink
-from mtpctl.kernels.choice import Wants, choose
+from mtpctl.kernels.choice import Features, choose
 from mtpctl.kernels.problem import Backend, RowGrads
 from mtpctl.kernels.reference import reference_scores
 
@@ -49,13 +50,10 @@ def linear_logprob(
     entropy: bool = False,
     hit: bool = False,
     topk: int = 0,
-    ignore_index: int = -100,
     rows: Tensor | None = None,
     detach_weight: bool = False,
     valid_vocab: int | None = None,
-    sequence_parallel: bool = False,
     workspace_bytes: int | None = None,
-    deterministic: bool = False,
     implementation: str = "auto",
     main_grad: bool = False,
 ) -> LogProbOut:
@@ -67,14 +65,11 @@ def linear_logprob(
     group: weight holds this rank's V of the V x world vocabulary entries, in rank order; labels count in the whole vocabulary and
         are the same on all ranks, and so are the results. The caller's loss is taken to be the same on every rank of the group; the
         gradient of hidden is then summed over ranks inside (no further reduction is due).
-    sequence_parallel: hidden is this rank's N / world rows, in rank order, while labels, rows, temperature and results have all N. Rows are
-        gathered inside, and the gradient of hidden is reduce-scattered.
-    ignore_index, rows: a label that is ignored, or a row outside `rows` (bool mask [N] or indices), is not projected at all: it costs no
-        time, its results are 0 and it takes no gradient.
+    rows: a bool mask [N]. A row outside it, or with the label `inputs.IGNORE_INDEX`, is not projected on the vocabulary: it costs no time,
+        its results are 0 and it takes no gradient.
     detach_weight: no gradient of the weight is computed (an isolated MTP head).
     valid_vocab: size of the whole vocabulary where the weight is padded; entries from there on have probability 0.
     workspace_bytes: memory beside inputs, results and gradients (default 1 GiB). With enough of it logits are kept for the backward pass.
-    deterministic: ranks are summed in a fixed order, and no backend is chosen whose sums depend on timing.
     implementation: "auto" (a measured table per card and shape; `choice.choose` says which), "reference", "chunked", "triton", "liger".
     main_grad: where the weight has Megatron's `main_grad`, its gradient is added there, and `grad_added_to_main_grad` set.
 
@@ -87,12 +82,9 @@ def linear_logprob(
         labels,
         temperature=temperature,
         group=group,
-        ignore_index=ignore_index,
         rows=rows,
         valid_vocab=valid_vocab,
-        sequence_parallel=sequence_parallel,
         workspace_bytes=workspace_bytes,
-        deterministic=deterministic,
         main_grad=main_grad,
     )
     if not 0 <= topk <= call.shard.total:
@@ -102,14 +94,14 @@ def linear_logprob(
     if implementation == "reference":
         exact = reference_scores(hidden, weight, labels, call, topk)
         return LogProbOut(exact[0], exact[1] if entropy else None, exact[2] if hit else None, TopK(*exact[3:]) if topk else None)
-    wants = Wants(call, topk=topk, hit=hit)
     keep = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    asked = _Asked(call, choose(implementation, hidden, weight, wants), entropy, topk, keep)
-    logprob, row_entropy, greedy, best, ids = _LinearLogProb.apply(hidden, weight, labels, asked)
+    backend = choose(implementation, hidden, weight, Features(call, topk=topk, hit=hit))
+    arguments = _Arguments(call, backend, entropy, topk, keep)
+    logprob, row_entropy, greedy, best, ids = _LinearLogProb.apply(hidden, weight, labels, arguments)
     return LogProbOut(logprob, row_entropy if entropy else None, greedy if hit else None, TopK(best, ids) if topk else None)
 
 
-class _Asked(NamedTuple):
+class _Arguments(NamedTuple):
     call: Call
     backend: Backend
     entropy: bool
@@ -117,38 +109,44 @@ class _Asked(NamedTuple):
     keep: bool
 
 
+class _Context(AutogradContext, Protocol):
+    arguments: _Arguments
+    kept: object
+    finite: inputs.FiniteCheck
+
+
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, asked: _Asked) -> tuple[Tensor, ...]:
-        call, rows = asked.call, asked.call.rows
+    def forward(ctx: _Context, hidden: Tensor, weight: Tensor, labels: Tensor, arguments: _Arguments) -> tuple[Tensor, ...]:
+        call, rows = arguments.call, arguments.call.rows
         problem = call.problem(hidden, weight, labels)
-        scores = asked.backend.scores(problem, entropy=asked.entropy, topk=asked.topk, keep=asked.keep)
+        scores = arguments.backend.scores(problem, entropy=arguments.entropy, topk=arguments.topk, keep=arguments.keep)
         stats = reduce.join_shards(scores.stats, call.shard)
         lse = stats.lse
-        row_entropy = stats.entropy if asked.entropy else torch.zeros_like(lse)
+        row_entropy = stats.entropy if arguments.entropy else torch.zeros_like(lse)
         outputs = [rows.spread(x) for x in (stats.logprob, row_entropy, stats.hit)]
-        if asked.topk:
-            outputs += [rows.spread(x) for x in _whole_topk(scores.best, lse, asked.topk, call.shard)]
+        if arguments.topk:
+            outputs += [rows.spread(x) for x in _whole_topk(scores.best, lse, arguments.topk, call.shard)]
         else:
             outputs += [lse.new_empty(0), lse.new_empty(0)]
         ctx.mark_non_differentiable(*outputs[2:])
         ctx.set_materialize_grads(False)
         finite = inputs.FiniteCheck(lse + row_entropy)
-        if asked.keep:
+        if arguments.keep:
             ctx.save_for_backward(hidden, weight, labels, lse, row_entropy)
-            ctx.asked, ctx.kept, ctx.finite = asked, scores.kept, finite
-        # `prepare` has looked at hidden; a weight that is not finite, or logits that overflow, may wait for the backward pass.
-        if not asked.keep or call.sequence_parallel:
+            ctx.arguments, ctx.kept, ctx.finite = arguments, scores.kept, finite
+        # `prepare` has checked hidden. A weight that is not finite, or logits that overflow, can wait for the backward pass.
+        if not arguments.keep:
             finite.enforce(problem.hidden, weight)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, lse, row_entropy = ctx.saved_tensors
-        asked: _Asked = ctx.asked
-        call, take = asked.call, asked.call.rows.take
-        by_logprob, by_entropy = grads[0], grads[1] if asked.entropy else None
+        arguments = ctx.arguments
+        call, take = arguments.call, arguments.call.rows.take
+        by_logprob, by_entropy = grads[0], grads[1] if arguments.entropy else None
         if by_logprob is None and by_entropy is None:
             return None, None, None, None
         per_row = RowGrads(
@@ -157,11 +155,11 @@ class _LinearLogProb(torch.autograd.Function):
             None if by_entropy is None else take(by_entropy).to(lse.dtype).contiguous(),
             None if by_entropy is None else row_entropy,
         )
-        kept, ctx.kept = ctx.kept, None  # good for one pass: it is overwritten
+        kept, ctx.kept = ctx.kept, None  # the backward pass overwrites what was kept
         sink = weight_sink(weight, ctx.needs_input_grad[1], call.main_grad)
         problem = call.problem(hidden, weight, labels)
         share = call.share_dtype(hidden) if ctx.needs_input_grad[0] else None
-        local = asked.backend.grads(problem, per_row, kept, hidden=share, weight=sink.out, add=sink.add)
+        local = arguments.backend.grads(problem, per_row, kept, hidden=share, weight=sink.out, add=sink.add)
         ctx.finite.enforce(problem.hidden, weight)
         return None if local is None else call.whole_hidden_grad(local, hidden.dtype), sink.finish(), None, None
 

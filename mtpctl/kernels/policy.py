@@ -8,7 +8,7 @@ their own place, and the two products that need it. Nothing is computed twice, a
 A loss that couples tokens is made separable by a first pass: GSPO's sequence ratio comes from `linear_logprob` without gradient, and
 is then a constant of each token.
 
-Departs from plain autograd in one thing: the gradients are made in the forward pass, for an upstream gradient that the caller foretells.
+Unlike in plain autograd the gradients are made in the forward pass, for an upstream gradient that the caller states beforehand.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mtpctl.kernels import inputs, reduce
-from mtpctl.kernels.call import Call, prepare, weight_sink
-from mtpctl.kernels.choice import Wants, choose
+from mtpctl.kernels.autograd import AutogradContext
+from mtpctl.kernels.call import Call, WeightSink, prepare, weight_sink
+from mtpctl.kernels.choice import Features, choose
 from mtpctl.kernels.problem import Backend, Problem, RowGrads
 
 # token_loss(logprob [r], entropy [r] or None, rows [r]) -> (summed loss, named sums). `rows` are indices among all N rows.
@@ -34,8 +35,8 @@ TokenLoss = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, dict[str, Te
 
 
 class PolicyLossOut(NamedTuple):
-    """`loss_sum` is differentiable (once); `sums` are what `token_loss` named, added up; `logprob`, `entropy` and `hit` [N] are those
-    of `LogProbOut`, detached."""
+    """loss_sum: differentiable, once. sums: those that `token_loss` named, added up. logprob, entropy and hit [N]: as in `LogProbOut`,
+    without gradient."""
 
     loss_sum: Tensor
     sums: dict[str, Tensor]
@@ -55,13 +56,10 @@ def linear_policy_loss(
     group: dist.ProcessGroup | None = None,
     entropy: bool = False,
     hit: bool = False,
-    ignore_index: int = -100,
     rows: Tensor | None = None,
     detach_weight: bool = False,
     valid_vocab: int | None = None,
-    sequence_parallel: bool = False,
     workspace_bytes: int | None = None,
-    deterministic: bool = False,
     implementation: str = "auto",
     main_grad: bool = False,
 ) -> PolicyLossOut:
@@ -71,8 +69,8 @@ def linear_policy_loss(
         slice's summed loss and any sums to report. It must be separable: no term may look at another token's log-prob. It is
         differentiated inside.
     grad_scale: the gradient that `loss_sum` will receive (1 / global denominator, times a loss scale). Gradients are made for it.
-        If another comes, they are multiplied once more; with `main_grad`, where they are already added, or a foretold 0, that is a
-        ValueError.
+        If another comes they are rescaled. Where they cannot be (they are in `main_grad` already, or were made for 0) the backward pass
+        raises ValueError.
 
     All else is as in `linear_logprob`. The default workspace of 1 GiB makes slices of about 3,000 rows at 150,000 vocabulary entries; of a
     half-precision weight gradient every further slice costs one more rounding, unless it is added to an fp32 `main_grad`.
@@ -85,25 +83,22 @@ def linear_policy_loss(
         labels,
         temperature=temperature,
         group=group,
-        ignore_index=ignore_index,
         rows=rows,
         valid_vocab=valid_vocab,
-        sequence_parallel=sequence_parallel,
         workspace_bytes=workspace_bytes,
-        deterministic=deterministic,
         main_grad=main_grad,
     )
     if detach_weight:
         weight = weight.detach()
-    backend = choose(implementation, hidden, weight, Wants(call, separable_loss=True))
+    backend = choose(implementation, hidden, weight, Features(call, separable_loss=True))
     sums: dict[str, Tensor] = {}
-    live = torch.is_grad_enabled()
-    asked = _Asked(call, backend, token_loss, entropy, grad_scale, live and hidden.requires_grad, live and weight.requires_grad, sums)
-    loss, logprob, row_entropy, greedy = _LinearPolicyLoss.apply(hidden, weight, labels, asked)
+    by_hidden, by_weight = (torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
+    arguments = _Arguments(call, backend, token_loss, entropy, grad_scale, by_hidden, by_weight, sums)
+    loss, logprob, row_entropy, greedy = _LinearPolicyLoss.apply(hidden, weight, labels, arguments)
     return PolicyLossOut(loss, sums, logprob, row_entropy if entropy else None, greedy if hit else None)
 
 
-class _Asked(NamedTuple):
+class _Arguments(NamedTuple):
     call: Call
     backend: Backend
     token_loss: TokenLoss
@@ -114,41 +109,47 @@ class _Asked(NamedTuple):
     sums: dict[str, Tensor]
 
 
+class _Context(AutogradContext, Protocol):
+    arguments: _Arguments
+    grads: tuple[Tensor | None, WeightSink] | None
+    check: Callable[[], None]
+
+
 class _LinearPolicyLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, asked: _Asked) -> tuple[Tensor, ...]:
-        call, backend = asked.call, asked.backend
+    def forward(ctx: _Context, hidden: Tensor, weight: Tensor, labels: Tensor, arguments: _Arguments) -> tuple[Tensor, ...]:
+        call, backend = arguments.call, arguments.backend
         whole = call.problem(hidden, weight, labels)
-        n, keep = len(whole.hidden), asked.hidden or asked.weight
+        n, keep = len(whole.hidden), arguments.hidden or arguments.weight
         index = torch.arange(call.rows.total, device=labels.device) if call.rows.index is None else call.rows.index
-        sink = weight_sink(weight, asked.weight, call.main_grad)
-        share = call.share_dtype(hidden) if asked.hidden else None
+        sink = weight_sink(weight, arguments.weight, call.main_grad)
+        share = call.share_dtype(hidden) if arguments.hidden else None
         hidden_grad = None if share is None else torch.empty(whole.hidden.shape, dtype=share, device=hidden.device)
         logprob, row_entropy, checked = torch.zeros(3, n, dtype=whole.wide, device=hidden.device).unbind(0)
         greedy = torch.zeros(n, dtype=torch.bool, device=hidden.device)
         loss = torch.zeros((), dtype=whole.wide, device=hidden.device)
-        # Ranks meet once a slice: all cut their rows as the first one does, which has the most columns, whatever padding leaves them.
+        # Ranks join statistics once a slice, so all of them need the same slices: those of the first rank, which has the most columns.
         widest = replace(whole, valid=min(call.shard.columns, call.shard.total))
         for number, part in enumerate(_slices(n, backend.rows_that_keep(widest) if keep else n)):
             problem = _part(whole, part)
-            scores = backend.scores(problem, entropy=asked.entropy, topk=0, keep=keep)
+            scores = backend.scores(problem, entropy=arguments.entropy, topk=0, keep=keep)
             stats = reduce.join_shards(scores.stats, call.shard)
-            checked[part] = stats.lse + stats.entropy if asked.entropy else stats.lse
+            checked[part] = stats.lse + stats.entropy if arguments.entropy else stats.lse
             logprob[part], greedy[part] = stats.logprob, stats.hit
-            if asked.entropy:
+            if arguments.entropy:
                 row_entropy[part] = stats.entropy
-            value, per_row = _loss_and_grads(stats, index[part], asked, keep)
+            value, per_row = _loss_and_grads(stats, index[part], arguments, keep)
             loss += value
             if per_row is not None:
                 local = backend.grads(problem, per_row, scores.kept, hidden=share, weight=sink.out, add=sink.add or number > 0)
                 if hidden_grad is not None and local is not None:
                     hidden_grad[part] = local
-            del scores  # or two slices' logits would live at the same time
+            del scores  # frees this slice's logits before the next slice's are made
         finite = inputs.FiniteCheck(checked)
         if keep:
             if hidden_grad is not None:
                 hidden_grad = call.whole_hidden_grad(hidden_grad, hidden.dtype)
-            ctx.grads, ctx.asked = (hidden_grad, sink), asked
+            ctx.grads, ctx.arguments = (hidden_grad, sink), arguments
             ctx.check = partial(finite.enforce, whole.hidden.detach(), weight.detach())
         else:
             finite.enforce(whole.hidden, weight)
@@ -159,12 +160,12 @@ class _LinearPolicyLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError("linear_policy_loss: its gradients were made for one backward pass, which has been")
         (hidden_grad, sink), ctx.grads = ctx.grads, None
         ctx.check()
-        expected, came = ctx.asked.grad_scale, grad.item()
+        expected, came = ctx.arguments.grad_scale, grad.item()
         if not math.isclose(came, expected, rel_tol=1e-6):
             why = (
                 "main_grad has been added to already" if sink.out is not None and sink.add else "" if expected else "no factor leads there"
@@ -196,20 +197,20 @@ def _part(whole: Problem, part: slice) -> Problem:
     )
 
 
-def _loss_and_grads(stats: reduce.RowStats, rows: Tensor, asked: _Asked, keep: bool) -> tuple[Tensor, RowGrads | None]:
+def _loss_and_grads(stats: reduce.RowStats, rows: Tensor, arguments: _Arguments, keep: bool) -> tuple[Tensor, RowGrads | None]:
     """The loss of a slice, and what it asks of each row."""
     logprob = stats.logprob.detach().requires_grad_(keep)
-    entropy = stats.entropy.detach().requires_grad_(keep) if asked.entropy else None
+    entropy = stats.entropy.detach().requires_grad_(keep) if arguments.entropy else None
     with torch.set_grad_enabled(keep):
-        value, sums = asked.token_loss(logprob, entropy, rows)
+        value, sums = arguments.token_loss(logprob, entropy, rows)
     for name, x in sums.items():
-        asked.sums[name] = asked.sums[name] + x.detach() if name in asked.sums else x.detach()
+        arguments.sums[name] = arguments.sums[name] + x.detach() if name in arguments.sums else x.detach()
     if not keep:
         return value, None
     if not value.requires_grad:  # a constant, as where nothing in the slice is trained
         return value, RowGrads(torch.zeros_like(logprob), stats.lse)
     leaves = [logprob] if entropy is None else [logprob, entropy]
-    grads = torch.autograd.grad(value, leaves, grad_outputs=torch.full_like(value, asked.grad_scale), allow_unused=True)
+    grads = torch.autograd.grad(value, leaves, grad_outputs=torch.full_like(value, arguments.grad_scale), allow_unused=True)
     by_logprob = torch.zeros_like(logprob) if grads[0] is None else grads[0].contiguous()
     by_entropy = grads[1] if entropy is not None else None
     if by_entropy is None:

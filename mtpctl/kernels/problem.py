@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,10 +17,11 @@ from mtpctl.kernels.reduce import RowStats
 
 @dataclass(frozen=True)
 class Problem:
-    """hidden [n, H]; weight [V, H]; targets [n], counted from this rank's first column (outside 0..V-1: another rank's);
-    inverse_temperature
-    a number or [n] fp32; only the first `valid` columns are vocabulary; `workspace_bytes` bounds what a backend allocates beside its
-    results."""
+    """hidden [n, H]; weight [V, H]; targets [n], counted from this rank's first column (outside 0..V-1: another rank's).
+
+    inverse_temperature: a number or [n] fp32. valid: how many columns are vocabulary, the rest is padding. workspace_bytes: bound of what
+    a backend allocates beside its results.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -50,7 +51,7 @@ class LocalScores:
 
     stats: RowStats
     best: tuple[Tensor, Tensor] | None = None
-    kept: Any = None
+    kept: object = None
 
     @classmethod
     def joined(cls, parts: list[LocalScores]) -> LocalScores:
@@ -84,7 +85,7 @@ class Backend(Protocol):
         ...
 
     def grads(
-        self, problem: Problem, rows: RowGrads, kept: Any, *, hidden: torch.dtype | None, weight: Tensor | None, add: bool
+        self, problem: Problem, rows: RowGrads, kept: object, *, hidden: torch.dtype | None, weight: Tensor | None, add: bool
     ) -> Tensor | None:
         """The gradient of hidden [n, H] where a dtype is asked for, in it or wider; the weight's is written to `weight` [V, H], or
         added to it.

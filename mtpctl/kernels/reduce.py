@@ -66,26 +66,8 @@ def join_shards(stats: RowStats, shard: Shard) -> RowStats:
     return join_stats(gather(torch.stack([stats.top, stats.mass, stats.moment, stats.target]), shard))
 
 
-def gather_rows(x: Tensor, shard: Shard) -> Tensor:
-    """Sequence shards [N / world, H] of all ranks, in rank order: [N, H]."""
-    return gather(x, shard).flatten(0, 1)
-
-
-def sum_ranks(x: Tensor, shard: Shard, deterministic: bool) -> Tensor:
-    """Sum of `x` over the ranks; `deterministic` adds in rank order whatever the collective's algorithm."""
-    if shard.world == 1:
-        return x
-    if deterministic:
-        return gather(x, shard).sum(0)
-    dist.all_reduce(x, group=shard.group)
+def sum_ranks(x: Tensor, shard: Shard) -> Tensor:
+    """Sum of `x` over the ranks; may overwrite `x`."""
+    if shard.world > 1:
+        dist.all_reduce(x, group=shard.group)
     return x
-
-
-def scatter_sum(x: Tensor, shard: Shard, deterministic: bool) -> Tensor:
-    """Sum over ranks of [N, H], of which this rank keeps its N / world rows."""
-    mine = x.shape[0] // shard.world
-    if deterministic:
-        return sum_ranks(x, shard, True)[shard.rank * mine : (shard.rank + 1) * mine]
-    out = x.new_empty(mine, x.shape[1])
-    dist.reduce_scatter(out, list(x.contiguous().chunk(shard.world)), group=shard.group)
-    return out

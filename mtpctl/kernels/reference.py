@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mtpctl.kernels.autograd import AutogradContext
 from mtpctl.kernels.call import Call
 from mtpctl.kernels.inputs import Shard
 from mtpctl.kernels.reduce import gather
+
+
+class _Context(AutogradContext, Protocol):
+    mine: slice
 
 
 class _Whole(torch.autograd.Function):
@@ -17,12 +22,12 @@ class _Whole(torch.autograd.Function):
     of it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shard: Shard) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, shard: Shard) -> Tensor:
         ctx.mine = slice(shard.rank * x.shape[0], (shard.rank + 1) * x.shape[0])
         return gather(x, shard).flatten(0, 1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return grad[ctx.mine], None
 
 
@@ -30,8 +35,6 @@ def reference_scores(hidden: Tensor, weight: Tensor, labels: Tensor, call: Call,
     """log-prob, entropy, hit [N], top-k log-probs and ids [N, k], as `linear_logprob` returns them."""
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     hidden, weight = hidden.double(), weight.double()
-    if call.sequence_parallel:
-        hidden = _Whole.apply(hidden, call.shard)
     if call.shard.world > 1:
         weight = _Whole.apply(weight, call.shard)
     take, spread = call.rows.take, call.rows.spread

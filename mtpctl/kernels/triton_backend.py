@@ -44,7 +44,7 @@ class Tiles:
 
 
 @dataclass
-class Kept:
+class KeptLogits:
     """Logits of the first columns, [n, padded columns] relative to `tops` [n, T], each tile's row maxima."""
 
     logits: Tensor
@@ -88,7 +88,7 @@ class Triton:
         columns = self._kept_columns(problem) if keep else 0
         scale, kept, spare = _scales(problem), None, min(problem.workspace_bytes // 4, MOST_PARTIAL_BYTES)
         if columns:
-            kept = Kept(_padded(h, n, columns), h.new_empty(n, triton.cdiv(columns, t.bn), dtype=torch.float32), columns)
+            kept = KeptLogits(_padded(h, n, columns), h.new_empty(n, triton.cdiv(columns, t.bn), dtype=torch.float32), columns)
             spare = min(spare, 4 * h.numel())  # set aside for the hidden gradient, which comes later
         rows_at_once = max(t.bm, spare // (16 * tiles) // t.bm * t.bm)
         for start in range(0, n, rows_at_once):
@@ -106,8 +106,9 @@ class Triton:
         return LocalScores(RowStats(*stats.unbind(0)), kept=kept)
 
     def grads(
-        self, problem: Problem, rows: RowGrads, kept: Kept | None, *, hidden: torch.dtype | None, weight: Tensor | None, add: bool
+        self, problem: Problem, rows: RowGrads, kept: object, *, hidden: torch.dtype | None, weight: Tensor | None, add: bool
     ) -> Tensor | None:
+        assert kept is None or isinstance(kept, KeptLogits)
         h, n = problem.hidden, len(problem.hidden)
         scale = _scales(problem)
         hidden_grad: Tensor | None = None
@@ -212,7 +213,7 @@ class Triton:
                 num_stages=t.stages,
             )
 
-    def _kept_grads(self, problem: Problem, rows: RowGrads, kept: Kept, scale: Tensor) -> None:
+    def _kept_grads(self, problem: Problem, rows: RowGrads, kept: KeptLogits, scale: Tensor) -> None:
         n, tiles = kept.tops.shape
         entropy = rows.entropy is not None
         with _on(problem.hidden):

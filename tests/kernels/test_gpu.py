@@ -115,7 +115,7 @@ def test_the_policy_loss_equals_log_probs_and_autograd(dtype: torch.dtype, works
 def test_a_card_that_was_measured_gets_what_was_fastest(caplog: pytest.LogCaptureFixture) -> None:
     from mtpctl.kernels import choice
 
-    choice._told.cache_clear()
+    choice._logged.cache_clear()
     measured = torch.cuda.get_device_capability() in choice.MEASURED
     for rows, expected in ((4, "chunked"), (64, "triton" if measured else "chunked")):
         with caplog.at_level("INFO", logger="mtpctl.kernels"):

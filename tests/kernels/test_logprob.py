@@ -103,8 +103,6 @@ def test_rows_that_are_not_projected_give_zero_and_take_no_gradient() -> None:
     by_mask = linear_logprob(
         hidden, weight, labels, rows=torch.tensor([True, True, True, False, False, False]), entropy=True, hit=True, topk=2
     )
-    by_index = linear_logprob(hidden, weight, labels, rows=torch.tensor([2, 0, 1, 0]), entropy=True)
-    assert torch.equal(by_mask.logprob, by_index.logprob)
     assert (by_mask.logprob != 0).tolist() == [True, False, True, False, False, False]
     assert by_mask.entropy is not None and by_mask.entropy[[1, 3, 4, 5]].tolist() == [0.0] * 4
     (grad,) = torch.autograd.grad(by_mask.logprob.sum(), hidden)
@@ -239,7 +237,7 @@ def test_a_tied_heads_main_grad_leaves_the_embeddings_part_of_the_gradient_as_it
 def test_auto_says_which_it_runs(caplog: pytest.LogCaptureFixture) -> None:
     from mtpctl.kernels import choice
 
-    choice._told.cache_clear()
+    choice._logged.cache_clear()
     with caplog.at_level("INFO", logger="mtpctl.kernels"):
         linear_logprob(torch.randn(2, 4), torch.randn(9, 4), torch.tensor([1, 2]))
     assert "auto runs chunked on cpu" in caplog.text

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallel over gloo: two ranks with half the vocabulary each agree with one that holds it all."""
+"""Tensor parallel over gloo: two ranks with half the vocabulary each agree with one that holds it all."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from mtpctl.kernels.reduce import join_stats
 from tests.kernels.agreement import relative
 
 WORLD, ROWS, WIDTH, VOCAB, PADDING = 2, 14, 16, 64, 5
-OPTIONS = list(itertools.product(("chunked", "triton", "reference"), (False, True), (False, True), (1, 1 << 22)))
+OPTIONS = list(itertools.product(("chunked", "triton", "reference"), (1, 1 << 22)))
 
 
-def name(implementation: str, sequence_parallel: bool, deterministic: bool, workspace: int) -> str:
-    return f"{implementation}{', sp' * sequence_parallel}{', deterministic' * deterministic}, {workspace} bytes"
+def name(implementation: str, workspace: int) -> str:
+    return f"{implementation}, {workspace} bytes"
 
 
 def case(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,17 +62,14 @@ def _rank(rank: int, meeting: str, folder: str) -> None:
     store = join_store(meeting, 60)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
     answers: dict[str, dict[str, float]] = {}
-    for implementation, sequence_parallel, deterministic, workspace in OPTIONS:
+    for implementation, workspace in OPTIONS:
         hidden, weight, labels = case(torch.float16 if implementation == "triton" else torch.float32)
-        mine = slice(rank * ROWS // WORLD, (rank + 1) * ROWS // WORLD) if sequence_parallel else slice(None)
         half = slice(rank * VOCAB // WORLD, (rank + 1) * VOCAB // WORLD)
         whole_h, whole_w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        shard_h, shard_w = hidden[mine].clone().requires_grad_(), weight[half].clone().requires_grad_()
+        shard_h, shard_w = hidden.clone().requires_grad_(), weight[half].clone().requires_grad_()
         common: dict[str, Any] = {"temperature": 0.7, "entropy": True, "valid_vocab": VOCAB - PADDING}
         parallel: dict[str, Any] = {
             "group": dist.group.WORLD,
-            "sequence_parallel": sequence_parallel,
-            "deterministic": deterministic,
             "workspace_bytes": workspace,
             "implementation": implementation,
         }
@@ -86,7 +83,7 @@ def _rank(rank: int, meeting: str, folder: str) -> None:
             "logprob": (got.logprob - exact.logprob).abs().max().item(),
             "entropy": (got.entropy - exact.entropy).abs().max().item(),
             "hit": (got.hit != exact.hit).sum().item(),
-            "hidden": relative(grads[0], right[0][mine]),
+            "hidden": relative(grads[0], right[0]),
             "weight": relative(grads[1], right[1][half]),
         }
         if topk:
@@ -94,8 +91,8 @@ def _rank(rank: int, meeting: str, folder: str) -> None:
         if implementation != "reference":
             fused = linear_policy_loss(shard_h, shard_w, labels, token_loss, **common, **parallel)
             grads = torch.autograd.grad(fused.loss_sum, (shard_h, shard_w))
-            answer |= {"policy hidden": relative(grads[0], right[0][mine]), "policy weight": relative(grads[1], right[1][half])}
-        answers[name(implementation, sequence_parallel, deterministic, workspace)] = answer
+            answer |= {"policy hidden": relative(grads[0], right[0]), "policy weight": relative(grads[1], right[1][half])}
+        answers[name(implementation, workspace)] = answer
     answers["unlike shards"] = unlike_shards(rank)
     # A shard that is all padding has no part in the softmax.
     shard_h, shard_w = hidden.clone().requires_grad_(), weight[half].clone().requires_grad_()
@@ -144,7 +141,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: name(*o))
 @pytest.mark.parametrize("rank", range(WORLD))
-def test_shards_agree_with_the_whole(answers: list[dict[str, dict[str, float]]], rank: int, options: tuple[str, bool, bool, int]) -> None:
+def test_shards_agree_with_the_whole(answers: list[dict[str, dict[str, float]]], rank: int, options: tuple[str, int]) -> None:
     # fp16 gradients are rounded where logits' gradients are made, shares are added in fp32.
     gradient = 2e-3 if options[0] == "triton" else 2e-6
     for what, error in answers[rank][name(*options)].items():
