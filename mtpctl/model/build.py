@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
@@ -28,7 +26,7 @@ def complete_config(
     _check_fit(shape, parallel)
     dtype = TORCH_DTYPES[precision]
     depths = 0 if mtp.mode == "off" else shape.mtp_layers * mtp.repeat
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "tensor_model_parallel_size": parallel.tp,
         "pipeline_model_parallel_size": parallel.pp,
         "context_parallel_size": parallel.cp,

@@ -6,8 +6,6 @@ in the convolution and in the recurrence, on a CPU as well.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as UpstreamGatedDeltaNet
@@ -26,7 +24,7 @@ except ImportError:
 class GatedDeltaNet(UpstreamGatedDeltaNet):
     """[T, 1, H] → [T, 1, H]. Megatron-Bridge knows its parameters by the class's name."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         with flash_linear_attention.not_required():
             super().__init__(*args, **kwargs)
         self.out_norm.of_own_heads = not self.config.sequence_parallel
@@ -35,7 +33,9 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
         super()._setup_variant_attrs()
         self.gated_delta_rule = gated_delta_rule
 
-    def forward(self, hidden_states: Tensor, attention_mask: Any, *_: Any, packed_seq_params: Packing, **__: Any) -> tuple[Tensor, Any]:
+    def forward(
+        self, hidden_states: Tensor, attention_mask: None, *_: object, packed_seq_params: Packing, **__: object
+    ) -> tuple[Tensor, Tensor | None]:
         projected, _bias = self.in_proj(hidden_states)
         mixed, gate, beta, alpha = projected.squeeze(1).split(self.feat_dim_split, dim=-1)
         mixed = F.silu(self._convolved(mixed, packed_seq_params.position_ids))
@@ -47,8 +47,7 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
         g = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
         out = self._recurrence(q, k, v, g, beta.sigmoid(), packed_seq_params)
         out = self.out_norm(out) * F.silu(gate.float()).view_as(out)
-        result: tuple[Tensor, Any] = self.out_proj(out.to(v.dtype).flatten(1)[:, None])
-        return result
+        return self.out_proj(out.to(v.dtype).flatten(1)[:, None])
 
     def _convolved(self, x: Tensor, position_ids: Tensor) -> Tensor:
         """Each channel with its own causal kernel; x [T, channels], a sample's first tokens see zeros before them."""

@@ -8,7 +8,6 @@ states, for the trunk and for every MTP depth alike, so that logits never exist 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -50,7 +49,7 @@ class MtpModel(GPTModel):
     mtp_isolated: bool = True
     rope: Rope
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self._prenorm: Tensor | None = None
         # Upstream puts the final norm where the last decoder layer is; the state before it is wanted where the head is.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from torch import Tensor
 
 from mtpctl.model.packing import Packing
@@ -15,17 +13,18 @@ from mtpctl.model.rope import Rope
 
 
 class PackedRotary:
-    """Stands where upstream's latent attention keeps its rotary table, and answers with the angles of the tokens at hand."""
+    """Takes the place of the rotary table of upstream's latent attention: gives the angles of packed tokens, by their position ids."""
 
     def __init__(self, rope: Rope, *, scaled: bool) -> None:
         self.rope, self.scaled = rope, scaled
 
-    def get_rotary_seq_len(self, *args: Any) -> Packing:
-        """What the table is asked for next: here the packing, the last of upstream's arguments."""
-        packing: Packing = args[-1]
+    def get_rotary_seq_len(self, *args: object) -> Packing:
+        """What upstream then calls the table with: here the packing, the last of the arguments, in place of a sequence length."""
+        packing = args[-1]
+        assert isinstance(packing, Packing)
         return packing
 
-    def __call__(self, packing: Packing, **_: Any) -> Tensor | tuple[Tensor, float]:
+    def __call__(self, packing: Packing, **_: object) -> Tensor | tuple[Tensor, float]:
         angles = self.rope.angles(packing.position_ids).squeeze(1)  # upstream drops the batch dimension of packed queries
         return (angles, self.rope.scaling) if self.scaled else angles
 
@@ -51,13 +50,13 @@ class LatentAttention(MLASelfAttention):
     Upstream can also split those over tp, and then gathers what all heads share without summing its gradient.
     """
 
-    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: MLATransformerConfig, *args: object, **kwargs: object) -> None:
         super().__init__(config, *args, **kwargs)
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = ReplicatedLinear(config.hidden_size, config.q_lora_rank, config)
         self.linear_kv_down_proj = ReplicatedLinear(config.hidden_size, config.kv_lora_rank + config.qk_pos_emb_head_dim, config)
 
-    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, object]:
         # Upstream asks for a norm of the query even where the query is not compressed, and has none.
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}

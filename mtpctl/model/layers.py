@@ -1,4 +1,4 @@
-"""Plain PyTorch modules that megatron-core's layer specs are filled with where Transformer Engine is not wanted.
+"""Plain PyTorch modules for megatron-core's layer specs, in place of Transformer Engine's.
 
 Parameters carry Transformer Engine's fused names (`linear_qkv.layer_norm_weight`), so that Megatron-Bridge's mappings and
 checkpoints fit with either.
@@ -7,10 +7,11 @@ checkpoints fit with either.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
@@ -23,7 +24,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 from mtpctl.model.packing import Packing
-from mtpctl.model.rebuild import gated_product, rebuilt
+from mtpctl.model.recompute import gated_product, recomputed
 
 
 def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
@@ -43,37 +44,37 @@ def _rms_norm(x: Tensor, weight: Tensor, config: TransformerConfig, eps: float) 
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm over the last dimension; works on sequence-parallel input.
 
-    `of_own_heads`: what it sees of all tokens is a tensor-parallel rank's heads, so that its weight's gradient is to be summed over
-    the ranks. With sequence parallelism megatron-core does that, and for norms of queries and keys in any case.
+    of_own_heads: the input has all tokens but only this tensor-parallel rank's heads, so that the weight's gradient has to be summed over
+    the ranks. megatron-core does that with sequence parallelism, and always for norms of queries and keys.
     """
 
     of_own_heads = False
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
         self.config, self.eps = config, eps
         self.weight = _norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = copy_to_tensor_model_parallel_region(self.weight) if self.of_own_heads else self.weight
-        # Of keys, x is a part of the queries', keys' and values' memory, and keeping it would keep all of that.
+        # Keys are a view into one tensor of queries, keys and values; saving the view would keep that whole tensor.
         return _rms_norm(x.contiguous(), weight, self.config, self.eps)
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
     """Norm, then column-parallel linear, with the norm's weight under the linear layer's name.
 
-    What is kept for the backward pass is the norm's input; the linear layer's own is normed again. Megatron-Bridge tells by
-    the class's name which of its parameters are split over tp.
+    The norm's input is kept for the backward pass, which recomputes the linear layer's input. Megatron-Bridge tells from the class's name
+    which of its parameters are split over tp.
     """
 
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: object) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.layer_norm_weight = _norm_weight(config, input_size)
 
-    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
         normed = self._normed(input_)
-        with rebuilt(normed, partial(self._normed, input_.detach())):
+        with recomputed(normed, partial(self._normed, input_.detach())):
             return super().forward(normed, *args, **kwargs)
 
     def _normed(self, x: Tensor) -> Tensor:
@@ -81,25 +82,25 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
 
 
 class GatedMlp(MLP):
-    """SwiGLU between two linear layers. What is kept for the backward pass is gate and up-projection; their product is made again."""
+    """SwiGLU between two linear layers. Gate and up-projection are kept for the backward pass, which recomputes their product."""
 
-    def forward(self, hidden_states: Tensor, /, per_token_scale: Tensor | None = None, **_: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden_states: Tensor, /, per_token_scale: Tensor | None = None, **_: object) -> tuple[Tensor, Tensor | None]:
         both, _bias = self.linear_fc1(hidden_states)
         product = gated_product(both, per_token_scale)
         scale = None if per_token_scale is None else per_token_scale.detach()
-        with rebuilt(product, partial(gated_product, both.detach(), scale)):
+        with recomputed(product, partial(gated_product, both.detach(), scale)):
             result: tuple[Tensor, Tensor | None] = self.linear_fc2(product)
         return result
 
 
 class SharedExperts(SharedExpertMLP, GatedMlp):
-    """Experts that every token visits, with `GatedMlp`'s way of keeping little."""
+    """Experts that every token visits; their products are recomputed as in `GatedMlp`."""
 
 
 class Experts(SequentialMLP):
-    """Routed experts, one after another, with `GatedMlp`'s way of keeping little."""
+    """Routed experts, run one after another; their products are recomputed as in `GatedMlp`."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         for expert in self.local_experts:
             expert.__class__ = GatedMlp  # upstream makes its own MLP here, and offers no choice
@@ -115,16 +116,24 @@ class PackedAttention(torch.nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, pg_collection: Any = None, **__: Any
+        self,
+        config: TransformerConfig,
+        *_: object,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **__: object,
     ) -> None:
         super().__init__()
         self.scale = softmax_scale
-        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
+        self.cp_group: dist.ProcessGroup | None = None
+        if config.context_parallel_size > 1:
+            assert pg_collection is not None
+            self.cp_group = pg_collection.cp
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *_: Any, packed_seq_params: Packing, **__: Any
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *_: object, packed_seq_params: Packing, **__: object
     ) -> Tensor:
-        # Values come as a part of the memory of queries, keys and values; kept so, they would keep all of it.
+        # Values are a view into one tensor of queries, keys and values; saving the view would keep that whole tensor.
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value.contiguous()))
         if self.cp_group is not None:
             k, v = (packed_seq_params.seen(gather_from_sequence_parallel_region(x, group=self.cp_group)) for x in (k, v))
@@ -135,7 +144,7 @@ class PackedAttention(torch.nn.Module):
     def _flash(self, q: Tensor, k: Tensor, v: Tensor, p: Packing) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        # The kernel knows one width for all three, and in eights. Zeros add nothing to a score, and to an output only themselves.
+        # The kernel takes one width for all three, a multiple of 8. Zeros change no score, and only add columns of zeros to the output.
         dim, wanted = q.shape[2], v.shape[2]
         width = -(-max(dim, wanted) // 8) * 8
         q, k, v = (F.pad(x, (0, width - x.shape[2])) if x.shape[2] < width else x for x in (q, k, v))
@@ -157,7 +166,7 @@ class PackedAttention(torch.nn.Module):
     def _grouped(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
         places, parts = [], []
         for group in packing.alike:
-            # Behind its last token a short sample repeats the first key of all; causality keeps that from the valid ones.
+            # A short sample is filled up with the first key of all behind its last token, which causality hides from its tokens.
             qs = q[group.queries].transpose(1, 2)
             ks, vs = (x[group.keys].transpose(1, 2) for x in (k, v))
             causal = group.mask is None

@@ -1,27 +1,27 @@
-"""LoRA (Hu et al., arXiv 2106.09685) on Megatron's linear layers: y = W x + (alpha / rank) B A x, and W stays as it came.
+"""LoRA (Hu et al., arXiv 2106.09685) on Megatron's linear layers: y = W x + (alpha / rank) B A x, where W stays frozen.
 
-A [rank, in] and B [out, rank] lie over the tensor-parallel ranks so that only [tokens, rank] has to travel:
+A [rank, in] and B [out, rank] are split over the tensor-parallel ranks so that only [tokens, rank] is communicated:
 
 column    W and B are split by rows, A is whole. With sequence parallelism A is applied to a rank's own tokens and its
           result gathered; A's gradient is then of those tokens, and megatron-core sums it over the ranks.
 row       W and A are split by columns, B is whole. The partial A x are summed (scattered) before B is applied.
-expert    Tokens are gathered before the experts and their outputs summed behind them, so nothing travels in between; what is
-          whole on every rank has a gradient of that rank's part, summed by megatron-core likewise.
+expert    Tokens are gathered before the experts and their outputs summed after them, so that the adapter communicates nothing. The
+          gradient of the whole matrix is of that rank's part, and megatron-core sums it over the ranks.
 whole     W, A and B are whole, on a rank's own tokens.
 
 An adapter is a submodule of the layer that it changes, so that the layer's own parameters keep their names. MTP layers get
-none: they are one layer that drafts, no inference engine puts adapters on its drafter, and so they train as they are.
+none, since no inference engine puts adapters on its drafter: their own weights train.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel import (
@@ -34,6 +34,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
@@ -45,11 +46,11 @@ from mtpctl.recipe.train import LoraConfig
 
 ROW = ("linear_proj", "linear_fc2", "out_proj")
 WHOLE = ("linear_q_down_proj", "linear_kv_down_proj")
-"""Targets by how they lie over tp; all others are split by columns."""
+"""Targets that are split by rows over tp, and those that are whole on every rank; all others are split by columns."""
 
 
 class Adapter(torch.nn.Module):
-    """This rank's part of A and B of one layer. `segments`: rows of B by what they make, where one layer makes several things."""
+    """This rank's part of A and B of one layer. `segments`: rows of B for each output of a fused layer (gate and up, for one)."""
 
     def __init__(self, a: Tensor, b: Tensor, scale: float, segments: dict[str, int]) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """A new W + scale B A, in W's dtype, added in fp32."""
+        """W + scale B A as a new tensor in W's dtype, added in fp32."""
         return torch.addmm(weight.float(), self.lora_b.float(), self.lora_a.float(), alpha=self.scale).to(weight.dtype)
 
 
@@ -71,7 +72,10 @@ class _Adapted(torch.nn.Module):
     split = ""
     """Which of the adapter's matrices is split over tp, if any."""
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, dist.ProcessGroup] | None = None
+    ) -> ShardedStateDict:
+        assert metadata is not None
         found = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         parts = make_sharded_tensors_for_checkpoint(
             self.adapter.state_dict(keep_vars=True),
@@ -90,7 +94,7 @@ class _Adapted(torch.nn.Module):
 class LoraColumnParallelLinear(_Adapted, ColumnParallelLinear):
     split = "lora_b"
 
-    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
         out, bias = super().forward(input_, *args, **kwargs)
         low = F.linear(input_, self.adapter.lora_a)
         if not self.explicit_expert_comm and self.tp_group.size() > 1:
@@ -102,7 +106,7 @@ class LoraColumnParallelLinear(_Adapted, ColumnParallelLinear):
 
 
 class LoraLayerNormColumnParallelLinear(LayerNormColumnParallelLinear, LoraColumnParallelLinear):
-    """Whose norm comes first: `LayerNormColumnParallelLinear.forward` hands the normed input to the adapted layer."""
+    """`LayerNormColumnParallelLinear.forward` passes the normed input to the adapted layer's `forward`."""
 
 
 class LoraRowParallelLinear(_Adapted, RowParallelLinear):
@@ -127,6 +131,8 @@ class LoraReplicatedLinear(ReplicatedLinear):
         return torch.add(out, F.linear(F.linear(x, self.adapter.lora_a), self.adapter.lora_b), alpha=self.adapter.scale), bias
 
 
+type _Linear = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
+
 _ADAPTED: dict[type, type[torch.nn.Module]] = {
     ColumnParallelLinear: LoraColumnParallelLinear,
     LayerNormColumnParallelLinear: LoraLayerNormColumnParallelLinear,
@@ -136,9 +142,9 @@ _ADAPTED: dict[type, type[torch.nn.Module]] = {
 
 
 def attach_adapters(model: GPTModel, lora: LoraConfig, seed: int) -> None:
-    """Freeze all but the MTP layers, and give every target in the decoder's layers an adapter that changes nothing yet.
+    """Freeze all but the MTP layers, and give every target in the decoder's layers an adapter, whose B A is 0 at first.
 
-    A is drawn as a linear layer's weight is (uniform, ±1/√in), from the seed and the layer's place in the whole model, so that
+    A is drawn like a linear layer's weight (uniform, ±1/√in), from the seed and the layer's place in the whole model, so that
     every layout draws the same; B is 0. Raises UserError for a target that no layer has.
     """
     for name, parameter in model.named_parameters():
@@ -159,7 +165,7 @@ def _leaf(name: str) -> str:
     return name.rsplit(".", 1)[-1]
 
 
-def _linears(model: GPTModel) -> Iterator[tuple[str, Any, dict[str, int]]]:
+def _linears(model: GPTModel) -> Iterator[tuple[str, _Linear, dict[str, int]]]:
     """Linear layers of this rank's decoder layers: place in the whole model (decoder layer, expert, name), module, segments."""
     for layer in model.decoder.layers:
         for name, module in list(layer.named_modules()):
@@ -176,17 +182,18 @@ def _linears(model: GPTModel) -> Iterator[tuple[str, Any, dict[str, int]]]:
 
 
 def _of_all_experts(layer: torch.nn.Module, name: str) -> str:
-    """The name with the number that an expert has among those of all ranks."""
+    """The name, with an expert numbered among the experts of all ranks in place of this rank's own."""
     head, found, rest = name.partition(".local_experts.")
     if not found:
         return name
-    experts: Any = layer.get_submodule(head)
+    experts = layer.get_submodule(head)
+    assert isinstance(experts, SequentialMLP)
     number, _, rest = rest.partition(".")
     return f"{head}{found}{experts.ep_group.rank() * experts.num_local_experts + int(number)}.{rest}"
 
 
 def _check_targets(lora: LoraConfig, here: set[str]) -> None:
-    everywhere: list[Any] = [None] * dist.get_world_size()
+    everywhere: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(everywhere, here)
     known: set[str] = set().union(*everywhere)
     unknown = [target for target in lora.targets if target not in known]
@@ -194,11 +201,13 @@ def _check_targets(lora: LoraConfig, here: set[str]) -> None:
         raise UserError(f"train.lora.targets: no layer of this model is a {', '.join(unknown)}; it has {', '.join(sorted(known))}")
 
 
-def _adapter(linear: Any, place: str, segments: dict[str, int], lora: LoraConfig, seed: int) -> Adapter:
+def _adapter(linear: _Linear, place: str, segments: dict[str, int], lora: LoraConfig, seed: int) -> Adapter:
     weight: Tensor = linear.weight
     row = isinstance(linear, RowParallelLinear)
     inputs = weight.shape[1]
-    total, first = (linear.input_size, linear.tp_group.rank() * inputs) if row else (inputs, 0)
+    total, first = inputs, 0
+    if isinstance(linear, RowParallelLinear):
+        total, first = linear.input_size, linear.tp_group.rank() * inputs
     generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(place.encode()))
     a = (torch.rand(lora.rank, total, generator=generator) * 2 - 1) / total**0.5
     adapter = Adapter(
@@ -219,8 +228,8 @@ def _adapter(linear: Any, place: str, segments: dict[str, int], lora: LoraConfig
     return adapter
 
 
-def _own_tokens(linear: Any) -> bool:
-    """Whether what is whole on every tp rank sees only that rank's tokens, or only its part of a sum."""
+def _own_tokens(linear: _Linear) -> bool:
+    """Whether a matrix that is whole on every tp rank gets a gradient from that rank's tokens or part of a sum alone."""
     if isinstance(linear, ReplicatedLinear):
         return bool(linear.weight.sequence_parallel)  # type: ignore[attr-defined]
     return bool(linear.config.sequence_parallel and linear.tp_group.size() > 1)

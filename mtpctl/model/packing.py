@@ -1,13 +1,13 @@
-"""Packed sequences: how one micro-batch of many responses is laid out, and what attention needs to know of it.
+"""Packed sequences: the layout of a micro-batch of many responses, and what attention needs to know about it.
 
 A micro-batch is one row of T tokens, the samples one after another, with position ids that restart at each. Nothing is
 padded. `Packing` travels through megatron-core as its packed-sequence parameters; its format is neither of upstream's
 `sbhd` and `thd`, so that rotary tables are gathered once by position and not sliced per sample in Python.
 
 With context parallelism the row is cut into twice as many equal blocks as there are ranks, and rank r holds the r-th from the
-front and the r-th from the back: of a long sample every rank then has as many pairs of query and key, where contiguous parts
-would leave the last rank most of them. The queries of a block attend to keys from the first token of the sample that the block
-begins in, up to the block's end.
+front and the r-th from the back. Every rank then has about as many pairs of query and key of a long sample, where contiguous parts
+would give the last rank most of them. The queries of a block attend to keys from the first token of the sample in which the block
+begins, up to the block's end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -28,10 +27,10 @@ STEP = 32
 
 @dataclass
 class Group:
-    """Samples of like length that are worked on together, one a row.
+    """Samples of similar length that are computed together, one a row.
 
-    queries [samples, length]: places among this rank's tokens; keys [samples, length]: places among the keys it sees; valid:
-    which of them are tokens, the rest only fill up. mask [queries, keys] is there where a sample began in an earlier block.
+    queries [samples, length]: places among this rank's tokens. keys [samples, length]: places among the keys that this rank sees. valid
+    [samples, length]: False where an entry only fills up the row. mask [queries, keys]: set where a sample began in an earlier block.
     """
 
     queries: Tensor
@@ -44,13 +43,14 @@ class Group:
 class Packing(PackedSeqParams):
     """Layout of a micro-batch, as one context-parallel rank sees it.
 
-    A part is what one block has of one sample; where a sample goes on from one of the rank's blocks into the other, it has two.
+    A part is the tokens of one sample in one block. A sample that continues in the rank's other block has two parts.
 
     cu_seqlens_q, cu_seqlens_kv: int32 [parts here + 1], where each part's queries and keys start, and the end.
     max_seqlen_q, max_seqlen_kv: longest part, in queries and keys.
     starts: int64 [samples + 1], where each sample of the whole row starts, and T.
     tokens: int64 [t], the tokens of the row that are this rank's.
-    sight: of the blocks in the order that ranks hold them, which are seen, and from which token on; empty without context parallelism.
+    sight: the blocks whose keys this rank's queries attend to, numbered in the order in which ranks hold them, and from which token of
+        the block on; empty without context parallelism.
     position_ids: of this rank's tokens, restarting at 0 with each sample.
     lengths: of each part here, in queries and in keys.
     """
@@ -85,15 +85,12 @@ class Packing(PackedSeqParams):
             if cp > 1:
                 began, skipped = divmod(parts[0][0], size)
                 sight += [(_held_at(seen, cp), skipped if seen == began else 0) for seen in range(began, block + 1)]
-        arguments: dict[str, Any] = {
-            "qkv_format": "packed",
-            "cu_seqlens_q": _sums(queries).to(device),
-            "cu_seqlens_kv": _sums(keys).to(device),
-            "max_seqlen_q": max(queries),
-            "max_seqlen_kv": max(keys),
-        }
         return cls(
-            **arguments,
+            qkv_format="packed",
+            cu_seqlens_q=_sums(queries).to(device),
+            cu_seqlens_kv=_sums(keys).to(device),
+            max_seqlen_q=max(queries),
+            max_seqlen_kv=max(keys),
             starts=torch.tensor(starts, device=device),
             tokens=torch.cat([torch.arange(block * size, (block + 1) * size, device=device) for block in own]),
             sight=sight,
@@ -109,18 +106,18 @@ class Packing(PackedSeqParams):
         return found
 
     def seen(self, gathered: Tensor) -> Tensor:
-        """Of the keys or values [T, …] of all ranks, one rank's after another's, those that this rank's queries attend to, part by part."""
+        """The keys or values that this rank's queries attend to, part by part, from those of all ranks [T, …] in rank order."""
         if not self.sight:
             return gathered
-        # A split has one gradient for all of its blocks, where as many slices would have one of the whole row each.
+        # The backward pass of one split makes one gradient of the whole row; that of many slices makes one for each slice.
         held = gathered.split(len(self.tokens) // 2)
         return torch.cat([held[block][first:] for block, first in self.sight])
 
     @cached_property
     def groups(self) -> list[Group]:
-        """The parts in few groups, one shorter than half its group's longest in the next: at most half of a group is idle.
+        """The parts in few groups. A part shorter than half of its group's longest starts the next group, so at most half of it is padding.
 
-        For what has no kernel over packed rows and goes through a sample step by step.
+        For operations that have no kernel over packed rows and go through a sample step by step.
         """
 
         def cut(lengths: list[int]) -> list[int]:
@@ -133,9 +130,10 @@ class Packing(PackedSeqParams):
 
     @cached_property
     def alike(self) -> list[Group]:
-        """The parts in groups whose width follows from a sample's own length: that, rounded up to a multiple of `STEP`.
+        """The parts in groups by their own length, rounded up to a multiple of `STEP`.
 
-        For attention, whose sums are cut by the width: so a sample's result is the same to the bit whatever it is packed with.
+        For attention, where the width decides how sums are cut and rounded: a sample's result is the same to the bit whatever samples it
+        is packed with.
         """
         return self._grouped(lambda lengths: [-(-length // STEP) * STEP for length in lengths])
 
@@ -147,7 +145,7 @@ class Packing(PackedSeqParams):
         ]
 
     def shift(self, values: Tensor, fill: int = 0) -> Tensor:
-        """`values` [T] of the whole row moved one token to the left within each sample; what has no successor becomes `fill`."""
+        """`values` [T] of the whole row moved one token to the left within each sample; the last token of each sample becomes `fill`."""
         shifted = values.roll(-1)
         shifted[self.starts[1:] - 1] = fill
         return shifted

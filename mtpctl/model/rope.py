@@ -31,7 +31,7 @@ class Rope:
 
 
 def rope_of(shape: ModelShape) -> Rope:
-    """As the config scales it."""
+    """The rotary embedding of a model, scaled as its config says."""
     dims = shape.latent.rope_dim if shape.latent else int(shape.head_dim * shape.rotary_fraction)
     plain = 1.0 / shape.rope_theta ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims)
     scaling = shape.rope_scaling
@@ -46,7 +46,10 @@ def rope_of(shape: ModelShape) -> Rope:
     return _yarn(plain, shape, scaling)
 
 
-def _by_wavelength(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+type RopeScaling = Mapping[str, Any]
+
+
+def _by_wavelength(plain: Tensor, scaling: RopeScaling) -> Tensor:
     """Long waves are slowed by `factor`, short ones kept, those between blended."""
     low, high, trained = (float(scaling[key]) for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))
     turns = trained * plain / (2 * math.pi)
@@ -54,7 +57,7 @@ def _by_wavelength(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     return plain * (kept + (1 - kept) / scaling["factor"])
 
 
-def _yarn(plain: Tensor, shape: ModelShape, scaling: Mapping[str, Any]) -> Rope:
+def _yarn(plain: Tensor, shape: ModelShape, scaling: RopeScaling) -> Rope:
     """Waves that turn more than `beta_fast` times over the trained length are kept, fewer than `beta_slow` slowed, between a ramp."""
     trained = scaling.get("original_max_position_embeddings") or shape.max_positions
     factor = scaling.get("factor") or shape.max_positions / trained

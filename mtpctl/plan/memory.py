@@ -180,7 +180,7 @@ def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     """Elements a token that one decoder layer keeps for its backward pass: a layer of experts where there are any, of full attention.
 
     After Korthikanti et al. 2022, section 4, for flash attention (nothing quadratic is kept), grouped queries and a gated MLP,
-    less what is made again from the rest (`mtpctl.model.rebuild`). Split over tp only with sequence parallelism: the inputs of
+    less what is made again from the rest (`mtpctl.model.recompute`). Split over tp only with sequence parallelism: the inputs of
     both norms, and of a latent what all heads share. Split in any case: q, k, v and the attention's output, gate and up. Whole
     on every rank: sine and cosine; and the copies that routed experts read, where tp splits each expert.
     """

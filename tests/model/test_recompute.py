@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mtpctl.model.rebuild import gated_product, rebuilt
+from mtpctl.model.recompute import gated_product, recomputed
 from tests.model.kept import Kept
 
 
@@ -24,37 +24,37 @@ def test_gradient_of_the_gated_product(scaled):
     assert torch.autograd.gradcheck(gated_product, (both, scale))
 
 
-def normed_linear(x, scale, weight, *, rebuild):
+def normed_linear(x, scale, weight, *, recompute):
     def norm(x):
         return F.rms_norm(x, (x.shape[-1],), scale)
 
     normed = norm(x)
-    if not rebuild:
+    if not recompute:
         return normed @ weight.T
-    with rebuilt(normed, lambda: norm(x.detach())):
+    with recomputed(normed, lambda: norm(x.detach())):
         return normed @ weight.T
 
 
-def test_gradient_through_what_is_rebuilt():
+def test_gradient_through_what_is_recomputed():
     torch.manual_seed(0)
     inputs = [torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in ((4, 3), (3,), (5, 3))]
-    assert torch.autograd.gradcheck(lambda *x: normed_linear(*x, rebuild=True), inputs)
+    assert torch.autograd.gradcheck(lambda *x: normed_linear(*x, recompute=True), inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_bit_equal_to_those_of_what_is_kept(dtype):
     torch.manual_seed(0)
     inputs = [torch.randn(*size, dtype=dtype, requires_grad=True) for size in ((64, 32), (32,), (48, 32))]
-    found = [torch.autograd.grad(normed_linear(*inputs, rebuild=rebuild).square().sum(), inputs) for rebuild in (False, True)]
+    found = [torch.autograd.grad(normed_linear(*inputs, recompute=recompute).square().sum(), inputs) for recompute in (False, True)]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_what_is_rebuilt_is_not_kept():
+def test_what_is_recomputed_is_not_kept():
     x, scale, weight = torch.randn(64, 32, requires_grad=True), torch.ones(32), torch.randn(8, 32, requires_grad=True)
     kept = []
-    for rebuild in (False, True):
+    for recompute in (False, True):
         with Kept(x, scale, weight) as memory:
-            out = normed_linear(x, scale, weight, rebuild=rebuild)
+            out = normed_linear(x, scale, weight, recompute=recompute)
         kept.append(memory.bytes)
         out.sum().backward()
     assert kept[0] - kept[1] == x.nbytes
@@ -64,7 +64,7 @@ def test_the_gated_product_keeps_its_arguments_alone():
     both, weight = torch.randn(64, 32, requires_grad=True), torch.randn(8, 16, requires_grad=True)
     with Kept(both, weight) as memory:
         product = gated_product(both)
-        with rebuilt(product, lambda: gated_product(both.detach())):
+        with recomputed(product, lambda: gated_product(both.detach())):
             out = product @ weight.T
         del product
     assert memory.bytes == out.nbytes
@@ -73,7 +73,7 @@ def test_the_gated_product_keeps_its_arguments_alone():
 def test_other_tensors_within_are_kept_as_they_are():
     value, other = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
     made = value * 2
-    with rebuilt(made, lambda: 1 / 0):
+    with recomputed(made, lambda: 1 / 0):
         out = (other * other) @ other.T
     out.sum().backward()
     assert other.grad is not None
