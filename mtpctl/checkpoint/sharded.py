@@ -1,11 +1,11 @@
 """Checkpoints through megatron-core's distributed format: any layout writes, any layout reads.
 
-A checkpoint is a folder: the shards and their metadata, and `engine.json` with step counts and the caller's state. It is
-written beside its place and renamed, so that a folder under its own name is whole; which one a run takes up is said by
-the file `latest` next to it, which moves last.
+A checkpoint is a folder: the shards and their metadata, and `engine.json` with step counts and the caller's state. It is written under
+a temporary name and renamed, so that a folder under its own name is whole. The file `latest` next to it names the checkpoint that a run
+resumes from, and is replaced last.
 
-Writing is a thread's work. What it writes is planned, and copied to host memory, before `Save` is made; all that ranks must
-do together happens there and in `finish`, so that the thread never meets the collectives of a training step.
+A thread writes. `Save` plans what is written and copies it to host memory before the thread starts, and all collectives run there and in
+`finish`, so that the thread's never mix with those of a training step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Literal, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -36,11 +36,38 @@ _ENGINE = "engine.json"
 _FORMAT = 1
 _ASIDE = ".replaced"
 _MOST_RANKS = 64
-"""Over which a vocabulary may be divided."""
+"""The most tp ranks over which a vocabulary may be split."""
+
+
+class AdapterRecord(TypedDict):
+    """What a checkpoint of adapters says about them: a fingerprint of the base weights, and the LoRA settings."""
+
+    base: str
+    rank: int
+    alpha: float
+    targets: list[str]
+
+
+class EngineRecord(TypedDict):
+    """The contents of `engine.json`. steps: of the optimizer; optimizer: whether its state was saved; state: the caller's."""
+
+    format: int
+    steps: int
+    optimizer: bool
+    adapter: AdapterRecord | None
+    state: dict[str, object]
+
+
+type Sharded = ShardedTensor | ShardedTensorFactory
+type ShardedTree = dict[str, dict[str, Sharded]]
+"""Section (`model`, `optimizer`) → name → sharded tensor, as megatron-core saves and loads them."""
+
+type WriteBucket = tuple[Path, str, tuple[list[tuple[object, object]], list[tuple[object, torch.Tensor]]]]
+"""What megatron-core writes to one file: the file, a key, and its (bytes, tensors), each with the item of the plan."""
 
 
 class Slot(Protocol):
-    """What an optimizer remembers of one parameter: `kinds` of tensors, each whole on this rank, or spread over the ranks of `group`."""
+    """An optimizer's state of one parameter: a tensor for each of `kinds`, whole on this rank or sharded over the ranks of `group`."""
 
     @property
     def parameter(self) -> torch.Tensor: ...
@@ -59,48 +86,48 @@ class Slot(Protocol):
         ...
 
     def fill(self, kind: str, value: torch.Tensor) -> None:
-        """Take this rank's stretch of `value`, which has the parameter's shape."""
+        """Copy this rank's shard of `value`, which has the parameter's shape."""
         ...
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint is made of, and goes into.
+    """What a checkpoint is written from and restored into.
 
-    slots: what the optimizer remembers, None without one, after `steps` steps. kept: names of the parameters that belong in it,
-    None for all. adapter: where these are adapters, what they are made for (`base`) and how.
+    slots: the optimizer's state after `steps` steps, None without an optimizer. names: of the parameters that the checkpoint holds, None
+    for all. adapter: set where these parameters are adapters.
     """
 
     model: MegatronModule
     slots: Sequence[Slot] | None
     steps: int
-    kept: set[str] | None
-    adapter: dict[str, Any] | None
+    names: set[str] | None
+    adapter: AdapterRecord | None
 
-    def tree(self, *, reading: bool) -> dict[str, Any]:
-        """Names to sharded tensors, as megatron-core saves and loads them."""
+    def tree(self, *, reading: bool) -> ShardedTree:
+        """The sharded tensors. With `reading` those of a sharded optimizer's state are empty, to be loaded into."""
         sharded = self.model.sharded_state_dict()
-        held = {name: value for name, value in sharded.items() if self.kept is None or name in self.kept}
+        held: dict[str, Sharded] = {name: value for name, value in sharded.items() if self.names is None or name in self.names}
         tree = {"model": held}
         if self.slots is not None:
             tree["optimizer"] = _optimizer_tree(self.slots, held, reading=reading)
         return tree
 
     def live(self) -> set[int]:
-        """Where the memory lies that the next step writes to."""
+        """Addresses of the storages that the next step writes to."""
         tensors: list[torch.Tensor] = list(self.model.parameters())
         tensors += [tensor for slot in self.slots or [] for tensor in slot.tensors.values()]
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 class Save:
-    """A checkpoint on its way to `path`. All ranks make it, and finish it, together.
+    """A checkpoint that is being written to `path`. All ranks create it together, and finish it together.
 
-    `folder` is where it lies until it is whole; what is put there comes along.
+    `folder` is its temporary place until it is whole; files that are put there become part of the checkpoint.
     """
 
-    def __init__(self, path: Path, contents: Contents, state: dict[str, Any], *, beside: bool = False) -> None:
-        """Plan, copy, and start to write. `beside`: while it is written the contents may change."""
+    def __init__(self, path: Path, contents: Contents, state: dict[str, object], *, beside: bool = False) -> None:
+        """Plan, copy, and start to write. `beside`: the contents may change while they are written, so what would change is copied."""
         checkpoint_queue.install()
         self.path, self.folder = path, path.with_name(path.name + ".partial")
         self._contents, self._state = (contents.steps, contents.slots is not None, contents.adapter), state
@@ -114,11 +141,11 @@ class Save:
         self._thread: threading.Thread | None = None
         if request.async_fn is not None:
             rank, _, results = request.async_fn_args
-            buckets = _apart(request.preload_fn(), contents.live() if beside else set())
+            buckets = _copied(request.preload_fn(), contents.live() if beside else set())
             self._thread = threading.Thread(target=self._write, args=(request.async_fn, rank, buckets, results), daemon=True)
             self._thread.start()
 
-    def _write(self, write: Callable[..., None], *args: Any) -> None:
+    def _write(self, write: Callable[..., None], *args: object) -> None:
         try:
             write(*args)
         except BaseException as error:
@@ -153,8 +180,8 @@ class Save:
 
 
 def _replace(path: Path, whole: Path) -> None:
-    """Put `whole` in the place of `path`. What was there is moved aside first: taking a large folder away takes seconds, in which
-    neither of the two would be there."""
+    """Rename `whole` to `path`. A folder that is there already is renamed first and deleted last, since deleting takes seconds during
+    which neither would be there."""
     aside = path.with_name(path.name + _ASIDE)
     shutil.rmtree(aside, ignore_errors=True)
     if path.exists():
@@ -164,23 +191,23 @@ def _replace(path: Path, whole: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def write_record(folder: Path, *, steps: int, optimizer: bool, adapter: dict[str, Any] | None, state: dict[str, Any]) -> None:
-    """Write what `restore` reads beside the shards."""
-    record = {"format": _FORMAT, "steps": steps, "optimizer": optimizer, "adapter": adapter, "state": state}
+def write_record(folder: Path, *, steps: int, optimizer: bool, adapter: AdapterRecord | None, state: dict[str, object]) -> None:
+    """Write `engine.json`, which `restore` reads beside the shards."""
+    record: EngineRecord = {"format": _FORMAT, "steps": steps, "optimizer": optimizer, "adapter": adapter, "state": state}
     (folder / _ENGINE).write_text(json.dumps(record))
 
 
 def _agree(path: Path, error: BaseException | None) -> None:
     """Raise RuntimeFailure on all ranks where one has an error."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, None if error is None else f"{type(error).__name__}: {error}")
-    if failed := [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]:
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}")
+    if failed := [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]:
         checkpoint_queue.clear()
         raise RuntimeFailure(f"checkpoint {path} was not written: {failed[0]}") from error
 
 
-def _apart(buckets: list[Any], live: set[int]) -> list[Any]:
-    """The buckets to write, with copies of what lies in memory that is still written to."""
+def _copied(buckets: list[WriteBucket], live: set[int]) -> list[WriteBucket]:
+    """The buckets with copies of the tensors whose storage is in `live`."""
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
@@ -188,7 +215,7 @@ def _apart(buckets: list[Any], live: set[int]) -> list[Any]:
     return [(file, key, (data, [(item, own(tensor)) for item, tensor in tensors])) for file, key, (data, tensors) in buckets]
 
 
-def restore(path: Path, contents: Contents) -> tuple[int, dict[str, Any]]:
+def restore(path: Path, contents: Contents) -> tuple[int, dict[str, object]]:
     """Load `path` into the contents. Returns the optimizer's step count and the caller's state.
 
     Raises UserError, before anything is overwritten, where the folder is not a whole checkpoint, or is one of another model.
@@ -207,17 +234,18 @@ def restore(path: Path, contents: Contents) -> tuple[int, dict[str, Any]]:
     return record["steps"], record["state"]
 
 
-def _check_adapter(path: Path, saved: dict[str, Any] | None, wanted: dict[str, Any] | None) -> None:
+def _check_adapter(path: Path, saved: AdapterRecord | None, wanted: AdapterRecord | None) -> None:
     if saved is None and wanted is None:
         return
     if saved is None or wanted is None:
         held, mend = ("all weights", "take train.lora out") if saved is None else ("an adapter", "set train.lora")
         raise UserError(f"{path} holds {held}, which this run does not train; {mend}, or start in another run_dir")
-    for name, value in wanted.items():
-        if saved[name] != value and name == "base":
-            raise UserError(f"model.path: the adapter in {path} was trained on other weights ({saved[name]}) than these ({value})")
-        if saved[name] != value:
-            raise UserError(f"train.lora.{name}: {value}, but the adapter in {path} has {saved[name]}")
+    if saved["base"] != wanted["base"]:
+        raise UserError(f"model.path: the adapter in {path} was trained on other weights ({saved['base']}) than these ({wanted['base']})")
+    settings: tuple[Literal["rank", "alpha", "targets"], ...] = ("rank", "alpha", "targets")
+    for name in settings:
+        if saved[name] != wanted[name]:
+            raise UserError(f"train.lora.{name}: {wanted[name]}, but the adapter in {path} has {saved[name]}")
 
 
 def publish_checkpoint(path: Path, *, keep: int) -> None:
@@ -243,24 +271,24 @@ def latest_checkpoint(root: Path) -> Path | None:
     return path
 
 
-def adapter_of(path: Path) -> dict[str, Any] | None:
-    """What the adapters of a checkpoint are made for and how, None where it holds weights."""
+def adapter_of(path: Path) -> AdapterRecord | None:
+    """The record of a checkpoint of adapters, None where it holds weights."""
     file = path / _ENGINE
     return json.loads(file.read_text()).get("adapter") if file.is_file() else None
 
 
-def _record(path: Path) -> dict[str, Any]:
+def _record(path: Path) -> EngineRecord:
     file = path / _ENGINE
     if not file.is_file() or not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
         raise UserError(f"{path} is not a whole checkpoint; name another, or remove {pointer_of(path.parent)} to start anew")
-    record: dict[str, Any] = json.loads(file.read_text())
+    record: EngineRecord = json.loads(file.read_text())
     if record["format"] != _FORMAT:
         raise UserError(f"{file}: checkpoint format {record['format']}, this version reads {_FORMAT}")
     return record
 
 
-def _optimizer_tree(slots: Sequence[Slot], sharded: dict[str, Any], *, reading: bool) -> dict[str, Any]:
-    """The optimizer's tensors, cut over ranks as the parameters they belong to."""
+def _optimizer_tree(slots: Sequence[Slot], sharded: dict[str, Sharded], *, reading: bool) -> dict[str, Sharded]:
+    """The optimizer's tensors, sharded over ranks like the parameters they belong to."""
     places = {id(value.data): value for value in nested_values(sharded) if isinstance(value, ShardedTensor | ShardedTensorFactory)}
     tree = {}
     for number, slot in enumerate(slots):
@@ -273,17 +301,17 @@ def _optimizer_tree(slots: Sequence[Slot], sharded: dict[str, Any], *, reading: 
 def _data(slot: Slot, kind: str, reading: bool) -> torch.Tensor:
     if slot.group is None:
         return slot.tensors[kind]
-    # Gathered in host memory: on a card there may be no room for what was spread over the group.
+    # In host memory, since on a card there may be no room for the shards of the whole group.
     return torch.empty(slot.parameter.shape) if reading else slot.whole(kind).cpu()
 
 
-def _like(place: ShardedTensor | ShardedTensorFactory, key: str, data: torch.Tensor) -> ShardedTensor | ShardedTensorFactory:
+def _like(place: Sharded, key: str, data: torch.Tensor) -> Sharded:
     if isinstance(place, ShardedTensorFactory):
         return replace(place, key=key, data=data)
     return replace(place, key=key, data=data, dtype=data.dtype)
 
 
-def _check_fit(path: Path, tree: dict[str, Any]) -> None:
+def _check_fit(path: Path, tree: ShardedTree) -> None:
     """Compare names and shapes over all ranks with those in the checkpoint."""
     saved = {name: tuple(tensor.global_shape) for name, tensor in dist_checkpointing.load_tensors_metadata(str(path)).items()}
     flat = {section: dict(tensors) for section, tensors in tree.items()}
@@ -293,7 +321,7 @@ def _check_fit(path: Path, tree: dict[str, Any]) -> None:
         for value in nested_values(flat)
         if isinstance(value, ShardedTensor)
     }
-    parts: list[Any] = [None] * dist.get_world_size()
+    parts: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(parts, mine)
     wanted = {name: shape for part in parts for name, shape in part.items()}
     differ = [f"{name}: {saved[name]} saved, {shape} wanted" for name, shape in wanted.items() if saved.get(name, shape) != shape]
