@@ -55,11 +55,11 @@ def convert_hf(
     from mtpctl.cluster.heap import importing
 
     with importing():
-        from mtpctl.convert.conversion import Wanted, convert
+        from mtpctl.convert.conversion import ConversionOptions, convert
 
-    wanted = Wanted(to, dtype, model, verify, force, merge)  # type: ignore[arg-type]
+    options = ConversionOptions(to, dtype, model, verify, force, merge)  # type: ignore[arg-type]
     with _progress() as progress:
-        made = convert(source, target, wanted, say=lambda line: print(line, file=sys.stderr), progress=progress)
+        made = convert(source, target, options, say=lambda line: print(line, file=sys.stderr), progress=progress)
     if as_json:
         answer(json.dumps(asdict(made), indent=2))
         return

@@ -1,10 +1,9 @@
-"""Checkpoints of adapters: as PEFT keeps them, or merged into the weights that they were trained on, a part at a time."""
+"""Converting checkpoints of adapters: to PEFT's files, or merged into their base weights, a part at a time."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -24,20 +23,20 @@ from mtpctl.model.lora import Adapter
 from mtpctl.recipe.train import LoraConfig
 
 
-def adapted(path: Path, folder: HfFolder, adapter: dict[str, Any]) -> Skeleton:
+def adapted(path: Path, folder: HfFolder, adapter: sharded.AdapterRecord) -> Skeleton:
     """The model with adapters like those of the checkpoint at `path`, in their precision."""
     wide = all(saved.properties.dtype is torch.float32 for saved in _saved(path).values())
     return Skeleton(folder, mtp=True, precision="fp32" if wide else "bf16", lora=_config(adapter))
 
 
 def needed_weights(path: Path, weights: ModelWeights | None) -> ModelWeights:
-    """The weights that an adapter was trained on. Raises UserError where they are not at hand."""
+    """The base weights of an adapter. Raises UserError where they are None."""
     if weights is None:
         raise UserError(f"{path}: holds an adapter for weights that are not here; name their folder with --model")
     return weights
 
 
-def write_adapter(path: Path, skeleton: Skeleton, folder: HfFolder, adapter: dict[str, Any], target: Path) -> tuple[int, int]:
+def write_adapter(path: Path, skeleton: Skeleton, folder: HfFolder, adapter: sharded.AdapterRecord, target: Path) -> tuple[int, int]:
     """Write `adapter_model.safetensors` and `adapter_config.json`. Returns tensors and bytes.
 
     Raises UserError where the adapter was trained on other weights than the folder's.
@@ -54,7 +53,7 @@ def write_adapter(path: Path, skeleton: Skeleton, folder: HfFolder, adapter: dic
 class MergedReader:
     """The model's weights with the adapters merged in, and the MTP layers that were trained beside them."""
 
-    def __init__(self, path: Path, skeleton: Skeleton, weights: ModelWeights, adapter: dict[str, Any]) -> None:
+    def __init__(self, path: Path, skeleton: Skeleton, weights: ModelWeights, adapter: sharded.AdapterRecord) -> None:
         _fill(path, skeleton, weights.folder.path, adapter)
         self.skeleton, self.weights = skeleton, weights
         held = _saved(path)
@@ -73,14 +72,13 @@ class MergedReader:
     def _value(self, name: str) -> Tensor:
         parameter = self.skeleton.parameters[name]
         if name in self._trained:
-            value: Tensor = parameter.task.param_weight.detach()
-            return value
+            return parameter.task.param_weight.detach()
         value = self.skeleton.map.to_megatron(parameter, self.weights)
         adapter = getattr(parameter.task.megatron_module, "adapter", None)
         return adapter.merged(value) if isinstance(adapter, Adapter) and name.endswith(".weight") else value
 
 
-def _config(adapter: dict[str, Any]) -> LoraConfig:
+def _config(adapter: sharded.AdapterRecord) -> LoraConfig:
     return LoraConfig(rank=adapter["rank"], alpha=adapter["alpha"], targets=adapter["targets"])
 
 
@@ -90,9 +88,9 @@ def _saved(path: Path) -> dict[str, TensorStorageMetadata]:
     return {name: saved for name, saved in found.items() if isinstance(saved, TensorStorageMetadata) and not name.startswith("optimizer.")}
 
 
-def _fill(path: Path, skeleton: Skeleton, base: Path, adapter: dict[str, Any]) -> None:
-    """Load what was trained, adapters and MTP layers, as the trainer restores it; nothing else of the model has a value."""
+def _fill(path: Path, skeleton: Skeleton, base: Path, adapter: sharded.AdapterRecord) -> None:
+    """Load adapters and MTP layers from the checkpoint as the trainer restores them; the rest of the model stays without values."""
     held = _saved(path)
-    kept = {name for name, key in skeleton.saved_as() if key in held}
-    contents = sharded.Contents(skeleton.model, None, 0, kept, adapter | {"base": fingerprint(base)})
+    names = {name for name, key in skeleton.saved_as() if key in held}
+    contents = sharded.Contents(skeleton.model, None, 0, names, {**adapter, "base": fingerprint(base)})
     sharded.restore(path, contents)

@@ -1,7 +1,7 @@
 """LoRA adapters as PEFT names them, and which weights they were made for.
 
-Of a fused layer (q, k and v in one) PEFT's parts share A, and each has its rows of B. Cutting those rows is what the mapping
-of the layer's weight does, so it is asked to: for B [out, rank] as for a W [out, hidden], told that hidden is the rank.
+A fused layer (q, k and v in one) becomes several layers in PEFT, which share A and have their own rows of B each. The mapping of the
+layer's weight cuts those rows: it converts B [out, rank] like a weight [out, hidden] of a model whose hidden size is the rank.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core.transformer import MegatronModule
@@ -20,8 +19,9 @@ from torch import Tensor
 from mtpctl.convert.bridge import WeightBridge
 from mtpctl.convert.folder_weights import FolderWeights
 from mtpctl.convert.tensor_files import CODES
+from mtpctl.convert.upstream import ConversionTask, ParamMapping, packs_experts
 from mtpctl.errors import UserError
-from mtpctl.model.lora import ROW, WHOLE
+from mtpctl.model.lora import ROW, WHOLE, Adapter
 from mtpctl.plan.wire import ADAPTER_PREFIX
 from mtpctl.recipe.train import LoraConfig
 
@@ -29,7 +29,7 @@ SAMPLED_ROWS = 8
 
 
 def export_adapter(bridge: WeightBridge, chunks: list[MegatronModule], lora: LoraConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield (`base_model.model.<layer>.lora_A.weight`, [rank, in]) and (`….lora_B.weight`, [out, rank]) of every layer adapted.
+    """Yield (`base_model.model.<layer>.lora_A.weight`, [rank, in]) and (`….lora_B.weight`, [out, rank]) of every adapted layer.
 
     Every rank must iterate, and every rank gets all of them. Raises UserError where PEFT has no name for a target.
     """
@@ -39,7 +39,7 @@ def export_adapter(bridge: WeightBridge, chunks: list[MegatronModule], lora: Lor
             leaf = place[-2]
         if place[0] != "decoder" or place[-1] != "weight" or leaf not in lora.targets:
             continue
-        if getattr(task.mapping, "is_grouped_export", False):
+        if packs_experts(task):
             raise UserError(
                 f"train.lora.targets: {task.mapping.hf_param} packs all experts, which PEFT has no names for; leave {leaf} out, or "
                 "publish merged weights"
@@ -51,33 +51,35 @@ def export_adapter(bridge: WeightBridge, chunks: list[MegatronModule], lora: Lor
             yield f"{layer}.lora_B.weight", b[name].reshape(-1, lora.rank)
 
 
-def _matrices(task: Any, leaf: str, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A and B by the names of the weights that they change."""
-    _forget(task.mapping)
+def _matrices(task: ConversionTask, leaf: str, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A and B, each by the name of the weight that it adapts."""
+    _clear_caches(task.mapping)
     try:
         return _converted(task, leaf, rank)
     finally:
-        _forget(task.mapping)
+        _clear_caches(task.mapping)
 
 
-def _forget(mapping: Any) -> None:
-    """Between pipeline stages a mapping remembers shapes and config of what it last took: those of the weight, or its adapter's."""
+def _clear_caches(mapping: ParamMapping) -> None:
+    """Clear the shapes and configs that a mapping keeps from its last conversion, which was that of the weight or of its adapter."""
     kind = importlib.import_module("megatron.bridge.models.conversion.param_mapping").MegatronParamMapping
     mapping.clear_broadcast_cache()
     mapping.clear_tensor_spec_output_cache()
     for part in vars(mapping).values():
         if isinstance(part, kind):
-            _forget(part)
+            _clear_caches(part)
 
 
-def _converted(task: Any, leaf: str, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _converted(task: ConversionTask, leaf: str, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     module, a, b = task.megatron_module, None, None
     if module is not None:
+        assert isinstance(module.adapter, Adapter)
         a, b = module.adapter.lora_a.detach(), module.adapter.lora_b.detach()
-        if hasattr(module, "config"):
+        config = copy.copy(getattr(module, "config", None))
+        if config is not None:
+            config.hidden_size = rank
             module = copy.copy(module)
-            module.config = copy.copy(module.config)
-            module.config.hidden_size = rank
+            module.config = config
     if leaf in ROW:
         return task.mapping.megatron_to_hf(a, task.megatron_module), _same_on_all(task, b)
     if leaf in WHOLE:
@@ -85,8 +87,8 @@ def _converted(task: Any, leaf: str, rank: int) -> tuple[dict[str, Tensor], dict
     return _same_on_all(task, a), task.mapping.megatron_to_hf(b, module)
 
 
-def _same_on_all(task: Any, value: Tensor | None) -> dict[str, Tensor]:
-    """What every tensor-parallel rank holds whole, under each name of the weight."""
+def _same_on_all(task: ConversionTask, value: Tensor | None) -> dict[str, Tensor]:
+    """A matrix that every tensor-parallel rank holds whole, under each name of the weight."""
     replicated = importlib.import_module("megatron.bridge.models.conversion.param_mapping").ReplicatedMapping
     names = task.mapping.hf_param
     found: dict[str, Tensor] = {}
@@ -95,7 +97,7 @@ def _same_on_all(task: Any, value: Tensor | None) -> dict[str, Tensor]:
     return found
 
 
-def peft_config(names: list[str], lora: LoraConfig, base: str) -> dict[str, Any]:
+def peft_config(names: list[str], lora: LoraConfig, base: str) -> dict[str, object]:
     """PEFT's `adapter_config.json` for the tensors of these names, on the model called `base`."""
     return {
         "peft_type": "LORA",
@@ -110,9 +112,9 @@ def peft_config(names: list[str], lora: LoraConfig, base: str) -> dict[str, Any]
 
 
 def fingerprint(folder: Path) -> str:
-    """Of the weights in a folder: their names, types, shapes, and a few rows of each. Does not depend on how files are cut.
+    """A hash of the weights in a folder: names, types, shapes and a few rows of each tensor, however they are split over files.
 
-    Training moves every matrix, so that a few rows tell two bases apart without reading all of both.
+    Training changes every matrix, so that a few rows distinguish two sets of base weights without reading all of them.
     """
     lines = []
     weights = FolderWeights(folder)

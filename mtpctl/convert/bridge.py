@@ -6,13 +6,12 @@ Checkpoint conversion, the trainer's start and its weight sync all stream throug
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from copy import deepcopy
-from dataclasses import replace
+from copy import copy, deepcopy
 from fnmatch import fnmatchcase
 from functools import cache, cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.transformer import MegatronModule, TransformerConfig
@@ -23,13 +22,20 @@ from mtpctl.compat.transformer_engine import import_auto_bridge
 from mtpctl.convert import mappings
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.model_weights import ModelWeights
+from mtpctl.convert.upstream import ConversionTask, ModelBridge, is_local, names_of
 from mtpctl.errors import UserError
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 from mtpctl.model.lora import Adapter
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 AutoBridge = import_auto_bridge()
 mappings.register()
 bridge_config.install()
+
+
+type _TaskKey = tuple[tuple[int, ...], torch.dtype | None]
 
 
 class WeightBridge:
@@ -39,7 +45,7 @@ class WeightBridge:
         mimo_config.install()
         self.folder = folder
         self._bridge = AutoBridge.from_hf_config(_hf_config(folder))
-        self._known: tuple[Any, list[Any]] | None = None
+        self._known: tuple[_TaskKey, list[ConversionTask]] | None = None
         self._section_of = cache(partial(section_of, shape=folder.shape))
 
     def config(self) -> TransformerConfig:
@@ -49,19 +55,19 @@ class WeightBridge:
         config.share_embeddings_and_output_weights = self.folder.shape.tied
         return config
 
-    def mapping(self) -> Any:
-        """Megatron-Bridge's own, for one pass over a model."""
+    def mapping(self) -> ModelBridge:
+        """Megatron-Bridge's own bridge, for one pass over a model."""
         return self._bridge._model_bridge
 
-    def told(self, names: Collection[str], weights: Mapping[str, Tensor] | None = None, path: Path | None = None) -> Any:
-        """What the bridge asks of a folder: config, names of tensors, and their values where it is to read them."""
+    def pretrained(self, names: Collection[str], weights: Mapping[str, Tensor] | None = None, path: Path | None = None) -> SimpleNamespace:
+        """What Megatron-Bridge takes for a Hugging Face model: config, names of tensors, and their values where it will read them."""
         state = _State(names, weights or {})
         return SimpleNamespace(config=self._bridge.hf_pretrained, state=state, model_name_or_path=str(path or self.folder.path))
 
     def load(self, chunks: list[MegatronModule], path: Path | None = None) -> None:
-        """Fill the modules from the weights of the folder, or of another folder of the same model, whatever it names and keeps them by.
+        """Fill the modules from the weights of the folder, or of another folder of the same model, whatever names and layout it has.
 
-        MTP layers are read where the modules have them. Raises UserError naming what the folder lacks, and for another model's.
+        MTP layers are read where the modules have them. Raises UserError naming what the folder lacks, or where it is another model's.
         """
         self.fill(chunks, ModelWeights(path or self.folder.path, mtp=bool(chunks[0].config.mtp_num_layers)))
 
@@ -71,17 +77,17 @@ class WeightBridge:
         before = {name: tensor._version for name, tensor in self._filled(chunks)}
         bridge = self.mapping()
         build = bridge.build_conversion_tasks
-        # A parameter that it cannot map is a hole among its tasks, which the pass over them would trip over without a name.
+        # A parameter that it cannot map is None among its tasks, on which its loop would fail without naming the parameter.
         bridge.build_conversion_tasks = lambda *given: [task for task in build(*given) if task is not None]
-        bridge.load_weights_hf_to_megatron(self.told(weights, weights, weights.folder.path), chunks)
-        # A tensor counts what is written into it. What the bridge cannot map it tells its log alone.
+        bridge.load_weights_hf_to_megatron(self.pretrained(weights, weights, weights.folder.path), chunks)
+        # A tensor counts the writes to it. That finds parameters that the bridge could not map, which it only logs.
         left = [name for name, tensor in self._filled(chunks) if tensor._version == before[name]]
         if left:
             more = f" and {len(left) - 8} more" if len(left) > 8 else ""
             raise RuntimeError(f"parameters of {self.folder.shape.architecture} that were not filled: {', '.join(left[:8])}{more}")
 
     def _filled(self, chunks: list[MegatronModule]) -> Iterator[tuple[str, Tensor]]:
-        """What `fill` must write on this rank: parameters and stored buffers, without adapters and what repeats a tied embedding."""
+        """What `fill` must write on this rank: parameters and stored buffers, but no adapters and no copy of a tied embedding."""
         for number, chunk in enumerate(chunks):
             at = f"{number}." if len(chunks) > 1 else ""
             for path, module in chunk.named_modules():
@@ -93,7 +99,7 @@ class WeightBridge:
                         yield at + full, tensor
 
     def _check_same(self, weights: ModelWeights) -> None:
-        """Raise UserError where these are another model's."""
+        """Raise UserError where these weights are another model's."""
         here, there = self.folder.shape, weights.shape
         if here.family != there.family:
             raise UserError(f"{weights.folder.path}: holds a {there.family} ({there.architecture}), the model here is a {here.family}")
@@ -104,13 +110,13 @@ class WeightBridge:
                 raise UserError(f"{weights.folder.path}: holds {name} as {list(weights.size(name))}, the model here {made}")
 
     @cached_property
-    def _stored(self) -> Any:
-        return self.told(tensor_shapes(self.folder.shape))
+    def _stored(self) -> SimpleNamespace:
+        return self.pretrained(tensor_shapes(self.folder.shape))
 
-    def tasks(self, chunks: list[MegatronModule], *, dtype: torch.dtype | None = None) -> list[Any]:
-        """What the bridge does for each parameter of the whole model, in the same order on every rank.
+    def tasks(self, chunks: list[MegatronModule], *, dtype: torch.dtype | None = None) -> list[ConversionTask]:
+        """The conversion of each parameter of the whole model, in the same order on every rank.
 
-        Found once for modules as they are: their names take longer to match than their weights to convert.
+        The tasks are built once and kept, since matching names takes longer than converting weights.
         """
         parameters = tuple(id(parameter) for chunk in chunks for parameter in chunk.parameters())
         if self._known is None or self._known[0] != (parameters, dtype):
@@ -128,9 +134,8 @@ class WeightBridge:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) one by one; every rank must iterate, and every rank gets all of them.
 
-        `sections` says whether the trunk's tensors, the MTP layers' or both are wanted. Adapters are merged on the way
-        unless `merged` is false. Copies that a folder keeps beside their original (DeepSeek's MTP layers bring embedding and head)
-        follow it.
+        sections: the trunk's tensors (`target`), the MTP layers' (`draft`) or both. Adapters are merged unless `merged` is false. Copies
+        that a folder stores (DeepSeek's MTP layers have embedding and head) follow their original.
         """
         shape = self.folder.shape
         copies: dict[str, list[str]] = {}
@@ -149,7 +154,7 @@ class WeightBridge:
             if any(wanted(name) or any(map(wanted, copies.get(name, []))) for name in names_of(task))
         ]
         conversions = map(_merged, tasks) if merged else tasks
-        # The bridge knows no adapters of ours, and would look for its own in the whole model each time.
+        # Without this flag the bridge would search the whole model for its own kind of adapter each time.
         stream = self.mapping().stream_weights_megatron_to_hf(
             chunks, self._stored, cpu=False, show_progress=False, conversion_tasks=conversions, merge_adapter_weights=False
         )
@@ -191,8 +196,8 @@ class _State(Mapping[str, Tensor]):
         return len(self.weights)
 
 
-def _hf_config(folder: HfFolder) -> Any:
-    """transformers' own of the folder's fields; code that the folder may bring is not run."""
+def _hf_config(folder: HfFolder) -> PretrainedConfig:
+    """transformers' own config of the folder's fields; code that the folder may bring is not run."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = str(folder.config.get("model_type"))
@@ -202,14 +207,11 @@ def _hf_config(folder: HfFolder) -> Any:
     return CONFIG_MAPPING[kind].from_dict(deepcopy(folder.config))
 
 
-def names_of(task: Any) -> tuple[str, ...]:
-    """Names of the tensors that a parameter is made of."""
-    source = task.mapping.hf_param
-    return (source,) if isinstance(source, str) else tuple(source.values())
-
-
-def _merged(task: Any) -> Any:
-    """The task with its weight as the adapter makes it, where the module has one; made as it is asked for, and not kept."""
-    if isinstance(getattr(task.megatron_module, "adapter", None), Adapter) and task.param_name.endswith(".weight"):
-        return replace(task, param_weight=task.megatron_module.adapter.merged(task.param_weight))
+def _merged(task: ConversionTask) -> ConversionTask:
+    """The task with its adapter, if any, merged into its weight."""
+    adapter = getattr(task.megatron_module, "adapter", None)
+    if isinstance(adapter, Adapter) and is_local(task) and task.param_name.endswith(".weight"):
+        merged = copy(task)
+        merged.param_weight = adapter.merged(task.param_weight)
+        return merged
     return task

@@ -1,4 +1,4 @@
-"""What a model's folder holds beside its weights: config, generation config, tokenizer, chat template, code of its own."""
+"""The files of a model's folder beside its weights: config, generation config, tokenizer, chat template, code of its own."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mtpctl.convert.folder_weights import INDEXES
+from mtpctl.convert.hf_folder import HfConfig
 from mtpctl.families.reading import MTP_COUNTS
 from mtpctl.families.shape import ModelShape
 
@@ -19,7 +19,7 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", 
 
 
 def carried_files(folder: Path) -> Iterator[Path]:
-    """Files that go along as they are, relative to `folder`. Hidden ones stay."""
+    """Files that are copied unchanged, relative to `folder`. Hidden ones are not."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         hidden = any(part.startswith(".") for part in name.parts)
@@ -34,11 +34,11 @@ def carry(source: Path, target: Path) -> None:
         shutil.copyfile(source / name, target / name)
 
 
-def written_config(config: dict[str, Any], shape: ModelShape, dtype: torch.dtype, *, mtp_layers: int) -> dict[str, Any]:
+def written_config(config: HfConfig, shape: ModelShape, dtype: torch.dtype, *, mtp_layers: int) -> HfConfig:
     """The config of a folder whose weights are of `dtype` and hold `mtp_layers` MTP layers.
 
-    The length is the one that the model was trained with, where the published file is known to say another; weights that
-    were quantised no longer are.
+    max_position_embeddings is the length that the model was trained with, where the published file is known to state another.
+    quantization_config is left out, since the weights are dequantised.
     """
     made = {name: value for name, value in config.items() if name != "quantization_config"}
     where = _part_with(made, "max_position_embeddings")
@@ -55,13 +55,13 @@ def written_config(config: dict[str, Any], shape: ModelShape, dtype: torch.dtype
     return made
 
 
-def _part_with(config: dict[str, Any], key: str) -> dict[str, Any]:
-    """The config itself, or its `text_config` where `key` stands there; a copy of it takes its place, to be written to."""
+def _part_with(config: HfConfig, key: str) -> HfConfig:
+    """The part of the config that has `key`: the config itself, or its `text_config`, which is replaced by a copy to write to."""
     if key not in config and key in (config.get("text_config") or {}):
         config["text_config"] = dict(config["text_config"])
         return config["text_config"]
     return config
 
 
-def write_config(config: dict[str, Any], folder: Path) -> None:
+def write_config(config: HfConfig, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")

@@ -1,7 +1,7 @@
 """From Hugging Face folders to Megatron checkpoints and back, a few parameters at a time.
 
-Whatever is converted grows beside its place with a journal of what is on the disk, and takes its place when it is whole.
-While one part is brought to the disk, the next is made.
+The target is written under a temporary name, with a journal of the parts that are on the disk, and renamed when it is whole. While one
+part is brought to the disk, the next one is converted.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from mtpctl.checkpoint.sharded import adapter_of
+from mtpctl.checkpoint.sharded import AdapterRecord, adapter_of
 from mtpctl.convert.adapter_checkpoints import MergedReader, adapted, needed_weights, write_adapter
 from mtpctl.convert.carried import carried_files, carry, write_config, written_config
 from mtpctl.convert.dtypes import NAMES, cast, common, main_dtype
 from mtpctl.convert.folder_weights import FolderWeights
-from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.convert.hf_folder import HfConfig, HfFolder
 from mtpctl.convert.hf_writer import HfWriter
-from mtpctl.convert.journal import JOURNAL, Journal
+from mtpctl.convert.journal import JOURNAL, Conversion, Journal, PartRecord
 from mtpctl.convert.layout import Stored, plain_layout, recast, save_layout
 from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.convert.parts import PartReader, PartWriter, Reader
@@ -38,14 +38,14 @@ from mtpctl.families.reading import shape_of
 
 To = Literal["megatron", "hf"]
 Progress = Callable[[int, int], None]
-"""Told bytes done and bytes in all."""
+"""Called with bytes done and bytes in all."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What to convert to; `to` is checked against what the source is."""
+class ConversionOptions:
+    """The options of `mtpctl convert-hf`. `to`: checked against what the source is."""
 
     to: To | None = None
     dtype: str | None = None
@@ -56,8 +56,8 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Converted:
-    """What was done: tensors are counted as the Hugging Face side names them."""
+class ConversionResult:
+    """What was written. Tensors are counted as the Hugging Face folder names them."""
 
     to: To
     tensors: int
@@ -66,46 +66,46 @@ class Converted:
     verified: Verified | None
 
 
-_Made = tuple[int, int, Verified | None]
-"""Tensors, bytes, and what verifying found."""
+_Written = tuple[int, int, Verified | None]
+"""Tensors, bytes, and the result of verifying."""
 
 
-def convert(source: Path, target: Path, wanted: Wanted, *, say: Say, progress: Progress) -> Converted:
+def convert(source: Path, target: Path, options: ConversionOptions, *, say: Say, progress: Progress) -> ConversionResult:
     """Convert `source` to `target`. Raises UserError for what cannot be converted, before `target` is touched."""
     checkpoint = checkpoint_at(source)
     to: To = "megatron" if checkpoint is None else "hf"
-    if wanted.to not in (None, to):
+    if options.to not in (None, to):
         what = "a Hugging Face folder" if checkpoint is None else "a Megatron checkpoint"
-        raise UserError(f"--to {wanted.to}: {source} is {what} already")
+        raise UserError(f"--to {options.to}: {source} is {what} already")
     adapter = None if checkpoint is None else adapter_of(checkpoint)
-    if wanted.merge and adapter is None:
+    if options.merge and adapter is None:
         raise UserError(f"--merge: {source} holds no adapter")
-    if wanted.verify and adapter is not None:
+    if options.verify and adapter is not None:
         raise UserError("--verify: what an adapter is merged into or written as has no other side to be compared with; leave it out")
-    if wanted.dtype and adapter is not None and not wanted.merge:
+    if options.dtype and adapter is not None and not options.merge:
         raise UserError("--dtype: an adapter's folder keeps the type that it was trained in; leave it out, or write the model with --merge")
-    _check_target(source, target, force=wanted.force)
+    _check_target(source, target, force=options.force)
     began = time.perf_counter()
     if checkpoint is None:
-        made = _to_megatron(ModelWeights(source), target, wanted, say, progress)
-    elif adapter is not None and not wanted.merge:
-        made = _to_peft(checkpoint, reference_of(checkpoint, wanted.model), adapter, target, say)
+        made = _to_megatron(ModelWeights(source), target, options, say, progress)
+    elif adapter is not None and not options.merge:
+        made = _to_peft(checkpoint, reference_of(checkpoint, options.model), adapter, target, say)
     else:
-        made = _to_hf(checkpoint, reference_of(checkpoint, wanted.model), adapter, target, wanted, say, progress)
+        made = _to_hf(checkpoint, reference_of(checkpoint, options.model), adapter, target, options, say, progress)
     tensors, nbytes, verified = made
-    return Converted(to, tensors, nbytes, time.perf_counter() - began, verified)
+    return ConversionResult(to, tensors, nbytes, time.perf_counter() - began, verified)
 
 
-def _to_megatron(weights: ModelWeights, target: Path, wanted: Wanted, say: Say, progress: Progress) -> _Made:
+def _to_megatron(weights: ModelWeights, target: Path, options: ConversionOptions, say: Say, progress: Progress) -> _Written:
     folder, layout = weights.folder, weights.layout
     sizes = names_in(folder.shape, mtp=True)
-    types = cast({name: weights.dtype(name) for name in weights}, sizes, NAMES.get(wanted.dtype or ""))
+    types = cast({name: weights.dtype(name) for name in weights}, sizes, NAMES.get(options.dtype or ""))
     config = written_config(folder.config, folder.shape, main_dtype(types, sizes), mtp_layers=folder.shape.mtp_layers)
     extras = [stored for stored in layout if not stored.pieces]
     weights.check_aliases()
     weights.check_extras()
     described = HfFolder(folder.path, config, shape_of(config))
-    with _growing(target, _conversion("megatron", weights.raw.files, config, recast(layout, types))) as journal:
+    with _journal_of(target, _conversion("megatron", weights.raw.files, config, recast(layout, types))) as journal:
         beside = journal.work / HF
         with Skeleton(described, mtp=True) as skeleton:
             parameters = skeleton.parameters
@@ -119,18 +119,18 @@ def _to_megatron(weights: ModelWeights, target: Path, wanted: Wanted, say: Say, 
                 count(value.nbytes)
                 return value
 
-            with _behind(journal) as behind:
+            with _flusher(journal) as flush_part:
                 for number in range(len(writer.parts)):
                     if number not in journal.done:
-                        behind(number, writer.write(number, make), partial(writer.flush, number))
+                        flush_part(number, writer.write(number, make), partial(writer.flush, number))
             beside.mkdir(exist_ok=True)
             _put_extras(carried, extras, weights.raw)
             carry(folder.path, beside)
             write_config(config, beside)
             save_layout(recast(layout, types), beside / LAYOUT)
-            writer.finish([journal.done[number] for number in range(len(writer.parts))])
+            writer.finish([journal.done[number] or [] for number in range(len(writer.parts))])
         kept = FolderWeights(beside) if extras else None
-        verified = verify_conversion(weights, journal.work, described, carried=kept) if wanted.verify else None
+        verified = verify_conversion(weights, journal.work, described, carried=kept) if options.verify else None
         journal.publish()
     return len(layout), sum(writer.nbytes) + carried.nbytes, verified
 
@@ -138,12 +138,12 @@ def _to_megatron(weights: ModelWeights, target: Path, wanted: Wanted, say: Say, 
 def _to_hf(
     checkpoint: Path,
     reference: Reference,
-    adapter: dict[str, Any] | None,
+    adapter: AdapterRecord | None,
     target: Path,
-    wanted: Wanted,
+    options: ConversionOptions,
     say: Say,
     progress: Progress,
-) -> _Made:
+) -> _Written:
     folder, shape = reference.folder, reference.folder.shape
     mtp = bool(shape.mtp_layers) and (adapter is not None or has_mtp(checkpoint))
     if shape.mtp_layers and not mtp:
@@ -159,15 +159,15 @@ def _to_hf(
                 if adapter
                 else PartReader(checkpoint, skeleton)
             )
-            types, layout = _written(reference, reader, sizes, NAMES.get(wanted.dtype or ""))
+            types, layout = _types_and_layout(reference, reader, sizes, NAMES.get(options.dtype or ""))
             config = written_config(folder.config, shape, main_dtype(types, sizes), mtp_layers=shape.mtp_layers if mtp else 0)
             extras = [stored for stored in layout if not stored.pieces]
-            journal = stack.enter_context(_growing(target, _conversion("hf", files, config, layout)))
+            journal = stack.enter_context(_journal_of(target, _conversion("hf", files, config, layout)))
             writer = HfWriter(journal.work, layout, sizes)
             tail = writer.nbytes - sum(reader.nbytes)
             count = _begin(journal, reader.nbytes, tail, folder.path, say, progress)
             writer.allocate()
-            with _behind(journal) as behind:
+            with _flusher(journal) as flush_part:
                 for number in range(len(reader.parts)):
                     if number in journal.done:
                         continue
@@ -175,7 +175,7 @@ def _to_hf(
                         for hf_name, tensor in skeleton.to_hf(name, value).items():
                             writer.put(hf_name, tensor)
                         count(value.nbytes)
-                    behind(number, None, writer.flush)
+                    flush_part(number, None, writer.flush)
             if reference.carried is not None:
                 for stored in extras:
                     writer.put(stored.name, reference.carried.tensor(stored.name))
@@ -186,17 +186,17 @@ def _to_hf(
             (journal.work / LAYOUT).unlink(missing_ok=True)
             write_config(config, journal.work)
         verified = None
-        if wanted.verify:
+        if options.verify:
             verified = verify_conversion(ModelWeights(journal.work), checkpoint, folder, carried=reference.carried)
         journal.publish()
     return len(layout), writer.nbytes, verified
 
 
-def _to_peft(checkpoint: Path, reference: Reference, adapter: dict[str, Any], target: Path, say: Say) -> _Made:
+def _to_peft(checkpoint: Path, reference: Reference, adapter: AdapterRecord, target: Path, say: Say) -> _Written:
     files = sorted(path for path in checkpoint.iterdir() if path.is_file())
     if has_mtp(checkpoint):
         say("an adapter's folder has no place for the MTP layers that were trained beside it; --merge writes both")
-    with _growing(target, _conversion("hf", files, {}, [])) as journal:
+    with _journal_of(target, _conversion("hf", files, {}, [])) as journal:
         folder = needed_weights(checkpoint, reference.weights).folder
         with adapted(checkpoint, folder, adapter) as skeleton:
             tensors, nbytes = write_adapter(checkpoint, skeleton, folder, adapter, journal.work)
@@ -204,10 +204,10 @@ def _to_peft(checkpoint: Path, reference: Reference, adapter: dict[str, Any], ta
     return tensors, nbytes, None
 
 
-def _written(
+def _types_and_layout(
     reference: Reference, reader: Reader, sizes: dict[str, int], wanted: torch.dtype | None
 ) -> tuple[dict[str, torch.dtype], list[Stored]]:
-    """Types of the model's tensors, and how the folder keeps them."""
+    """Types of the model's tensors, and how the folder stores them."""
     held = {name: reader.dtypes[each.name] for each in reader.skeleton.parameters.values() for name in each.needs}
     like = {name: stored.dtype for stored in reference.layout or [] for name in stored.pieces if name in sizes}
     types = cast({name: held[name] for name in sizes}, sizes, wanted, like=like or None)
@@ -229,14 +229,14 @@ def _check_target(source: Path, target: Path, *, force: bool) -> None:
 
 
 def _begin(journal: Journal, parts: list[int], tail: int, files: Path, say: Say, progress: Progress) -> Callable[[int], None]:
-    """What to tell of bytes that are made. Raises UserError where the disk has no room for them.
+    """Report progress so far. Returns a function to call with bytes that are converted. Raises UserError where the disk is too small.
 
-    `tail` are those that come after the parts.
+    tail: bytes that are written after the parts.
     """
     total = sum(parts) + max(0, tail)
     done = sum(parts[number] for number in journal.done)
     beside = sum((files / name).stat().st_size for name in carried_files(files))
-    # What was allocated at the first attempt is no longer free.
+    # Files of an interrupted conversion are allocated already.
     there = sum(path.stat().st_size for path in journal.work.rglob("*") if path.is_file() and path.name != JOURNAL)
     needed = sum(parts) + tail + beside - there
     free = shutil.disk_usage(journal.work).free
@@ -256,15 +256,14 @@ def _begin(journal: Journal, parts: list[int], tail: int, files: Path, say: Say,
     return count
 
 
-def _conversion(to: To, files: list[Path], config: dict[str, Any], layout: list[Stored]) -> dict[str, Any]:
-    """What an interrupted conversion must agree on to be gone on with: its source, the model's config, and how tensors are kept."""
+def _conversion(to: To, files: list[Path], config: HfConfig, layout: list[Stored]) -> Conversion:
     states = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return {"to": to, "files": states, "config": config, "layout": hashlib.sha256(repr(layout).encode()).hexdigest()}
 
 
 @contextlib.contextmanager
-def _growing(target: Path, conversion: dict[str, Any]) -> Iterator[Journal]:
-    """The journal of the target; where nothing came of it, nothing is left of it."""
+def _journal_of(target: Path, conversion: Conversion) -> Iterator[Journal]:
+    """The journal of the target. If the block fails before a part is on the disk, the temporary folder is deleted."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         journal = Journal(target, conversion)
@@ -281,22 +280,25 @@ def _growing(target: Path, conversion: dict[str, Any]) -> Iterator[Journal]:
 
 
 @contextlib.contextmanager
-def _behind(journal: Journal) -> Iterator[Callable[[int, Any, Callable[[], None]], None]]:
-    """Brings parts to the disk in another thread, one at a time, and notes them. An error there ends the work here."""
+def _flusher(journal: Journal) -> Iterator[Callable[[int, PartRecord, Callable[[], None]], None]]:
+    """Give a function that brings a part to the disk in another thread, and notes it in the journal.
+
+    One part is on its way at a time. An error in the thread is raised by the next call, or at the end of the block.
+    """
     with ThreadPoolExecutor(1) as pool:
         last: Future[None] | None = None
 
-        def bring(number: int, noted: Any, flush: Callable[[], None]) -> None:
+        def bring(number: int, noted: PartRecord, flush: Callable[[], None]) -> None:
             flush()
             journal.note(number, noted)
 
-        def behind(number: int, noted: Any, flush: Callable[[], None]) -> None:
+        def flush_part(number: int, noted: PartRecord, flush: Callable[[], None]) -> None:
             nonlocal last
             if last is not None:
                 last.result()
             last = pool.submit(bring, number, noted, flush)
 
-        yield behind
+        yield flush_part
         if last is not None:
             last.result()
 

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from mtpctl.convert.upstream import Pretrained
+
+if TYPE_CHECKING:
+    from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+    from megatron.core.transformer import TransformerConfig
 
 
-def with_own_experts(upstream: Any, registry: Any, auto: Any, gated: Any) -> type:
-    """Upstream's bridge, made whole. The other arguments are Megatron-Bridge's registry and its mappings of one and of two tensors."""
+class _Config(Protocol):
+    moe_intermediate_size: int
+    n_shared_experts: int
+
+
+def with_own_experts(
+    upstream: type, registry: type[MegatronMappingRegistry], auto: Callable[..., object], gated: Callable[..., object]
+) -> type:
+    """Upstream's bridge with these mappings added. `auto` and `gated` are Megatron-Bridge's mappings of one and of two tensors."""
 
     class GlmBridge(upstream):  # type: ignore[misc]
-        def provider_bridge(self, hf_pretrained: Any) -> Any:
+        def provider_bridge(self, hf_pretrained: Pretrained[_Config]) -> TransformerConfig:
             provider = super().provider_bridge(hf_pretrained)
             config = hf_pretrained.config
             provider.moe_shared_expert_intermediate_size = config.moe_intermediate_size * config.n_shared_experts
             return provider
 
         def _uses_fused_experts(self) -> bool:
-            # Asked of the folder's files, which a stream of tensors does not have; published folders name experts one by one.
+            # Upstream looks into the folder's files, which a stream of tensors does not have. Published folders name experts one by one.
             return False
 
-        def mapping_registry(self) -> Any:
+        def mapping_registry(self) -> MegatronMappingRegistry:
             layers = self.hf_config.num_hidden_layers
             depths = getattr(self.hf_config, "num_nextn_predict_layers", 0) or 0
             places = {"decoder.layers.*": "model.layers.*"}

@@ -1,4 +1,4 @@
-"""Hugging Face folders in: what is in one, told before a byte of weights is read; and new ones with random weights."""
+"""Hugging Face model folders: reading the config of one without its weights, and making one with random weights."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ from mtpctl.families.registry import FAMILIES
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, tensor_shapes
 
+type HfConfig = dict[str, Any]
+"""The contents of a `config.json`."""
+
 
 @dataclass(frozen=True)
 class HfFolder:
     """A folder with `config.json` and weights.
 
-    `config` is the file's, completed by what the weights tell: MTP layers that it does not name, a head that is tied without
-    its saying so. Raises UserError where the folder, its config or its weights are missing or cannot be read.
+    `config` is the file's, completed from the names of the weights: MTP layers that it does not mention, and a tied head. Raises
+    UserError where the folder, its config or its weights are missing or cannot be read.
     """
 
     path: Path
-    config: dict[str, Any]
+    config: HfConfig
     shape: ModelShape
 
     @classmethod
@@ -51,7 +54,7 @@ class HfFolder:
         return given.completed(FolderWeights(folder)) if weights else given
 
     def completed(self, weights: FolderWeights) -> HfFolder:
-        """The folder with what its weights tell and its config does not."""
+        """The folder with a config to which what only the weights show is added."""
         config = dict(self.config)
         family = next(family for family in FAMILIES if family.name == self.shape.family)
         if not self.shape.mtp_layers and family.mtp is not None:
@@ -60,17 +63,17 @@ class HfFolder:
             while family.mtp.name(names, depth, self.shape.layers) in weights:
                 depth += 1
             if depth:
-                # Qwen3.5 has a word of its own for it.
+                # Qwen3.5 has a key of its own for it.
                 config[MTP_COUNTS[family.name.startswith("qwen3.5")]] = depth
         text = config.get("text_config") or {}
-        said = "tie_word_embeddings" in config or "tie_word_embeddings" in text
-        if not said and not self.shape.tied and not any(name.endswith("lm_head.weight") for name in weights.entries):
+        stated = "tie_word_embeddings" in config or "tie_word_embeddings" in text
+        if not stated and not self.shape.tied and not any(name.endswith("lm_head.weight") for name in weights.entries):
             config["tie_word_embeddings"] = True
         return self if config == self.config else HfFolder(self.path, config, shape_of(config))
 
 
-def create_hf_folder(config: dict[str, Any], path: str | Path, seed: int, *, dtype: torch.dtype = torch.float32) -> HfFolder:
-    """Make a folder of this config with random weights: norms that do nothing, biases 0, the rest normal(0, initializer_range).
+def create_hf_folder(config: HfConfig, path: str | Path, seed: int, *, dtype: torch.dtype = torch.float32) -> HfFolder:
+    """Make a folder of this config with random weights: norms are the identity, biases 0, the rest normal(0, initializer_range).
 
     The same config and seed give the same bytes. The folder appears whole or not at all.
     """
@@ -97,7 +100,7 @@ def create_hf_folder(config: dict[str, Any], path: str | Path, seed: int, *, dty
     # safetensors keeps no two names of one memory.
     tensors |= {name: tensors[same[name]].clone() for name in tensor_shapes(shape) if name in same}
     save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
-    # What was drawn is not quantised, whatever the folder was whose fields these are.
+    # The weights drawn here are not quantised, even if the config was copied from a folder whose weights are.
     kept = {name: value for name, value in config.items() if name != "quantization_config"}
     config = {**kept, "torch_dtype": str(dtype).removeprefix("torch.")}
     (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")

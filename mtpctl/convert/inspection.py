@@ -1,9 +1,8 @@
-"""What a path holds, told without converting it."""
+"""`--inspect`: what a path holds, without converting it."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from megatron.core import dist_checkpointing
 
@@ -14,13 +13,13 @@ from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters
 
 
-def inspect(source: Path, model: Path | None) -> dict[str, Any]:
-    """Kind, family, sizes, MTP layers, types, and what is missing. Raises UserError for what cannot be told at all."""
+def inspect(source: Path, model: Path | None) -> dict[str, object]:
+    """Kind, family, sizes, MTP layers, types, and what is missing. Raises UserError where `source` is no model at all."""
     checkpoint = checkpoint_at(source)
     return _folder(source) if checkpoint is None else _checkpoint(checkpoint, model)
 
 
-def _folder(path: Path) -> dict[str, Any]:
+def _folder(path: Path) -> dict[str, object]:
     from mtpctl.convert.folder_weights import FolderWeights
     from mtpctl.convert.hf_folder import HfFolder
 
@@ -35,10 +34,10 @@ def _folder(path: Path) -> dict[str, Any]:
     return found | {"carried": f"{len(weights.extras)} tensors beside the language model", "missing": "nothing"}
 
 
-def _checkpoint(path: Path, model: Path | None) -> dict[str, Any]:
+def _checkpoint(path: Path, model: Path | None) -> dict[str, object]:
     saved = {name: tensor for name, tensor in dist_checkpointing.load_tensors_metadata(str(path)).items() if "optimizer." not in name}
     types = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in saved.values()})
-    found: dict[str, Any] = {"kind": "Megatron checkpoint", "path": str(path)}
+    found: dict[str, object] = {"kind": "Megatron checkpoint", "path": str(path)}
     try:
         shape = reference_of(path, model).folder.shape
     except UserError as error:
@@ -47,7 +46,7 @@ def _checkpoint(path: Path, model: Path | None) -> dict[str, Any]:
     return found | _sizes(shape) | {"tensors": len(saved), "dtype": types, "missing": lacks}
 
 
-def _sizes(shape: ModelShape) -> dict[str, Any]:
+def _sizes(shape: ModelShape) -> dict[str, object]:
     counts = count_parameters(shape)
     found = {
         "family": f"{shape.family} ({shape.architecture})",

@@ -1,8 +1,7 @@
-"""What of a folder is written already, so that an interrupted conversion goes on where it stopped.
+"""The journal of a conversion: which parts of a folder are written, so that an interrupted conversion resumes where it stopped.
 
-The folder grows beside its place, under the name with `.partial`, and is renamed when it is whole. Its journal names the
-conversion on the first line, and then each part that is on the disk. Whoever works on it holds a lock on it, which ends with
-its process.
+The folder is written under its name with `.partial`, and renamed when it is whole. The first line of its journal describes the conversion,
+and each further line is a part that is on the disk. The process that writes the folder holds a lock on it.
 """
 
 from __future__ import annotations
@@ -11,24 +10,38 @@ import fcntl
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from mtpctl.errors import UserError
 
 JOURNAL = "conversion.jsonl"
 
+type PartRecord = list[list[object]] | None
+"""What is noted of a part that is on the disk: the results of its writer, as JSON can hold them."""
+
+
+class Conversion(TypedDict):
+    """What an interrupted conversion has to have in common with the one that resumes it: its source files (path, size, time of change),
+    the model's config, and a hash of the layout."""
+
+    to: str
+    files: list[tuple[str, int, int]]
+    config: dict[str, object]
+    layout: str
+
 
 class Journal:
-    """The parts of `target` that are on the disk: number → what was noted of it. `work` is where the folder grows."""
+    """`done`: the parts of `target` that are on the disk, by number. `work`: the folder while it is being written."""
 
-    def __init__(self, target: Path, conversion: dict[str, Any]) -> None:
+    def __init__(self, target: Path, conversion: Conversion) -> None:
         self.target = target
         self.work = target.with_name(target.name + ".partial")
         self.file = self.work / JOURNAL
-        self.done: dict[int, Any] = {}
+        self.done: dict[int, PartRecord] = {}
         self.discarded = False
-        """Whether another conversion's beginnings were thrown away."""
+        """Whether the parts of another, interrupted conversion were deleted."""
         begun = self.work.exists()
         self.work.mkdir(parents=True, exist_ok=True)
         self._lock = self._locked()
@@ -47,7 +60,7 @@ class Journal:
             raise
 
     def _locked(self) -> int:
-        """The folder, open and locked. Raises UserError where another process works on it, or has just put it in its place."""
+        """Open and lock the folder. Raises UserError where another process writes to it, or has just renamed it."""
         handle = os.open(self.work, os.O_RDONLY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,10 +76,10 @@ class Journal:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def close(self) -> None:
-        """Let others work on the folder."""
+        """Release the lock on the folder."""
         os.close(self._lock)
 
-    def _taken_up(self, conversion: dict[str, Any]) -> bool:
+    def _taken_up(self, conversion: Conversion) -> bool:
         # What follows the last line break was being written when the conversion stopped.
         whole = [json.loads(line) for line in self.file.read_text().split("\n")[:-1]]
         if not whole or whole[0] != json.loads(json.dumps(conversion)):
@@ -75,19 +88,19 @@ class Journal:
         self.file.write_text("".join(json.dumps(line) + "\n" for line in whole))
         return True
 
-    def note(self, part: int, noted: Any = None) -> None:
-        """This part is on the disk."""
+    def note(self, part: int, noted: PartRecord = None) -> None:
+        """Record that this part is on the disk."""
         self.done[part] = noted
         self._append({"part": part, "noted": noted})
 
-    def _append(self, line: dict[str, Any]) -> None:
+    def _append(self, line: Mapping[str, object]) -> None:
         with self.file.open("a") as stream:
             stream.write(json.dumps(line) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
 
     def publish(self) -> None:
-        """Everything is there: the folder takes its place, instead of what stood there."""
+        """Rename the folder, which is whole now, to its target, replacing what is there."""
         old = self.target.with_name(self.target.name + ".replaced")
         if self.target.exists():
             shutil.rmtree(old, ignore_errors=True)

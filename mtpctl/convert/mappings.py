@@ -1,15 +1,21 @@
-"""What Megatron-Bridge's mappings lack: experts as modules of their own, dense layers among those of experts, text models inside
-wrappers, and our own linear layers."""
+"""Mappings that Megatron-Bridge lacks: experts as modules of their own, dense layers in mixtures of experts, text models inside wrappers,
+and the linear layers of `model`."""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from mtpctl.convert.glm import with_own_experts
 from mtpctl.convert.qwen_vl import of_the_text_model
+from mtpctl.convert.upstream import Pretrained
+
+if TYPE_CHECKING:
+    from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+    from megatron.core.transformer import TransformerConfig
 
 _LAYERS = {
     "column": ("LoraColumnParallelLinear",),
@@ -26,7 +32,7 @@ def _part(module: str, name: str) -> Any:
 
 
 def register() -> None:
-    """Put these in place of upstream's. May be called again."""
+    """Register these in place of upstream's. It may be called more than once."""
     bridge = _part(f"{_CONVERSION}.model_bridge", "MegatronModelBridge")
     registry = _part(f"{_CONVERSION}.mapping_registry", "MegatronMappingRegistry")
     auto, gated = (_part(f"{_CONVERSION}.param_mapping", name) for name in ("AutoMapping", "GatedMLPMapping"))
@@ -37,7 +43,7 @@ def register() -> None:
 
     @bridge.register_bridge(source="Qwen3_5MoeForCausalLM", target=GPTModel, model_type="qwen3_5_moe_text")
     class Qwen35MoeBridge(upstream):  # type: ignore[misc, valid-type]
-        def mapping_registry(self) -> Any:
+        def mapping_registry(self) -> MegatronMappingRegistry:
             experts = "mtp.layers.*.mtp_model_layer.mlp.experts.local_experts.*"
             names = "mtp.layers.*.mlp.experts.*"
             more = [
@@ -51,7 +57,7 @@ def register() -> None:
         wrapper = bridge.register_bridge(source=f"{name}ForConditionalGeneration", target=GPTModel, model_type=model_type)
         wrapper(of_the_text_model(text))
 
-    # Upstream's of these are known by the class, and would be found before one known by its name.
+    # Upstream registers its own by the class of the model, which is found before one that is registered by the class's name.
     for module, name, source, model_type in (
         ("qwen3_moe_bridge", "Qwen3MoEBridge", "Qwen3MoeForCausalLM", "qwen3_moe"),
         ("qwen3_next_bridge", "Qwen3NextBridge", "Qwen3NextForCausalLM", "qwen3_next"),
@@ -62,11 +68,19 @@ def register() -> None:
     bridge.register_bridge(source=_part("transformers", "Glm4MoeForCausalLM"), target=GPTModel, model_type="glm4_moe")(glm)
 
 
-def _with_dense_layers(upstream: Any, registry: Any, auto: Any, gated: Any) -> type:
-    """Upstream's bridge of a model of experts, for configs whose `mlp_only_layers` or `decoder_sparse_step` leave layers without."""
+class _SparseConfig(Protocol):
+    mlp_only_layers: list[int] | None
+    decoder_sparse_step: int
+    num_hidden_layers: int
+
+
+def _with_dense_layers(
+    upstream: type, registry: type[MegatronMappingRegistry], auto: Callable[..., object], gated: Callable[..., object]
+) -> type:
+    """Upstream's bridge of a mixture of experts, for configs whose `mlp_only_layers` or `decoder_sparse_step` make some layers dense."""
 
     class SparseBridge(upstream):  # type: ignore[misc]
-        def provider_bridge(self, hf_pretrained: Any) -> Any:
+        def provider_bridge(self, hf_pretrained: Pretrained[_SparseConfig]) -> TransformerConfig:
             provider, config = super().provider_bridge(hf_pretrained), hf_pretrained.config
             without = config.mlp_only_layers or []
             sparse = [int(i not in without and (i + 1) % config.decoder_sparse_step == 0) for i in range(config.num_hidden_layers)]
@@ -75,7 +89,7 @@ def _with_dense_layers(upstream: Any, registry: Any, auto: Any, gated: Any) -> t
                 provider.moe_layer_freq = sparse
             return provider
 
-        def mapping_registry(self) -> Any:
+        def mapping_registry(self) -> MegatronMappingRegistry:
             ours, theirs = "decoder.layers.*.mlp", "model.layers.*.mlp"
             more = [
                 auto(f"{ours}.linear_fc1.layer_norm_weight", "model.layers.*.post_attention_layernorm.weight"),

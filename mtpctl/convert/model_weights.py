@@ -1,8 +1,8 @@
 """A folder's weights under the names that `families.tensors` gives a model, whatever they are called in the folder.
 
-In the wild a wrapper may put its own prefix before the language model's names, experts may be packed into one tensor per
-layer, weights may be FP8 with a scale for each block, and a tied head or the MTP layers' copies of embedding and head may
-be stored or not. The rest of this package sees none of that; `layout` keeps how the folder had it, for the way back.
+In published folders a wrapper may put its own prefix before the language model's names, experts may be packed into one tensor per layer,
+weights may be FP8 with a scale for each block, and a tied head or the MTP layers' copies of embedding and head may be stored or not. The
+rest of this package sees none of that. `layout` records how the folder stores its tensors, for the conversion back.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mtpctl.convert.folder_weights import FolderWeights
-from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.convert.hf_folder import HfConfig, HfFolder
 from mtpctl.convert.layout import Stored
 from mtpctl.convert.tensor_files import CODES
 from mtpctl.errors import UserError
@@ -27,7 +26,7 @@ from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
-"""What wrappers put before the names of a language model's decoder."""
+"""Prefixes that wrappers put before the names of a language model's decoder."""
 
 SCALE = "_scale_inv"
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -35,8 +34,8 @@ _EXPERT = re.compile(r"(?P<at>.*\.mlp\.experts\.)(?P<expert>\d+)\.(?P<part>gate|
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """Where the folder keeps a tensor: whole under `name`, or for an expert packed with others, these rows of its matrix."""
+class Location:
+    """Where the folder stores a tensor: whole under `name`, or for an expert packed with others, these rows of its matrix."""
 
     name: str
     expert: int | None = None
@@ -46,8 +45,8 @@ class Found:
 class ModelWeights(Mapping[str, Tensor]):
     """The tensors of the model, each a view of its file (a copy where it was FP8), without those that alias another.
 
-    `folder` has the config completed by what the weights tell. With `mtp=False` the trunk's alone are there, and of MTP layers
-    it does not matter whether the folder has them, or how. Raises UserError where config and weights contradict each other.
+    `folder` has the config completed from the weights. With `mtp=False` only the trunk's tensors are there, and the folder's MTP layers
+    are not checked. Raises UserError where config and weights contradict each other.
     """
 
     def __init__(self, path: Path, *, mtp: bool = True) -> None:
@@ -125,7 +124,7 @@ class ModelWeights(Mapping[str, Tensor]):
         return [stored.name for stored in self.layout if not stored.pieces]
 
     def check_extras(self) -> None:
-        """Raise UserError where what is carried along as it is would lose the scales without which it means nothing."""
+        """Raise UserError for FP8 tensors outside the language model: they would be copied without their scales."""
         for name in self.extras:
             if self.raw.entries[name].dtype in FP8:
                 raise UserError(f"{self.folder.path}: {name} is FP8 and no part of the language model; store it in the dtype of the config")
@@ -149,10 +148,10 @@ class ModelWeights(Mapping[str, Tensor]):
         outer = f"language_model.{name}"
         return outer if name not in self.raw and outer in self.raw else name
 
-    def _find(self, name: str) -> Found | None:
+    def _find(self, name: str) -> Location | None:
         plain = self._name_of(name)
         if plain in self.raw:
-            return Found(plain)
+            return Location(plain)
         expert = _EXPERT.fullmatch(plain)
         if expert is None:
             return None
@@ -163,7 +162,7 @@ class ModelWeights(Mapping[str, Tensor]):
         if packed not in self.raw:
             return None
         rows = {"gate": slice(0, width), "up": slice(width, 2 * width), "down": slice(None)}[part]
-        return Found(packed, int(expert["expert"]), rows)
+        return Location(packed, int(expert["expert"]), rows)
 
     @cached_property
     def _scales(self) -> set[str]:
@@ -200,7 +199,7 @@ class ModelWeights(Mapping[str, Tensor]):
             if self.raw.entries[place.name].dtype in FP8:
                 self._check_scales(place)
 
-    def _check_scales(self, place: Found) -> None:
+    def _check_scales(self, place: Location) -> None:
         scales = place.name + SCALE
         if scales not in self.raw:
             raise UserError(f"{self.folder.path}: {place.name} is FP8 without the scales {scales}; fetch the folder again")
@@ -223,7 +222,7 @@ class ModelWeights(Mapping[str, Tensor]):
                     raise UserError(f"{self.folder.path}: {said}, the weights hold a layer {layer} ({name})")
                 raise UserError(f"{self.folder.path}: the weights hold {name}, for which config.json has no place")
 
-    def _dequantized(self, place: Found, weight: Tensor) -> Tensor:
+    def _dequantized(self, place: Location, weight: Tensor) -> Tensor:
         """FP8 times the scale of each block (DeepSeek-V3 report, arXiv 2412.19437, section 3.3), in the config's dtype."""
         scale = self.raw.tensor(place.name + SCALE)
         if place.expert is not None:
@@ -239,7 +238,7 @@ class ModelWeights(Mapping[str, Tensor]):
         return made
 
 
-def _block(config: Mapping[str, Any]) -> tuple[int, int]:
+def _block(config: HfConfig) -> tuple[int, int]:
     rows, columns = (config.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
     return int(rows), int(columns)
 

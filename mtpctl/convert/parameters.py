@@ -1,7 +1,7 @@
 """Megatron's parameters one by one: which of the model's tensors make each, and the conversion both ways.
 
-The mappings are the ones that the trainer loads and exports with; here they are asked for one parameter at a time, by a
-single process that holds whole tensors.
+The mappings are those with which the trainer loads and exports; here a single process that holds whole tensors converts one parameter at
+a time.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mtpctl.convert.bridge import WeightBridge, names_of
+from mtpctl.convert.bridge import WeightBridge
 from mtpctl.convert.stream import StreamMap
+from mtpctl.convert.upstream import LocalTask, names_of, packs_experts
 from mtpctl.errors import UserError
 
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
@@ -28,7 +28,7 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     needs: tuple[str, ...]
-    task: Any
+    task: LocalTask
 
 
 class ParameterMap:
@@ -49,34 +49,29 @@ class ParameterMap:
     def to_megatron(self, parameter: Parameter, weights: Mapping[str, Tensor]) -> Tensor:
         """The parameter's value."""
         mapping = parameter.task.mapping
-        if _packs(parameter.task):
-            # Upstream takes an expert out of the tensor of all; given a matrix it takes that.
-            given: Any = torch.cat([weights[name] for name in parameter.needs])
+        if packs_experts(parameter.task):
+            # Upstream selects an expert from the packed tensor of all; it takes a single expert's matrix as it is.
+            given: Tensor | dict[str, Tensor] = torch.cat([weights[name] for name in parameter.needs])
         else:
             given = self._bridge.maybe_modify_loaded_hf_weight(mapping.hf_param, weights)
-        value: Tensor = mapping.hf_to_megatron(given, parameter.task.megatron_module)
+        value = mapping.hf_to_megatron(given, parameter.task.megatron_module)
         assert tuple(value.shape) == parameter.shape, f"{parameter.name}: {tuple(value.shape)} made, {parameter.shape} wanted"
         return value
 
     def to_hf(self, parameter: Parameter, value: Tensor) -> dict[str, Tensor]:
         """The tensors that make the parameter, by name."""
         made = parameter.task.mapping.megatron_to_hf(value, parameter.task.megatron_module)
-        if _packs(parameter.task):
+        if packs_experts(parameter.task):
             (whole,) = made.values()
             return dict(zip(parameter.needs, whole.chunk(len(parameter.needs)), strict=True))
         return dict(self._bridge.maybe_modify_converted_hf_weight(parameter.task, made, {}))
 
 
-def _packs(task: Any) -> bool:
-    """Whether upstream's mapping knows the experts of a layer as one tensor alone."""
-    return bool(getattr(task.mapping, "is_grouped_export", False))
-
-
-def _needs(task: Any) -> tuple[str, ...]:
-    if not _packs(task):
-        return tuple(names_of(task))
+def _needs(task: LocalTask) -> tuple[str, ...]:
+    if not packs_experts(task):
+        return names_of(task)
     found = _EXPERT.search(task.param_name)
     assert found is not None, f"{task.param_name} is packed and no expert"
-    at, _, kind = task.mapping.hf_param.rpartition(".")
+    at, _, kind = names_of(task)[0].rpartition(".")
     parts = ("gate", "up") if kind == "gate_up_proj" else ("down",)
     return tuple(f"{at}.{found[1]}.{part}_proj.weight" for part in parts)

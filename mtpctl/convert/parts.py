@@ -1,8 +1,8 @@
 """Checkpoints written and read a few parameters at a time, in the format that `checkpoint` saves and restores.
 
-The stock writer wants the whole state at once. It is made of steps, though: a plan of what to write, the writing of one
-plan to one file, and the metadata that tells where everything lies. Here each part has a plan and a file of its own, as if
-each came from a rank of its own, and the metadata comes last; the stock loader does not see a difference.
+PyTorch's writer takes the whole state at once, in three steps: a plan of what to write, the writing of one plan to one file, and the
+metadata of where everything is. Here each part has a plan and a file of its own, as if each came from its own rank, and the metadata is
+written last, so that PyTorch's loader sees no difference.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 import torch
 from megatron.core import dist_checkpointing
@@ -33,7 +33,7 @@ from mtpctl.convert.skeleton import Skeleton
 from mtpctl.errors import UserError
 
 PART_BYTES = 512 << 20
-"""Of one part at most, unless a single parameter is larger; a part's tensors are held until it is written."""
+"""The most bytes of a part, unless a single parameter is larger. A part's tensors stay in memory until it is written."""
 
 Make = Callable[[str], Tensor]
 """From a parameter's name to its value."""
@@ -68,8 +68,8 @@ class PartWriter:
         plans, self._metadata = create_default_global_save_plan(plans)
         self._plans = self._writer.prepare_global_plan(plans)
 
-    def _objects(self) -> dict[str, Any]:
-        """What the stock writer keeps beside tensors: extra states, and the (empty) state that is not sharded."""
+    def _objects(self) -> dict[str, object]:
+        """What the stock writer saves beside tensors: extra states, and the (empty) state that is not sharded."""
         common = ShardedObject("common_state", {}, (1,), (0,))
         return {each.unique_key: each.data for each in (*self.skeleton.objects, common)}
 
@@ -88,8 +88,8 @@ class PartWriter:
                 ),
             )
 
-    def write(self, number: int, make: Make) -> list[Any]:
-        """Write a part. Returns what `finish` has to know of it, as JSON can hold it."""
+    def write(self, number: int, make: Make) -> list[list[object]]:
+        """Write a part. Returns its results, which `finish` needs, as JSON can hold them."""
         planner = _Resolve(self._objects(), lambda index: self._piece(index, make))
         results = self._writer.write_data(self._plans[number], planner).wait()
         self._last = ("", {})
@@ -111,20 +111,20 @@ class PartWriter:
         return self._last[1][place]
 
     def file(self, number: int) -> Path:
-        """That the part was written to."""
+        """The file that the part was written to."""
         return self.folder / f"{self._plans[number].storage_data.prefix}0.distcp"
 
     def flush(self, number: int) -> None:
-        """The part is on the disk."""
+        """Bring the part to the disk."""
         handle = os.open(self.file(number), os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
 
-    def finish(self, noted: Iterable[list[Any]]) -> None:
-        """All parts are there: write what makes the folder a checkpoint."""
-        results = [_result(*item) for part in noted for item in part]
+    def finish(self, noted: Iterable[list[list[object]]]) -> None:
+        """Write the metadata that makes the folder a checkpoint, from the results of all parts."""
+        results = [_result(*cast(_ResultFields, item)) for part in noted for item in part]
         self._writer.finish(self._metadata, [results])
         save_config(CheckpointingConfig("torch_dist"), str(self.folder))
         write_record(self.folder, steps=0, optimizer=False, adapter=None, state={})
@@ -185,7 +185,7 @@ class PartReader:
 
 
 class _Fill(DefaultLoadPlanner):
-    """Answers the reader's question where an item's data goes."""
+    """Tells the reader which tensor an item's data goes to."""
 
     def __init__(self, targets: Mapping[tuple[str, torch.Size], Tensor]) -> None:
         super().__init__()
@@ -202,9 +202,9 @@ class _Fill(DefaultLoadPlanner):
 
 
 class _Resolve(DefaultSavePlanner):
-    """Answers the writer's question for an item's data when its turn comes."""
+    """Makes an item's data when the writer asks for it."""
 
-    def __init__(self, objects: Mapping[str, Any], tensor: Callable[[MetadataIndex], Tensor]) -> None:
+    def __init__(self, objects: Mapping[str, object], tensor: Callable[[MetadataIndex], Tensor]) -> None:
         super().__init__()
         self.objects, self.tensor = objects, tensor
 
@@ -226,6 +226,9 @@ def _stored_shape(piece: ShardedTensor) -> tuple[int, ...]:
 
 def _object_item(key: str) -> WriteItem:
     return WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO)
+
+
+type _ResultFields = tuple[str, list[int] | None, int | None, str, int, int]
 
 
 def _result(fqn: str, offset: list[int] | None, index: int | None, path: str, at: int, length: int) -> WriteResult:

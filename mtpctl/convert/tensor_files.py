@@ -1,7 +1,7 @@
 """Weight files read tensor by tensor: safetensors mapped into memory, pickled ones opened with `weights_only=True`.
 
-Headers are checked before a byte of weights is used: what is damaged is told with file, tensor and byte. Tensors are views
-of the mapped file, so that they cost no anonymous memory until something copies them.
+Headers are checked before a byte of weights is used, and errors name file, tensor and byte. Tensors are views of the mapped file, so that
+they take no anonymous memory until something copies them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import warnings
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +81,7 @@ def _safetensors_entries(file: Path) -> dict[str, Entry]:
         raise UserError(f"{file}: byte {at}: the header is not valid JSON; the file is damaged") from error
     first = _LENGTH_BYTES + length
     header.pop("__metadata__", None)
-    found = {name: _entry(file, name, said, first) for name, said in header.items()}
+    found = {name: _entry(file, name, entry, first) for name, entry in header.items()}
     end = first
     for entry in sorted(found.values(), key=lambda each: (each.start or 0, each.nbytes)):
         if entry.start != end:
@@ -95,16 +94,18 @@ def _safetensors_entries(file: Path) -> dict[str, Entry]:
     return found
 
 
-def _entry(file: Path, name: str, said: Any, first: int) -> Entry:
+def _entry(file: Path, name: str, header: object, first: int) -> Entry:
     try:
-        dtype, shape = DTYPES[said["dtype"]], tuple(int(n) for n in said["shape"])
-        begin, end = (int(n) for n in said["data_offsets"])
+        if not isinstance(header, dict):
+            raise TypeError("not an object")
+        dtype, shape = DTYPES[header["dtype"]], tuple(int(n) for n in header["shape"])
+        begin, end = (int(n) for n in header["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{file}: {name}: its header entry {json.dumps(said)[:120]} cannot be read") from error
+        raise UserError(f"{file}: {name}: its header entry {json.dumps(header)[:120]} cannot be read") from error
     entry = Entry(file, name, dtype, shape, first + begin)
     if end - begin != entry.nbytes or begin < 0 or min(shape, default=0) < 0:
         raise UserError(
-            f"{file}: {name}: byte {first + begin}: {end - begin} bytes for {said['dtype']} {list(shape)}, which takes {entry.nbytes}"
+            f"{file}: {name}: byte {first + begin}: {end - begin} bytes for {header['dtype']} {list(shape)}, which takes {entry.nbytes}"
         )
     return entry
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtpctl.convert.conversion import Converted, Wanted, convert
+from mtpctl.convert.conversion import ConversionOptions, ConversionResult, convert
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.families.tensors import aliases, tensor_shapes
 from tests.convert.test_families import CASES, hf_model
@@ -70,9 +70,9 @@ def change_config(path: Path, **fields: Any) -> None:
     (path / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
 
 
-def converted(source: Path, target: Path, **wanted: Any) -> Converted:
+def converted(source: Path, target: Path, **wanted: Any) -> ConversionResult:
     """Convert, and forget what is told on the way."""
-    return convert(source, target, Wanted(**wanted), say=lambda _: None, progress=lambda _done, _total: None)
+    return convert(source, target, ConversionOptions(**wanted), say=lambda _: None, progress=lambda _done, _total: None)
 
 
 def assert_same_tensors(there: Path, here: Path) -> None:
