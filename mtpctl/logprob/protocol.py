@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.trainer.scores import DraftScores
 
 COLDEST, HOTTEST = 1e-6, 1e6
 """Temperatures between which no model's logits leave fp32 when divided: a pass that fails over one fails for all requests in it, and on
@@ -43,17 +44,6 @@ class ScoreRequest:
 
 
 @dataclass(slots=True)
-class Draft:
-    """One MTP depth over the response: log-prob of each token, and whether it would have been drafted greedily.
-
-    None for the first tokens of each turn, up to the depth, which no drafter can be asked for, and outside the mask.
-    """
-
-    logprobs: list[float | None]
-    hits: list[bool | None]
-
-
-@dataclass(slots=True)
 class Scored:
     """Per response token, in nats, under the weights `version`: log-prob, entropy of its distribution, and what else was asked.
 
@@ -65,7 +55,7 @@ class Scored:
     entropy: list[float]
     topk_ids: list[list[int]] = field(default_factory=list)
     topk_logprobs: list[list[float]] = field(default_factory=list)
-    drafts: list[Draft] = field(default_factory=list)
+    drafts: list[DraftScores] = field(default_factory=list)
 
 
 class RequestRefused(UserError):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpctl.cluster.heap import importing, settle_heap
-from mtpctl.logprob.protocol import Bounds, Draft, Scored, ScoreRequest
+from mtpctl.logprob.protocol import Bounds, Scored, ScoreRequest
 from mtpctl.plan.buckets import Bucket, Entry
 from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import MtpConfig
@@ -123,24 +123,21 @@ class ScoreRank:
     def score(self, requests: list[ScoreRequest], version: int) -> list[Scored] | None:
         """Answers in the order of `requests`, all under weights `version`. Raises VersionConflict where they are not held."""
         from mtpctl.trainer.batch import Sequence
-        from mtpctl.trainer.scoring import Want, score_tokens
+        from mtpctl.trainer.scores import ScoreOptions
 
-        sequences, wants = [], []
+        sequences, options = [], []
         for request in requests:
             response = len(request.token_ids) - request.prompt_length
             sequences.append(Sequence(request.token_ids, request.prompt_length, request.mask or [1] * response))
-            wants.append(Want(request.temperature, request.topk, request.mtp))
+            options.append(ScoreOptions(request.temperature, request.topk, request.mtp))
         if (rest := FLOOR - sum(sum(s.loss_mask) for s in sequences)) > 0:
             sequences.append(Sequence([0] * (rest + 1), 1, [1] * rest))
-            wants.append(Want(mtp=any(want.mtp for want in wants)))
+            options.append(ScoreOptions(mtp=any(each.mtp for each in options)))
         with self.held.using(version):
-            scores = score_tokens(self.engine, sequences, wants)
+            scores = self.engine.score(sequences, options=options)
         if self.rank:
             return None
-        return [
-            Scored(version, s.logprobs, s.entropy, s.topk_ids, s.topk_logprobs, [Draft(d.logprobs, d.hits) for d in s.drafts])
-            for s in scores[: len(requests)]
-        ]
+        return [Scored(version, s.logprobs, s.entropy, s.topk_ids, s.topk_logprobs, s.drafts) for s in scores[: len(requests)]]
 
     def ping(self) -> list[int]:
         """Versions held, newest first."""
@@ -178,7 +175,7 @@ class ScoreRank:
         self._reader = reader
 
     def _check(self, entries: dict[str, Entry], section: Section) -> None:
-        from mtpctl.convert.bridge import names_of
+        from mtpctl.convert.upstream import names_of
 
         held = {name: str(task.param_weight.dtype).removeprefix("torch.") for task in self.map.tasks for name in names_of(task)}
         unknown = [name for name, e in entries.items() if not self.map.known & {name, *e.aliases, self.copies.get(name, name)}]
@@ -258,8 +255,8 @@ class ScoreRank:
 
     def _merge(self, adapter: Any) -> None:
         """Write the weights as the adapter makes them, when all else of the version is in."""
-        from mtpctl.convert.bridge import names_of
         from mtpctl.convert.stream import WeightStream
+        from mtpctl.convert.upstream import names_of
 
         tasks = self.map.tasks
         self.held.keep_beneath(task.param_weight for task in tasks if not adapter.layers.keys().isdisjoint(names_of(task)))

@@ -8,7 +8,7 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from mtpctl.cluster.heap import importing, settle_heap
 from mtpctl.errors import RuntimeFailure, UserError
@@ -20,11 +20,16 @@ from mtpctl.sync.transports.base import Sent
 from mtpctl.trainer.profile import UpdateProfile
 from mtpctl.trainer.sending import WeightSource
 
+if TYPE_CHECKING:
+    import torch
+
+    from mtpctl.checkpoint.sharded import Save
+
 
 def threads_in(recipe: Recipe, stage: str, cores: int) -> int:
-    """CPU threads of a trainer rank in a stage. `train.threads` leaves cores to the engines, of which none works in the supervised stage.
+    """CPU threads of a trainer rank in a stage. `train.threads` leaves cores to the inference engines, which are idle in the SFT stage.
 
-    A deterministic run keeps to one number, since a sum may be rounded otherwise by another.
+    A deterministic run uses the same number in both stages, since the number of threads can change how a sum is rounded.
     """
     train = recipe.train
     if stage == "rl" or recipe.device != "cpu" or recipe.async_.deterministic:
@@ -32,26 +37,33 @@ def threads_in(recipe: Recipe, stage: str, cores: int) -> int:
     return max(train.threads, cores // train.parallel.world_size)
 
 
+class Parameters(TypedDict):
+    """How many parameters a rank holds, and how many of them train."""
+
+    parameters: int
+    trained: int
+
+
 class TrainerRank:
-    """One rank: an engine, and what one update of each stage needs of it. Ranks are called together, with the same arguments."""
+    """One rank of the trainer: an engine, with the updates of both stages. All ranks are called together, with the same arguments."""
 
     def __init__(self, recipe_json: str, rank: int, world_size: int) -> None:
         self.recipe = Recipe.model_validate_json(recipe_json)
         self.rank, self.world_size = rank, world_size
-        self.reference: list[Any] | None = None
-        self.ahead = False  # of the version published last
-        self.saving: Any = None
+        self.reference: list[torch.Tensor] | None = None
+        self.ahead = False  # whether the weights were updated after the version published last
+        self.saving: Save
         self.profile = UpdateProfile(self.recipe.run_path / "logs", rank) if self.recipe.telemetry.profile else None
 
     def address(self) -> str:
-        """Where the ranks meet: a store that this rank holds from now on."""
+        """The address at which the ranks meet: that of a store which this rank hosts from now on."""
         from mtpctl.cluster.meeting import address_of, host_store
 
         self.meeting = host_store()
         return address_of(self.meeting)
 
-    def build(self, folder: str, master: str) -> dict[str, Any]:
-        """Make the engine from a Hugging Face folder. Returns what the panel tells of it."""
+    def build(self, folder: str, master: str) -> Parameters:
+        """Make the engine from a Hugging Face folder; `master` is the address of rank 0."""
         with importing():
             import torch
 
@@ -82,10 +94,10 @@ class TrainerRank:
         return {"parameters": held, "trained": trained}
 
     def begin_stage(self, stage: str, reference: str, resumed: bool) -> None:
-        """A fresh optimizer for `sft` or `rl`.
+        """Start the stage `sft` or `rl` with a fresh optimizer.
 
-        RL with a KL penalty also keeps the policy it began with, in memory, and at `reference`, where a run that is resumed within RL
-        finds it. Raises UserError where it should be there and is not.
+        RL with a KL penalty also keeps a copy of the policy it starts from, in memory and at the path `reference`, from which a run that
+        is resumed within RL loads it. Raises UserError where the file is missing then.
         """
         train = self.recipe.train
         if train.threads:
@@ -97,12 +109,12 @@ class TrainerRank:
             if resumed:
                 self._restore_reference(Path(reference))
             elif train.keep_checkpoints:
-                self.engine.optimizer = None  # the last stage's is no part of the policy
+                self.engine.optimizer = None  # the last stage's optimizer does not belong in this checkpoint
                 self.engine.save(Path(reference))
         self.engine.set_optimizer(train.sft.optimizer if stage == "sft" else train.rl.optimizer)
         if stage == "rl" and train.rl.kl_coef:
-            with self.engine.resident():  # what moves is known once the optimizer is set
-                self.reference = [p.detach().clone() for p in self._moving()]
+            with self.engine.resident():  # after set_optimizer, which decides what trains
+                self.reference = [p.detach().clone() for p in self._trained()]
 
     def _restore_reference(self, path: Path) -> None:
         if not path.exists():
@@ -112,7 +124,7 @@ class TrainerRank:
         self.engine.restore(path)
 
     def sft_step(self, pairs: list[tuple[list[int], list[int]]]) -> dict[str, float]:
-        """One supervised update on token ids of prompts and of their targets."""
+        """One supervised update on pairs of token ids: of a prompt, and of its target."""
         from mtpctl.trainer.batch import Sequence
         from mtpctl.trainer.objective import NextToken
 
@@ -121,7 +133,7 @@ class TrainerRank:
             return self.engine.update(sequences, NextToken(), total_steps=self.recipe.train.sft.steps)
 
     def score(self, samples: list[Sample], version: int) -> list[Sample]:
-        """Old log-probs and entropy of the samples, under the current weights."""
+        """Write old log-probs and entropy under the current weights into the samples. `version`: the version that these weights are."""
         from mtpctl.trainer.policy_objective import scoring_sequence
 
         temperature = self.recipe.rollout.temperature
@@ -130,7 +142,10 @@ class TrainerRank:
         return samples
 
     def rl_step(self, samples: list[Sample], version: int) -> dict[str, float]:
-        """One policy update, of as many optimizer steps as `train.rl.minibatches` says. Samples come group by group."""
+        """One policy update of `train.rl.minibatches` optimizer steps, on samples that are ordered by group. Returns metrics.
+
+        version: the version of the weights before the update. Raises RuntimeFailure where no response has a token.
+        """
         with self._profiled("rl"):
             return self._rl_step(samples, version)
 
@@ -144,7 +159,7 @@ class TrainerRank:
 
         recipe, rl = self.recipe, self.recipe.train.rl
         began = time.perf_counter()
-        # One that its deadline left without a token has a reward, which its group's baseline counts, and nothing to train on.
+        # A response that its deadline left without a token has a reward, which counts in its group's baseline, but nothing to train on.
         answered = [s for s in samples if s.response_ids]
         if not answered:
             raise RuntimeFailure("rollout.deadline_s: no response of a whole batch has a token; raise it, or lower rollout.max_in_flight")
@@ -160,9 +175,10 @@ class TrainerRank:
         context = recipe.rollout.context or self.engine.folder.shape.max_positions
         gains = advantages(samples, rl, max_tokens=recipe.rollout.max_tokens, context=context)
         objective = PolicyObjective(rl)
-        # Groups that a checkpoint kept may be of another size than those that came after it.
+        # Groups restored from a checkpoint may be of another size than new ones.
         parts, size = [], math.ceil(len(samples) / rl.minibatches)
-        # Where nothing is recomputed, the loss itself compares policies, in the first part alone: later ones have moved on.
+        # Without recomputed old log-probs the loss itself compares behaviour and trained policy. It can do so in the first minibatch
+        # alone: after it the weights are no published version's.
         weights = None if recipe.old_logprobs == "recompute" else -1 if self.ahead else version
         for start in range(0, len(samples), size):
             batch = [
@@ -183,8 +199,8 @@ class TrainerRank:
         metrics["perf/tokens"] = sum(part["perf/tokens"] for part in parts)
         return metrics
 
-    def _moving(self) -> list[Any]:
-        """The parameters in which the policy and its reference differ."""
+    def _trained(self) -> list[torch.nn.Parameter]:
+        """The parameters that train, in which policy and reference differ."""
         return [p for p in self.engine.module.parameters() if p.requires_grad]
 
     def _reference_logprobs(self, samples: list[Sample]) -> list[list[float] | None]:
@@ -194,7 +210,7 @@ class TrainerRank:
 
         assert self.reference is not None
         with self.engine.resident(), torch.no_grad():
-            parameters = self._moving()
+            parameters = self._trained()
             current = [p.detach().clone() for p in parameters]
             for parameter, value in zip(parameters, self.reference, strict=True):
                 parameter.copy_(value)
@@ -204,9 +220,9 @@ class TrainerRank:
         return [s.logprobs for s in scores]
 
     def _mismatch(self, samples: list[Sample], *, exact: bool) -> dict[str, float]:
-        """`rollout_corr/*` over all tokens, and the difference over those that the scoring weights themselves sampled.
+        """`rollout_corr/*` over all tokens, and the mean difference over those that the scoring weights themselves sampled.
 
-        Not `exact`: the scoring weights were no version's, so that they sampled none.
+        `exact` is False where the scoring weights were never published, so that they sampled no token.
         """
         import torch
 
@@ -245,19 +261,19 @@ class TrainerRank:
         self.weights.keep()
 
     def begin_save(self, path: str) -> str:
-        """Start a checkpoint of the engine. Returns the folder where it lies until it is whole; what is put there comes along."""
+        """Start writing a checkpoint of the engine. Returns the temporary folder; files put there become part of the checkpoint."""
         self.saving = self.engine.begin_save(Path(path), beside=self.recipe.train.async_save)
         return str(self.saving.folder)
 
     def finish_save(self, wait: bool) -> bool:
-        """Put the checkpoint in its place, unless it is still being written and nobody waits. Returns whether it is there."""
+        """Move the checkpoint into its place when it is written. Returns whether it is there; without `wait` it may not be yet."""
         if not wait and not self.saving.written():
             return False
         self.saving.finish()
         return True
 
     def restore(self, path: str) -> None:
-        """Load a checkpoint: the model, and the optimizer once a stage has begun."""
+        """Load a checkpoint: the model, and the optimizer's state if a stage has begun."""
         self.engine.restore(Path(path))
 
     def latest_checkpoint(self, root: str) -> str | None:
@@ -268,7 +284,7 @@ class TrainerRank:
         return None if found is None else str(found)
 
     def publish_checkpoint(self, path: str, keep: int) -> None:
-        """Make `path` the newest checkpoint, and drop all but the `keep` newest."""
+        """Make `path` the newest checkpoint, and delete all but the `keep` newest."""
         from mtpctl.checkpoint.sharded import publish_checkpoint
 
         if self.rank == 0:

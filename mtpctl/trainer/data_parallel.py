@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.transformer import MegatronModule, TransformerConfig
@@ -11,7 +9,7 @@ from torch import Tensor
 
 
 def wrapped(model: MegatronModule, config: TransformerConfig, *, distributed_optimizer: bool) -> DistributedDataParallel:
-    """The model with fp32 gradient buffers, which the pipeline schedule reduces when it is through (`config` tells it how)."""
+    """The model with fp32 gradient buffers, which the pipeline schedule reduces after its last backward pass (set in `config`)."""
     config.finalize_model_grads_func = _finish
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -26,6 +24,6 @@ def gradients(model: DistributedDataParallel) -> list[Tensor]:
     return [buffer.grad_data for buffer in [*model.buffers, *model.expert_parallel_buffers]]
 
 
-def _finish(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
-    """megatron-core's reductions, without its division by tokens: the losses were divided by global counts already."""
+def _finish(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: object) -> None:
+    """megatron-core's gradient reductions without its division by tokens, since losses are divided by global counts already."""
     finalize_model_grads(model, None, **options)

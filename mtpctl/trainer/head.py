@@ -1,13 +1,14 @@
 """The LM head over the hidden states of a micro-batch: log-probs of response tokens, and losses of them.
 
-A loss in which every token's term looks at that token alone is made in one pass: logits, loss and the gradients of states and head,
-some rows after another, in three matrix products (`linear_policy_loss`). A loss that couples tokens needs all log-probs first, and its
-backward pass makes most of the logits a second time: four products, less what the workspace could keep.
+A loss is separable when every token's term depends on that token's log-prob alone. A separable loss is computed in one pass over slices of
+rows, which makes logits, loss and the gradients of states and head in three matrix products (`linear_policy_loss`). A loss that couples
+tokens needs all log-probs first, and its backward pass computes most of the logits again: four products, fewer where the workspace kept
+some logits.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -22,31 +23,63 @@ from mtpctl.kernels.policy import TokenLoss, linear_policy_loss
 from mtpctl.model.packing import Packing
 from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.trainer.cp_gather import gather_over_cp
 from mtpctl.trainer.objective import Sums
-from mtpctl.trainer.spread import over_ranks
 
 HITS = "hits"
-"""Among a loss's sums: tokens that no other entry of the vocabulary is likelier than."""
+"""Name among a loss's sums: how many tokens a greedy drafter would have drafted, since no entry of the vocabulary is likelier."""
+
+
+class _KernelOptions(TypedDict):
+    group: dist.ProcessGroup | None
+    valid_vocab: int
+    workspace_bytes: int
+    implementation: str
+    main_grad: bool
 
 
 class Head:
-    """What both ways need to know beside a micro-batch. Results are the same on all tp and cp ranks."""
+    """Log-probs and losses under the LM head, with one engine's kernels and layout. Results are the same on all tp and cp ranks."""
 
     def __init__(self, kernels: KernelsConfig, shape: ModelShape, parallel: ParallelConfig, *, sequence_parallel: bool) -> None:
         self.kernels, self.shape, self.parallel, self.sequence_parallel = kernels, shape, parallel, sequence_parallel
 
     def logprob(
-        self, packing: Packing, state: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, temperature: Any, **options: Any
+        self,
+        packing: Packing,
+        state: Tensor,
+        weight: Tensor,
+        rows: Tensor,
+        labels: Tensor,
+        temperature: float | Tensor,
+        *,
+        entropy: bool = False,
+        hit: bool = False,
+        topk: int = 0,
+        detach_weight: bool = False,
     ) -> LogProbOut:
-        """Of `labels` [R] under the states at `rows` [R] of the whole micro-batch. `options` are those of `linear_logprob`."""
-        state = self._whole(state)
+        """Log-probs of `labels` [R] under the states at `rows` [R] of the whole micro-batch, and what else of `LogProbOut` is asked for.
 
-        def scored(rows: Tensor, labels: Tensor, temperature: Any) -> LogProbOut:
-            return linear_logprob(state[rows], weight, labels, temperature=temperature, **self._settings(weight), **options)
+        state [t, H]: this rank's hidden states; weight [vocab / tp, H]: its rows of the head; temperature: a number or [R].
+        """
+        state = self._gather_sequence(state)
+
+        def logprob(rows: Tensor, labels: Tensor, temperature: float | Tensor) -> LogProbOut:
+            return linear_logprob(
+                state[rows],
+                weight,
+                labels,
+                temperature=temperature,
+                entropy=entropy,
+                hit=hit,
+                topk=topk,
+                detach_weight=detach_weight,
+                **self._kernel_options(weight),
+            )
 
         if self.parallel.cp == 1:
-            return scored(rows, labels, temperature)
-        return over_ranks(scored, rows, labels, temperature, here=packing.here, group=parallel_state.get_context_parallel_group())
+            return logprob(rows, labels, temperature)
+        return gather_over_cp(logprob, rows, labels, temperature, here=packing.here, group=parallel_state.get_context_parallel_group())
 
     def loss(
         self,
@@ -55,7 +88,7 @@ class Head:
         weight: Tensor,
         rows: Tensor,
         labels: Tensor,
-        temperature: Any,
+        temperature: float | Tensor,
         token_loss: TokenLoss,
         *,
         scale: float,
@@ -64,15 +97,16 @@ class Head:
         hit: bool = False,
         detach_weight: bool = False,
     ) -> tuple[Tensor, Sums]:
-        """The sum of `token_loss` over the tokens, times `scale`, to be differentiated as it is; and its sums, with `HITS` where asked for.
+        """The sum of `token_loss` over the tokens times `scale`, and the sums that `token_loss` names, with `HITS` where `hit` is set.
 
-        The value is this rank's part of the loss where cp ranks share the tokens; the sums are the whole micro-batch's.
+        Call `backward` on the loss without a further factor: its gradients are made for that. Where cp ranks share the tokens the loss is
+        this rank's part, while the sums are those of the whole micro-batch. States, weight, rows and labels are as in `logprob`.
         """
         if couples_tokens or self.kernels.linear_logprob not in ONE_PASS:
             out = self.logprob(packing, state, weight, rows, labels, temperature, entropy=entropy, hit=hit, detach_weight=detach_weight)
             loss, sums = token_loss(out.logprob, out.entropy, torch.arange(len(labels), device=labels.device))
             return loss * scale, sums if out.hit is None else sums | {HITS: out.hit.sum()}
-        state = self._whole(state)
+        state = self._gather_sequence(state)
         places: Tensor | None = None
         if self.parallel.cp > 1:
             own = packing.here[rows]
@@ -89,7 +123,7 @@ class Head:
             entropy=entropy,
             hit=hit,
             detach_weight=detach_weight,
-            **self._settings(weight),
+            **self._kernel_options(weight),
         )
         sums = one.sums if one.hit is None else one.sums | {HITS: one.hit.sum()}
         if places is not None:
@@ -98,19 +132,19 @@ class Head:
             sums = dict(zip(sums, flat, strict=True))
         return one.loss_sum * scale, sums
 
-    def _whole(self, state: Tensor) -> Tensor:
+    def _gather_sequence(self, state: Tensor) -> Tensor:
         if not self.sequence_parallel:
             return state
         return gather_from_sequence_parallel_region(state, tensor_parallel_output_grad=False)
 
-    def _settings(self, weight: Tensor) -> dict[str, Any]:
+    def _kernel_options(self, weight: Tensor) -> _KernelOptions:
         return {
             "group": parallel_state.get_tensor_model_parallel_group() if self.parallel.tp > 1 else None,
             "valid_vocab": self.shape.vocab,
             "workspace_bytes": self.kernels.workspace_bytes,
             "implementation": self.kernels.linear_logprob,
-            # A tied head's gradient has another part, the embedding's, which autograd brings: it is added where Megatron says that it is
-            # awaited (`zero_out_wgrad`, on one pipeline stage). Elsewhere autograd brings both, and every slice costs a half-precision
-            # gradient one more rounding.
+            # A tied head's gradient has another part, the embedding's, which autograd computes. Megatron adds the two on one pipeline
+            # stage, where it sets `zero_out_wgrad`. On several stages autograd has to return the head's part as well, and every slice of
+            # rows then rounds a half-precision gradient once more.
             "main_grad": not self.shape.tied or getattr(weight, "zero_out_wgrad", False),
         }

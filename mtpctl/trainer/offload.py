@@ -1,14 +1,13 @@
-"""Device memory that lives in the host's between uses.
+"""Offloading: tensors whose device memory is freed between uses, while host memory holds their values.
 
-A tensor that is away keeps its identity, shape and views; its storage is empty. So whatever refers to it (parameters of
-modules, optimizer state, views into one buffer) need not know. On a CPU the same happens, from memory to memory.
+An offloaded tensor keeps its identity, shape and views, and only its storage is empty, so that parameters, optimizer state and views into
+one buffer can refer to it all the time. On a CPU the same happens from memory to memory.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +16,9 @@ _ALIGN = 256  # bytes
 
 
 class HostMemory:
-    """Room in host memory for the storages of some tensors. Pinned where there is a card, as one piece of exactly this size.
+    """Host memory for the storages of some tensors, as one block of exactly their size; pinned where there is a card.
 
-    A tensor whose storage is empty already counts as away, and holds zeros.
+    A tensor whose storage is empty already counts as offloaded, and holds zeros.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -34,12 +33,11 @@ class HostMemory:
         self._room = torch.zeros(end, dtype=torch.uint8)
         if torch.cuda.is_available() and end:
             # PyTorch's own pinned allocator rounds up to a power of two.
-            runtime: Any = torch.cuda.cudart()
-            torch.cuda.check_error(runtime.cudaHostRegister(self._room.data_ptr(), end, 0))
-            weakref.finalize(self, _unpin, runtime, self._room)
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._room.data_ptr(), end, 0))
+            weakref.finalize(self, _unpin, self._room)
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
-        """Copy these to the host and free their memory on the device; those that are away stay so."""
+        """Copy these tensors to the host and free their device memory; those that are offloaded already are skipped."""
         for storage in _storages(tensors):
             if storage.nbytes():
                 here, _ = self._room_of(storage)
@@ -47,7 +45,7 @@ class HostMemory:
                 storage.resize_(0)  # the allocator gives it to nothing that runs before the copy
 
     def back(self, tensors: Iterable[Tensor]) -> None:
-        """Bring these back; those that are here stay so."""
+        """Copy these tensors back to the device; those that are there already are skipped."""
         for storage in _storages(tensors):
             if not storage.nbytes():
                 here, nbytes = self._room_of(storage)
@@ -55,7 +53,7 @@ class HostMemory:
                 _bytes(storage).copy_(here, non_blocking=True)
 
     def host(self, tensor: Tensor) -> Tensor:
-        """What a tensor that is away holds, as host memory: reading and writing it there changes what comes back."""
+        """An offloaded tensor's values as a view of host memory: what is written there comes back to the device with `back`."""
         here, _ = self._room_of(tensor.untyped_storage())
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -68,21 +66,21 @@ class HostMemory:
 
 
 def release(tensors: Iterable[Tensor]) -> None:
-    """Free their memory; what they held is gone."""
+    """Free the memory of these tensors; their values are lost."""
     for storage in _storages(tensors):
         storage.resize_(0)
 
 
 def hold(tensors: Iterable[Tensor]) -> None:
-    """Give each, which must be the whole of its storage, memory again where it was released; what it holds is arbitrary."""
+    """Allocate memory again for those of these tensors that were released, with arbitrary values. Each must be the whole of its storage."""
     for tensor in tensors:
         if not tensor.untyped_storage().nbytes():
             tensor.untyped_storage().resize_(tensor.nbytes)
 
 
-def _unpin(runtime: Any, room: Tensor) -> None:
+def _unpin(room: Tensor) -> None:
     torch.cuda.synchronize()
-    runtime.cudaHostUnregister(room.data_ptr())
+    torch.cuda.cudart().cudaHostUnregister(room.data_ptr())
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

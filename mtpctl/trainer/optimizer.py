@@ -6,12 +6,11 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, ParamKey, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import ParamKey, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from torch import Tensor
 
@@ -35,7 +34,7 @@ class StepResult:
 class Optimizer:
     """Adam over a model's parameters in two groups, the trunk's and the MTP head's, each with its own clip and rate.
 
-    Weight decay leaves norms and biases alone. With `mtp_frozen` parameters of the MTP head are there, and do not move.
+    Weight decay does not apply to norms and biases. With `mtp_frozen` the MTP head's parameters are in the optimizer, at a rate of 0.
     """
 
     def __init__(
@@ -67,8 +66,8 @@ class Optimizer:
             params_dtype=torch.bfloat16 if bf16 else torch.float32,
             use_distributed_optimizer=distributed,
         )
-        # Overrides that are given take the place of the standard ones, which keep decay from norms and biases.
-        overrides: dict[ParamKey, Any] = dict(get_standard_config_overrides(settings))
+        # Overrides replace the standard ones, so those (no decay of norms and biases) are added here.
+        overrides: dict[ParamKey, dict[str, float]] = dict(get_standard_config_overrides(settings))
         mtp_lr = 0.0 if mtp_frozen else config.mtp_lr
         if mtp_lr is not None:
             overrides[ParamKey(name="*.mtp.*")] = {"max_lr": mtp_lr, "min_lr": mtp_lr * config.min_lr_ratio}
@@ -82,11 +81,11 @@ class Optimizer:
             self.host = HostMemory(tensors)
             self.host.leave(tensors)
 
-    def _parts(self) -> list[Any]:
+    def _parts(self) -> list[MegatronOptimizer]:
         return [part for part in self.inner.chained_optimizers if not part.is_stub_optimizer]
 
     def slots(self) -> list[Slot]:
-        """What is remembered of each parameter; in host memory where it is offloaded."""
+        """The moments and master of each parameter; in host memory where they are offloaded."""
         found = list(slots(self.model, self.inner))
         if self.host is not None:
             for slot in found:
@@ -94,13 +93,13 @@ class Optimizer:
         return found
 
     def reload(self) -> None:
-        """Take the masters anew from parameters that were changed from outside."""
+        """Copy parameters that were changed from outside into the fp32 masters."""
         with self._masters():
             self.inner.reload_model_params()
 
     @contextmanager
     def _masters(self) -> Iterator[None]:
-        """The fp32 masters on the device; the parameters that Adam moves are these, or the model's own."""
+        """Bring the fp32 masters to the device. Adam steps on these, or on the model's own parameters where they are fp32."""
         if self.host is None:
             yield
             return
@@ -118,11 +117,11 @@ class Optimizer:
         return c.min_lr_ratio + (1 - c.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
     def step(self, total_steps: int) -> StepResult:
-        """Clip and apply the gradients that a backward pass left. Not finite: nothing is applied."""
+        """Clip and apply the gradients of the last backward pass. Where a norm is not finite, nothing is applied."""
         share = self.rate(total_steps)
         for group in self.inner.param_groups:
             group["lr"] = group.get("max_lr", self.config.lr) * share
-            # megatron-core leaves the multiplier to its own scheduler, which has no part here.
+            # megatron-core applies this multiplier in its own scheduler, which is not used here.
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         overflow = self.inner.prepare_grads()
         norms = {name: self._norm(name) for name in (None, "mtp")}
@@ -155,7 +154,7 @@ class Optimizer:
                         if self.host is not None:
                             self.host.leave(moments)
                 adam.param_groups = []
-            # What is left to do: masters to parameters, and those gathered where each rank has stepped a part.
+            # Adam's groups are empty now, so this only copies masters to parameters, and gathers them where each rank stepped a part.
             self.inner.step_with_ready_grads()
             for part, whole in zip(parts, groups, strict=True):
                 part.optimizer.param_groups = whole
@@ -169,7 +168,7 @@ class Optimizer:
 
 
 def _slices(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """In order, of at most `OPTIMIZER_SLICE` where one does not exceed it alone."""
+    """The parameters in order, in slices of at most `OPTIMIZER_SLICE` bytes unless a single one is larger."""
     some: list[Tensor] = []
     for parameter in parameters:
         if some and sum(p.nbytes for p in some) + parameter.nbytes > OPTIMIZER_SLICE:

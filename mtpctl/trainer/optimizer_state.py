@@ -1,15 +1,13 @@
-"""What an optimizer remembers of each parameter, in the parameter's own shape, however it is spread over ranks.
+"""An optimizer's state of each parameter, in the parameter's own shape, however it is sharded over ranks.
 
-megatron-core's own optimizer checkpoints carry parameter groups that are numbered rank by rank, so that they do not
-survive another pipeline layout. Here the moments (and, for bf16, the fp32 master) are named after their parameter, and
-hyperparameters are left to the recipe.
+megatron-core's own optimizer checkpoints number parameter groups rank by rank, so that another pipeline layout cannot load them. Here the
+moments (and, for bf16, the fp32 master) are named after their parameter, and hyperparameters come from the recipe.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,10 +22,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass
 class Slot:
-    """One parameter's moments and master: `kinds` → tensor.
+    """One parameter's moments and master: a tensor for each of `kinds`.
 
-    Each is the whole of this rank's parameter, or with the distributed optimizer the flat stretch `start` to `end` of it
-    that this dp rank keeps; `group` then holds the ranks with the rest. A rank without a stretch has no tensors.
+    Each has the shape of this rank's parameter. With the distributed optimizer each is this dp rank's flat shard, elements `start` to
+    `end`; `group` then has the ranks with the other shards. A rank without a shard of this parameter has no tensors.
     """
 
     parameter: Tensor
@@ -48,7 +46,7 @@ class Slot:
         return flat.view(self.parameter.shape)
 
     def fill(self, kind: str, value: Tensor) -> None:
-        """Take this rank's stretch of `value`, which has the parameter's shape."""
+        """Copy this rank's shard of `value`, which has the parameter's shape."""
         if not self.tensors:
             return
         target = self.tensors[kind]
@@ -58,7 +56,7 @@ class Slot:
 
 
 def slots(model: torch.nn.Module, optimizer: ChainedOptimizer) -> Iterator[Slot]:
-    """The slots of every parameter of `model` that the optimizer moves, in the same order on all ranks of a dp group."""
+    """The slots of every parameter of `model` that the optimizer updates, in the same order on all ranks of a dp group."""
     owners: dict[int, Tensor] = {id(getattr(p, "main_param", p)): p for p in model.parameters()}
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
@@ -68,11 +66,11 @@ def slots(model: torch.nn.Module, optimizer: ChainedOptimizer) -> Iterator[Slot]
 
 
 def begin(adam: torch.optim.Optimizer, *, away: bool = False) -> None:
-    """Zero moments where no step was taken yet, as Adam itself begins. `away`: without memory, for `HostMemory` to hold them."""
+    """Make zero moments where Adam has taken no step yet, as it would itself. `away`: without memory, for `HostMemory` to hold them."""
     assert isinstance(adam, torch.optim.Adam), f"the slots of {type(adam).__name__} are not known"
     for group in adam.param_groups:
         for parameter in group["params"]:
-            state: dict[str, Any] = adam.state[parameter]
+            state: dict[str, Tensor] = adam.state[parameter]
             if not state:
                 state["step"] = torch.tensor(0.0)
                 for kind in MOMENTS:
@@ -82,7 +80,7 @@ def begin(adam: torch.optim.Optimizer, *, away: bool = False) -> None:
 
 
 def set_step(optimizer: ChainedOptimizer, step: int) -> None:
-    """Say how many steps the moments come from."""
+    """Set the number of steps that the moments come from."""
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer:
             for state in part.optimizer.state.values():

@@ -1,4 +1,4 @@
-"""`telemetry.profile`: where one update's time goes, as a trace for a viewer and as two tables for a person.
+"""`telemetry.profile`: where one update's time goes, as a trace for a viewer and as two tables to read.
 
 The third update of each stage is profiled on every rank: by then shapes, caches and the allocator have settled. Phases are
 the ranges that the engine and the trainer name themselves (`mtpctl/…`); they nest, so their times do not add up. On a card
@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.autograd.profiler_util import EventList
 
 PROFILED_UPDATE = 3
 PREFIX = "mtpctl/"
@@ -48,8 +51,8 @@ class UpdateProfile:
         (self.folder / f"{name}.txt").write_text(tables(profile.key_averages(), cuda=cuda))
 
 
-def tables(averages: Any, *, cuda: bool) -> str:
-    """Phases by time, then the operations that take most of it themselves, from a profiler's `key_averages()`. Times in ms."""
+def tables(averages: EventList, *, cuda: bool) -> str:
+    """Two Markdown tables from a profiler's `key_averages()`: phases by time, and the operations with most time of their own. In ms."""
     whole = "device_time_total" if cuda else "cpu_time_total"
     own = "self_device_time_total" if cuda else "self_cpu_time_total"
     phases = sorted((e for e in averages if e.key.startswith(PREFIX)), key=lambda e: -e.cpu_time_total)

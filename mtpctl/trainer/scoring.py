@@ -1,131 +1,105 @@
-"""What a log-prob server asks of the engine: one pass over sequences that each want something else.
+"""Scoring sequences in a forward pass: log-probs and entropy, the k likeliest tokens, and what every MTP depth would have drafted.
 
-Per-token log-probs and entropy as `MegatronEngine.score` gives them, and on demand the k likeliest tokens and what every MTP
-depth would have drafted. Temperature, top k and MTP are chosen sequence by sequence, so that requests of any kind share a
-packed micro-batch. Sizes: R response tokens of a micro-batch, D MTP depths.
+Temperature, top k and MTP are chosen sequence by sequence, so that requests of any kind share a packed micro-batch. Sizes: R response
+tokens of a micro-batch, D MTP depths.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from mtpctl.kernels.inputs import IGNORE_INDEX
 from mtpctl.kernels.logprob import LogProbOut
 from mtpctl.model.gpt import Hidden
-from mtpctl.trainer.batch import MicroBatch, Sequence
-from mtpctl.trainer.engine import MegatronEngine
-
-_IGNORED = -100
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """What one sequence is scored for. topk: how many of the likeliest tokens; mtp: whether the MTP depths answer as well."""
-
-    temperature: float = 1.0
-    topk: int = 0
-    mtp: bool = False
+from mtpctl.trainer.batch import MicroBatch
+from mtpctl.trainer.head import Head
+from mtpctl.trainer.objective import Sums
+from mtpctl.trainer.scores import DraftScores, ScoreOptions, TokenScores
 
 
-@dataclass(slots=True)
-class DraftScores:
-    """One MTP depth over the response: log-prob of each token, and whether the depth would have drafted it greedily.
+class Scorer:
+    """Scores one micro-batch after another, as the `MicroBatchLoss` of a forward-only pass, and keeps the scores by sequence.
 
-    None where no drafter can be asked: the first tokens of each turn, up to the depth, and those outside the mask.
+    options: one for each sequence; tokens outside the mask then get zeros. None: every response token is scored at `temperature`.
     """
 
-    logprobs: list[float | None]
-    hits: list[bool | None]
+    def __init__(self, head: Head, temperature: float, options: list[ScoreOptions] | None) -> None:
+        self.head, self.temperature, self.options = head, temperature, options
+        self.scores: dict[int, TokenScores] = {}
+
+    def __call__(self, micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
+        temperature: float | Tensor = self.temperature
+        labels, topk, options = micro.labels, 0, None
+        if self.options is not None:
+            options = [self.options[i] for i in micro.order]
+            temperature = torch.tensor([each.temperature for each in options], device=labels.device)[micro.seq_ids]
+            # A token outside the mask keeps its place, but is not projected on the vocabulary.
+            labels = labels.masked_fill(micro.mask == 0, IGNORE_INDEX)
+            topk = max(each.topk for each in options)
+        out = self.head.logprob(micro.packing, hidden.trunk, hidden.head, micro.rows, labels, temperature, entropy=True, topk=topk)
+        assert out.entropy is not None
+        logprobs, entropies = (_by_sequence(values, micro) for values in (out.logprob, out.entropy))
+        scores = [TokenScores(logprob, entropy) for logprob, entropy in zip(logprobs, entropies, strict=True)]
+        if options is not None:
+            _add_topk(scores, options, out, micro)
+            self._add_drafts(scores, options, micro, hidden, temperature)
+        self.scores.update(zip(micro.order, scores, strict=True))
+        return out.logprob.sum(), {}
+
+    def _add_drafts(
+        self, scores: list[TokenScores], options: list[ScoreOptions], micro: MicroBatch, hidden: Hidden, temperature: float | Tensor
+    ) -> None:
+        asked = torch.tensor([each.mtp for each in options], device=micro.seq_ids.device)[micro.seq_ids]
+        for state, draft in zip(hidden.mtp, micro.drafts, strict=True):
+            labels = draft.labels.masked_fill(~asked[draft.tokens], IGNORE_INDEX)
+            of_draft = temperature[draft.tokens] if isinstance(temperature, Tensor) else temperature
+            out = self.head.logprob(micro.packing, state, hidden.head, draft.rows, labels, of_draft, hit=True)
+            for score, each, draft_scores in zip(scores, options, _draft_scores(out, draft.tokens, micro), strict=True):
+                if each.mtp:
+                    score.drafts.append(draft_scores)
+
+    def gather(self, count: int) -> list[TokenScores]:
+        """The scores of all `count` sequences, on every rank. All ranks call together."""
+        scores = self.scores
+        if parallel_state.get_data_parallel_world_size() > 1 or parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            parts: list[dict[int, TokenScores]] = [{}] * dist.get_world_size()
+            dist.all_gather_object(parts, scores)
+            scores = {i: found for part in parts for i, found in part.items()}
+        return [scores[i] for i in range(count)]
 
 
-@dataclass(slots=True)
-class TokenScores:
-    """Of one sequence, over its response tokens; 0 where the mask is 0. topk_*: [tokens, k], likeliest first."""
-
-    logprobs: list[float]
-    entropy: list[float]
-    topk_ids: list[list[int]] = field(default_factory=list)
-    topk_logprobs: list[list[float]] = field(default_factory=list)
-    drafts: list[DraftScores] = field(default_factory=list)
-
-
-@torch.no_grad()
-def score_tokens(engine: MegatronEngine, sequences: list[Sequence], wants: list[Want]) -> list[TokenScores]:
-    """Score `sequences[i]` for `wants[i]`, in that order. All ranks call together; every rank gets all answers."""
-    if not sequences:
-        return []
-    engine.model.eval()
-    found: dict[int, TokenScores] = {}
-    depths = engine.depths if any(want.mtp for want in wants) else 0
-
-    def collect(micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, dict[str, Tensor]]:
-        chosen = [wants[i] for i in micro.order]
-        scores, total = _score(engine, micro, hidden, chosen)
-        found.update(zip(micro.order, scores, strict=True))
-        return total, {}
-
-    engine._run(engine._micro_batches(sequences, depths), collect, forward_only=True)
-    if parallel_state.get_data_parallel_world_size() > 1 or parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, found)
-        found = {i: scores for part in parts for i, scores in part.items()}
-    return [found[i] for i in range(len(sequences))]
+def _add_topk(scores: list[TokenScores], options: list[ScoreOptions], out: LogProbOut, micro: MicroBatch) -> None:
+    if out.topk is None:
+        return
+    all_ids, all_logprobs = (_by_sequence(values, micro) for values in (out.topk.ids, out.topk.logprob))
+    for score, each, ids, logprobs in zip(scores, options, all_ids, all_logprobs, strict=True):
+        if each.topk:
+            score.topk_ids = [row[: each.topk] for row in ids]
+            score.topk_logprobs = [row[: each.topk] for row in logprobs]
 
 
-def _score(engine: MegatronEngine, micro: MicroBatch, hidden: Hidden, wants: list[Want]) -> tuple[list[TokenScores], Tensor]:
-    temperature = torch.tensor([want.temperature for want in wants], device=micro.labels.device)[micro.seq_ids]
-    # A token outside the mask keeps its place, but is not projected on the vocabulary.
-    labels = micro.labels.masked_fill(micro.mask == 0, _IGNORED)
-    k = max(want.topk for want in wants)
-    out = engine.head.logprob(micro.packing, hidden.trunk, hidden.head, micro.rows, labels, temperature, entropy=True, topk=k)
-    assert out.entropy is not None
-    logprobs, entropies = (_by_sequence(x, micro) for x in (out.logprob, out.entropy))
-    scores = [TokenScores(logprob, entropy) for logprob, entropy in zip(logprobs, entropies, strict=True)]
-    if out.topk is not None:
-        for score, want, ids, values in zip(
-            scores, wants, _by_sequence(out.topk.ids, micro), _by_sequence(out.topk.logprob, micro), strict=True
-        ):
-            if want.topk:
-                score.topk_ids = [row[: want.topk] for row in ids]
-                score.topk_logprobs = [row[: want.topk] for row in values]
-    _draft(engine, micro, hidden, wants, temperature, scores)
-    return scores, out.logprob.sum()
-
-
-def _draft(
-    engine: MegatronEngine, micro: MicroBatch, hidden: Hidden, wants: list[Want], temperature: Tensor, scores: list[TokenScores]
-) -> None:
-    asked = torch.tensor([want.mtp for want in wants], device=micro.seq_ids.device)[micro.seq_ids]
-    for state, draft in zip(hidden.mtp, micro.drafts, strict=True):
-        labels = draft.labels.masked_fill(~asked[draft.tokens], _IGNORED)
-        out = engine.head.logprob(micro.packing, state, hidden.head, draft.rows, labels, temperature[draft.tokens], hit=True)
-        logprobs, hits = _placed(out, draft.tokens, micro)
-        for score, want, logprob, hit in zip(scores, wants, logprobs, hits, strict=True):
-            if want.mtp:
-                score.drafts.append(DraftScores(logprob, hit))
-
-
-def _placed(out: LogProbOut, tokens: Tensor, micro: MicroBatch) -> tuple[list[list[float | None]], list[list[bool | None]]]:
-    """The answers for `tokens` at their places among the R response tokens, None at the others."""
+def _draft_scores(out: LogProbOut, tokens: Tensor, micro: MicroBatch) -> list[DraftScores]:
+    """By sequence, the results for `tokens` at their places among the R response tokens, and None at the others."""
     assert out.hit is not None
-    there = torch.zeros(len(micro.labels), dtype=torch.bool, device=tokens.device)
-    there[tokens] = True
+    drafted = torch.zeros(len(micro.labels), dtype=torch.bool, device=tokens.device)
+    drafted[tokens] = True
     logprob = torch.zeros(len(micro.labels), device=tokens.device)
     logprob[tokens] = out.logprob.float()
-    hit = torch.zeros_like(there)
+    hit = torch.zeros_like(drafted)
     hit[tokens] = out.hit.bool()
-    there_lists, logprobs, hits = (_by_sequence(x, micro) for x in (there, logprob, hit))
-    return (
-        [[v if t else None for v, t in zip(row, mask, strict=True)] for row, mask in zip(logprobs, there_lists, strict=True)],
-        [[v if t else None for v, t in zip(row, mask, strict=True)] for row, mask in zip(hits, there_lists, strict=True)],
-    )
+    by_sequence = zip(*(_by_sequence(values, micro) for values in (drafted, logprob, hit)), strict=True)
+    return [
+        DraftScores(
+            [value if there else None for there, value in zip(drafted_here, logprobs, strict=True)],
+            [value if there else None for there, value in zip(drafted_here, hits, strict=True)],
+        )
+        for drafted_here, logprobs, hits in by_sequence
+    ]
 
 
-def _by_sequence(values: Tensor, micro: MicroBatch) -> list[Any]:
+def _by_sequence(values: Tensor, micro: MicroBatch) -> list[list]:
     """`values` [R, …] as nested lists, one a sequence."""
     return [part.tolist() for part in values.cpu().split(micro.lengths)]

@@ -19,7 +19,7 @@ from mtpctl.recipe.optimizer import OptimizerConfig
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import NextToken
-from mtpctl.trainer.scoring import Want, score_tokens
+from mtpctl.trainer.scores import ScoreOptions
 from tests.convert.models import converted
 from tests.rollout.checkpoints import tiny_config
 from tests.trainer.tiny import engine
@@ -67,7 +67,7 @@ def accept(root: Path) -> None:
     with engine(HfFolder.open(root / "hf"), mtp=JOINT, train=False) as made:
         made.restore(root / "step")
         batch = [Sequence(prompt + response, len(prompt), [1] * len(response)) for prompt, response in samples]
-        found = score_tokens(made, batch, [Want(mtp=True)] * len(batch))
+        found = made.score(batch, options=[ScoreOptions(mtp=True)] * len(batch))
     asked = right = 0
     for score in found:
         hits, at = score.drafts[0].hits, 1

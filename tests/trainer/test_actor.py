@@ -16,7 +16,7 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Sample
 from mtpctl.trainer.actor import TrainerRank, threads_in
 from mtpctl.trainer.batch import Sequence
-from mtpctl.trainer.engine import Scores
+from mtpctl.trainer.scores import TokenScores
 
 
 class Engine:
@@ -84,7 +84,7 @@ def test_the_reference_is_of_what_rl_moves(tmp_path: Path, train_mtp: bool) -> N
     rank.engine.module = torch.nn.Linear(1, 1)  # its bias stands for the MTP layers
     rank.begin_stage("rl", str(tmp_path / "reference"), False)
     assert rank.reference is not None
-    assert [p.shape for p in rank.reference] == [p.shape for p in rank._moving()]
+    assert [p.shape for p in rank.reference] == [p.shape for p in rank._trained()]
 
 
 @pytest.mark.parametrize("stages", [["sft", "rl"], ["rl", "sft"]])
@@ -111,8 +111,8 @@ class Recorder(Engine):
         self.batches.append(sequences)
         return {"skipped": 0.0, "perf/tokens": 1.0}
 
-    def score(self, sequences: list[Sequence], **options: Any) -> list[Scores]:
-        return [Scores([-1.5] * sum(s.loss_mask), [1.0] * sum(s.loss_mask)) for s in sequences]
+    def score(self, sequences: list[Sequence], **options: Any) -> list[TokenScores]:
+        return [TokenScores([-1.5] * sum(s.loss_mask), [1.0] * sum(s.loss_mask)) for s in sequences]
 
 
 def recorder(**rl: Any) -> tuple[TrainerRank, Recorder]:

@@ -1,0 +1,80 @@
+"""Passes of this rank's model over packed micro-batches, through megatron-core's pipeline schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+from torch.profiler import record_function
+
+from mtpctl.families.shape import ModelShape
+from mtpctl.model.gpt import Hidden, MtpModel
+from mtpctl.model.parallel import reduced
+from mtpctl.trainer.batch import MicroBatch, Sequence, check, idle, pack, partition
+from mtpctl.trainer.config import EngineConfig
+from mtpctl.trainer.objective import Sums
+
+MicroBatchLoss = Callable[[MicroBatch, Hidden], tuple[Tensor, Sums]]
+"""The loss of a micro-batch (scalar, differentiable in a training pass) and its metric sums, on the last pipeline stage."""
+
+
+def micro_batches(
+    sequences: list[Sequence], depths: int, config: EngineConfig, shape: ModelShape, device: torch.device, *, sequence_parallel: bool
+) -> list[MicroBatch]:
+    """The micro-batches of this dp rank, with the rows that predict drafts of the first `depths` MTP depths.
+
+    Raises UserError for a sequence that the model cannot read.
+    """
+    check(sequences, shape)
+    lengths = [len(s.token_ids) for s in sequences]
+    dp, dp_rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    parts = partition(lengths, config.tokens_per_microbatch, dp)[dp_rank]
+    cp, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    layout = {"cp_rank": cp_rank, "cp": cp, "tp": config.parallel.tp if sequence_parallel else 1}
+    if config.parallel.ep == 1:
+        # A rank may finish its passes before the others, but takes part in the collectives at the end. With expert parallelism every
+        # pass has collectives, so that all ranks need equally many micro-batches.
+        parts = [part for part in parts if part] or [[]]
+    return [pack(sequences, part, depths, device, **layout) if part else idle(sequences, depths, device, **layout) for part in parts]
+
+
+def run_passes(
+    model: MtpModel | DistributedDataParallel, micros: list[MicroBatch], loss: MicroBatchLoss, *, tokens: int, forward_only: bool
+) -> Sums:
+    """Forward passes over the micro-batches, and backward passes unless `forward_only`. `tokens`: of a micro-batch at most.
+
+    Returns the metric sums of `loss` over all micro-batches and all dp ranks.
+    """
+
+    def micro_loss(micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Tensor, Sums]:
+        no_tokens = torch.zeros((), dtype=torch.int)
+        if micro.idle and forward_only:
+            return hidden.trunk.sum(), no_tokens, {}
+        with record_function("mtpctl/log-probs and losses"):
+            total, sums = loss(micro, hidden)
+        return total, no_tokens, sums
+
+    def forward(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Hidden | Tensor, Callable[[Hidden], object]]:
+        micro = next(iterator)
+        with record_function("mtpctl/forward"):
+            return model(micro.input_ids, micro.packing, depths=len(micro.drafts)), partial(micro_loss, micro)
+
+    parts = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter(micros),
+        model=model,
+        num_microbatches=len(micros),
+        seq_length=tokens,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    sums: Sums = {}
+    for part in parts:
+        for name, value in part.items():
+            sums[name] = sums[name] + value if name in sums else value
+    return reduced(sums)
