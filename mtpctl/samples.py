@@ -1,12 +1,13 @@
-"""What makes the whole way from prompt to optimizer: one sample, growing by whole fields.
+"""The sample: one response, from its prompt to the optimizer step that it is trained in.
 
-Nobody repacks a sample. Rollout fills tokens, behaviour log-probs, version spans and speculation counts; scoring adds
-old log-probs and entropy with the version that made them; the checker adds the reward.
+Every part of the pipeline fills in fields of the same object. Rollout fills in tokens, behaviour log-probs, version spans and
+speculation counts; scoring fills in old log-probs and the weight version that they were computed with; the checker fills in the reward.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ class VersionSpan:
 
 @dataclass(slots=True)
 class Speculation:
-    """Draft tokens proposed and accepted while one sample was generated, in all and by draft position."""
+    """Draft tokens that were proposed and accepted for one sample in `steps` verification steps, in all and by draft position."""
 
     drafted: int = 0
     accepted: int = 0
@@ -34,7 +35,8 @@ class Speculation:
 class Sample:
     """One response to one prompt. Per-token lists run over the response and have the length of `response_ids`.
 
-    `spent_s`: seconds of its deadline that are used up, in places of engines and in environments.
+    `loss_mask` is 1 at tokens that the policy sampled, and 0 at tokens of an environment. `index` counts the responses of a group.
+    `spent_s`: seconds in which an engine or an environment has worked on it, which count against its deadline.
     """
 
     prompt_id: str
@@ -46,7 +48,6 @@ class Sample:
     behaviour_logprobs: list[float] = field(default_factory=list)
     version_spans: list[VersionSpan] = field(default_factory=list)
     old_logprobs: list[float] | None = None
-    old_entropy: list[float] | None = None
     old_version: int | None = None
     reward: float | None = None
     finish_reason: str | None = None
@@ -59,7 +60,7 @@ class Sample:
         return len(self.prompt_ids) + len(self.response_ids)
 
     def append(self, token_ids: list[int], logprobs: list[float], version: int, *, trained: bool = True) -> None:
-        """Add sampled tokens, or with `trained=False` tokens of the environment, which no loss sees.
+        """Add tokens that were sampled under weight version `version`, or with `trained=False` tokens of an environment.
 
         Raises ValueError where the lengths differ.
         """
@@ -78,43 +79,50 @@ class Sample:
             self.version_spans.append(VersionSpan(start, end, version))
 
     def cut(self, length: int) -> None:
-        """Drop response tokens from `length` on, with all that belongs to them; what was speculated stays counted."""
+        """Drop the response tokens from `length` on from every per-token field. The speculation counts stay as they are."""
         del self.response_ids[length:], self.loss_mask[length:], self.behaviour_logprobs[length:]
         self.version_spans = [span for span in self.version_spans if span.start < length]
         if self.version_spans:
             self.version_spans[-1].end = min(self.version_spans[-1].end, length)
 
     def copy(self) -> Sample:
-        """One that grows by itself: the two share no list."""
-        own: dict[str, Any] = {each.name: value[:] for each in fields(self) if isinstance(value := getattr(self, each.name), list)}
-        own["version_spans"] = [replace(span) for span in self.version_spans]
-        own["speculation"] = replace(self.speculation, accepted_by_position=self.speculation.accepted_by_position[:])
-        return replace(self, **own)
+        """A copy that shares no list with this sample, so that both can grow."""
+        return replace(
+            self,
+            prompt_ids=self.prompt_ids[:],
+            response_ids=self.response_ids[:],
+            loss_mask=self.loss_mask[:],
+            behaviour_logprobs=self.behaviour_logprobs[:],
+            version_spans=[replace(span) for span in self.version_spans],
+            old_logprobs=None if self.old_logprobs is None else self.old_logprobs[:],
+            speculation=replace(self.speculation, accepted_by_position=self.speculation.accepted_by_position[:]),
+        )
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+    def to_dict(self) -> dict[str, object]:
+        """The sample as JSON takes it."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Sample:
-        """Inverse of `to_dict`."""
+    def from_dict(cls, data: Mapping[str, Any]) -> Sample:
+        """Inverse of `to_dict`. Fields that a sample does not have are left out: a checkpoint may hold some of an earlier release."""
+        known = {each.name: data[each.name] for each in fields(cls) if each.name in data}
         spans = [VersionSpan(**span) for span in data["version_spans"]]
-        return cls(**{**data, "version_spans": spans, "speculation": Speculation(**data["speculation"])})
+        return cls(**{**known, "version_spans": spans, "speculation": Speculation(**data["speculation"])})
 
 
 def response_limit(sample: Sample, *, max_tokens: int, context: int) -> int:
-    """Tokens that the response may have: `max_tokens`, or what its prompt leaves of the context where that is less."""
+    """How many tokens the response may have: `max_tokens`, or fewer where its prompt leaves fewer of the context."""
     return min(max_tokens, context - len(sample.prompt_ids))
 
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """One response wanted.
+    """A request for one response.
 
-    `sample` is where tokens are appended: new and empty, or a partial rollout to be continued. `max_tokens` bounds the
-    whole response, tokens already there included. `seed` makes sampling repeatable. `deadline_s` bounds the time in which the response
-    is worked on: of a pool all of it, of an engine what is left. Waiting for a place counts with neither. `unwanted` is set once nobody
-    wants the response any more: it is given up, and its sample comes back as it was asked for.
+    Tokens are appended to `sample`: a new one, or a partial rollout that goes on. `max_tokens` bounds the whole response, including
+    tokens that it has already. `seed` makes sampling repeatable. `deadline_s` bounds the seconds in which engines and environments work
+    on the response: for a pool all of them, for an engine those that are left. Waiting for a free slot does not count. `unwanted` is set
+    when the response is no longer needed: it is cancelled, and its sample comes back as it was in the request.
     """
 
     sample: Sample

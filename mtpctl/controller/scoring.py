@@ -20,7 +20,7 @@ class Scoring:
         self._late, self._left = 0, 0
 
     async def __call__(self, sample: Sample) -> Sample:
-        """Fill in old log-probs and entropy, and the version that made them.
+        """Fill in old log-probs, and the version that made them.
 
         A sample whose answers were late `ATTEMPTS` times goes on without: the trainer computes its old log-probs with the batch's.
         """
@@ -37,7 +37,7 @@ class Scoring:
             except Late:
                 self._late += 1
                 continue
-            sample.old_logprobs, sample.old_entropy, sample.old_version = scored.logprobs, scored.entropy, scored.version
+            sample.old_logprobs, sample.old_version = scored.logprobs, scored.version
             return sample
         self._left += 1
         return sample

@@ -58,10 +58,6 @@ class Placement:
         """Actors of one role."""
         return tuple(actor for actor in self.actors if actor.role == role)
 
-    def bundles(self, role: Role) -> list[dict[str, float]]:
-        """Ray placement-group bundles of one role, in the order of its actors."""
-        return [{"CPU": actor.cpus} | ({"GPU": actor.gpus} if actor.gpus else {}) for actor in self.of(role)]
-
     @property
     def cpus(self) -> float:
         """CPUs in all."""

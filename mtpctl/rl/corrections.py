@@ -1,14 +1,16 @@
-"""Off-policy correction: tokens were sampled by the rollout engine (behaviour), and are trained on as if by another policy (old).
+"""Off-policy correction: importance weights for tokens that the rollout engine sampled under one policy (behaviour) and that
+the loss treats as samples of another one (old).
 
-The weight of a token is ρ = old/behaviour, of the token, or of its whole response (the product over its tokens):
+The importance ratio is ρ = p_old / p_behaviour, of the token, or of its whole response (the product over its tokens). A token's weight is
+
 
 truncate   min(ρ, high)                         TIS (https://fengyao.notion.site/off-policy-rl)
 clip       min(max(ρ, low), high)
 mask       ρ where low <= ρ <= high, else 0     IcePop (arXiv 2510.18855) by token, MIS
                                                 (https://yingru.notion.site/When-Speed-Kills-Stability) by sequence
 
-Weights are constants to the optimizer. What a mask drops still counts in the loss's denominator, which is known before
-the weights are: dropping tokens makes a step smaller, never the remaining tokens louder.
+Weights carry no gradient. Tokens that a mask drops still count in the denominator of the loss, which is fixed before the weights
+are known: dropping tokens makes the update smaller, and leaves the weight of the remaining tokens as it is.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from torch import Tensor
 
 from mtpctl.recipe.rl import CorrectionConfig
 from mtpctl.rl.limits import MAX_LOG_RATIO
-from mtpctl.rl.segments import Reduce, sequence_sum
+from mtpctl.rl.segments import sequence_sum
 
 
 class Correction(NamedTuple):
-    """Per token [T]: `ratio` ρ as it is, `weight` after the bounds, `masked` where the weight was set to zero."""
+    """Per token [T]: `ratio` is ρ before the bounds, `weight` ρ after them; `masked` is True where the weight was set to zero."""
 
     ratio: Tensor
     weight: Tensor
@@ -39,12 +41,14 @@ def correction_weights(
     seq_ids: Tensor,
     num_sequences: int,
     config: CorrectionConfig,
-    reduce: Reduce | None = None,
 ) -> Correction:
-    """Weights of the tokens of a packed batch; where the mask is 0 the ratio is 1, and where the mode is off the weight is ρ."""
+    """Importance weights of a packed batch: log-probs, mask and `seq_ids` [T], with S = `num_sequences`.
+
+    Where the mask is 0 the ratio is 1. With the mode off the weight is ρ, unbounded.
+    """
     log_ratio = torch.where(mask.bool(), old_logprob.detach() - behaviour_logprob, 0.0)
     if config.level == "sequence":
-        log_ratio = sequence_sum(log_ratio, seq_ids, num_sequences, reduce)[seq_ids]
+        log_ratio = sequence_sum(log_ratio, seq_ids, num_sequences)[seq_ids]
     ratio = torch.where(mask.bool(), log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), 1.0)
     nothing = torch.zeros_like(ratio, dtype=torch.bool)
     if config.mode == "truncate":

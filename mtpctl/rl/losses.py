@@ -1,8 +1,8 @@
 """The policy loss on packed tokens, in two parts, so that a fused kernel may do the second.
 
-`token_terms` works out constants per token, among them everything that looks at a whole response. `token_policy_loss`
-is then separable: a token's loss depends on that token's own log-prob (and entropy) and constants, so it can be
-evaluated chunk by chunk where the log-probs are made, and differentiated there.
+`token_terms` computes the constants of each token, among them everything that depends on a whole response.
+`token_policy_loss` is then separable: the loss of a token depends on its own log-prob (and entropy) and on its constants,
+so a kernel can evaluate and differentiate it chunk by chunk, where it computes the log-probs.
 
 With r = exp(logprob - anchor), A the advantage, w the weight, a the aggregation weight:
 
@@ -24,8 +24,7 @@ the whole batch, over micro-batches and ranks, never by what one micro-batch hap
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,16 +34,16 @@ from mtpctl.rl.corrections import correction_weights
 from mtpctl.rl.divergence import kl_estimate
 from mtpctl.rl.limits import MAX_LOG_RATIO
 from mtpctl.rl.mismatch import token_mismatch, token_mismatch_metrics
-from mtpctl.rl.segments import Reduce, sequence_mean, sequence_sum
+from mtpctl.rl.segments import sequence_mean, sequence_sum
 
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
     """One packed micro-batch. All [T]; `logprob` and `entropy` carry the gradient, the others are constants.
 
-    `mask` is 1 at tokens that are trained. `seq_ids` numbers the responses from 0 to `num_sequences` - 1. With
-    `aggregate: sequence` or `gspo` under context parallelism the engine passes `reduce` (see `segments`). `same_weights` is 1 at
-    tokens that were sampled by the weights that `logprob` is of; where it is given, the loss compares the two (`mismatch`).
+    `mask` is 1 at tokens that are trained. `seq_ids` numbers the responses from 0 to `num_sequences` - 1. `same_weights` is 1 at tokens
+    that were sampled under the very weights that `logprob` is computed with; where it is given, the loss also measures how far behaviour
+    and trained policy are apart (see `mismatch`).
     """
 
     logprob: Tensor
@@ -61,9 +60,10 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class TokenTerms:
-    """Constants of each token [T]: what its log-prob is compared with, and how much it counts (0 where not trained).
+    """Constants of each token [T] in the notation of the module: `anchor`, `advantage` A, `weight` w, and `aggregation` a (0 where the
+    token is not trained).
 
-    `behaviour` and `same_weights` are there where the loss also tells how far behaviour and trained policy are apart.
+    `behaviour` log-probs and `same_weights` are there where the loss also measures how far behaviour and trained policy are apart.
     """
 
     anchor: Tensor
@@ -75,46 +75,57 @@ class TokenTerms:
     same_weights: Tensor | None = None
 
     def at(self, tokens: Tensor) -> TokenTerms:
-        """Those of `tokens` [t], places among the T."""
-        columns: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
-        return replace(self, **{name: column[tokens] for name, column in columns.items() if column is not None})
+        """The constants of some tokens: `tokens` [t] are indices into the T."""
+
+        def pick(column: Tensor | None) -> Tensor | None:
+            return None if column is None else column[tokens]
+
+        return TokenTerms(
+            self.anchor[tokens],
+            self.advantage[tokens],
+            self.weight[tokens],
+            self.aggregation[tokens],
+            pick(self.ref_logprob),
+            pick(self.behaviour),
+            pick(self.same_weights),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class LossOut:
-    """`loss_sum` is differentiable; `sums` are detached scalars for `loss_metrics`, to be added over micro-batches and ranks."""
+    """`loss_sum` carries the gradient; `sums` are detached scalars, which are added up over micro-batches and ranks for `loss_metrics`."""
 
     loss_sum: Tensor
     sums: dict[str, Tensor]
 
 
 @torch.no_grad()
-def token_terms(inputs: LossInputs, config: RlConfig, reduce: Reduce | None = None) -> TokenTerms:
-    """Everything about the tokens that is constant to the gradient. Only gspo looks at `inputs.logprob`."""
+def token_terms(inputs: LossInputs, config: RlConfig) -> TokenTerms:
+    """The constants of each token. Only gspo reads `inputs.logprob`."""
     mask = inputs.mask.to(inputs.advantage.dtype)
     trained = mask.bool()
     anchor = inputs.old_logprob
     if config.loss == "gspo":
         log_ratio = torch.where(trained, inputs.logprob.detach() - inputs.old_logprob, 0.0)
-        mean = sequence_mean(log_ratio, mask.to(log_ratio.dtype), inputs.seq_ids, inputs.num_sequences, reduce)
+        mean = sequence_mean(log_ratio, mask.to(log_ratio.dtype), inputs.seq_ids, inputs.num_sequences)
         anchor = inputs.logprob.detach() - mean[inputs.seq_ids]
     weight = torch.ones_like(mask)
     if config.loss == "decoupled" or config.correction.mode != "off":
         weight = correction_weights(
-            inputs.old_logprob, inputs.behaviour_logprob, mask, inputs.seq_ids, inputs.num_sequences, config.correction, reduce
+            inputs.old_logprob, inputs.behaviour_logprob, mask, inputs.seq_ids, inputs.num_sequences, config.correction
         ).weight
     aggregation = mask
     if config.aggregate == "sequence":
-        length = sequence_sum(mask, inputs.seq_ids, inputs.num_sequences, reduce)
+        length = sequence_sum(mask, inputs.seq_ids, inputs.num_sequences)
         aggregation = mask / length.clamp(min=1)[inputs.seq_ids]
     behaviour = None if inputs.same_weights is None else inputs.behaviour_logprob
     return TokenTerms(anchor, inputs.advantage, weight, aggregation, inputs.ref_logprob, behaviour, inputs.same_weights)
 
 
 def token_policy_loss(logprob: Tensor, entropy: Tensor | None, terms: TokenTerms, config: RlConfig) -> LossOut:
-    """The separable part: log-probs and entropies of any slice of tokens, with the terms of that slice.
+    """The separable part, for any slice of the tokens: their log-probs and entropies [t], and their terms.
 
-    Raises ValueError where the config wants an entropy bonus or a KL penalty, and what they need is not there.
+    Raises ValueError where the config has an entropy bonus and no entropy is given, or a KL penalty and no reference log-probs.
     """
     if config.entropy_coef and entropy is None:
         raise ValueError("entropy_coef is set, and no entropy was given")
@@ -161,20 +172,20 @@ def token_policy_loss(logprob: Tensor, entropy: Tensor | None, terms: TokenTerms
     return LossOut(loss_sum, sums)
 
 
-def policy_loss(inputs: LossInputs, config: RlConfig, reduce: Reduce | None = None) -> LossOut:
-    """Both parts over one packed micro-batch."""
-    return token_policy_loss(inputs.logprob, inputs.entropy, token_terms(inputs, config, reduce), config)
+def policy_loss(inputs: LossInputs, config: RlConfig) -> LossOut:
+    """The loss of one packed micro-batch: both parts, one after the other."""
+    return token_policy_loss(inputs.logprob, inputs.entropy, token_terms(inputs, config), config)
 
 
 def loss_denominator(config: RlConfig, *, tokens: int, sequences: int) -> int:
-    """What the summed loss of a whole batch is divided by: its trained tokens, or its responses. At least 1."""
+    """The denominator of the summed loss of a whole batch: the number of its trained tokens, or of its responses; at least 1."""
     return max(tokens if config.aggregate == "token" else sequences, 1)
 
 
 def loss_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """`actor/*`, and `rollout_corr/*` where the loss compared policies, from sums added over every micro-batch and rank.
+    """`actor/*` from sums that were added up over all micro-batches and ranks, and `rollout_corr/*` where the loss measured the mismatch.
 
-    `actor/pg_loss` is on the loss's own scale.
+    `actor/pg_loss` has the scale of the loss that the optimizer sees.
     """
     s = {name: float(value) for name, value in sums.items()}
     tokens = max(s["tokens"], 1.0)

@@ -11,9 +11,18 @@ import math
 import os
 import re
 import sys
-from typing import Any
+from typing import TypedDict
 
 WARM_UP_S = 60.0
+
+
+class Request(TypedDict):
+    """One line of input: a response, the answer to compare it with, and the seconds that parsing or comparing may take."""
+
+    response: str
+    answer: str
+    timeout_s: float
+
 
 _ENVIRONMENT = re.compile(r"(?<!\\)\$|[#\n]|\\boxed|\\\(|\\\[")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
@@ -84,7 +93,7 @@ def main() -> None:
 
     replies.write("{}\n")
     for line in sys.stdin:
-        request: dict[str, Any] = json.loads(line)
+        request: Request = json.loads(line)
         replies.write(json.dumps(compare(request["response"], request["answer"], request["timeout_s"])) + "\n")
 
 

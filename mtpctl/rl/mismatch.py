@@ -1,24 +1,25 @@
-"""How far the policy that sampled (behaviour) is from the one that trains (old), as `rollout_corr/*`.
+"""The mismatch between the policy that sampled the tokens (behaviour) and the one they are trained against (old), as `rollout_corr/*`.
 
-With d = log old - log behaviour, ρ = exp(d), and w the correction's weight, over the trained tokens:
+With d = log p_old - log p_behaviour, ρ = exp(d), and w the weight of the correction, over the trained tokens:
 
 kl               mean of -d: estimate of KL(behaviour ‖ old)
-k3               mean of ρ - 1 - d: the same, never negative
+k3               mean of ρ - 1 - d: another estimate of it, never negative
 abs_diff         mean of |d|
-chi2             mean of ρ² - 1: estimate of χ²(old ‖ behaviour); variance that importance weights would have
+chi2             mean of ρ² - 1: estimate of χ²(old ‖ behaviour), the variance of unbounded importance weights
 ppl_ratio        mean over responses of perplexity(old) / perplexity(behaviour)
-ess              (Σw)² / (n Σw²): effective share of the tokens, 1 when all weigh the same
+ess              (Σw)² / (n Σw²): effective share of the n tokens, 1 where all weights are equal
 is_mean          mean of w
 masked_fraction  share of tokens that the correction dropped
 
-kl, k3, abs_diff and chi2 are always by token; ess, is_mean and masked_fraction follow the correction's level. With the
-correction off, w = ρ: what it would have been, unbounded.
+kl, k3, abs_diff and chi2 are means over tokens; ess, is_mean and masked_fraction are of the level of the correction, token or sequence.
+With the correction off, w = ρ.
 
-Two ways lead here. Where old log-probs are recomputed, `mismatch_sums` compares them with the behaviour's, response by response.
-Where the behaviour's own are the anchor, nothing is recomputed: the loss compares them with the log-probs that it is made of, token by
-token (`token_mismatch`), and tells kl, k3, abs_diff and chi2.
+Where old log-probs are recomputed, `mismatch_sums` compares them with the behaviour log-probs of the whole batch. Where the behaviour
+log-probs are themselves the anchor of the loss, nothing is recomputed: the loss compares them token by token with the log-probs that it
+computes (`token_mismatch`), which gives kl, k3, abs_diff and chi2.
 
-abs_diff_same_version is the mean of |d| over the tokens that the very weights of `old` sampled: the difference between two engines.
+abs_diff_same_version is the mean of |d| over the tokens that were sampled under the very weights of `old`: there d is the numerical
+difference between the two engines.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch import Tensor
 from mtpctl.recipe.rl import CorrectionConfig
 from mtpctl.rl.corrections import correction_weights
 from mtpctl.rl.limits import MAX_LOG_RATIO
-from mtpctl.rl.segments import Reduce, sequence_mean, sequence_sum
+from mtpctl.rl.segments import sequence_mean, sequence_sum
 
 
 @torch.no_grad()
@@ -42,24 +43,18 @@ def mismatch_sums(
     seq_ids: Tensor,
     num_sequences: int,
     config: CorrectionConfig,
-    reduce: Reduce | None = None,
 ) -> dict[str, Tensor]:
-    """Sums over one packed batch, to be added over batches and given to `mismatch_metrics`. Scalars in float64.
-
-    With `reduce` (context parallelism) each rank still returns its own tokens' sums; the per-response term is divided
-    evenly, by the share of the response's tokens that the rank holds.
-    """
+    """Sums over one packed batch of T tokens, as float64 scalars; sums of several batches are added up for `mismatch_metrics`."""
     keep = mask.double()
     d = _log_ratio(old_logprob, behaviour_logprob, mask.bool())
-    correction = correction_weights(old_logprob.double(), behaviour_logprob.double(), mask, seq_ids, num_sequences, config, reduce)
+    correction = correction_weights(old_logprob.double(), behaviour_logprob.double(), mask, seq_ids, num_sequences, config)
     weight = correction.weight * keep
-    length = sequence_sum(keep, seq_ids, num_sequences, reduce)
-    held = sequence_sum(keep, seq_ids, num_sequences) / length.clamp(min=1)
-    log_ppl_ratio = sequence_mean(-d, keep, seq_ids, num_sequences, reduce)
+    trained = (sequence_sum(keep, seq_ids, num_sequences) > 0).double()  # 1 for each response with a trained token
+    log_ppl_ratio = sequence_mean(-d, keep, seq_ids, num_sequences)
     return {
         **_token_sums(d, keep),
-        "sequences": held.sum(),
-        "ppl_ratio": (log_ppl_ratio.exp() * held).sum(),
+        "sequences": trained.sum(),
+        "ppl_ratio": (log_ppl_ratio.exp() * trained).sum(),
         "weight": weight.sum(),
         "weight_squared": (weight**2).sum(),
         "masked": correction.masked.double().sum(),
@@ -67,7 +62,7 @@ def mismatch_sums(
 
 
 def mismatch_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """`rollout_corr/*` from sums that were added over every batch and rank. Raises ValueError for no token at all."""
+    """`rollout_corr/*` from the sums of all batches. Raises ValueError where they are over no token."""
     s = {name: float(value) for name, value in sums.items()}
     tokens = s["tokens"]
     if tokens <= 0:
@@ -83,7 +78,7 @@ def mismatch_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
 
 @torch.no_grad()
 def token_mismatch(logprob: Tensor, behaviour_logprob: Tensor, trained: Tensor, same_weights: Tensor) -> dict[str, Tensor]:
-    """Sums over any slice of tokens, to be added up and given to `token_mismatch_metrics`. All [T]; scalars in float64."""
+    """Sums over any slice of tokens [T], as float64 scalars; sums of several slices are added up for `token_mismatch_metrics`."""
     d = _log_ratio(logprob, behaviour_logprob, trained)
     same = torch.where(trained, same_weights.double(), 0.0)
     sums = _token_sums(d, trained.double()) | {"same": same.sum(), "same_abs_diff": (d.abs() * same).sum()}
@@ -91,7 +86,7 @@ def token_mismatch(logprob: Tensor, behaviour_logprob: Tensor, trained: Tensor, 
 
 
 def token_mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """`rollout_corr/*` from those sums; empty where they are not among `sums`."""
+    """`rollout_corr/*` from the sums of `token_mismatch`; empty where `sums` holds none of them."""
     s = {name.removeprefix("mismatch/"): value for name, value in sums.items() if name.startswith("mismatch/")}
     if not s.get("tokens"):
         return {}

@@ -133,12 +133,12 @@ class TrainerRank:
             return self.engine.update(sequences, NextToken(), total_steps=self.recipe.train.sft.steps)
 
     def score(self, samples: list[Sample], version: int) -> list[Sample]:
-        """Write old log-probs and entropy under the current weights into the samples. `version`: the version that these weights are."""
+        """Write old log-probs under the current weights into the samples. `version`: the version that these weights are."""
         from mtpctl.trainer.policy_objective import scoring_sequence
 
         temperature = self.recipe.rollout.temperature
         for sample, scores in zip(samples, self.engine.score([scoring_sequence(s) for s in samples], temperature=temperature), strict=True):
-            sample.old_logprobs, sample.old_entropy, sample.old_version = scores.logprobs, scores.entropy, version
+            sample.old_logprobs, sample.old_version = scores.logprobs, version
         return samples
 
     def rl_step(self, samples: list[Sample], version: int) -> dict[str, float]:

@@ -42,13 +42,6 @@ def test_cut_off_is_what_the_engine_cut_at_whatever_limit() -> None:
     assert metrics["async/staleness_mean"] == pytest.approx(2 / 3)
 
 
-def test_the_entropy_that_a_log_prob_server_found_is_not_the_policys() -> None:
-    """It is of the weights that the server had; the update says what the policy's own is."""
-    answered = sample((2, 1))
-    answered.old_entropy = [1.0, 3.0]
-    assert "actor/entropy" not in of_samples([answered], version=1)
-
-
 def test_acceptance_is_counted_over_drafts_and_by_position_over_steps() -> None:
     one, two = sample((3, 1)), sample((3, 1))
     one.speculation = Speculation(drafted=8, accepted=5, accepted_by_position=[3, 2], steps=4)

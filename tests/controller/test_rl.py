@@ -581,26 +581,6 @@ def test_a_response_without_a_token_is_rewarded_and_not_scored(tmp_path: Path) -
     assert [s.reward for s in world.batches[0]] == [0.0, 1.0] * 4
 
 
-def test_the_entropy_is_the_trainers_own_where_a_server_scores(tmp_path: Path) -> None:
-    world = World()
-
-    async def score(sample: Sample) -> Sample:
-        sample.old_logprobs, sample.old_entropy, sample.old_version = [-1.0], [9.0], 0
-        return sample
-
-    class Entropic(FakeTrainer):
-        async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
-            return {**await super().call(method, *args), "actor/entropy": 0.5}
-
-    async def scenario() -> None:
-        stage = stage_of(recipe_of(), world, tmp_path, lambda s: str(s.index))
-        stage.score, stage.trainer = score, cast(TrainerGroup, Entropic(world))
-        await asyncio.wait_for(stage.run(), 20)
-
-    asyncio.run(scenario())
-    assert [metrics["actor/entropy"] for _, metrics in world.rows] == [0.5] * 6
-
-
 def test_nothing_beyond_the_context_is_scored_or_trained_on(tmp_path: Path) -> None:
     """Where an environment's last answer reaches."""
     world = run(recipe_of(), tmp_path, lambda s: str(s.index) if s.index else "0" * 100)

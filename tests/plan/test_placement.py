@@ -29,7 +29,7 @@ def test_mimo_on_one_host_of_eight() -> None:
         "rollout-2",
         "logprob-0",
     ]
-    assert placement.bundles("rollout") == [{"CPU": 1, "GPU": 1.0}] * 3
+    assert [(actor.cpus, actor.gpus) for actor in placement.of("rollout")] == [(1, 1.0)] * 3
 
 
 @pytest.mark.parametrize(("overlay", "gpus"), [("h200x2", 2), ("h200x3_lora", 3), ("h200x4", 4), ("h200x8", 8)])
@@ -119,7 +119,7 @@ def test_sft_alone_places_trainers_alone() -> None:
 def test_cpu_claims_threads() -> None:
     placement = placed("train.threads=2", "rollout.threads=3", name="tiny_mtp", hosts=[Host(5)])
     assert (placement.device, placement.cpus, placement.gpus) == ("cpu", 5, 0)
-    assert placement.bundles("trainer") == [{"CPU": 2}]
+    assert [(actor.cpus, actor.gpus) for actor in placement.of("trainer")] == [(2, 0.0)]
 
 
 @pytest.mark.parametrize(

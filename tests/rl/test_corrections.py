@@ -57,16 +57,3 @@ def test_tokens_that_are_not_trained_do_not_touch_their_response() -> None:
     old = torch.tensor([-1.0, -1.0, -1.0, -2.0, -2.0, 0.0])
     out = correction_weights(old, behaviour, MASK, SEQ, 2, CorrectionConfig(mode="mask", level="sequence"))
     assert out.weight.tolist() == [1.0] * 6 and not out.masked.any()
-
-
-def test_sequence_ratio_over_ranks_that_hold_parts_of_it() -> None:
-    old = torch.zeros(6)
-    behaviour = old - RATIO.log()
-    config = CorrectionConfig(mode="truncate", level="sequence", high=1.5)
-    whole = correction_weights(old, behaviour, MASK, SEQ, 2, config)
-    total = torch.zeros(2).index_add_(0, SEQ, (RATIO.log() * MASK))
-    parts = [
-        correction_weights(old[part], behaviour[part], MASK[part], SEQ[part], 2, config, reduce=lambda _: total).weight
-        for part in (slice(0, 6, 2), slice(1, 6, 2))
-    ]
-    assert torch.allclose(torch.stack(parts, dim=1).flatten(), whole.weight)

@@ -226,32 +226,6 @@ def test_the_token_part_runs_on_any_slices(config: RlConfig) -> None:
 
 
 @pytest.mark.parametrize("config", EVERY_LOSS)
-def test_context_parallel_ranks_add_up(config: RlConfig) -> None:
-    """Each of two ranks holds every other token; `reduce` adds the [S] vectors of both, in the order of the calls."""
-    inputs = batch()
-    expected = gradient(inputs, config)
-    parts = [select(inputs, torch.arange(rank, sum(LENGTHS), 2), 0, 3) for rank in range(2)]
-    calls: list[list[Tensor]] = [[], []]
-    for rank, part in enumerate(parts):
-        _replay(part, config, calls[rank])
-    totals = [a + b for a, b in zip(*calls, strict=True)]
-    loss = torch.zeros((), dtype=torch.float64)
-    for part in parts:
-        replies = iter(totals)
-        loss = loss + policy_loss(part, config, reduce=lambda _, replies=replies: next(replies)).loss_sum
-    torch.testing.assert_close(torch.autograd.grad(loss, inputs.logprob)[0], expected)
-
-
-def _replay(part: LossInputs, config: RlConfig, calls: list[Tensor]) -> None:
-    def record(values: Tensor) -> Tensor:
-        assert not values.requires_grad, "a plain all-reduce has no gradient"
-        calls.append(values.clone())
-        return values
-
-    policy_loss(part, config, reduce=record)
-
-
-@pytest.mark.parametrize("config", EVERY_LOSS)
 def test_untrained_tokens_change_nothing_whatever_they_hold(config: RlConfig) -> None:
     inputs = batch()
     expected = policy_loss(inputs, config)

@@ -71,27 +71,6 @@ def test_batches_add_up() -> None:
         assert (first[name] + second[name]).item() == pytest.approx(value.item(), rel=1e-12), name
 
 
-def test_ranks_that_hold_parts_of_the_responses_add_up() -> None:
-    """What context parallelism does: two ranks hold every other token, and add [S] vectors up between them."""
-    old, behaviour, mask, seq = batch()
-    whole = mismatch_metrics(mismatch_sums(old, behaviour, mask, seq, 3, OFF))
-    parts = [slice(0, 16, 2), slice(1, 16, 2)]
-    recorded: list[list[torch.Tensor]] = []
-    for part in parts:
-        calls: list[torch.Tensor] = []
-        mismatch_sums(old[part], behaviour[part], mask[part], seq[part], 3, OFF, reduce=lambda x, calls=calls: calls.append(x.clone()) or x)
-        recorded.append(calls)
-    totals = [a + b for a, b in zip(*recorded, strict=True)]
-    sums = []
-    for part in parts:
-        replies = iter(totals)
-        sums.append(
-            mismatch_sums(old[part], behaviour[part], mask[part], seq[part], 3, OFF, reduce=lambda _, replies=replies: next(replies))
-        )
-    together = mismatch_metrics({name: sums[0][name] + sums[1][name] for name in sums[0]})
-    assert together == pytest.approx(whole, rel=1e-9, abs=1e-12)
-
-
 def test_nothing_trained_is_an_error() -> None:
     old, behaviour, mask, seq = batch()
     with pytest.raises(ValueError, match="no tokens"):
