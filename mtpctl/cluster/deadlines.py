@@ -1,4 +1,4 @@
-"""Waiting for actors: every wait ends, and says for whom it waited."""
+"""Waiting: for an actor until a deadline, and for whichever of two things happens first."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from mtpctl.errors import MtpctlError, RuntimeFailure
 
 
 async def within[T](waited: Awaitable[T], seconds: float, what: str) -> T:
-    """The result of `waited`.
+    """Wait for the answer of an actor, and return it. `what` names the actor and the call in messages.
 
-    Raises RuntimeFailure naming `what` where it takes longer than `seconds`, where its actor dies, or where it raises
-    anything that does not name itself.
+    Raises RuntimeFailure where the answer takes longer than `seconds`, where the actor dies, or where it raises anything but an
+    MtpctlError, which is raised as it is.
     """
     import ray
 
@@ -27,13 +27,27 @@ async def within[T](waited: Awaitable[T], seconds: float, what: str) -> T:
         cause = error.cause
         if isinstance(cause, MtpctlError):
             raise cause from error
-        raise RuntimeFailure(f"{what}: {told(error)}") from error
+        raise RuntimeFailure(f"{what}: {one_line(error)}") from error
     except ray.exceptions.RayError as error:
-        raise RuntimeFailure(f"{what}: {told(error)}") from error
+        raise RuntimeFailure(f"{what}: {one_line(error)}") from error
 
 
-def told(error: BaseException) -> str:
-    """An error in one line: its kind and the first line of its message; of one that an actor raised, the actor's own."""
+async def finished_before[T](work: asyncio.Future[T], event: asyncio.Event) -> bool:
+    """Wait until `work` is done or `event` is set. Returns whether `work` is done, also where both are; else cancels it.
+
+    An exception of `work` is left in it, for `work.result()`.
+    """
+    waiting = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        return work.done()
+    finally:
+        work.cancel()
+        waiting.cancel()
+
+
+def one_line(error: BaseException) -> str:
+    """An error as `Kind: first line of its message`. Of an error that an actor raised, both are those of the actor's own error."""
     cause = getattr(error, "cause", None)  # Ray's wrapper carries the traceback in its message.
     shown = cause if isinstance(cause, BaseException) else error
     lines = [line.strip() for line in str(shown).splitlines() if line.strip()]

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mtpctl.cluster.deadlines import told
+from mtpctl.cluster.deadlines import one_line
 from mtpctl.errors import RuntimeFailure
 
 KEPT_S = 60.0
@@ -215,4 +215,4 @@ class Replicas[R]:
     def _failed(self, seat: Seat[R], error: Exception) -> None:
         now = time.monotonic()
         seat.failed_at = [*(then for then in seat.failed_at if now - then < FORGET_S), now]
-        seat.reason = told(error)
+        seat.reason = one_line(error)

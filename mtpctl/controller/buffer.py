@@ -1,10 +1,11 @@
-"""Groups between rollout and trainer: collected sample by sample, handed out whole, kept over a restart."""
+"""The sample buffer between rollout and trainer: it collects samples into groups, hands out whole groups, and is part of a checkpoint."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,10 +15,10 @@ from mtpctl.samples import Sample
 
 @dataclass
 class Group:
-    """All responses to one drawing of one prompt. `number` counts drawings from 0 and orders deterministic runs.
+    """The `size` responses to one prompt. `number` counts the prompts that were drawn, from 0, and orders deterministic runs.
 
-    `version` is the weight version that was published when it was sent out, `again` how often that had been before: it was given up as
-    too old each time, which sets `unwanted`.
+    `version` is the weight version that was published when the group was sent out. A group that got too old is discarded, which sets
+    `unwanted`, and its prompt is sent out again as a new group of the same number; `retries` counts how often that has happened.
     """
 
     number: int
@@ -25,17 +26,17 @@ class Group:
     size: int
     samples: list[Sample] = field(default_factory=list)
     version: int = 0
-    again: int = 0
+    retries: int = 0
     unwanted: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
 
     @property
     def group_id(self) -> str:
-        """Another one each time that it is sent out: what still comes of the time before is told apart by it."""
-        return f"{self.number}.{self.again}" if self.again else str(self.number)
+        """A name that differs for each retry, so that late samples of a discarded group are not taken for those of the next one."""
+        return f"{self.number}.{self.retries}" if self.retries else str(self.number)
 
     @property
     def oldest(self) -> int:
-        """Weight version of its oldest token; where some are still to come, the oldest that one can have."""
+        """Weight version of the oldest token; for a group that is not complete, the oldest version that a token can have."""
         versions = [span.version for sample in self.samples for span in sample.version_spans]
         return min(versions) if self.complete and versions else self.version
 
@@ -45,14 +46,15 @@ class Group:
 
 
 class SampleBuffer:
-    """Complete groups that wait for the trainer: the oldest weights first, then in the order they were completed; if `ordered`, as drawn.
+    """Groups in flight, and complete groups that wait for the trainer.
 
-    A group that was sent out is in flight until it is `put` or `drop`ped, its rewards included. `again` holds groups that a
-    checkpoint left unfinished, or that got too old, and that were not sent out anew yet.
+    The trainer gets groups with the oldest tokens first, and of equally old ones the one that was completed first; if `ordered`, in the
+    order in which their prompts were drawn. A group is in flight from `begin` until it has its rewards and is `put` or dropped.
+    `requeued` holds groups whose prompts are to be sent out again: those that got too old, and those that a checkpoint left unfinished.
     """
 
     def __init__(self, *, ordered: bool = False) -> None:
-        self.again: list[Group] = []
+        self.requeued: list[Group] = []
         self._ordered = ordered
         self._ready: list[Group] = []
         self._open: dict[str, Group] = {}
@@ -60,24 +62,27 @@ class SampleBuffer:
 
     @property
     def pending(self) -> int:
-        """Groups in flight or waiting."""
+        """Number of groups in flight or waiting for the trainer."""
         return len(self._open) + len(self._ready)
 
     @property
     def ready(self) -> int:
-        """Groups waiting for the trainer."""
+        """Number of groups that wait for the trainer."""
         return len(self._ready)
 
     def begin(self, group: Group) -> None:
-        """A group is sent out."""
+        """Note that the group is sent out, and in flight."""
         self._open[group.group_id] = group
 
     def wants(self, sample: Sample) -> bool:
-        """Whether the sample's group is in flight. One that was given up is not."""
+        """Whether the group of the sample is in flight. A discarded one is not."""
         return sample.group_id in self._open
 
     def add(self, sample: Sample) -> Group | None:
-        """A sample came back. Returns its group once that is complete, which the caller puts or drops; None where it is given up."""
+        """Add a finished sample to its group. Returns the group where it is complete now: the caller puts or drops it.
+
+        A sample whose group is not in flight is ignored.
+        """
         group = self._open.get(sample.group_id)
         if group is None:
             return None
@@ -88,70 +93,73 @@ class SampleBuffer:
         return group
 
     def expire(self, least: int) -> int:
-        """Give up all groups with tokens of weights before version `least`: they are to be sent out again. Returns how many they are."""
+        """Discard and requeue all groups that have, or may get, tokens of versions before `least`. Returns how many."""
         old = [group for group in (*self._open.values(), *self._ready) if group.oldest < least]
         for group in old:
             group.unwanted.set()
             self._open.pop(group.group_id, None)
-            self.again.append(Group(group.number, group.problem, group.size, again=group.again + 1))
+            self.requeued.append(Group(group.number, group.problem, group.size, retries=group.retries + 1))
         self._ready = [group for group in self._ready if not group.unwanted.is_set()]
-        self.again.sort(key=lambda group: group.number)
+        self.requeued.sort(key=lambda group: group.number)
         return len(old)
 
     async def put(self, group: Group) -> None:
-        """A complete group is ready to be trained on, unless it was given up meanwhile."""
+        """Make a complete group available to the trainer, unless it was discarded meanwhile."""
         async with self._changed:
             if group.unwanted.is_set():
                 return
             self._open.pop(group.group_id, None)
             self._ready.append(group)
             # Sorting is stable: of equals, the one that was completed first.
-            self._ready.sort(key=(lambda g: g.number) if self._ordered else (lambda g: (g.oldest, -g.again)))
+            self._ready.sort(key=(lambda g: g.number) if self._ordered else (lambda g: (g.oldest, -g.retries)))
             self._changed.notify_all()
 
     async def drop(self, group: Group) -> bool:
-        """A complete group is not to be trained on. Returns whether it was in flight: False where it was given up meanwhile."""
+        """Remove a complete group that is not to be trained on. Returns whether it was still in flight, and not discarded before."""
         async with self._changed:
             self._changed.notify_all()
             return self._open.pop(group.group_id, None) is not None
 
-    async def take(self, count: int, *, due: int = -1, later: int = 0) -> list[Group]:
-        """The next `count` groups, waiting until there are as many, and if `ordered` until none that was drawn before them is missing.
+    async def wait(self, count: int, *, due: int = -1, later: int = 0) -> None:
+        """Return once `count` groups can be taken, and if `ordered`, once no group that was drawn before them is missing.
 
-        Groups that were sent out again and are of version `due` or before are waited for too, except for `later` of them, which the
-        batches after this one can still take.
+        A batch also waits for retried groups of version `due` or before, which would be too old for the next version, except for `later`
+        of them, which the batches after this one can still train on.
         """
 
-        def there() -> bool:
+        def batch_is_ready() -> bool:
             if len(self._ready) < count:
                 return False
             if self._ordered:
                 return all(group.number > self._ready[count - 1].number for group in self.unfinished())
-            ready, coming = ([g for g in groups if g.again and g.oldest <= due] for groups in (self._ready, self._open.values()))
-            return len(ready) >= min(len(ready) + len(coming) - later, count)
+
+            def due_in(groups: Iterable[Group]) -> int:
+                return sum(bool(group.retries) and group.oldest <= due for group in groups)
+
+            ready, in_flight = due_in(self._ready), due_in(self._open.values())
+            return ready >= min(ready + in_flight - later, count)
 
         async with self._changed:
-            await self._changed.wait_for(there)
-            taken, self._ready = self._ready[:count], self._ready[count:]
-            return taken
+            await self._changed.wait_for(batch_is_ready)
 
-    def give_back(self, groups: list[Group]) -> None:
-        """Groups that were taken, and that nobody trains on: they are next again."""
-        self._ready[:0] = groups
+    def take(self, count: int) -> list[Group]:
+        """Remove and return the next `count` groups, for which the caller has waited."""
+        taken, self._ready = self._ready[:count], self._ready[count:]
+        return taken
 
     def unfinished(self) -> list[Group]:
-        """Groups in flight and those still to be sent out anew, to be asked for after a restart, in the order they were drawn."""
-        return sorted([*self._open.values(), *self.again], key=lambda g: g.number)
+        """Groups in flight and requeued ones, in the order in which they were drawn: a restarted run sends their prompts out again."""
+        return sorted([*self._open.values(), *self.requeued], key=lambda g: g.number)
 
     def save(self, path: Path) -> None:
-        """Write the waiting groups, and the problems of the unfinished ones, one line each; whole or not at all."""
+        """Write the waiting groups with their samples, and the problems of unfinished ones, a line of JSON each; whole or not at all."""
         aside = path.with_suffix(".partial")
-        kept = [(group, group.samples) for group in self._ready] + [(group, []) for group in self.unfinished()]
+        groups = [(group, group.samples) for group in self._ready] + [(group, []) for group in self.unfinished()]
         with aside.open("w") as file:
-            for group, held in kept:
+            for group, complete in groups:
                 problem = [group.problem.prompt_id, group.problem.prompt, group.problem.answer, group.problem.solution]
-                samples = [s.to_dict() for s in held]
-                line = {"number": group.number, "problem": problem, "size": group.size, "again": group.again, "samples": samples}
+                samples = [s.to_dict() for s in complete]
+                line = {"number": group.number, "problem": problem, "size": group.size, "again": group.retries, "samples": samples}
                 file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -159,12 +167,12 @@ class SampleBuffer:
 
     @staticmethod
     def load(path: Path) -> tuple[list[Group], list[Group]]:
-        """What `save` wrote: groups that are complete, and groups that have to be asked for again."""
+        """Read what `save` wrote: the complete groups, and the unfinished ones, whose prompts have to be sent out again."""
         complete: list[Group] = []
-        again: list[Group] = []
+        unfinished: list[Group] = []
         for line in path.read_text().splitlines():
             data = json.loads(line)
             samples = [Sample.from_dict(s) for s in data["samples"]]
-            group = Group(data["number"], Problem(*data["problem"]), data["size"], samples, again=data.get("again", 0))
-            (complete if group.complete else again).append(group)
-        return complete, again
+            group = Group(data["number"], Problem(*data["problem"]), data["size"], samples, retries=data.get("again", 0))
+            (complete if group.complete else unfinished).append(group)
+        return complete, unfinished

@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from mtpctl.cluster.deadlines import finished_before
 from mtpctl.cluster.replicas import Lifecycle, Replicas, Seat, start_all
 from mtpctl.errors import RuntimeFailure
 from mtpctl.rollout.actor import Replica
@@ -160,14 +161,9 @@ class ReplicaPool:
         """The finished sample, or once it is unwanted the request's own; the replica's place is free again then."""
         if request.unwanted is None:
             return await self._whole(request)
-        whole, unwanted = asyncio.ensure_future(self._whole(request)), asyncio.ensure_future(request.unwanted.wait())
-        try:
-            await asyncio.wait({whole, unwanted}, return_when=asyncio.FIRST_COMPLETED)
-            if whole.done():
-                return whole.result()
-        finally:
-            whole.cancel()
-            unwanted.cancel()
+        whole = asyncio.ensure_future(self._whole(request))
+        if await finished_before(whole, request.unwanted):
+            return whole.result()
         request.sample.finish_reason = ABORTED
         return request.sample
 

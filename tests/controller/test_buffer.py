@@ -21,6 +21,11 @@ def sample(number: int, index: int) -> Sample:
     return made
 
 
+async def take(buffer: SampleBuffer, count: int, *, due: int = -1, later: int = 0) -> list[Group]:
+    await buffer.wait(count, due=due, later=later)
+    return buffer.take(count)
+
+
 def test_a_group_comes_out_when_its_last_sample_is_in_sorted_by_index() -> None:
     buffer = SampleBuffer()
     buffer.begin(group(0))
@@ -39,7 +44,7 @@ def test_pending_counts_groups_in_flight_and_groups_that_wait() -> None:
         assert done is not None
         await buffer.put(done)
         assert (buffer.pending, buffer.ready) == (2, 1)
-        await buffer.take(1)
+        await take(buffer, 1)
         assert (buffer.pending, buffer.ready) == (1, 0)
 
     asyncio.run(scenario())
@@ -51,7 +56,7 @@ def test_groups_leave_in_order_of_completion_or_of_drawing(ordered: bool, expect
         buffer = SampleBuffer(ordered=ordered)
         for number in (2, 0, 1):
             await buffer.put(group(number))
-        return [g.number for g in await buffer.take(3)]
+        return [g.number for g in await take(buffer, 3)]
 
     assert asyncio.run(scenario()) == expected
 
@@ -59,7 +64,7 @@ def test_groups_leave_in_order_of_completion_or_of_drawing(ordered: bool, expect
 def test_take_waits_until_there_are_enough() -> None:
     async def scenario() -> None:
         buffer = SampleBuffer()
-        taking = asyncio.create_task(buffer.take(2))
+        taking = asyncio.create_task(take(buffer, 2))
         await buffer.put(group(0))
         await asyncio.sleep(0)
         assert not taking.done()
@@ -97,7 +102,7 @@ def test_an_ordered_batch_waits_for_what_was_drawn_before_it() -> None:
             buffer.begin(each)
         await buffer.put(groups[2])
         await buffer.put(groups[1])
-        taking = asyncio.create_task(buffer.take(2))
+        taking = asyncio.create_task(take(buffer, 2))
         await asyncio.sleep(0.01)
         assert not taking.done()
         await buffer.drop(groups[0])
@@ -106,9 +111,9 @@ def test_an_ordered_batch_waits_for_what_was_drawn_before_it() -> None:
     asyncio.run(scenario())
 
 
-def sent(number: int, version: int, again: int = 0) -> Group:
+def sent(number: int, version: int, retries: int = 0) -> Group:
     """A group of one response that was sent out under `version`."""
-    return Group(number, Problem(f"p{number}", f"{number}+1=", str(number + 1)), 1, version=version, again=again)
+    return Group(number, Problem(f"p{number}", f"{number}+1=", str(number + 1)), 1, version=version, retries=retries)
 
 
 def answer(group: Group, version: int) -> Sample:
@@ -124,7 +129,7 @@ def test_the_oldest_weights_are_trained_on_first() -> None:
             group = sent(number, 0)
             group.samples.append(answer(group, version))
             await buffer.put(group)
-        return [g.number for g in await buffer.take(4)]
+        return [g.number for g in await take(buffer, 4)]
 
     assert asyncio.run(scenario()) == [1, 3, 0, 2]
 
@@ -143,7 +148,7 @@ def test_groups_that_are_too_old_are_given_up_and_sent_out_again_under_another_n
         assert buffer.expire(2) == 2
         assert [group.unwanted.is_set() for group in (coming, there, young)] == [True, True, False]
         assert (buffer.pending, buffer.ready) == (1, 1)
-        assert [(g.number, g.group_id, g.samples) for g in buffer.again] == [(0, "0.1", []), (1, "1.1", [])]
+        assert [(g.number, g.group_id, g.samples) for g in buffer.requeued] == [(0, "0.1", []), (1, "1.1", [])]
         late = answer(coming, 1)
         assert not buffer.wants(late) and buffer.add(late) is None
         # One that was being rewarded.
@@ -157,13 +162,13 @@ def test_groups_that_are_too_old_are_given_up_and_sent_out_again_under_another_n
 def test_a_batch_waits_for_groups_that_were_sent_out_again_and_would_be_too_old_for_the_next() -> None:
     async def scenario() -> None:
         buffer = SampleBuffer()
-        groups = [sent(0, 3, again=1), sent(1, 4, again=1), sent(2, 3), sent(3, 4), sent(4, 4)]
+        groups = [sent(0, 3, retries=1), sent(1, 4, retries=1), sent(2, 3), sent(3, 4), sent(4, 4)]
         for group in groups:
             buffer.begin(group)
         for group in groups[2:]:
             buffer.add(answer(group, group.version))
             await buffer.put(group)
-        taking = asyncio.create_task(buffer.take(2, due=3))
+        taking = asyncio.create_task(take(buffer, 2, due=3))
         await asyncio.sleep(0.01)
         assert not taking.done()
         buffer.add(answer(groups[0], 3))
@@ -176,31 +181,19 @@ def test_a_batch_waits_for_groups_that_were_sent_out_again_and_would_be_too_old_
 def test_a_batch_leaves_to_the_next_ones_what_they_have_room_for() -> None:
     async def scenario() -> list[int]:
         buffer = SampleBuffer()
-        for group in [late := sent(0, 3, again=1), other := sent(1, 3, again=1), there := sent(2, 3)]:
+        for group in [late := sent(0, 3, retries=1), other := sent(1, 3, retries=1), there := sent(2, 3)]:
             buffer.begin(group)
         for group in (other, there):
             buffer.add(answer(group, 3))
             await buffer.put(group)
         assert late.samples == []
-        return [g.number for g in await asyncio.wait_for(buffer.take(2, due=3, later=1), 1)]
+        return [g.number for g in await asyncio.wait_for(take(buffer, 2, due=3, later=1), 1)]
 
     assert asyncio.run(scenario()) == [1, 2]
 
 
 def test_a_group_that_is_sent_out_again_is_so_after_a_restart_too(tmp_path: Path) -> None:
     buffer = SampleBuffer()
-    buffer.begin(sent(0, 3, again=1))
+    buffer.begin(sent(0, 3, retries=1))
     buffer.save(tmp_path / "buffer.jsonl")
-    assert [(g.number, g.again) for g in SampleBuffer.load(tmp_path / "buffer.jsonl")[1]] == [(0, 1)]
-
-
-def test_a_batch_that_nobody_trains_on_is_the_next_one_again() -> None:
-    async def scenario() -> list[int]:
-        buffer = SampleBuffer()
-        for number in range(3):
-            await buffer.put(group(number))
-        buffer.give_back(await buffer.take(2))
-        assert buffer.ready == 3
-        return [g.number for g in await buffer.take(2)]
-
-    assert asyncio.run(scenario()) == [0, 1]
+    assert [(g.number, g.retries) for g in SampleBuffer.load(tmp_path / "buffer.jsonl")[1]] == [(0, 1)]

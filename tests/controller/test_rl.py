@@ -16,13 +16,15 @@ import pytest
 
 from mtpctl.controller.buffer import Group, SampleBuffer
 from mtpctl.controller.prepare import Prepared
-from mtpctl.controller.rl import BARREN_BATCHES, RlStage
+from mtpctl.controller.rl import RlStage
+from mtpctl.controller.rollout_loop import BATCHES_WITHOUT_SIGNAL, Score
 from mtpctl.controller.state import RunState
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import ProblemSets
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
+from mtpctl.rl.rewards import Checker
 from mtpctl.rollout.protocol import DEADLINE
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.telemetry.session import Telemetry
@@ -143,7 +145,16 @@ def recipe_of(
     )
 
 
-def stage_of(recipe: Recipe, world: World, tmp_path: Path, text: Callable[[Sample], str]) -> RlStage:
+def stage_of(
+    recipe: Recipe,
+    world: World,
+    tmp_path: Path,
+    text: Callable[[Sample], str] = lambda s: str(s.index),
+    *,
+    generator: FakeGenerator | None = None,
+    checker: Checker = lambda response, answer: float(response == answer),
+    score: Score | None = None,
+) -> RlStage:
     problems = [Problem(f"p{i}", f"{i}", "1") for i in range(1000)]
     prepared = Prepared(cast(Any, None), Letters(), ProblemSets(problems, [], []), context=64)
 
@@ -155,11 +166,12 @@ def stage_of(recipe: Recipe, world: World, tmp_path: Path, text: Callable[[Sampl
         recipe,
         prepared,
         cast(TrainerGroup, FakeTrainer(world)),
-        cast(Any, FakeGenerator(world, text)),
+        cast(Any, FakeGenerator(world, text) if generator is None else generator),
         sync,
-        lambda response, answer: float(response == answer),
+        checker,
         cast(Telemetry, Rows(world)),
         RunState(tmp_path, recipe.train),
+        score,
     )
 
 
@@ -185,8 +197,7 @@ def run_with_long_tails(recipe: Recipe, tmp_path: Path, slow: set[str]) -> World
     world = World()
 
     async def scenario() -> None:
-        stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
-        stage.generator = cast(Any, LongTails(world, slow))
+        stage = stage_of(recipe, world, tmp_path, generator=LongTails(world, slow))
         await stage.publish()
         await asyncio.wait_for(stage.run(), 60)
 
@@ -229,8 +240,8 @@ def test_what_comes_of_a_group_that_was_given_up_is_neither_scored_nor_trained_o
         return sample
 
     async def scenario() -> None:
-        stage = stage_of(recipe_of(steps=12, staleness=1.0, max_staleness=1), world, tmp_path, lambda s: str(s.index))
-        stage.generator, stage.score = cast(Any, Stale(world, lambda s: str(s.index))), score
+        recipe, generator = recipe_of(steps=12, staleness=1.0, max_staleness=1), Stale(world, lambda s: str(s.index))
+        stage = stage_of(recipe, world, tmp_path, generator=generator, score=score)
         await stage.publish()
         await asyncio.wait_for(stage.run(), 20)
 
@@ -296,7 +307,7 @@ def test_groups_without_signal_that_are_trained_on_are_not_counted_as_having_any
 
 
 def test_a_task_that_never_gives_signal_ends_the_run_instead_of_going_on_for_ever(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeFailure, match=f"{BARREN_BATCHES * 4} groups in a row had no signal"):
+    with pytest.raises(RuntimeFailure, match=f"{BATCHES_WITHOUT_SIGNAL * 4} groups in a row had no signal"):
         run(recipe_of(), tmp_path, lambda s: "0")
 
 
@@ -315,8 +326,7 @@ def test_a_batch_may_take_as_long_as_it_likes_while_its_responses_come_in(tmp_pa
                 await asyncio.sleep(0.1)
 
     async def scenario() -> None:
-        stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
-        stage.generator = cast(Any, OneByOne(world, lambda s: str(s.index)))
+        stage = stage_of(recipe, world, tmp_path, generator=OneByOne(world, lambda s: str(s.index)))
         await asyncio.wait_for(stage.run(), 20)
 
     asyncio.run(scenario())
@@ -332,8 +342,7 @@ def test_a_rollout_from_which_nothing_comes_any_more_ends_the_run_and_says_how_f
                 await asyncio.Event().wait()
 
     async def scenario() -> None:
-        stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
-        stage.generator = cast(Any, Stuck(world, lambda s: str(s.index)))
+        stage = stage_of(recipe, world, tmp_path, generator=Stuck(world, lambda s: str(s.index)))
         await asyncio.wait_for(stage.run(), 20)
 
     with pytest.raises(RuntimeFailure, match=r"batch of step 1: no response for 0\.2 s, with 3 of 4 groups ready; .*step_deadline_s"):
@@ -376,8 +385,7 @@ def test_a_rollout_that_fails_during_an_update_leaves_the_weights_of_a_step(tmp_
             return await super().call(method, *args)
 
     async def scenario() -> RunState:
-        stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
-        stage.generator = cast(Any, Failing(world, lambda s: str(s.index)))
+        stage = stage_of(recipe, world, tmp_path, generator=Failing(world, lambda s: str(s.index)))
         stage.trainer = cast(TrainerGroup, Slow(world))
         with pytest.raises(RuntimeFailure, match="every rollout replica failed"):
             await asyncio.wait_for(stage.run(), 20)
@@ -385,6 +393,38 @@ def test_a_rollout_that_fails_during_an_update_leaves_the_weights_of_a_step(tmp_
 
     state = asyncio.run(scenario())
     assert (state.step, state.updating, len(world.batches)) == (2, False, 2)
+
+
+def test_a_rollout_that_fails_during_a_sync_loses_no_row_of_the_metrics(tmp_path: Path) -> None:
+    """The checkpoint that is taken then holds the update, and a resumed run does not repeat it."""
+    recipe, world = recipe_of(staleness=2.0), World()
+    syncing = asyncio.Event()
+
+    class Failing(FakeGenerator):
+        async def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
+            async for sample in super().generate(requests):
+                yield sample
+                if int(sample.group_id) >= 8:
+                    await syncing.wait()
+                    raise RuntimeFailure("every rollout replica failed")
+
+    async def sync(version: int) -> dict[str, float]:
+        if version == 2:
+            syncing.set()
+            await asyncio.Event().wait()
+        world.version = version
+        return {"sync/seconds": 0.0}
+
+    async def scenario() -> RunState:
+        stage = stage_of(recipe, world, tmp_path, generator=Failing(world, lambda s: str(s.index)))
+        stage.sync = sync
+        with pytest.raises(RuntimeFailure, match="every rollout replica failed"):
+            await asyncio.wait_for(stage.run(), 20)
+        return stage.state
+
+    state = asyncio.run(scenario())
+    assert (state.step, state.version, state.updating) == (2, 1, False)
+    assert [(step, "sync/seconds" in metrics) for step, metrics in world.rows] == [(1, True), (2, False)]
 
 
 def numbers_of(groups: list[Group]) -> set[int]:
@@ -420,7 +460,7 @@ def test_a_stop_loses_no_group(tmp_path: Path) -> None:
     stage = asyncio.run(scenario())
     trained = {int(s.group_id) for batch in world.batches for s in batch}
     assert len(world.batches) == 3
-    assert trained | kept_by(stage, tmp_path / "buffer.jsonl") == set(range(stage.cursor.drawn))
+    assert trained | kept_by(stage, tmp_path / "buffer.jsonl") == set(range(stage.rollout.cursor.drawn))
 
 
 def test_a_group_that_is_being_rewarded_is_in_flight(tmp_path: Path) -> None:
@@ -433,11 +473,10 @@ def test_a_group_that_is_being_rewarded_is_in_flight(tmp_path: Path) -> None:
         return float(response == answer)
 
     async def scenario() -> None:
-        stage = stage_of(recipe_of(steps=1, staleness=0.0), world, tmp_path, lambda s: str(s.index))
-        stage.checker = slow
+        stage = stage_of(recipe_of(steps=1, staleness=0.0), world, tmp_path, checker=slow)
         running = asyncio.create_task(stage.run())
         assert await asyncio.to_thread(checking.wait, 5)
-        while stage.cursor.drawn < 4:
+        while stage.rollout.cursor.drawn < 4:
             await asyncio.sleep(0.001)
         assert stage.buffer.pending == 4
         assert kept_by(stage, tmp_path / "buffer.jsonl") == {0, 1, 2, 3}
@@ -453,7 +492,7 @@ def test_groups_that_wait_to_be_asked_for_again_are_in_the_next_checkpoint_too(t
         stage = stage_of(recipe_of(), World(), tmp_path, lambda s: str(s.index))
         again = [Group(number, Problem(f"p{number}", str(number), "1"), 2) for number in range(3)]
         await stage.resume_buffer([], again)
-        stage.buffer.begin(stage._next_group())
+        stage.buffer.begin(stage.rollout.next_group())
         assert kept_by(stage, tmp_path / "buffer.jsonl") == {0, 1, 2}
 
     asyncio.run(scenario())
@@ -472,7 +511,7 @@ def test_a_run_resumed_between_two_syncs_generates_no_more_ahead_than_one_that_w
             for sample in group.samples:
                 sample.append([1], [-1.0], 1)
         await stage.resume_buffer(kept, [])
-        stage.cursor.take(8)
+        stage.rollout.cursor.take(8)
         await stage.publish()
         await asyncio.wait_for(stage.run(), 20)
 
@@ -507,7 +546,7 @@ def test_groups_that_waited_in_a_checkpoint_are_no_staler_than_the_threshold_all
         second = stage_of(recipe, resumed, tmp_path, lambda s: str(s.index))
         for name, value in kept.items():
             setattr(second.state, name, value)
-        second.cursor.load_state_dict(kept["cursor"])
+        second.rollout.cursor.load_state_dict(kept["cursor"])
         await second.resume_buffer(*SampleBuffer.load(saved / "buffer.jsonl"))
         assert second.buffer.ready, "there is what may get stale"
         await second.publish()
@@ -528,9 +567,8 @@ def test_what_is_cut_by_time_is_counted_and_told_in_evaluations_too(tmp_path: Pa
             sample.finish_reason = DEADLINE if sample.index == 0 else "stop"
 
     async def scenario() -> None:
-        stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
+        stage = stage_of(recipe, world, tmp_path, generator=Cutting(world, lambda s: str(s.index)))
         stage.prepared = replace(stage.prepared, problems=ProblemSets(stage.prepared.problems.train, [Problem("e0", "0", "1")], []))
-        stage.generator = cast(Any, Cutting(world, lambda s: str(s.index)))
         await asyncio.wait_for(stage.run(), 20)
 
     asyncio.run(scenario())
@@ -553,9 +591,8 @@ def test_the_last_evaluation_is_of_the_last_update_in_a_thread_of_its_own(tmp_pa
         return float(response == answer)
 
     async def scenario() -> None:
-        stage = stage_of(recipe_of(steps=6, sync_every=4), world, tmp_path, lambda s: str(s.index))
+        stage = stage_of(recipe_of(steps=6, sync_every=4), world, tmp_path, checker=checker)
         stage.prepared = replace(stage.prepared, problems=ProblemSets(stage.prepared.problems.train, [Problem("e0", "0", "1")], []))
-        stage.checker = checker
         await asyncio.wait_for(stage.run(), 20)
 
     asyncio.run(scenario())
@@ -572,8 +609,7 @@ def test_a_response_without_a_token_is_rewarded_and_not_scored(tmp_path: Path) -
         return sample
 
     async def scenario() -> None:
-        stage = stage_of(recipe_of(), world, tmp_path, lambda s: str(s.index) if s.index else "")
-        stage.score = score
+        stage = stage_of(recipe_of(), world, tmp_path, lambda s: str(s.index) if s.index else "", score=score)
         await asyncio.wait_for(stage.run(), 20)
 
     asyncio.run(scenario())

@@ -1,0 +1,189 @@
+"""The rollout half of the RL stage: from prompts to complete groups in the sample buffer.
+
+    prompt ───► admission ───► rollout ───► score ───► reward ───► group complete ───► SampleBuffer
+
+`_requests` sends prompts out as far as admission allows. Each sample that comes back is processed by a task of its own: it is scored while
+other samples are still being generated, and the last sample of a group completes it. A complete group is rewarded, and then either put
+into the buffer or, without signal, dropped and replaced by another prompt's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+from mtpctl.controller.buffer import Group, SampleBuffer
+from mtpctl.controller.clock import BusyClock
+from mtpctl.controller.evaluate import request_of
+from mtpctl.controller.prepare import Prepared
+from mtpctl.controller.staleness import Admission
+from mtpctl.controller.state import RunState
+from mtpctl.data.cursor import PromptCursor
+from mtpctl.errors import RuntimeFailure
+from mtpctl.recipe.schema import Recipe
+from mtpctl.rl.groups import has_signal
+from mtpctl.rl.rewards import Checker
+from mtpctl.rollout.protocol import Generator
+from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.sync.acceptance import AcceptanceWatch
+from mtpctl.telemetry.session import Telemetry
+
+Score = Callable[[Sample], Awaitable[Sample]]
+"""Fills in old log-probs while others are generated: the call of the log-prob server. The trainer computes those that are missing."""
+
+BATCHES_WITHOUT_SIGNAL = 20
+"""After as many batches' worth of groups in a row without signal, dynamic sampling gives up."""
+
+
+@dataclass(slots=True)
+class RolloutCounts:
+    """What the rollout half did since the last update.
+
+    `tokens` that were generated, groups that dynamic sampling `dropped`, groups that `expired` as too old, and the `rewards` of each
+    complete group, dropped ones included.
+    """
+
+    tokens: int = 0
+    dropped: int = 0
+    expired: int = 0
+    rewards: list[list[float]] = field(default_factory=list)
+
+
+class RolloutLoop:
+    """Keeps the generator busy as far as admission allows. `run` never ends by itself; it raises where generation or a checker fails.
+
+    `counts` is what it did since the last `take_counts`, `last_progress` when a sample last got further, on the clock of
+    `time.monotonic`.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        prepared: Prepared,
+        generator: Generator,
+        checker: Checker,
+        telemetry: Telemetry,
+        state: RunState,
+        buffer: SampleBuffer,
+        clock: BusyClock,
+        score: Score | None = None,
+    ) -> None:
+        self.recipe, self.prepared, self.generator, self.checker = recipe, prepared, generator, checker
+        self.telemetry, self.state, self.buffer, self.clock, self.score = telemetry, state, buffer, clock, score
+        self.admission = Admission(recipe.train.rl.prompts_per_step, recipe.async_.sync_every, recipe.async_.staleness)
+        self.cursor = PromptCursor(prepared.problems.train, recipe.seed, shuffle=recipe.data.shuffle)
+        if state.cursor is not None:
+            self.cursor.load_state_dict(state.cursor)
+        self.acceptance = AcceptanceWatch()
+        self.counts = RolloutCounts()
+        self.last_progress = time.monotonic()
+        self._admission_changed = asyncio.Event()
+        self._without_signal = 0  # groups in a row
+
+    def take_counts(self) -> RolloutCounts:
+        """What was counted since the last call."""
+        taken, self.counts = self.counts, RolloutCounts()
+        return taken
+
+    def published(self, version: int, trained: int) -> None:
+        """Every engine has weight version `version` now: discard groups that are too old for it, and admit more prompts.
+
+        `trained`: groups that were trained on already in the interval between two syncs that this version belongs to.
+        """
+        self.counts.expired += self.buffer.expire(version - self.recipe.async_.max_staleness)
+        self.acceptance.synced(version)
+        self.admission.synced(self.buffer.pending, trained)
+        self._admission_changed.set()
+
+    async def run(self) -> None:
+        """Send prompts out and process what comes back, until cancelled."""
+        # Each sample has its own task, so that none waits for the scores of another one.
+        async with asyncio.TaskGroup() as tasks, contextlib.aclosing(self.generator.generate(self._requests())) as samples:
+            async for sample in samples:
+                self.last_progress = time.monotonic()
+                self.counts.tokens += sum(sample.loss_mask)
+                tasks.create_task(self._process(sample))
+
+    # ------------------------------------------------------------------------------------------- prompt and admission
+
+    async def _requests(self) -> AsyncIterator[GenerationRequest]:
+        """Requests for group after group, each as soon as it is admitted."""
+        while True:
+            while not self.admission.open:
+                self._admission_changed.clear()
+                await self._admission_changed.wait()
+            group = self.next_group()
+            self.admission.admit()
+            group.version = self.state.version
+            self.buffer.begin(group)
+            self.clock.set("rollout", True)
+            for index in range(group.size):
+                if group.unwanted.is_set():
+                    break
+                yield self._request(group, index)
+
+    def next_group(self) -> Group:
+        """The group to send out next: one that was discarded or left unfinished before, else one of the next prompt."""
+        if self.buffer.requeued:
+            return self.buffer.requeued.pop(0)
+        problem = next(self.cursor)
+        self.state.cursor = self.cursor.state_dict()
+        return Group(self.cursor.drawn - 1, problem, self.recipe.train.rl.group_size)
+
+    def _request(self, group: Group, index: int) -> GenerationRequest:
+        seed = None
+        if self.recipe.async_.deterministic:
+            seed = (self.recipe.seed * 1_000_003 + group.number) * group.size + index
+        request = request_of(self.recipe, self.prepared, group.problem, group_id=group.group_id, index=index, seed=seed)
+        request.unwanted = group.unwanted
+        return request
+
+    # ------------------------------------------------------------------------------------------------ score and reward
+
+    async def _process(self, sample: Sample) -> None:
+        """Take a finished sample through scoring into its group, and the group, where that completes it, through its rewards."""
+        if self.buffer.wants(sample):
+            self._check_acceptance(sample)
+            # The last answer of an environment may reach beyond the context. The model has not read it, and cannot be trained on it.
+            sample.cut(self.prepared.context - len(sample.prompt_ids))
+            if self.score is not None and sample.response_ids:
+                sample = await self.score(sample)
+                self.last_progress = time.monotonic()
+            group = self.buffer.add(sample)
+            if group is not None:
+                await self._reward(group)
+        self.clock.set("rollout", self.buffer.pending > self.buffer.ready)
+
+    def _check_acceptance(self, sample: Sample) -> None:
+        if (collapse := self.acceptance.take(sample)) is not None:
+            if self.recipe.sync.on_collapse == "error":
+                raise RuntimeFailure(f"sync.on_collapse: {collapse}")
+            self.telemetry.event("alarm", str(collapse))
+
+    async def _reward(self, group: Group) -> None:
+        """Reward a complete group, and put it into the buffer; drop it where dynamic sampling finds no signal in it."""
+        for sample in group.samples:
+            text = self.prepared.tokenizer.decode(sample.response_ids)
+            sample.reward = await asyncio.to_thread(self.checker, text, group.problem.answer)
+            self.last_progress = time.monotonic()
+        if group.unwanted.is_set():
+            return
+        rewards = [s.reward or 0.0 for s in group.samples]
+        self.counts.rewards.append(rewards)
+        if not self.recipe.train.rl.dynamic_sampling or has_signal(rewards):
+            self._without_signal = 0
+            await self.buffer.put(group)
+            return
+        self.counts.dropped += 1
+        self._without_signal += 1
+        if self._without_signal >= BATCHES_WITHOUT_SIGNAL * self.recipe.train.rl.prompts_per_step:
+            raise RuntimeFailure(
+                f"train.rl.dynamic_sampling: {self._without_signal} groups in a row had no signal "
+                f"(the last rewards were all {rewards[0]:g}); take easier or harder problems or a longer train.sft, or set it to false"
+            )
+        if await self.buffer.drop(group):
+            self.admission.drop()
+            self._admission_changed.set()
