@@ -1,12 +1,13 @@
-"""Who was busy: time of trainer and rollout between two marks, for the idle shares."""
+"""How long trainer and rollout were busy between two readings, for `async/trainer_idle`, `async/rollout_idle` and `async/overlap`."""
 
 from __future__ import annotations
 
 import time
+from typing import Literal
 
 
 class BusyClock:
-    """Adds up the time in which a side was busy, and in which both were. Two sides: `trainer` and `rollout`."""
+    """Adds up the seconds in which `trainer` and `rollout` were busy, each by itself and both at once."""
 
     def __init__(self) -> None:
         self._busy = {"trainer": False, "rollout": False}
@@ -15,19 +16,19 @@ class BusyClock:
 
     def _advance(self) -> None:
         now = time.perf_counter()
-        passed, self._mark = now - self._mark, now
-        self._seconds["wall"] += passed
+        elapsed, self._mark = now - self._mark, now
+        self._seconds["wall"] += elapsed
         for side, busy in self._busy.items():
-            self._seconds[side] += passed * busy
-        self._seconds["both"] += passed * all(self._busy.values())
+            self._seconds[side] += elapsed * busy
+        self._seconds["both"] += elapsed * all(self._busy.values())
 
-    def set(self, side: str, busy: bool) -> None:
-        """`side` begins or stops working."""
+    def set(self, side: Literal["trainer", "rollout"], busy: bool) -> None:
+        """Note that one side begins or stops working."""
         self._advance()
         self._busy[side] = busy
 
     def read(self) -> dict[str, float]:
-        """Idle shares and overlap since the last reading, and the wall time (s)."""
+        """Idle shares and overlap since the last reading, and `timing_s/step`, the seconds since then."""
         self._advance()
         wall = max(self._seconds["wall"], 1e-9)
         shares = {

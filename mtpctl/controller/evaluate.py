@@ -1,4 +1,4 @@
-"""Held-out accuracy and drafter acceptance, through the very engines that roll out."""
+"""Held-out accuracy and drafter acceptance, measured on the rollout engines."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mtpctl.samples import GenerationRequest, Sample, response_limit
 
 
 async def evaluate(recipe: Recipe, prepared: Prepared, generator: Generator, checker: Checker) -> dict[str, float]:
-    """Accuracy on the held-out problems, sampled once at the rollout temperature; acceptance over the same responses.
+    """`eval/*`: accuracy of one response to each held-out problem, sampled as in rollout, and draft acceptance over these responses.
 
-    Returns nothing where there are no held-out problems.
+    Empty where there are no held-out problems.
     """
     problems = {p.prompt_id: p for p in prepared.problems.evaluation}
     if not problems:
@@ -33,7 +33,7 @@ async def evaluate(recipe: Recipe, prepared: Prepared, generator: Generator, che
     async with contextlib.aclosing(generator.generate(requests())) as answers:
         async for sample in answers:
             text = prepared.tokenizer.decode(sample.response_ids)
-            # A checker may take its seconds, in which rollouts, deadlines and stops go on.
+            # In a thread: a checker may take seconds, and the event loop has other work meanwhile.
             hits += await asyncio.to_thread(checker, text, problems[sample.prompt_id].answer)
             samples.append(sample)
     metrics = {"eval/accuracy": hits / len(samples), "eval/problems": float(len(samples))}
@@ -44,7 +44,7 @@ async def evaluate(recipe: Recipe, prepared: Prepared, generator: Generator, che
 
 
 def request_of(recipe: Recipe, prepared: Prepared, problem: Problem, *, group_id: str, index: int, seed: int | None) -> GenerationRequest:
-    """One response to one problem, as the recipe samples."""
+    """The request for one response to one problem, with the sampling parameters of the recipe."""
     rollout = recipe.rollout
     prompt = encode_prompt(prepared.tokenizer, problem, recipe.data)
     sample = Sample(prompt_id=problem.prompt_id, group_id=group_id, prompt_ids=prompt, index=index)

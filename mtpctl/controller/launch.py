@@ -1,4 +1,4 @@
-"""One run from recipe to result: everything is checked, started, driven through its stages, and taken down."""
+"""One run from its recipe to its end: check the recipe, start the actors, run the stages, and shut everything down."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.heap import settle_heap
 from mtpctl.cluster.local import check_room, cluster
 from mtpctl.controller.buffer import SampleBuffer
-from mtpctl.controller.prepare import Prepared, check_drawn, prepare, store_in
+from mtpctl.controller.prepare import Prepared, changed_old_logprobs, check_drawn, prepare, store_in
 from mtpctl.controller.rl import RlStage
 from mtpctl.controller.scoring import ATTEMPTS, Scoring
 from mtpctl.controller.sft import SftStage
@@ -43,11 +43,12 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     placement = place(recipe)
     check_room(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus)
     fresh = not recipe.run_path.exists()
-    there = RunDirectory(recipe.run_path)
-    check_stages(there.checkpoints, recipe.train.stages)
-    check_drawn(recipe, there)
+    earlier = RunDirectory(recipe.run_path)
+    check_stages(earlier.checkpoints, recipe.train.stages)
+    check_drawn(recipe, earlier)
+    changed = changed_old_logprobs(recipe, earlier)
     text = dump_resolved(recipe)
-    # What actors are told of by path: those of a cluster that was there before have another working directory.
+    # Actors get absolute paths: in a cluster that is joined they have another working directory.
     recipe = recipe.model_copy(update={"run_dir": str(recipe.run_path.absolute())})
     with RunDirectory.create(recipe.run_path, text) as directory:
         try:
@@ -56,36 +57,48 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
             if fresh:
                 shutil.rmtree(directory.path)
             raise
-        # What is refused has not run here.
+        # Only now, so that a recipe that is refused is not recorded as one that ran.
         directory.record(text)
         with Telemetry(directory, recipe.telemetry, plain, totals=totals) as telemetry:
             if prepared.unrewarded:
                 telemetry.event("data", prepared.unrewarded)
             with cluster(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus):
-                finished = asyncio.run(Run(recipe, prepared, directory, telemetry, placement).drive())
+                finished = asyncio.run(Run(recipe, prepared, directory, telemetry, placement, changed).drive())
                 if finished:
                     telemetry.print_summary()
     return 0 if finished else INTERRUPTED
 
 
 class Run:
-    """The actors of one run and the order in which its stages use them."""
+    """The actors of one run and the order in which its stages use them.
 
-    def __init__(self, recipe: Recipe, prepared: Prepared, directory: RunDirectory, telemetry: Telemetry, placement: Placement) -> None:
+    `changed`: how this recipe trains RL otherwise than the run did before, which the resume line says; empty for not at all.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        prepared: Prepared,
+        directory: RunDirectory,
+        telemetry: Telemetry,
+        placement: Placement,
+        changed: str = "",
+    ) -> None:
         self.recipe, self.prepared, self.directory, self.telemetry, self.placement = recipe, prepared, directory, telemetry, placement
+        self.changed = changed
         self.state = RunState(directory.checkpoints, recipe.train)
         self.store = store_in(directory.path, recipe, prepared.model.shape)
 
     async def drive(self) -> bool:
-        """Run all stages. Returns False where a stop was asked for before the end; a checkpoint, if the recipe keeps any, is there then."""
-        self._listen()
+        """Run all stages. Returns False where a stop was asked for before the end, after a checkpoint unless the recipe keeps none."""
+        self._handle_signals()
         for caution in cautions_of(self.recipe):
             self.telemetry.event("caution", caution)
         self.store.claim()
         trainer = TrainerGroup(self.recipe, self.placement)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self.store.close)
-            # The engine takes its time to start; the supervised stage does not need it, so they overlap.
+            # Engines take a while to start. The supervised stage does not need them, and runs meanwhile.
             starting = asyncio.create_task(self._start_actors(stack)) if "rl" in self.recipe.train.stages else None
             try:
                 await self._stages(trainer, starting)
@@ -96,7 +109,7 @@ class Run:
                 if starting is not None and not starting.done():
                     starting.cancel()
                     await asyncio.gather(starting, return_exceptions=True)
-            # Where every stage has ended there is its checkpoint, and trainers that were started for nothing have no optimizer to save.
+            # A stage that has ended has its checkpoint; trainers that found nothing left to do have no optimizer to save.
             if self.state.stopping.is_set() and self.state.within_stage:
                 path = await self.state.checkpoint(trainer)
                 kept = f"checkpoint {path}" if path else "train.keep_checkpoints is 0: it cannot be resumed"
@@ -105,7 +118,7 @@ class Run:
         return True
 
     async def _rescue(self, trainer: TrainerGroup) -> None:
-        """What a stage that failed has trained goes into a checkpoint, where the trainer can still write one."""
+        """Save the updates of a stage that failed as a checkpoint, where the trainer can still write one."""
         try:
             path = await self.state.rescue(trainer)
         except (RuntimeFailure, OSError) as error:
@@ -114,8 +127,8 @@ class Run:
             if path is not None:
                 self.telemetry.event("stop", f"failed in {self.state.stage} at step {self.state.step}; checkpoint {path}")
 
-    def _listen(self) -> None:
-        """The first Ctrl-C or SIGTERM (a scheduler's) asks for a clean stop; the next one is the system's."""
+    def _handle_signals(self) -> None:
+        """Let the first Ctrl-C or SIGTERM (which schedulers send) ask for a clean stop. The next one ends the process at once."""
         loop = asyncio.get_running_loop()
         signals = (signal.SIGINT, signal.SIGTERM)
 
@@ -129,7 +142,7 @@ class Run:
             loop.add_signal_handler(each, ask)
 
     async def _start_actors(self, stack: contextlib.AsyncExitStack) -> tuple[ReplicaPool, LogprobServer | None]:
-        """What RL needs beside the trainer."""
+        """Start what RL needs besides the trainer: the rollout engines, and the log-prob server where the recipe has one."""
         if not self.recipe.logprob.standalone:
             return await self._start_rollout(stack), None
         return await asyncio.gather(self._start_rollout(stack), self._start_logprob(stack))
@@ -166,8 +179,8 @@ class Run:
 
     async def _stages(self, trainer: TrainerGroup, starting: asyncio.Task[tuple[ReplicaPool, LogprobServer | None]] | None) -> None:
         self.telemetry.event("start", f"trainer: {self.recipe.train.parallel.world_size} rank(s)")
-        told = await trainer.build(self.prepared.model.path)
-        self.telemetry.event("start", f"trainer ready: {told['parameters']:,} parameters, {told['trained']:,} of them trained")
+        counts = await trainer.build(self.prepared.model.path)
+        self.telemetry.event("start", f"trainer ready: {counts['parameters']:,} parameters, {counts['trained']:,} of them trained")
         checkpoint = await self.state.load(trainer)
         within_stage = self.state.within_stage
         if checkpoint is not None and not within_stage:
@@ -182,7 +195,8 @@ class Run:
             await trainer.call("begin_stage", stage, str(self.directory.path / "reference"), resumed is not None)
             if resumed is not None:
                 await trainer.call("restore", str(resumed))
-                self.telemetry.event("resume", f"{stage} goes on after step {self.state.step}, from {resumed.name}")
+                changed = f"; {self.changed}" if stage == "rl" and self.changed else ""
+                self.telemetry.event("resume", f"{stage} goes on after step {self.state.step}, from {resumed.name}{changed}")
             self.state.begin(stage)
             if stage == "sft":
                 await SftStage(self.recipe, self.prepared, trainer, self.telemetry, self.state, beside=starting).run()

@@ -1,4 +1,4 @@
-"""Metrics of one update, from its samples: pure arithmetic over lists."""
+"""Metrics of the samples of one update."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mtpctl.samples import Sample
 
 
 def speculation(samples: list[Sample]) -> dict[str, float]:
-    """Share of draft tokens accepted, by position too, and tokens a target step yields; empty where nothing was drafted."""
+    """`rollout/spec_*`: accepted share of the draft tokens, in all and by position, and tokens a decoding step. Empty without drafts."""
     drafted = sum(s.speculation.drafted for s in samples)
     steps = sum(s.speculation.steps for s in samples)
     if not drafted:
@@ -35,10 +35,11 @@ def cut_share(samples: list[Sample], reason: str) -> float:
 
 
 def of_samples(samples: list[Sample], version: int, sync_every: int = 1, ahead: int = 0) -> dict[str, float]:
-    """Reward, length and staleness of a batch that is trained on at weight version `version`, published every `sync_every` updates.
+    """Reward, length and staleness of the samples of one update.
 
-    `ahead`: updates of the trainer since then. Versions count from what sampled to what was published; updates count on from there to
-    the trainer, a version as `sync_every` of them, which is too many for one that a resumed run published between two syncs.
+    `version` was published last, `ahead` updates before this one; versions are published every `sync_every` updates. Staleness in versions
+    is from the version that sampled a token to `version`. Staleness in updates adds `ahead`, and takes each version as `sync_every`
+    updates, which is too many for a version that a resumed run published between two syncs.
     """
     rewards = [s.reward or 0.0 for s in samples]
     lengths = [len(s.response_ids) for s in samples]

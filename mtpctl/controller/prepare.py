@@ -1,11 +1,14 @@
-"""Before anything is started: the model folder, the tokenizer and the problems of a run, checked against each other."""
+"""What a run needs before its actors start: the model folder, the tokenizer and the problems, checked against each other."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
 
 from mtpctl.data.prompts import fit_problems
 from mtpctl.data.sets import ProblemSets, load_problem_sets
@@ -16,6 +19,7 @@ from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters
 from mtpctl.plan.memory import WEIGHT_BYTES
 from mtpctl.recipe import yaml12
+from mtpctl.recipe.fields import Keys
 from mtpctl.recipe.loading import flatten
 from mtpctl.recipe.model_source import hf_config, path_in_full
 from mtpctl.recipe.schema import Recipe
@@ -26,17 +30,17 @@ from mtpctl.telemetry.run_directory import RunDirectory
 if TYPE_CHECKING:
     from mtpctl.convert.hf_folder import HfFolder
 
-LOOKED_AT = 500
-"""Problems of a set, at most, whose own solutions are checked."""
+MAX_CHECKED = 500
+"""At most so many problems of a set have their own solutions checked."""
 
 _OTHER = {"exact": "math", "math": "exact"}
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What every stage of a run works on. `context` is the longest prompt with response, in tokens.
+    """What all stages of a run work on. `context` bounds a prompt with its response, in tokens.
 
-    `unrewarded` tells of problems whose own solution the checker does not accept, where there are some.
+    `unrewarded` is a warning about problems whose own solution the checker does not accept; empty without such problems.
     """
 
     model: HfFolder
@@ -47,18 +51,19 @@ class Prepared:
 
 
 def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
-    """Find or make everything that the recipe names. Raises UserError for what is missing or does not fit, EnvironmentMissing where the
-    family cannot be served here.
+    """Find, download or make what the recipe names.
+
+    Raises UserError for what is missing or does not fit, EnvironmentMissing where the engine here cannot serve the model's family.
     """
     from mtpctl.convert.model_weights import ModelWeights
 
-    # First what is read in a moment.
+    # What is read in a moment comes first, and with it the most common mistakes.
     problems = load_problem_sets(recipe.data, recipe.seed)
     unrewarded = check_answers(problems, recipe) if "rl" in recipe.train.stages else ""
     model = model_of(recipe, run_dir)
     if "rl" in recipe.train.stages and recipe.rollout.engine == "vllm":
         check_importable(model.config)
-    # What is wrong with names, sizes or scales is told here, and not by ranks that were started for it.
+    # Finds tensors with wrong names, sizes or scales here, before any rank is started.
     ModelWeights(model.path, mtp=recipe.mtp.mode != "off")
     tokenizer = tokenizer_of(recipe, model, run_dir)
     check_fits_model(tokenizer, model.shape.vocab)
@@ -74,37 +79,37 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
 
 
 def check_answers(problems: ProblemSets, recipe: Recipe) -> str:
-    """Hold each problem's own solution against its answer, as a response would be. Returns what is to be told, nothing where all is well.
+    """Run the checker on each problem's own solution, as if it were a response. Returns a warning, empty where it accepts all of them.
 
-    Of a large set evenly spaced problems are looked at, since math-verify does some hundred a second. Raises UserError for a set of
-    which not one solution is accepted: there is nothing to learn from it.
+    Of a large set it looks at `MAX_CHECKED` evenly spaced problems, since math-verify checks some hundred a second. Raises UserError for a
+    set of which it accepts no solution: no response could be rewarded.
     """
-    kind, told = recipe.data.checker, []
+    kind, warnings = recipe.data.checker, []
     with contextlib.ExitStack() as stack:
         checker = make_checker(kind)
         if isinstance(checker, MathChecker):
             stack.enter_context(checker)
         named = {"training": problems.train, "held-out": problems.evaluation}
         for what, those in named.items():
-            looked_at = those[:: -(-len(those) // LOOKED_AT)] if those else []
+            looked_at = those[:: -(-len(those) // MAX_CHECKED)] if those else []
             wrong = [each for each in looked_at if not checker(each.target, each.answer)]
             if not wrong:
                 continue
             first = wrong[0]
-            said = (
+            warning = (
                 f"{first.prompt_id}: data.checker: {kind} gives 0 for the row's own {'answer' if first.solution is None else 'solution'} "
                 f"(answer {first.answer[-40:]!r}), as for {len(wrong)} of {len(looked_at)} {what} problems looked at"
             )
             if len(wrong) == len(looked_at):
-                raise UserError(f"{said}: no response could be right; mend `answer`, or set data.checker: {_OTHER[kind]}")
-            told.append(said)
-    return "; ".join(told)
+                raise UserError(f"{warning}: no response could be right; mend `answer`, or set data.checker: {_OTHER[kind]}")
+            warnings.append(warning)
+    return "; ".join(warnings)
 
 
 def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
-    """The folder of the recipe's model: made in the run directory, or the one that is named, downloaded where it is a hub id.
+    """The folder of the recipe's model: created in the run directory, or the folder or hub id that the recipe names.
 
-    Its path is absolute: actors have another working directory where their cluster was there before.
+    Its path is absolute, since actors of a cluster that is joined have another working directory.
     """
     from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
 
@@ -123,7 +128,7 @@ def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
 
 
 def check_drawn(recipe: Recipe, run: RunDirectory) -> None:
-    """Raise UserError where the weights that a run began with were drawn for another model or from another seed than the recipe's."""
+    """Raise UserError where the run began with random weights of another model or seed than the recipe's."""
     folder = run.path / "model"
     if not recipe.model.drawn or not folder.is_dir() or not run.recipe.exists():
         return
@@ -136,14 +141,34 @@ def check_drawn(recipe: Recipe, run: RunDirectory) -> None:
             )
 
 
-def _drawn_from(tree: dict[str, Any]) -> dict[tuple[str, ...], Any]:
-    """Values of a resolved recipe that decide on the weights it draws, by key."""
-    model = {"config": tree["model"]["config"], "path": path_in_full(tree["model"]["path"])}
-    return flatten({"seed": tree["seed"], "model": model})
+def _drawn_from(tree: Mapping[str, object]) -> dict[Keys, object]:
+    """The values of a resolved recipe that its random weights depend on, by key."""
+    values = flatten(tree)
+    found = {key: value for key, value in values.items() if key == ("seed",) or key[:2] == ("model", "config")}
+    return {**found, ("model", "path"): path_in_full(values["model", "path"])}
+
+
+def changed_old_logprobs(recipe: Recipe, run: RunDirectory) -> str:
+    """Say that the recipe takes the policy ratio against other old log-probs than the run did before; empty where it does not.
+
+    A release with another default changes them although the user's recipe is the same.
+    """
+    if not run.recipe.exists():
+        return ""
+    tree = yaml12.parse(run.recipe.read_text(encoding="utf-8"), str(run.recipe)).value
+    before = flatten(tree).get(("train", "rl", "old_logprobs"))
+    if before == "auto":
+        try:
+            before = Recipe.model_validate(tree).old_logprobs
+        except ValidationError:  # of a release with other keys: what it took is not known
+            return ""
+    if before in (None, recipe.old_logprobs):
+        return ""
+    return f"train.rl.old_logprobs comes to {recipe.old_logprobs} now, and came to {before} before; set it to {before} to keep that"
 
 
 def store_in(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:
-    """Where weight versions of what is made in `folder` are kept; called once Ray is there, which knows who has to read them."""
+    """The version store of a run in `folder`. Called when Ray is connected, which knows whether readers are on other hosts."""
     size = count_parameters(shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
     return VersionStore(default_root(name_of(folder), size, folder / "versions"))
 
@@ -163,11 +188,11 @@ def _download(hub_id: str) -> Path:
 
 
 def tokenizer_of(recipe: Recipe, model: HfFolder, run_dir: Path) -> Tokenizer:
-    """The tokenizer that the recipe names, or the one beside its model."""
+    """The tokenizer that the recipe names, or the one in the model's folder."""
     named = recipe.model.tokenizer
     if named != "bytes":
         return load_tokenizer(named or (recipe.model.path if recipe.model.drawn else None) or model.path)
-    # Beside a model that was made for this run, so that its folder can be served as it is; else in the run directory.
+    # In the folder of a model that was created for this run, so that it can be served as it is; else in the run directory.
     folder = model.path if recipe.model.config is not None else run_dir / "tokenizer"
     if not (folder / "tokenizer.json").exists():
         make_byte_tokenizer(folder)

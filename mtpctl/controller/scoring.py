@@ -1,4 +1,4 @@
-"""Old log-probs from the log-prob server, beside generation."""
+"""Old log-probs from the log-prob server, while other samples are generated."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from mtpctl.logprob.server import LogprobServer
 from mtpctl.samples import Sample
 
 ATTEMPTS = 2
-"""Times that a sample is asked for: once more where the answer is late, since a replica may have died, or a queue been long."""
+"""How often a sample is sent to the server: once more where the answer is late, since a replica may have died or the queue been long."""
 
 
 class Scoring:
-    """The RL stage's `Score`: one request a sample, under the weights that are current when its turn comes."""
+    """The `Score` of the RL stage: one request a sample, answered under the weights that the server has at that time."""
 
     def __init__(self, server: LogprobServer, temperature: float, deadline_s: float = 600.0) -> None:
-        """`deadline_s`: how long one answer may take, waiting included."""
+        """`deadline_s`: seconds that one answer may take, those in the queue included."""
         self.server, self.temperature, self.deadline_s = server, temperature, deadline_s
         self._last = dict.fromkeys(("busy_s", "wait_s", "tokens", "requests", "stall_s"), 0.0)
-        self._late, self._left = 0, 0
+        self._late, self._unscored = 0, 0
 
     async def __call__(self, sample: Sample) -> Sample:
-        """Fill in old log-probs, and the version that made them.
+        """Fill in the old log-probs of a sample, and the weight version that they were computed with.
 
-        A sample whose answers were late `ATTEMPTS` times goes on without: the trainer computes its old log-probs with the batch's.
+        After `ATTEMPTS` late answers the sample is returned without: the trainer computes its old log-probs at the update.
         """
         request = ScoreRequest(
             sample.prompt_ids + sample.response_ids,
@@ -39,16 +39,16 @@ class Scoring:
                 continue
             sample.old_logprobs, sample.old_version = scored.logprobs, scored.version
             return sample
-        self._left += 1
+        self._unscored += 1
         return sample
 
     def metrics(self) -> dict[str, float]:
-        """What the server did since the last call; empty where that is nothing."""
+        """`logprob/*` since the last call; empty where the server had nothing to do."""
         now = {name: float(getattr(self.server.counters, name)) for name in self._last}
         passed = {name: now[name] - before for name, before in self._last.items()}
         self._last = now
-        late, left = self._late, self._left
-        self._late = self._left = 0
+        late, unscored = self._late, self._unscored
+        self._late = self._unscored = 0
         if not passed["requests"] and not late:
             return {}
         metrics = {
@@ -56,7 +56,7 @@ class Scoring:
             "logprob/tokens_per_s": passed["tokens"] / passed["busy_s"] if passed["busy_s"] else 0.0,
             "logprob/stall_seconds": passed["stall_s"],
             "logprob/late": float(late),
-            "logprob/left_to_trainer": float(left),
+            "logprob/left_to_trainer": float(unscored),
         }
         if passed["requests"]:
             metrics["logprob/wait_seconds"] = passed["wait_s"] / passed["requests"]

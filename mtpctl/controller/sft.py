@@ -1,10 +1,9 @@
-"""The supervised stage: next-token loss on worked solutions, MTP loss beside it."""
+"""The supervised stage: next-token loss and MTP loss on worked solutions."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.state import RunState
@@ -20,9 +19,9 @@ WINDOW = 10
 
 
 class SftStage:
-    """Runs `train.sft.steps` updates, from wherever `state` says.
+    """Runs the updates of `train.sft.steps` that `state` has not seen yet.
 
-    `beside` is what starts meanwhile for the next stage: if it fails, so does this one, at its next step.
+    `beside` is the start of the actors of the next stage: where it fails, this stage fails at its next step.
     """
 
     def __init__(
@@ -33,7 +32,7 @@ class SftStage:
         telemetry: Telemetry,
         state: RunState,
         *,
-        beside: asyncio.Task[Any] | None = None,
+        beside: asyncio.Task[object] | None = None,
     ) -> None:
         self.recipe, self.prepared, self.trainer, self.telemetry, self.state = recipe, prepared, trainer, telemetry, state
         self.beside = beside
@@ -42,7 +41,7 @@ class SftStage:
             self.cursor.load_state_dict(state.cursor)
 
     async def run(self) -> None:
-        """All updates that are left, with checkpoints between."""
+        """Run the updates until all are done, the loss is at `until_loss`, or a stop is asked for, with checkpoints between them."""
         sft, bad = self.recipe.train.sft, 0
         while self.state.step < sft.steps and not self.state.stopping.is_set():
             losses = self.state.losses
@@ -72,7 +71,10 @@ class SftStage:
 
 
 def check_applied(metrics: dict[str, float], bad: int, limit: int) -> int:
-    """How many updates in a row were skipped because loss or gradient was not finite. Raises RuntimeFailure at the limit."""
+    """Count updates in a row that were skipped because loss or gradient was not finite: `bad` before this one. Returns the new count.
+
+    Raises RuntimeFailure where it reaches `limit`.
+    """
     if not metrics["skipped"]:
         return 0
     if bad + 1 >= limit:

@@ -1,9 +1,9 @@
-"""Whether a run learns steadily: its unfiltered reward against what sampling alone explains.
+"""Whether a run learns steadily: the scatter of its unfiltered reward, compared with the scatter that sampling alone explains.
 
 The mean reward of an update's groups scatters around the run's trend by sampling: s² = (variance of a group's mean) / groups. Over a
 window of updates a parabola is fitted to those means, and what is left of them is compared with s²:
 
-    stability = min(1, mean s² / (Σ residual² / (n - 3)))      1: sampling explains it all; towards 0: the reward moves by itself
+    stability = min(1, mean s² / (Σ residual² / (n - 3)))      1: sampling explains the scatter; near 0: something else moves the reward
 
 A run whose samples are stale and not corrected overshoots and turns back: a cycle, in which residuals half a period apart have
 opposite signs. A negative autocorrelation at some lag tells it from a run that is only noisy.
@@ -22,7 +22,7 @@ import numpy as np
 from mtpctl.recipe.schema import Recipe
 
 WINDOW = 20
-"""Updates that are looked at: two periods of the cycles seen with samples one update old."""
+"""Updates in the window: two periods of the cycles that occur with samples one update old."""
 LEAST = 14
 SWING_STABILITY = 0.4
 SWING_CORRELATION = 0.3
@@ -44,28 +44,28 @@ class Update:
 
 
 def observe(group_means: Sequence[float], entropy: float | None) -> Update | None:
-    """What an update tells; None where it has fewer than two groups."""
+    """The `Update` of these means of the groups' rewards; None for fewer than two groups."""
     if len(group_means) < 2:
         return None
     return Update(statistics.fmean(group_means), statistics.variance(group_means) / len(group_means), entropy)
 
 
 def residuals(values: Sequence[float]) -> list[float]:
-    """What a parabola, fitted by least squares, leaves of equally spaced values."""
+    """The residuals of equally spaced values from a parabola that is fitted by least squares."""
     x = np.linspace(-1, 1, len(values))
     rest: list[float] = (np.asarray(values) - np.polyval(np.polyfit(x, values, 2), x)).tolist()
     return rest
 
 
 def autocorrelation(values: Sequence[float], lag: int) -> float:
-    """Correlation of values that are `lag` apart, of values whose mean is 0; the mean product over the mean square."""
+    """Autocorrelation at `lag` of values whose mean is 0: the mean product of pairs over the mean square."""
     square = statistics.fmean(v * v for v in values)
     products = [a * b for a, b in zip(values, values[lag:], strict=False)]
     return statistics.fmean(products) / square if square else 0.0
 
 
 def stability(updates: Sequence[Update]) -> float:
-    """See the module; 1 where the rewards do not differ at all."""
+    """The stability of the module's formula, from 0 to 1; 1 where the mean rewards do not differ at all."""
     means = [u.mean for u in updates]
     if min(means) == max(means):
         return 1.0
@@ -76,9 +76,9 @@ def stability(updates: Sequence[Update]) -> float:
 
 
 def swings(updates: Sequence[Update]) -> bool:
-    """Whether the reward of a run whose stability is low goes round: what goes up comes down half a period later.
+    """Whether the reward of a run of low stability oscillates: what goes up comes down half a period later.
 
-    A run that learns within a few updates leaves the parabola too, and its reward does not come down.
+    A run that learns within a few updates is no parabola either, but its reward does not come down.
     """
     if not came_down(updates):
         return False
@@ -94,7 +94,7 @@ def came_down(updates: Sequence[Update]) -> bool:
 
 
 def fall(updates: Sequence[Update]) -> float:
-    """How far the latest mean reward is under the best one before it, over windows; 0 where sampling may explain it."""
+    """How far the mean reward of the last `FALL_WINDOW` updates is below the best such mean; 0 where sampling may explain it."""
     if len(updates) < 2 * FALL_WINDOW:
         return 0.0
     windows = [updates[i : i + FALL_WINDOW] for i in range(len(updates) - FALL_WINDOW + 1)]
@@ -105,7 +105,7 @@ def fall(updates: Sequence[Update]) -> float:
 
 
 class StabilityWatch:
-    """Looks at every update of a run, gives `rl/stability`, and says once in a window what goes wrong and which key turns it."""
+    """Watches all updates of a run: gives `rl/stability`, and warns at most once in a window, naming the recipe keys to change."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -121,13 +121,13 @@ class StabilityWatch:
         latest = list(self._updates)[-WINDOW:]
         if len(latest) < LEAST:
             return {}, None
-        found = {"rl/stability": stability(latest)}
-        told = None if self._quiet else self._wrong(latest, found["rl/stability"], metrics)
-        if told is not None:
+        value = stability(latest)
+        warning = None if self._quiet else self._warning(latest, value, metrics)
+        if warning is not None:
             self._quiet = WINDOW
-        return found, told
+        return {"rl/stability": value}, warning
 
-    def _wrong(self, latest: list[Update], value: float, metrics: dict[str, float]) -> str | None:
+    def _warning(self, latest: list[Update], value: float, metrics: dict[str, float]) -> str | None:
         if value < SWING_STABILITY and swings(latest):
             low, high = min(u.mean for u in latest), max(u.mean for u in latest)
             what = f"the reward swings between {low:.2f} and {high:.2f} over {len(latest)} updates (rl/stability {value:.2f})"

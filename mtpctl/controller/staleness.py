@@ -1,9 +1,9 @@
-"""Admission: whether one more prompt may be sent out, or its responses would be too stale when they are trained on.
+"""Admission: how many prompts may be sent out before the next weight sync, so that responses are not too stale when they are trained on.
 
-The bound has verl's meaning. Between two weight syncs the trainer consumes `sync_every * groups_per_step` groups; with a
-threshold of s, at most (1 + s) times as many are let out, those counted in that were already on their way at the sync.
-With s = 0 nothing is generated ahead: every sample is of the weights that train on it. That bounds how many samples are stale,
-and not how old one gets that takes long: its age has a bound of its own (`mtpctl.controller.rl`).
+The bound is that of `staleness_threshold` in verl's fully asynchronous trainer. Between two syncs the trainer consumes
+`sync_every * groups_per_step` groups. With a threshold of s, at most (1 + s) times as many are admitted, including those that were in
+flight or waiting at the sync. With s = 0 nothing is generated ahead: every sample is generated under the weights that train on it. This
+bounds how many samples are stale. How old a single sample can get has a bound of its own (`mtpctl.controller.rl`).
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import math
 
 
 class Admission:
-    """Counts groups between syncs. Not thread-safe: it lives in the controller's event loop."""
+    """Counts the groups that were admitted between two syncs. For use in one event loop; not thread-safe."""
 
     def __init__(self, groups_per_step: int, sync_every: int, threshold: float) -> None:
         self.limit = math.floor(groups_per_step * sync_every * (1 + threshold))
-        self._let_out = 0
+        self._admitted = 0
 
     @property
     def open(self) -> bool:
-        """Whether one more group may go out before the next sync."""
-        return self._let_out < self.limit
+        """Whether another group may be sent out before the next sync."""
+        return self._admitted < self.limit
 
     def admit(self) -> None:
-        """A group goes out."""
+        """Count a group that is sent out."""
         assert self.open
-        self._let_out += 1
+        self._admitted += 1
 
     def drop(self) -> None:
-        """A group came back without signal and is replaced: it will not be trained on, so it does not count."""
-        self._let_out -= 1
+        """Count one group less: it has no signal, and another one is sent out in its place."""
+        self._admitted -= 1
 
     def synced(self, pending: int, trained: int = 0) -> None:
-        """New weights are out. `pending` groups, in flight or waiting to be trained on, are of older ones.
+        """Begin the interval after a sync, in which `pending` groups of older weights are in flight or wait to be trained on.
 
-        `trained`: groups of this interval that were trained on already, where it is not at its beginning.
+        `trained`: groups of this interval that were trained on already, where a resumed run begins within it.
         """
-        self._let_out = pending + trained
+        self._admitted = pending + trained

@@ -1,4 +1,4 @@
-"""Where a run stands, and the checkpoints that carry it over a restart."""
+"""The progress of a run, and its part in the checkpoints that a restart resumes from."""
 
 from __future__ import annotations
 
@@ -8,23 +8,36 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from mtpctl.checkpoint.pointer import newest, pointer_of
 from mtpctl.cluster.deadlines import within
 from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.controller.trainers import TrainerGroup
+from mtpctl.data.cursor import CursorState
 from mtpctl.errors import UserError
 from mtpctl.recipe.train import TrainConfig
+from mtpctl.telemetry.run_directory import RunDirectory
 
 _FILE = "run.json"
 RESCUE_S = 300.0
-"""Seconds that the checkpoint of a stage that failed may take: the trainer may be what failed."""
-_KEPT = ("stage", "step", "version", "synced_at", "cursor", "losses", "ended")
+"""Seconds that the checkpoint of a stage that failed may take: the trainer itself may be what failed."""
+
+
+class SavedState(TypedDict):
+    """The fields of `RunState` that a checkpoint holds."""
+
+    stage: str
+    step: int
+    version: int
+    synced_at: int
+    cursor: CursorState | None
+    losses: list[float]
+    ended: list[str]
 
 
 def ended_stages(root: Path) -> list[str]:
-    """Stages that a run had ended at its newest checkpoint under `root`, without reading any tensor.
+    """The stages that the newest checkpoint under `root` says have ended. Reads no tensor.
 
     Raises UserError where the newest is not whole.
     """
@@ -32,7 +45,7 @@ def ended_stages(root: Path) -> list[str]:
 
 
 def newest_version(root: Path) -> tuple[Path | None, int]:
-    """The checkpoint that a run would resume from, and the weight version that it counts as: (None, 0) where there is none yet.
+    """The checkpoint that a run would resume from and its weight version, or (None, 0) without a checkpoint.
 
     Raises UserError where the newest is not whole.
     """
@@ -41,9 +54,9 @@ def newest_version(root: Path) -> tuple[Path | None, int]:
 
 
 def version_named(text: str, *others: str) -> tuple[Path, Path, int]:
-    """What `--from` names: a run directory (its newest checkpoint) or a checkpoint → the run, the checkpoint, and its weight version.
+    """The run directory, the checkpoint and the weight version that `--from` names by a checkpoint, or by a run with its newest one.
 
-    Raises UserError for anything else, which may be `others` too, and for a run without one.
+    Raises UserError for a run without a checkpoint and for anything else; the message names `others`, which the caller takes besides.
     """
     path = Path(text).absolute()
     if (path / _FILE).is_file():
@@ -51,10 +64,11 @@ def version_named(text: str, *others: str) -> tuple[Path, Path, int]:
             return path.parent.parent, path, int(json.loads((path / _FILE).read_text())["version"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"--from: {text} is not a whole checkpoint of a run; name another") from error
-    if not (path / "recipe.resolved.yaml").is_file():
-        kinds = ("a run directory (recipe.resolved.yaml)", f"a checkpoint ({_FILE})", *others)
+    recipe = RunDirectory(path).recipe
+    if not recipe.is_file():
+        kinds = (f"a run directory ({recipe.name})", f"a checkpoint ({_FILE})", *others)
         raise UserError(f"--from: {text} is neither {' nor '.join(kinds)}")
-    checkpoint, version = newest_version(path / "checkpoints")
+    checkpoint, version = newest_version(RunDirectory(path).checkpoints)
     if checkpoint is None:
         raise UserError(f"--from: {text} has no checkpoint yet")
     return path, checkpoint, version
@@ -63,7 +77,7 @@ def version_named(text: str, *others: str) -> tuple[Path, Path, int]:
 def check_stages(root: Path, stages: Sequence[str]) -> None:
     """Raise UserError where the newest checkpoint under `root` is within a stage that is not among `stages`.
 
-    Those would begin without what it has trained.
+    The stages that are would begin without what that one has trained.
     """
     path, state = _newest(root)
     stage = state["stage"]
@@ -74,13 +88,13 @@ def check_stages(root: Path, stages: Sequence[str]) -> None:
         )
 
 
-def _newest(root: Path) -> tuple[Path | None, dict[str, Any]]:
-    """The newest checkpoint and the state in it; without one, None and the state of a run that has not begun."""
+def _newest(root: Path) -> tuple[Path | None, SavedState]:
+    """The newest checkpoint and the state that it holds; without a checkpoint, None and the state of a run that has not begun."""
     path = newest(root)
     if path is None:
-        return None, {"stage": "", "ended": [], "version": 0}
+        return None, SavedState(stage="", step=0, version=0, synced_at=-1, cursor=None, losses=[], ended=[])
     try:
-        state: dict[str, Any] = json.loads((path / _FILE).read_text())
+        state: SavedState = json.loads((path / _FILE).read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a whole checkpoint; remove {pointer_of(root)} to take the model as it was made") from error
     return path, state
@@ -88,12 +102,15 @@ def _newest(root: Path) -> tuple[Path | None, dict[str, Any]]:
 
 @dataclass
 class RunState:
-    """The controller's part of a checkpoint: stage and step, weight version, place in the data, the latest losses of a supervised stage.
+    """The progress of a run. The fields of `SavedState` are the controller's part of a checkpoint.
 
-    `synced_at` is the step of the stage whose weights the version has, -1 where it has those of none. `buffer` is written beside the
-    checkpoint while a stage has one. `saving` is the checkpoint on its way to disk. `stopping` is set when a stop was asked for: stages
-    return at their next step. `updating`: the weights may be ahead of `step`, since an update is under way. `saved` is the step of the
-    newest checkpoint, 0 for where the stage begins, and `saved_at` when it was taken, on the clock of `time.monotonic`.
+    `stage` is the stage that is under way or ended last, `step` its updates so far, `ended` the stages that have ended, `version` the
+    weight version that was published last, `cursor` the place in the training problems, `losses` the latest losses of a supervised stage.
+    `synced_at` is the step whose weights `version` was published with, -1 where no step of this stage was published.
+
+    `buffer` is written into checkpoints while a stage has one. `saving` is the checkpoint that is being written. `stopping` is set when a
+    stop is asked for: stages return at their next step. While `updating`, the weights may be ahead of `step`. `saved` is the step of the
+    newest checkpoint, or 0, and `saved_at` the time when it was written, on the clock of `time.monotonic`.
     """
 
     root: Path
@@ -102,7 +119,7 @@ class RunState:
     step: int = 0
     version: int = 0
     synced_at: int = -1
-    cursor: dict[str, Any] | None = None
+    cursor: CursorState | None = None
     losses: list[float] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     buffer: SampleBuffer | None = None
@@ -114,37 +131,37 @@ class RunState:
 
     @property
     def within_stage(self) -> bool:
-        """Whether a stage has begun, and not ended."""
+        """Whether a stage has begun and not ended."""
         return bool(self.stage) and self.stage not in self.ended
 
     def begin(self, stage: str) -> None:
-        """Enter a stage, at its first step unless the run was restored within it."""
+        """Begin a stage, at its first step unless the run was resumed within it."""
         if self.stage != stage:
             self.stage, self.step, self.synced_at, self.cursor, self.losses, self.buffer = stage, 0, -1, None, [], None
         self.updating, self.saved, self.saved_at = False, self.step, time.monotonic()
 
     def end(self, stage: str) -> None:
-        """Leave a stage."""
+        """Note that a stage has ended."""
         self.ended.append(stage)
 
     async def load(self, trainer: TrainerGroup) -> Path | None:
-        """Take up the newest checkpoint's place in the run. Returns its folder, None where there is none."""
+        """Restore the state that the newest checkpoint holds. Returns its folder, None without a checkpoint."""
         found = await trainer.call("latest_checkpoint", str(self.root))
         if found is None:
             return None
         for name, value in json.loads((Path(found) / _FILE).read_text()).items():
             setattr(self, name, value)
-        if self._goes_on():
+        if self._continues_last_stage():
             self.ended.remove(self.stage)
         return Path(found)
 
-    def _goes_on(self) -> bool:
-        """Whether the recipe now asks for more updates of the stage that ended last; one that its loss may have ended has had enough."""
+    def _continues_last_stage(self) -> bool:
+        """Whether the recipe now asks for more updates of the stage that ended last; not of one that `until_loss` may have ended."""
         more = self.step < getattr(self.train, self.stage).steps
         return more and self.ended[-1:] == [self.stage] and not (self.stage == "sft" and self.train.sft.until_loss)
 
     async def checkpoint_if_due(self, trainer: TrainerGroup) -> None:
-        """A checkpoint, where the recipe wants one by now; and one that was being written is published where it is whole."""
+        """Publish a checkpoint that has been written meanwhile, and begin one where the recipe wants it by now."""
         await self.settle(trainer, wait=False)
         by_step = self.train.checkpoint_every and self.step % self.train.checkpoint_every == 0
         by_time = self.train.checkpoint_minutes and time.monotonic() - self.saved_at >= 60 * self.train.checkpoint_minutes
@@ -152,31 +169,31 @@ class RunState:
             await self.checkpoint(trainer, wait=not self.train.async_save)
 
     async def checkpoint(self, trainer: TrainerGroup, *, wait: bool = True) -> Path | None:
-        """Write model, optimizer, this state and the buffer; it becomes the newest once all of it is there.
+        """Write model, optimizer, this state and the buffer as a checkpoint, and publish it as the newest one when it is whole.
 
-        With `wait=False` that is at a later `settle`. One checkpoint is written at a time. Returns its folder, None where the
-        recipe keeps none.
+        With `wait=False` a later `settle` publishes it. One checkpoint is written at a time. Returns its folder, None where the recipe
+        keeps no checkpoints.
         """
         if not self.train.keep_checkpoints:
             return None
         await self.settle(trainer)
         path = self.root / f"{self.stage}-{self.step:06d}{'-end' if self.stage in self.ended else ''}"
         folder = Path(await trainer.call("begin_save", str(path)))
-        (folder / _FILE).write_text(json.dumps({name: getattr(self, name) for name in _KEPT}))
+        (folder / _FILE).write_text(json.dumps({name: getattr(self, name) for name in SavedState.__annotations__}))
         if self.buffer is not None:
             self.buffer.save(folder / "buffer.jsonl")
         self.saving, self.saved = path, self.step
         if wait:
             await self.settle(trainer)
-        # What writing takes is no part of the minutes, or a large model would do nothing else.
+        # The minutes count from here: a large model, whose checkpoints take minutes, would do nothing but write them otherwise.
         self.saved_at = time.monotonic()
         return path
 
     async def rescue(self, trainer: TrainerGroup) -> Path | None:
-        """A checkpoint of a stage that has failed. None where there is nothing to add to what was saved, or no way to.
+        """Take a checkpoint of a stage that has failed.
 
-        That is where the stage has done nothing since its newest checkpoint (or its beginning), where an update is under way, and
-        where no checkpoint is kept. Raises RuntimeFailure where the trainer does not write it within `RESCUE_S`.
+        Returns None where it made no update after its newest checkpoint, where the weights are in the middle of an update, and where the
+        recipe keeps no checkpoints. Raises RuntimeFailure where the trainer does not write it within `RESCUE_S`.
         """
         if not self.within_stage:
             return None
@@ -186,7 +203,7 @@ class RunState:
         return await within(self.checkpoint(trainer), RESCUE_S, "checkpoint")
 
     async def settle(self, trainer: TrainerGroup, *, wait: bool = True) -> None:
-        """Publish the checkpoint that is being written, if any: once it is whole, or with `wait=False` only if it is.
+        """Publish the checkpoint that is being written, if any: wait until it is whole, or with `wait=False` publish it only if it is.
 
         Raises RuntimeFailure where it could not be written.
         """

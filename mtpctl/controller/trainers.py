@@ -1,19 +1,22 @@
-"""The trainer ranks as the controller sees them: one call to all, under a deadline."""
+"""The trainer ranks as one: a call goes to all of them and has a deadline."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtpctl.cluster.deadlines import within
 from mtpctl.plan.placement import Placement
 from mtpctl.recipe.schema import Recipe
 from mtpctl.trainer.actor import TrainerRank
 
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
 
 class TrainerGroup:
-    """The trainer ranks as one: every call goes to all of them, rank 0 answers."""
+    """The trainer ranks, as Ray actors. Every call goes to all of them, and returns the answer of rank 0."""
 
     def __init__(self, recipe: Recipe, placement: Placement) -> None:
         import ray
@@ -22,20 +25,24 @@ class TrainerGroup:
         world_size = recipe.train.parallel.world_size
         payload = recipe.model_dump_json(by_alias=True)
         environment = {"env_vars": {"OMP_NUM_THREADS": str(recipe.train.threads)} if recipe.train.threads else {}}
-        self.ranks: list[Any] = []
+        self.ranks: list[ActorHandle] = []
         for seat in placement.of("trainer"):
             actor = ray.remote(TrainerRank).options(num_cpus=seat.cpus, num_gpus=seat.gpus, runtime_env=environment)
             self.ranks.append(actor.remote(payload, seat.rank, world_size))
 
-    async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
-        """`method` on every rank; the answer of rank 0. Raises RuntimeFailure where a rank dies or is late."""
+    async def call(self, method: str, *args: object, deadline_s: float | None = None) -> Any:
+        """Call `method` of `TrainerRank` on every rank. Returns the answer of rank 0.
+
+        Raises RuntimeFailure where a rank dies, or does not answer within `deadline_s` (default: `cluster.step_deadline_s`).
+        """
         seconds = deadline_s or self.recipe.cluster.step_deadline_s
         refs = [getattr(rank, method).remote(*args) for rank in self.ranks]
         waits = [within(ref, seconds, f"trainer rank {i}, {method}") for i, ref in enumerate(refs)]
         return (await asyncio.gather(*waits))[0]
 
-    async def build(self, folder: Path) -> dict[str, Any]:
-        """Start every rank on the model in `folder`."""
+    async def build(self, folder: Path) -> dict[str, int]:
+        """Have every rank build the model in `folder`. Returns how many `parameters` it has, and how many of them are `trained`."""
         deadline = self.recipe.cluster.actor_deadline_s
         master = await within(self.ranks[0].address.remote(), deadline, "trainer rank 0, start")
-        return await self.call("build", str(folder), master, deadline_s=deadline)
+        counts: dict[str, int] = await self.call("build", str(folder), master, deadline_s=deadline)
+        return counts

@@ -1,4 +1,4 @@
-"""An endless, resumable walk over the training problems: a new order each epoch, each given by seed and epoch."""
+"""The order in which training problems are drawn: epoch after epoch without end, shuffled by seed and epoch, and resumable."""
 
 from __future__ import annotations
 
@@ -6,17 +6,27 @@ import hashlib
 import random
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import TypedDict
 
 from mtpctl.data.problems import Problem
 from mtpctl.errors import UserError
 
 
+class CursorState(TypedDict):
+    """The place of a cursor, and what its order depends on, as a checkpoint holds them."""
+
+    epoch: int
+    position: int
+    seed: int
+    shuffle: bool
+    fingerprint: str
+
+
 class PromptCursor:
-    """Iterates for ever. Its state is the epoch and the place in it, so resuming repeats and skips nothing."""
+    """Iterates over the problems without end. Its state is the epoch and the position in it: a resumed run repeats and skips none."""
 
     def __init__(self, problems: Sequence[Problem], seed: int, *, shuffle: bool = True) -> None:
-        """Raises UserError for an empty set."""
+        """Raises UserError where there are no problems."""
         if not problems:
             raise UserError("data.path: the training set is empty; add problems")
         self._problems = problems
@@ -37,7 +47,7 @@ class PromptCursor:
 
     @property
     def drawn(self) -> int:
-        """Problems given out so far, over all epochs: a number that no two draws share."""
+        """How many problems were drawn so far, over all epochs."""
         return self._epoch * len(self._order) + self._position
 
     def __iter__(self) -> PromptCursor:
@@ -54,8 +64,8 @@ class PromptCursor:
         """The next `count` problems."""
         return [next(self) for _ in range(count)]
 
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-ready place in the walk."""
+    def state_dict(self) -> CursorState:
+        """The state for `load_state_dict`, as JSON takes it."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -64,17 +74,17 @@ class PromptCursor:
             "fingerprint": self._fingerprint,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. Raises UserError where seed, order or problems are not those of that walk."""
-        for key, field, mine in (
-            ("seed", "seed", self._seed),
-            ("shuffle", "data.shuffle", self._shuffle),
-            ("fingerprint", "data.path", self._fingerprint),
+    def load_state_dict(self, state: CursorState) -> None:
+        """Continue from `state`. Raises UserError where it is of another seed, order or set of problems."""
+        now = self.state_dict()
+        for key, field, before, mine in (
+            ("seed", "seed", state["seed"], now["seed"]),
+            ("shuffle", "data.shuffle", state["shuffle"], now["shuffle"]),
+            ("fingerprint", "data.path", state["fingerprint"], now["fingerprint"]),
         ):
-            if state[key] != mine:
+            if before != mine:
                 raise UserError(
-                    f"{field}: the run was begun with other training data ({key} {state[key]}, now {mine}); "
-                    "restore it or start a new run_dir"
+                    f"{field}: the run was begun with other training data ({key} {before}, now {mine}); restore it or start a new run_dir"
                 )
         self._begin(state["epoch"], state["position"])
 

@@ -1,4 +1,4 @@
-"""The run directory, the unit of truth of a run: what it ran, with what, and everything that came of it."""
+"""The run directory, which holds everything of a run: its recipe, the versions that it ran on, metrics, checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ from typing import IO
 from mtpctl.errors import UserError
 from mtpctl.telemetry.versions import collect_versions
 
+RECIPE = "recipe.resolved.yaml"
+"""The recipe with every default written out, as the run went on with it last."""
 _FOLDERS = ("checkpoints", "buffer", "logs", "tensorboard")
 _ROOM = 64 << 20
 """Bytes that must be free to begin: less than the smallest checkpoint, more than every text file together."""
 
 
 class RunDirectory:
-    """Paths within a run directory, and the lock of whoever writes there.
+    """Paths within a run directory, and the lock that keeps a second run out of it.
 
-    `RunDirectory(path)` is for reading; `RunDirectory.create(path, recipe_text)` makes or takes up a directory and holds
-    it until `close`, against a second run by mistake; `record` says what runs there.
+    `RunDirectory(path)` is for reading. `RunDirectory.create(path, recipe_text)` makes a directory or takes one that is there, and locks
+    it until `close`; `record` then writes the recipe and the versions that the run goes on with.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.recipe = self.path / "recipe.resolved.yaml"
+        self.recipe = self.path / RECIPE
         self.versions = self.path / "versions.json"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
@@ -43,9 +45,9 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | Path, recipe_text: str) -> RunDirectory:
-        """Make the directory with its recipe, or take up one that is there, as it is.
+        """Make the directory with its recipe, or lock one that is there and leave its files as they are.
 
-        A new directory is put together beside its place and renamed into it. Raises UserError, with nothing half written, where the
+        A new directory is made under another name and renamed. Raises UserError, with nothing half written, where the
         place is read-only, full, no directory, or held by another run.
         """
         path = Path(path)
@@ -71,9 +73,9 @@ class RunDirectory:
         self._lock = lock
 
     def record(self, recipe_text: str) -> None:
-        """The run goes on with this recipe, and on these versions. One that differs replaces the recipe there, which is kept in `logs/`.
+        """Write the recipe and the installed versions that the run goes on with. An earlier recipe that differs is moved to `logs/`.
 
-        Raises UserError where it cannot be written, and what is there stays.
+        Raises UserError where they cannot be written; the earlier ones are left then.
         """
         with _writing(self.path):
             if self.recipe.exists() and (earlier := self.recipe.read_text()) != recipe_text:
@@ -82,7 +84,7 @@ class RunDirectory:
             _write(self.versions, json.dumps(collect_versions(), indent=2) + "\n")
 
     def close(self) -> None:
-        """Let another process write here."""
+        """Unlock the directory."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -96,7 +98,7 @@ class RunDirectory:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """What the system says against writing there, as a line with its mend."""
+    """Turn an OSError of the block into a UserError that says how to mend it."""
     try:
         yield
     except OSError as error:
@@ -110,7 +112,7 @@ def _make(path: Path, recipe_text: str) -> None:
         aside.chmod(0o755)
         for folder in _FOLDERS:
             (aside / folder).mkdir()
-        _write(aside / "recipe.resolved.yaml", recipe_text)
+        _write(aside / RECIPE, recipe_text)
         aside.rename(path)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
@@ -118,7 +120,7 @@ def _make(path: Path, recipe_text: str) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write aside, then rename: the file is there whole, or as it was."""
+    """Write under another name, then rename: a reader sees the whole file, or the earlier one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         aside.write_text(text)

@@ -12,7 +12,7 @@ import pytest
 
 from mtpctl.controller import launch
 from mtpctl.controller.launch import Run
-from mtpctl.controller.prepare import Prepared, check_drawn, model_of, prepare
+from mtpctl.controller.prepare import Prepared, changed_old_logprobs, check_drawn, model_of, prepare
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
@@ -42,7 +42,9 @@ def save(run: Path, stage: str, step: int, ended: list[str]) -> Path:
     return folder
 
 
-def drive(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, *, stopped: bool) -> tuple[bool, list[str]]:
+def drive(
+    recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, *, stopped: bool, changed: str = "", rows: Rows | None = None
+) -> tuple[bool, list[str]]:
     """A start on the newest checkpoint of the directory: whether it finished, and what it asked the trainer for.
 
     `stopped`: Ctrl-C comes while the trainer starts.
@@ -65,7 +67,7 @@ def drive(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, *, stop
     monkeypatch.setattr(launch, "TrainerGroup", Trainer)
     home = recipe.run_path
     prepared = Prepared(model_of(recipe, home), cast(Any, None), cast(Any, None), 64)
-    run = Run(recipe, prepared, RunDirectory(home), cast(Telemetry, Rows()), cast(Any, None))
+    run = Run(recipe, prepared, RunDirectory(home), cast(Telemetry, rows or Rows()), cast(Any, None), changed)
     return asyncio.run(run.drive()), asked
 
 
@@ -110,6 +112,51 @@ def test_weights_that_were_drawn_for_another_recipe_are_not_taken_for_this_one(t
     with pytest.raises(UserError, match=told):
         launch.run(recipe(begun.run_path, *SFT, "cluster.num_cpus=2", now))
     assert RunDirectory(begun.run_path).recipe.read_text() == dump_resolved(begun), "what is there is what its recipe says"
+
+
+STALE = "async.staleness_threshold=0.5"
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "said"),
+    [
+        (["train.rl.old_logprobs=recompute"], [], "comes to behaviour now, and came to recompute before; set it to recompute"),
+        (["async.staleness_threshold=0"], [], "comes to behaviour now, and came to recompute before"),
+        ([], [], ""),
+        (["train.rl.old_logprobs=behaviour"], [], ""),
+    ],
+)
+def test_other_old_log_probs_than_before_are_told(tmp_path: Path, then: list[str], now: list[str], said: str) -> None:
+    """Also where not the recipe but the default has changed: the resolved recipe of the run holds what was the default then."""
+    asked = recipe(tmp_path / "run", STALE, *now)
+    assert changed_old_logprobs(asked, RunDirectory(asked.run_path)) == "", "there is no run yet"
+    begun = recipe(tmp_path / "run", STALE, *then)
+    RunDirectory.create(begun.run_path, dump_resolved(begun)).close()
+    told = changed_old_logprobs(asked, RunDirectory(asked.run_path))
+    assert said in told and bool(told) == bool(said)
+
+
+@pytest.mark.parametrize("stage", ["sft", "rl"])
+def test_the_resume_line_of_rl_tells_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    async def nothing(self: Run, *_: Any) -> tuple[None, None]:
+        return None, None
+
+    class Stopped:
+        def __init__(self, *asked: Any, beside: Any) -> None:
+            self.state = asked[-1]
+
+        async def run(self) -> None:
+            self.state.stopping.set()
+
+    monkeypatch.setattr(Run, "_start_actors", nothing)
+    monkeypatch.setattr(Run, "_rl", nothing)
+    monkeypatch.setattr(launch, "SftStage", Stopped)
+    monkeypatch.setattr(launch.RunState, "checkpoint", nothing)
+    resumed = save(tmp_path / "run", stage, 4, ended=["sft"] if stage == "rl" else [])
+    asked, rows = recipe(tmp_path / "run", "train.stages=[sft,rl]", "train.sft.steps=9", "train.rl.steps=9"), Rows()
+    drive(asked, resumed, monkeypatch, stopped=False, changed="other log-probs", rows=rows)
+    line = next(event for event in rows.events if "goes on after step 4" in event)
+    assert line.endswith("other log-probs") == (stage == "rl")
 
 
 def test_actors_are_told_of_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
