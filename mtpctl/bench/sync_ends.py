@@ -17,6 +17,7 @@ from mtpctl.errors import RuntimeFailure
 from mtpctl.families.reading import shape_of
 from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import PauseMode
 from mtpctl.sync.sender import Sender
 from mtpctl.sync.session import SyncReport
 from mtpctl.sync.transports.base import Sent
@@ -40,14 +41,13 @@ def _trainer(pipe: Any, recipe_json: str, folder: str, visible: str) -> None:
         """Weights that are drawn on their device, and that go out by one transport after another."""
 
         def take(self, transport: str) -> None:
-            if isinstance(self.packing, Sender):
-                self.packing.close()
+            if isinstance(self._sender, Sender):
+                self._sender.close()
             sync = self.recipe.sync.model_copy(update={"transport": transport})
-            super().__init__(self.recipe.model_copy(update={"sync": sync}), self.engine, self.rank)
+            super().__init__(self.recipe.model_copy(update={"sync": sync}), self.rank, self.engine)
 
         def probe(self, number: int) -> Sent:
-            sent: Sent = self.packing.probe(number)
-            return sent
+            return self._pusher.probe(number)
 
         def memory(self, reset: bool = False) -> dict[str, int]:
             from mtpctl.sync.memory import card_memory
@@ -66,7 +66,7 @@ def _trainer(pipe: Any, recipe_json: str, folder: str, visible: str) -> None:
         random_seed=1,
     )
     engine = MegatronEngine(HfFolder(Path(folder), config, shape_of(config)), settings)
-    source = Drawn(recipe, engine, 0)
+    source = Drawn(recipe, 0, engine)
     pipe.send((True, None))
     while (call := pipe.recv()) is not None:
         method, arguments = call
@@ -126,16 +126,16 @@ class Alone:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
-    def standing(self, mode: str) -> AbstractAsyncContextManager[None]:
+    def standing(self, mode: PauseMode) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
     def members(self, ranks: int) -> list[str]:
         return [f"engine {rank}" for rank in range(ranks)]
 
-    async def take_in(self, manifest: Manifest, **options: Any) -> list[SyncReport]:
+    async def take_in(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
         from mtpctl.sync.session import or_cancel
 
-        report: SyncReport = await or_cancel(manifest, self.engine.update(manifest, **options))
+        report: SyncReport = await or_cancel(manifest, self.engine.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s))
         return [report]
 
 

@@ -119,7 +119,7 @@ async def _one(
         from mtpctl.sync.store import default_root
 
         store = default_root(f"bench-{os.getpid()}", 3 * sum_bytes(options), store)
-    sync = WeightSync(recipe, trainer, Alone(engine), None, store)  # type: ignore[arg-type]
+    sync = WeightSync(recipe, trainer, Alone(engine), None, store)
     load = Load(engine._llm, options)
     try:
         # What generation takes is no part of a sync.
@@ -127,11 +127,11 @@ async def _one(
         before = await _memory(trainer, engine, reset=True)
         await sync(version := version + 1, verify=True)
         assert sync.last is not None
-        first = sync.reports[0]
-        await sync.kept()
-        link = await _link(options, trainer, engine, sync.last)
-        buckets = sum(len(section.buckets) for section in sync.last.sections.values())
-        result = Result(transport, sync.last.nbytes, buckets, link, first.seconds, first.verified)
+        manifest, first = sync.last.manifest, sync.last.reports[0]
+        await sync.persisted()
+        link = await _link(options, trainer, engine, manifest)
+        buckets = sum(len(section.buckets) for section in manifest.sections.values())
+        result = Result(transport, manifest.nbytes, buckets, link, first.seconds, first.verified)
         say(f"{transport}: {result.nbytes / 1e9:.3f} GB in {buckets} buckets, {first.verified} tensors verified, link {link:.1f} GB/s")
         await _steady(load, options)
         for _ in range(options.repeats):
@@ -139,20 +139,20 @@ async def _one(
             rate = load.last(3 * options.window_s)
             metrics = await sync(version := version + 1, verify=False)
             resumed = time.perf_counter()
-            await sync.kept()
+            await sync.persisted()
             kept = time.perf_counter() - resumed
             load.check()
-            report = sync.reports[0]
+            report, sent = sync.last.reports[0], sync.last.sent
             back = report.stall_seconds + await _back(load, resumed, rate, options)
             result.seconds.append(metrics["sync/seconds"])
             result.export_seconds.append(metrics["sync/publish_seconds"])
-            result.wire_seconds.append(sync.sent.wire_seconds or metrics["sync/seconds"])
+            result.wire_seconds.append(sent.wire_seconds or metrics["sync/seconds"])
             result.stall_seconds.append(report.stall_seconds)
             result.back_seconds.append(back)
             result.tokens_per_s.append(rate)
             say(
                 f"  version {version}: {metrics['sync/seconds']:.3f} s, stall {report.stall_seconds:.3f} s, wire "
-                f"{result.wire_seconds[-1]:.3f} s, waited {sync.sent.wait_seconds:.3f} s, kept after {kept:.2f} s"
+                f"{result.wire_seconds[-1]:.3f} s, waited {sent.wait_seconds:.3f} s, kept after {kept:.2f} s"
             )
         after = await _memory(trainer, engine)
     finally:

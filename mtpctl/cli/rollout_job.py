@@ -250,7 +250,7 @@ class CheckpointReader:
         config = EngineConfig(ParallelConfig(), precision=recipe.train.precision, mtp=recipe.mtp, train=False, lora=recipe.train.lora)
         engine = MegatronEngine(HfFolder.open(folder), config)
         engine.restore(Path(checkpoint))
-        manifest = WeightSource(recipe, engine, 0).publish(version, store, False, tuple(recipe.sync.sections))
+        manifest = WeightSource(recipe, 0, engine).plan_weights(version, store, [], False, tuple(recipe.sync.sections))
         engine.close()
         assert manifest is not None
         return manifest

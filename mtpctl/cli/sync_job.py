@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.local import cluster
@@ -21,9 +21,13 @@ from mtpctl.logprob.placed import start_server
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.plan.placement import Placement, place
 from mtpctl.recipe.schema import Recipe
+from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.start import check_engine_installed, start_pool
 from mtpctl.rollout.vllm.http import ServedEngine, ServedEngines
-from mtpctl.sync.transports.base import PUSHED
+from mtpctl.sync.store import VersionStore
+
+if TYPE_CHECKING:
+    from mtpctl.convert.hf_folder import HfFolder
 
 
 @dataclass(frozen=True)
@@ -95,52 +99,62 @@ async def _sync(
     store = store_in(scratch, recipe, model.shape)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(store.close)
-        server: LogprobServer | None = None
-        pool: Any = ServedEngines(engines)
         trainer = TrainerGroup(recipe, placement)
-        starting: list[Any] = [trainer.build(model.path)]
-        if not engines:
-            context = recipe.rollout.context or model.shape.max_positions
-            starting.append(start_pool(recipe, model=str(model.path), context=context, placement=placement, published=store))
-            if recipe.logprob.standalone:
-                seat = placement.of("logprob")[0]
-                started = start_server(recipe, model.path, device=placement.device, cpus=seat.cpus, gpus=seat.gpus, published=store)
-                starting.append(within(started, recipe.cluster.actor_deadline_s, "log-prob server, start"))
         say("starting the trainer" + ("" if engines else ", engines and log-prob server"))
-        told, *rest = await asyncio.gather(*starting)
-        for actor in rest:
-            stack.push_async_callback(actor.close)
-        if rest:
-            pool, server = rest[0], rest[1] if len(rest) > 1 else None
+        pool: ReplicaPool | None = None
+        server: LogprobServer | None = None
+        if engines:
+            built = await trainer.build(model.path)
+        else:
+            starting = (_pool(recipe, model, placement, store), _server(recipe, model, placement, store))
+            built, pool, server = await asyncio.gather(trainer.build(model.path), *starting)
+        for actor in (pool, server):
+            if actor is not None:
+                stack.push_async_callback(actor.close)
         if source.checkpoint is not None:
             await trainer.call("restore", str(source.checkpoint))
-        say(f"trainer ready: {told['parameters']:,} parameters" + (f", of {source.checkpoint.name}" if source.checkpoint else ""))
-        weights = WeightSync(recipe, trainer, pool, server, store.root)
-        first = pool.version + 1 if engines else 1
+        say(f"trainer ready: {built['parameters']:,} parameters" + (f", of {source.checkpoint.name}" if source.checkpoint else ""))
+        served = ServedEngines(engines)
+        sync = WeightSync(recipe, trainer, served if pool is None else pool, server, store.root)
+        first = served.version + 1 if engines else 1
         targets = len(engines) or recipe.rollout.replicas + (recipe.logprob.replicas if server is not None else 0)
-        return [await _one(weights, version, verify or version == first, targets) for version in range(first, first + repeat)]
+        return [await _one(sync, version, verify or version == first, targets) for version in range(first, first + repeat)]
 
 
-async def _one(weights: WeightSync, version: int, verify: bool, targets: int) -> Synced:
-    metrics = await weights(version, verify=verify)
-    await weights.kept()
+async def _pool(recipe: Recipe, model: HfFolder, placement: Placement, store: VersionStore) -> ReplicaPool:
+    context = recipe.rollout.context or model.shape.max_positions
+    return await start_pool(recipe, model=str(model.path), context=context, placement=placement, published=store)
+
+
+async def _server(recipe: Recipe, model: HfFolder, placement: Placement, store: VersionStore) -> LogprobServer | None:
+    if not recipe.logprob.standalone:
+        return None
+    seat = placement.of("logprob")[0]
+    starting = start_server(recipe, model.path, device=placement.device, cpus=seat.cpus, gpus=seat.gpus, published=store)
+    return await within(starting, recipe.cluster.actor_deadline_s, "log-prob server, start")
+
+
+async def _one(sync: WeightSync, version: int, verify: bool, targets: int) -> Synced:
+    metrics = await sync(version, verify=verify)
+    await sync.persisted()
     from mtpctl.sync.memory import copy_rate
 
-    assert weights.last is not None
-    nbytes, sent = weights.last.nbytes, weights.sent
-    link = None if weights.last.transport in PUSHED else copy_rate(max(plan.largest for plan in weights.last.sections.values()))
+    update = sync.last
+    assert update is not None
+    manifest, sent = update.manifest, update.sent
+    link = None if update.pushed else copy_rate(max(plan.largest for plan in manifest.sections.values()))
     return Synced(
         version,
-        weights.last.transport,
+        manifest.transport,
         targets,
-        nbytes,
+        manifest.nbytes,
         metrics["sync/seconds"],
         metrics["sync/publish_seconds"],
         metrics["sync/stall_seconds"],
         sent.wire_seconds,
-        nbytes / (sent.wire_seconds or metrics["sync/seconds"]) / 1e9,
+        manifest.nbytes / (sent.wire_seconds or metrics["sync/seconds"]) / 1e9,
         link,
-        sum(report.verified for report in weights.reports),
+        sum(report.verified for report in update.reports),
     )
 
 

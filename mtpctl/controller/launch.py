@@ -212,12 +212,8 @@ class Run:
         # All attempts of a sample end before the run gives up waiting for its batch.
         deadline_s = min(600.0, self.recipe.cluster.step_deadline_s / (ATTEMPTS + 1))
         scoring = None if server is None else Scoring(server, self.recipe.rollout.temperature, deadline_s)
-
-        weights = WeightSync(self.recipe, trainer, rollout, server, self.store.root)
-
-        async def sync(version: int) -> dict[str, float]:
-            return await weights(version) | (scoring.metrics() if scoring is not None else {})
-
+        beside = dict if scoring is None else scoring.metrics
+        sync = WeightSync(self.recipe, trainer, rollout, server, self.store.root, metrics=beside)
         checker = make_checker(self.recipe.data.checker)
         settle_heap()
         stage = RlStage(self.recipe, self.prepared, trainer, rollout, sync, checker, self.telemetry, self.state, scoring)
@@ -225,4 +221,4 @@ class Run:
             await stage.resume_buffer(*SampleBuffer.load(restored / "buffer.jsonl"))
         await stage.publish()
         await stage.run()
-        await weights.kept()
+        await sync.persisted()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from mtpctl.sync.adapter import AdapterReceiver
+from mtpctl.sync.adapter import AdapterReceiver, rank_of
 from mtpctl.sync.checksums import checksum
 from mtpctl.sync.manifest import SectionPlan
 from mtpctl.sync.protocol import PlanMismatch
@@ -32,7 +32,10 @@ class MergedAdapter(AdapterReceiver):
                 wrong.append(f"the adapter of {name} makes {layer.shape}, the served model has {tuple(shapes[name])}")
         if wrong:
             raise PlanMismatch(f"the adapter does not fit the log-prob replica: {'; '.join(wrong[:8])}")
-        self._scale = plan.config["lora_alpha"] / plan.config["r"]
+        alpha = plan.config.get("lora_alpha")
+        if not isinstance(alpha, int | float):
+            raise PlanMismatch("the adapter does not fit the log-prob replica: its config names no lora_alpha")
+        self._scale = alpha / rank_of(plan)
 
     @torch.no_grad()
     def over(self, name: str, weight: torch.Tensor) -> torch.Tensor:

@@ -40,12 +40,18 @@ class Layer:
     shape: tuple[int, int]
 
 
+def rank_of(plan: SectionPlan) -> int:
+    """The rank that an adapter's config names, 0 where it names none."""
+    rank = plan.config.get("r")
+    return rank if isinstance(rank, int) else 0
+
+
 def layers_of(plan: SectionPlan) -> dict[str, Layer]:
     """The layers of an adapter by the Hugging Face names of their weights.
 
     Raises PlanMismatch with everything because of which the plan is no LoRA adapter of the rank that its config names.
     """
-    rank = plan.config.get("r")
+    rank = rank_of(plan)
     pairs: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     wrong: list[str] = []
     for name, entry in plan.tensors().items():
@@ -70,18 +76,19 @@ def layers_of(plan: SectionPlan) -> dict[str, Layer]:
     return layers
 
 
-def check_fits(layers: dict[str, Layer], rank: int, model: nn.Module, *, rename: Renamer | None, ranks: Ranks, room: int | None) -> None:
-    """Hold an adapter of `rank` against a live model that keeps `room` for adapters (None: takes none).
+def check_fits(plan: SectionPlan, model: nn.Module, *, rename: Renamer | None, ranks: Ranks, room: int | None) -> None:
+    """Compare an adapter with a live model that keeps `room` for adapters, a rank (None: it takes none).
 
     Raises PlanMismatch with every layer that the model does not have, keeps no adapter for, or has in another shape.
     """
     if room is None:
         raise PlanMismatch("this engine was started without room for adapters (enable_lora, max_lora_rank)")
+    rank = rank_of(plan)
     if rank > room:
         raise PlanMismatch(f"the adapter has rank {rank}, this engine was started with max_lora_rank {room}")
     live = dict(model.named_parameters(remove_duplicate=False))
     wrong = []
-    for name, layer in layers.items():
+    for name, layer in layers_of(plan).items():
         slot = resolve(name, live, rename)
         if slot is None:
             wrong.append(f"{name} resolves to nothing")

@@ -6,9 +6,15 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from mtpctl.plan.buckets import Bucket, Entry
+
+Section = Literal["target", "draft", "adapter"]
+"""What moves: the policy, its MTP layers, or a LoRA adapter of the policy."""
+
+type JsonObject = dict[str, Any]
+"""As `json.loads` makes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +26,7 @@ class SectionPlan:
 
     buckets: tuple[Bucket, ...]
     checksums: dict[str, str] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, object] = field(default_factory=dict)
 
     @property
     def largest(self) -> int:
@@ -47,7 +53,7 @@ class Manifest:
     version: int
     transport: str
     address: str
-    sections: dict[str, SectionPlan]
+    sections: dict[Section, SectionPlan]
     store: str = ""
 
     @property
@@ -55,12 +61,12 @@ class Manifest:
         """Bytes of all sections."""
         return sum(section.nbytes for section in self.sections.values())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """JSON-ready form."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Manifest:
+    def from_dict(cls, data: JsonObject) -> Manifest:
         """Inverse of `to_dict`, also after JSON has turned tuples into lists."""
         sections = {
             name: SectionPlan(buckets_from(section["buckets"]), dict(section["checksums"]), dict(section.get("config", {})))
@@ -69,18 +75,18 @@ class Manifest:
         return cls(data["version"], data["transport"], data["address"], sections, data.get("store", ""))
 
 
-def buckets_from(data: list[dict[str, Any]]) -> tuple[Bucket, ...]:
+def buckets_from(data: list[JsonObject]) -> tuple[Bucket, ...]:
     """Buckets from their JSON form."""
     return tuple(_bucket(bucket) for bucket in data)
 
 
 @lru_cache(maxsize=8)
 def layout(buckets: tuple[Bucket, ...]) -> tuple[str, str]:
-    """The JSON form of a section's buckets, and a short name of it: what receivers need but once."""
+    """The JSON form of a section's buckets, and a short name of it: receivers are sent the form once, and later the name alone."""
     text = json.dumps([asdict(bucket) for bucket in buckets])
     return text, hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _bucket(data: dict[str, Any]) -> Bucket:
+def _bucket(data: JsonObject) -> Bucket:
     entries = (Entry(**{**entry, "shape": tuple(entry["shape"]), "aliases": tuple(entry["aliases"])}) for entry in data["entries"])
     return Bucket(data["index"], tuple(entries))

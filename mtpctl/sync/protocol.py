@@ -11,9 +11,8 @@ from typing import Literal, Protocol
 
 from mtpctl.errors import RuntimeFailure
 from mtpctl.plan.buckets import Bucket
-from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.manifest import Manifest, Section
 
-Section = Literal["target", "draft", "adapter"]
 PauseMode = Literal["keep", "abort", "wait"]
 ABORTED_BY_SENDER = "the weight update was aborted by its sender"
 """Text of the error that ends an update on purpose, also where it comes back from another process."""

@@ -1,172 +1,108 @@
-"""The sender of a pushing transport: the trainer rank that every receiver takes its buckets from.
+"""The sender of a pushing transport, `ipc` or `nccl`: the trainer rank that every receiver takes its buckets from.
 
-A version has three steps. `announce` says what comes and where to meet; nothing has moved yet. `send` packs and sends while the
-receivers take in. `keep` fills the host's version store, when generation goes on already: from a second export into host memory,
-which is pinned where there is a card, and from there to the store by a thread beside the trainer's next update. Until that is
-done, the store's newest version is the one before; a replica that restarts meanwhile waits for the one that its fellows serve.
+It has a method for each state of a `WeightUpdate`. `announce` says what comes and where receivers meet; nothing has moved yet. `send`
+packs and sends while they receive. `persist` copies the version for the store, when generation goes on already: from a second export
+into host memory, and from there to the store by a thread. Until that is done the store's newest version is the one before.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
-from threading import Event, Thread
-from typing import Any
+from typing import Unpack
 
 import torch
+from torch.distributed import TCPStore
 
 from mtpctl.cluster.meeting import host_store
-from mtpctl.plan.buckets import Bucket
 from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.packing import Checksums, Export, Packer, PackingOptions
+from mtpctl.sync.persist import StoreWorker
 from mtpctl.sync.protocol import SyncError
-from mtpctl.sync.publisher import Export, Packing
 from mtpctl.sync.store import VersionStore
-from mtpctl.sync.transports.base import BucketWriter, Sent
+from mtpctl.sync.transports.base import PushWriter, Sent, open_writer
 from mtpctl.sync.transports.control import Address, Control
-from mtpctl.sync.transports.shm import NAME as SHM
-from mtpctl.sync.transports.shm import Writer as StoreWriter
-
-WRITERS = 8
-"""Threads that fill the store, at most: one for each `CORES_A_WRITER`."""
-CORES_A_WRITER = 4
-STAND_BY_S = 1.0
-"""Seconds for which a thread that fills the store waits at a time for a version on its way to the receivers."""
 
 
-class Sender(Packing):
-    """Sends versions over `transport` from tensors on `device`, and keeps them in `store`. Other options are those of `Packing`."""
+class Sender(Packer):
+    """Sends versions over `transport` from tensors on `device`, and persists them in `store`."""
 
     def __init__(
-        self, store: VersionStore, transport: str, device: torch.device | str, *, deadline_s: float = 120.0, host: str = "", **options: Any
+        self,
+        store: VersionStore,
+        transport: str,
+        device: torch.device | str,
+        *,
+        deadline_s: float = 120.0,
+        host: str = "",
+        **options: Unpack[PackingOptions],
     ) -> None:
         super().__init__(**options)
         self.store, self.transport, self.device, self.deadline_s = store, transport, torch.device(device), deadline_s
         self._host = host
-        self._meeting: Any = None
+        self._meeting: TCPStore | None = None
         self._groups = 0
-        self._members: tuple[str, ...] | None = None
-        self._writer: Any = None
-        self._sending: Manifest | None = None
-        self._staged = _Staging(self.device)
-        self._keeping: Thread | None = None
-        self._failure: BaseException | None = None
-        self._idle = Event()
-        self._idle.set()
+        self._members: tuple[str, ...] = ()
+        self._writer: PushWriter | None = None
+        self._announced: Manifest | None = None
+        self._store_worker = StoreWorker(store, pinned=self.device.type == "cuda")
 
-    def announce(self, version: int, members: list[str], checksums: Mapping[str, dict[str, str]] | None = None) -> Manifest:
-        """What `version` will be, for receivers of these names, one a rank. `learn` comes first; its checksums go along.
+    def announce(self, version: int, members: list[str], checksums: Checksums | None = None) -> Manifest:
+        """What `version` will be, for receivers of these names, one a rank. `plan_from` comes first; its checksums go along.
 
-        Receivers that are others than last time, or a fault last time, get a group of a new name. Raises what keeping the version
+        Receivers that are others than last time, or a fault last time, get a group of a new name. Raises what persisting the version
         before raised.
         """
-        self._raise_failure()
-        self._idle.clear()
-        self._leave_broken()
-        if self._writer is None or self._members != tuple(members):
-            self._open(members)
-        plans = self.section_plans(checksums or {})
-        address = str(self._writer.control.address)
-        self._sending = Manifest(version, self.transport, address, plans, str(self.store.root.absolute()))
-        return self._sending
-
-    def _leave_broken(self) -> None:
-        """Leave a group that a receiver has given up, perhaps after everything was sent: in it nobody goes on."""
-        if self._writer is not None:
-            try:
-                self._writer.control.look()
-            except SyncError as error:
-                self._writer.fail(str(error))
-                self._writer = None
-
-    def _open(self, members: list[str]) -> None:
-        self.close()
-        if self._meeting is None:
-            self._meeting = host_store(self._host)
-        self._groups += 1
-        address = Address(self._meeting.host, self._meeting.port, f"group-{self._groups}", len(members), self.deadline_s)
-        writer = import_module(f"mtpctl.sync.transports.{self.transport}").Writer
-        largest = max(bucket.nbytes for buckets in self.plans.values() for bucket in buckets)
-        self._writer = writer(Control(self._meeting, address), self.device, largest)
-        self._members = tuple(members)
+        self._store_worker.stand_by()
+        writer = self._writer_for(tuple(members))
+        address = str(writer.control.address)
+        self._announced = Manifest(version, self.transport, address, self.section_plans(checksums or {}), str(self.store.root.absolute()))
+        return self._announced
 
     def send(self, export: Export) -> Sent:
         """Pack and send what was announced. `export` yields section after section, in the order of the announced plan.
 
         Raises SyncError where a receiver fails, and PlanMismatch where the export differs from the plan; the group is over then.
         """
-        assert self._sending is not None, "announce comes first"
-        ordered = _InOrder(self._writer, self._sending)
+        writer, announced = self._under_way()
         try:
-            self.pack(self._cast(export), ordered)
-            sent: Sent = self._writer.finish()
+            self.pack(announced.version, self.cast(export), writer)
+            return writer.finish()
         except BaseException as error:
-            self._writer.fail(f"the sender of the weights gave up: {error}")
-            self._writer = None
+            self._give_up(writer, f"the sender of the weights gave up: {error}")
             raise
         finally:
-            self._idle.set()
-        return sent
+            self._store_worker.go_on()
+
+    def persist(self, export: Export) -> None:
+        """Copy the version that was sent into host memory, and have it written to the store. Returns once the weights may change.
+
+        There is one such copy: where the version before is still being written from it, this waits.
+        """
+        announced = self._announced
+        assert announced is not None, "announce comes first"
+        self._store_worker.flush()
+        # What moved once (the base weights of an adapter) needs no memory for a copy any more.
+        self._store_worker.copy.drop_all_but(self.moving)
+        self.pack(announced.version, self.cast(export), self._store_worker.copy)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        self._store_worker.start(announced)
+
+    def flush(self) -> None:
+        """Return once the version persisted last is in the store. Raises what writing it raised."""
+        self._store_worker.flush()
 
     def probe(self, number: int) -> Sent:
         """Send buckets of the announced plan's sizes, whatever is in the buffers: what the link can do, without packing.
 
         `number` tells probes apart; receivers take part by `EngineTarget.probe`.
         """
-        assert self._sending is not None, "announce comes first"
-        for section, plan in self._sending.sections.items():
-            self._writer.begin(-number, section)
+        writer, announced = self._under_way()
+        for section, plan in announced.sections.items():
+            writer.begin(-number, section)
             for bucket in plan.buckets:
-                self._writer.buffer(section, bucket)
-                self._writer.send(section, bucket)
-        sent: Sent = self._writer.finish()
-        return sent
-
-    def keep(self, export: Export) -> None:
-        """Copy the version that was sent into host memory, and have it written to the store. Returns once the weights may change.
-
-        There is one such copy: where the version before is still being written from it, this waits.
-        """
-        assert self._sending is not None
-        self.flush()
-        # What moved once (the weights beneath an adapter) needs no memory for a copy any more.
-        self._staged.held = {place: copy for place, copy in self._staged.held.items() if place[0] in self.moving}
-        self.pack(self._cast(export), self._staged)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        self._keeping = Thread(target=self._write, args=(self._sending,), name="version-store", daemon=True)
-        self._keeping.start()
-
-    def _write(self, sent: Manifest) -> None:
-        try:
-            folder = self.store.prepare(sent.version)
-            writer = StoreWriter(folder)
-
-            def write(place: tuple[str, Bucket]) -> None:
-                section, bucket = place
-                # What generation stands for comes first: cores and memory are its own meanwhile.
-                writer.put(section, bucket, self._staged.held[section, bucket.index], lambda: self._idle.wait(STAND_BY_S))
-
-            # Fresh pages of shared memory come at the pace of one core each; writing holds no lock of the interpreter.
-            with ThreadPoolExecutor(max(1, min(WRITERS, (os.cpu_count() or 1) // CORES_A_WRITER))) as pool:
-                list(pool.map(write, [(section, bucket) for section, plan in sent.sections.items() for bucket in plan.buckets]))
-            self.store.commit(Manifest(sent.version, SHM, str(folder.absolute()), sent.sections, sent.store))
-        except BaseException as error:
-            self._failure = error
-
-    def flush(self) -> None:
-        """Return once the version kept last is in the store. Raises what writing it raised."""
-        if self._keeping is not None:
-            self._idle.set()
-            self._keeping.join()
-            self._keeping = None
-        self._raise_failure()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+                writer.buffer(section, bucket)
+                writer.send(section, bucket)
+        return writer.finish()
 
     def close(self) -> None:
         """Leave the group; the next version has another one."""
@@ -174,46 +110,33 @@ class Sender(Packing):
             self._writer.close()
             self._writer = None
 
+    def _under_way(self) -> tuple[PushWriter, Manifest]:
+        assert self._writer is not None and self._announced is not None, "announce comes first"
+        return self._writer, self._announced
 
-class _InOrder(BucketWriter):
-    """The transport's writer, told of each section when its first bucket is due."""
+    def _writer_for(self, members: tuple[str, ...]) -> PushWriter:
+        """The writer of the group of these receivers: the last version's, or that of a new group."""
+        self._leave_failed_group()
+        if self._writer is not None and self._members == members:
+            return self._writer
+        self.close()
+        if self._meeting is None:
+            self._meeting = host_store(self._host)
+        self._groups += 1
+        address = Address(self._meeting.host, self._meeting.port, f"group-{self._groups}", len(members), self.deadline_s)
+        largest = max(bucket.nbytes for buckets in self.plans.values() for bucket in buckets)
+        self._writer = open_writer(self.transport, Control(self._meeting, address), self.device, largest)
+        self._members = members
+        return self._writer
 
-    in_order = True
+    def _leave_failed_group(self) -> None:
+        """A receiver may have given up after everything was sent: nothing can be sent in that group any more."""
+        if self._writer is not None:
+            try:
+                self._writer.control.look()
+            except SyncError as error:
+                self._give_up(self._writer, str(error))
 
-    def __init__(self, writer: Any, manifest: Manifest) -> None:
-        self.writer, self.version = writer, manifest.version
-        self.left = {section: len(plan.buckets) for section, plan in manifest.sections.items()}
-        self.section = ""
-
-    def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
-        if section != self.section:
-            due = next(name for name, left in self.left.items() if left)
-            if section != due:
-                raise SyncError(f"the export came to section {section} before section {due} was complete")
-            self.writer.begin(self.version, section)
-            self.section = section
-        buffer: torch.Tensor = self.writer.buffer(section, bucket)
-        return buffer
-
-    def send(self, section: str, bucket: Bucket) -> None:
-        self.writer.send(section, bucket)
-        self.left[section] -= 1
-
-
-class _Staging(BucketWriter):
-    """Host memory of a whole version, allocated once, pinned where a card copies into it."""
-
-    in_order = True
-
-    def __init__(self, device: torch.device) -> None:
-        self.pinned = device.type == "cuda"
-        self.held: dict[tuple[str, int], torch.Tensor] = {}
-
-    def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
-        place = section, bucket.index
-        if place not in self.held:
-            self.held[place] = torch.empty(bucket.nbytes, dtype=torch.uint8, pin_memory=self.pinned)
-        return self.held[place]
-
-    def send(self, section: str, bucket: Bucket) -> None:
-        pass
+    def _give_up(self, writer: PushWriter, why: str) -> None:
+        writer.fail(why)
+        self._writer = None

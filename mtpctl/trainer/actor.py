@@ -1,4 +1,4 @@
-"""Trainer ranks as Ray actors, and the group of them that the controller talks to."""
+"""One trainer rank: the Ray actor that holds the Megatron engine, trains it, and sends its weights."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from mtpctl.cluster.heap import importing, settle_heap
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Sample
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import Section
-from mtpctl.sync.transports.base import Sent
+from mtpctl.sync.manifest import Manifest, Section
 from mtpctl.trainer.profile import UpdateProfile
 from mtpctl.trainer.sending import WeightSource
 
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from mtpctl.checkpoint.sharded import Save
+    from mtpctl.trainer.engine import MegatronEngine
 
 
 def threads_in(recipe: Recipe, stage: str, cores: int) -> int:
@@ -44,12 +43,17 @@ class Parameters(TypedDict):
     trained: int
 
 
-class TrainerRank:
-    """One rank of the trainer: an engine, with the updates of both stages. All ranks are called together, with the same arguments."""
+class TrainerRank(WeightSource):
+    """One rank of the trainer: an engine, the updates of both stages, and the source of its weights.
+
+    All ranks are called together, with the same arguments.
+    """
+
+    engine: MegatronEngine
 
     def __init__(self, recipe_json: str, rank: int, world_size: int) -> None:
-        self.recipe = Recipe.model_validate_json(recipe_json)
-        self.rank, self.world_size = rank, world_size
+        super().__init__(Recipe.model_validate_json(recipe_json), rank)
+        self.world_size = world_size
         self.reference: list[torch.Tensor] | None = None
         self.ahead = False  # whether the weights were updated after the version published last
         self.saving: Save
@@ -88,7 +92,6 @@ class TrainerRank:
             adapter_seed=self.recipe.seed,
         )
         self.engine = MegatronEngine(HfFolder.open(folder), config, Rank(self.rank, self.world_size, master))
-        self.weights = WeightSource(self.recipe, self.engine, self.rank)
         settle_heap()
         held, trained = self.engine.parameters
         return {"parameters": held, "trained": trained}
@@ -242,23 +245,9 @@ class TrainerRank:
             metrics["rollout_corr/abs_diff_same_version"] = float(((old - behaviour).abs() * same).sum() / same.sum())
         return metrics
 
-    def publish(self, version: int, store: str, checksums: bool, sections: tuple[Section, ...]) -> Manifest | None:
-        """See `WeightSource.publish`."""
+    def plan_weights(self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]) -> Manifest | None:
         self.ahead = False
-        return self.weights.publish(version, store, checksums, sections)
-
-    def announce(self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]) -> Manifest | None:
-        """See `WeightSource.announce`."""
-        self.ahead = False
-        return self.weights.announce(version, store, members, checksums, sections)
-
-    def send(self) -> Sent | None:
-        """See `WeightSource.send`."""
-        return self.weights.send()
-
-    def keep(self) -> None:
-        """See `WeightSource.keep`."""
-        self.weights.keep()
+        return super().plan_weights(version, store, members, checksums, sections)
 
     def begin_save(self, path: str) -> str:
         """Start writing a checkpoint of the engine. Returns the temporary folder; files put there become part of the checkpoint."""

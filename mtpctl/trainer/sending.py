@@ -1,103 +1,138 @@
-"""A trainer rank's part in a weight version: all ranks export, rank 0 plans, packs and sends."""
+"""A trainer rank's part in a weight update: all ranks export, since an export gathers over them; rank 0 plans, packs and sends."""
 
 from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Protocol
 
 from mtpctl.recipe.schema import Recipe
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import Section
+from mtpctl.sync.manifest import Manifest, Section
 from mtpctl.sync.transports.base import Sent
+
+if TYPE_CHECKING:
+    import torch
+
+    from mtpctl.convert.hf_folder import HfFolder
+    from mtpctl.sync.packing import Checksums
+    from mtpctl.sync.publisher import Publisher
+    from mtpctl.sync.sender import Sender
+
+type Tensors = Iterator[tuple[str, torch.Tensor]]
+
+
+class ExportingEngine(Protocol):
+    """A `MegatronEngine`, or what exports as it does."""
+
+    @property
+    def folder(self) -> HfFolder: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def export(self, sections: Collection[str], *, merged: bool) -> Tensors: ...
+
+    def export_adapter(self) -> Tensors: ...
 
 
 class WeightSource:
-    """The weights of an engine, on their way out. Ranks are called together, with the same arguments; rank 0 answers.
+    """The weights of `engine` for a `WeightUpdate`, which calls a method of all ranks for each of its states; rank 0 answers."""
 
-    A version is either published in one step (`publish`), or pushed in three: `announce`, `send`, `keep`.
-    """
+    engine: ExportingEngine
 
-    def __init__(self, recipe: Recipe, engine: Any, rank: int) -> None:
-        self.recipe, self.engine, self.rank = recipe, engine, rank
-        self.packing: Any = None
-        self._learned = False
-        self._moving: tuple[Section, ...] = ()
+    def __init__(self, recipe: Recipe, rank: int, engine: ExportingEngine | None = None) -> None:
+        self.recipe, self.rank = recipe, rank
+        if engine is not None:
+            self.engine = engine
+        self._sender: Publisher | Sender | None = None
+        self._planned = False
+        self._sections: tuple[Section, ...] = ()
 
-    def publish(self, version: int, store: str, checksums: bool, sections: tuple[Section, ...]) -> Manifest | None:
-        """Export these sections into the version store of this host, from which receivers draw."""
-        self._begin(sections, store)
-        if not self._learned:
-            self._exported(self._learn)
-        self._learned = True
-        return self._exported(lambda export: self.packing.publish(export, version, checksums=checksums))
+    def plan_weights(self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]) -> Manifest | None:
+        """Say what `version` will be: these sections, in which buckets, and where receivers find or meet them.
 
-    def announce(self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]) -> Manifest | None:
-        """Say what a pushed version of these sections will be, to receivers of these names."""
-        self._begin(sections, store)
-        sums: dict[str, dict[str, str]] = {}
-        if checksums or not self._learned:
-            sums = self._exported(lambda export: self._learn(export, checksums=checksums))
-        self._learned = True
-        return self.packing.announce(version, members, sums) if self.rank == 0 else None
-
-    def send(self) -> Sent | None:
-        """Send what was announced, while the receivers take it in."""
-        return self._exported(lambda export: self.packing.send(export))
-
-    def keep(self) -> None:
-        """Copy what was sent for the version store; a thread writes it there while training goes on."""
-        self._exported(lambda export: self.packing.keep(export))
-
-    def _begin(self, sections: tuple[Section, ...], store: str) -> None:
-        self._moving = sections
+        By `shm` the buckets are in `store` when this returns. Otherwise nothing has moved, and `members` names the receivers.
+        """
+        self._sections = sections
         if self.rank == 0:
-            if self.packing is None:
-                self.packing = self._made(store)
-            self.packing.moving = sections
+            self._sender = self._sender or self._new_sender(store)
+            self._sender.moving = sections
+        if self.recipe.sync.transport == "shm":
+            if not self._planned:
+                self._on_rank_0(lambda export: self._plan_from(export))
+            self._planned = True
+            return self._on_rank_0(lambda export: self._publisher.publish(export, version, checksums=checksums))
+        sums: Checksums | None = None
+        if checksums or not self._planned:
+            sums = self._on_rank_0(lambda export: self._plan_from(export, checksums=checksums))
+        self._planned = True
+        return self._pusher.announce(version, members, sums) if self.rank == 0 else None
 
-    def _made(self, store: str) -> Any:
-        """What packs and sends, by the recipe's transport. The first version has every section."""
+    def transfer_weights(self) -> Sent | None:
+        """Send the buckets that were planned, while the receivers take them."""
+        return self._on_rank_0(lambda export: self._pusher.send(export))
+
+    def persist_weights(self) -> None:
+        """Copy what was sent for the version store; a thread writes it there while training goes on."""
+        self._on_rank_0(lambda export: self._pusher.persist(export))
+
+    @property
+    def _publisher(self) -> Publisher:
+        from mtpctl.sync.publisher import Publisher
+
+        assert isinstance(self._sender, Publisher)
+        return self._sender
+
+    @property
+    def _pusher(self) -> Sender:
+        from mtpctl.sync.sender import Sender
+
+        assert isinstance(self._sender, Sender), "plan_weights comes first"
+        return self._sender
+
+    def _new_sender(self, store: str) -> Publisher | Sender:
+        """The sender of the recipe's transport. The first version has every section."""
         from mtpctl.families.tensors import section_of
         from mtpctl.plan.wire import ADAPTER_PREFIX
+        from mtpctl.sync.packing import PackingOptions
         from mtpctl.sync.publisher import Publisher
         from mtpctl.sync.sender import Sender
         from mtpctl.sync.store import VersionStore
 
         shape, sync = self.engine.folder.shape, self.recipe.sync
-        options: dict[str, Any] = {
+        options: PackingOptions = {
             "bucket_bytes": sync.bucket_bytes,
-            "sections": self._moving,
+            "sections": self._sections,
             "section_of": lambda name: "adapter" if name.startswith(ADAPTER_PREFIX) else section_of(name, shape),
         }
         if sync.transport == "shm":
             return Publisher(VersionStore(store), **options)
         return Sender(VersionStore(store), sync.transport, self.engine.device, deadline_s=sync.deadline_s, **options)
 
-    def _exported(self, use: Callable[[Iterator[Any]], Any]) -> Any:
-        """What rank 0 makes of an export that every rank takes part in, to its end, whatever becomes of it on rank 0."""
-        export = itertools.chain.from_iterable(map(self._section, self._moving))
+    def _on_rank_0[T](self, use: Callable[[Tensors], T]) -> T | None:
+        """What rank 0 makes of an export. Every rank takes part in the export to its end, whatever becomes of it on rank 0."""
+        export = itertools.chain.from_iterable(map(self._section, self._sections))
         try:
             return use(export) if self.rank == 0 else None
         finally:
             collections.deque(export, maxlen=0)
 
-    def _section(self, section: Section) -> Iterator[Any]:
-        """One section's tensors. Where the adapter travels by itself, the target is what lies beneath it."""
+    def _section(self, section: Section) -> Tensors:
+        """One section's tensors. Where the adapter travels by itself, the target is its base weights."""
         if section == "adapter":
-            tensors: Iterator[Any] = self.engine.export_adapter()
-            return tensors
+            return self.engine.export_adapter()
         return self.engine.export(sections=(section,), merged="adapter" not in self.recipe.sync.sections)
 
-    def _learn(self, export: Iterator[Any], *, checksums: bool = False) -> dict[str, dict[str, str]]:
-        """Plan, unless it is planned already. What PEFT has to be told of an adapter is known then."""
+    def _plan_from(self, export: Tensors, *, checksums: bool = False) -> Checksums:
+        """Plan the buckets, unless there is a plan. What PEFT has to be told of an adapter is known then. Returns checksums if asked."""
         from mtpctl.convert.adapters import peft_config
         from mtpctl.families.tensors import aliases
 
+        assert self._sender is not None
         folder, lora = self.engine.folder, self.recipe.train.lora
-        sums: dict[str, dict[str, str]] = self.packing.learn(export, aliases(folder.shape), checksums=checksums)
-        if lora is not None and "adapter" in self._moving:
-            names = [entry.name for bucket in self.packing.plans["adapter"] for entry in bucket.entries]
-            self.packing.config["adapter"] = peft_config(names, lora, str(folder.path))
+        sums = self._sender.plan_from(export, aliases(folder.shape), checksums=checksums)
+        if lora is not None and "adapter" in self._sections:
+            names = [entry.name for bucket in self._sender.plans["adapter"] for entry in bucket.entries]
+            self._sender.config["adapter"] = peft_config(names, lora, str(folder.path))
         return sums

@@ -49,12 +49,12 @@ class Trainer:
     async def call(self, method: str, *args: Any) -> Any:
         if method == self.fails:
             raise RuntimeFailure(f"the trainer cannot {method}")
-        if method == "publish":
-            return manifest(args[0])
-        if method == "announce":
+        if method == "plan_weights":
+            if not args[2]:
+                return manifest(args[0])
             self.members.append(args[2])
             return replace(manifest(args[0]), transport="ipc", address="tcp://127.0.0.1:1/group?receivers=1&deadline_s=1")
-        return Sent() if method == "send" else None
+        return Sent() if method == "transfer_weights" else None
 
 
 class Engine:
@@ -173,7 +173,7 @@ async def test_what_fails_leaves_the_server_serving(transport: str, root: Path) 
         await sync(1)
     assert len(world.engine.paused_at) == (2 if transport == "ipc" else 1)
     await world.serves(1)
-    world.engine.refusals, world.trainer.fails = 0, "announce" if transport == "ipc" else "publish"
+    world.engine.refusals, world.trainer.fails = 0, "plan_weights"
     with pytest.raises(RuntimeFailure, match="the trainer cannot"):
         await sync(2)
     await world.serves(1)
@@ -219,7 +219,7 @@ class Announcing(Trainer):
         self.meanwhile, self.meeting = meanwhile, host_store("127.0.0.1")
 
     async def call(self, method: str, *args: Any) -> Any:
-        if method != "announce":
+        if method != "plan_weights":
             return await super().call(method, *args)
         self.members.append(args[2])
         await self.meanwhile()

@@ -219,7 +219,7 @@ def test_a_tied_head_on_a_stage_of_its_own_is_that_of_the_new_version(run: Loop,
     same = {"lm_head.weight": "model.embed_tokens.weight"}
     sends = Publisher(VersionStore(tmp_path / "versions"), bucket_bytes=1 << 16, sections=("target",))
     target = {name: value for name, value in weights.items() if name not in same}
-    sends.learn(iter(target.items()), same)
+    sends.plan_from(iter(target.items()), same)
     manifest = sends.publish(iter(target.items()), 1)
     layout = {"mtp": MtpConfig(mode="off"), "parallel": ParallelConfig(pp=2), "keep_previous": True}
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from mtpctl.plan.wire import ADAPTER_PREFIX
-from mtpctl.sync.publisher import Publisher, default_section
+from mtpctl.sync.packing import default_section
+from mtpctl.sync.publisher import Publisher
 from mtpctl.sync.store import VersionStore
 
 RANK, ALPHA = 4, 8.0

@@ -13,7 +13,7 @@ import torch
 
 from mtpctl.plan.buckets import TensorSpec
 from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.publisher import Export
+from mtpctl.sync.packing import Export
 from mtpctl.sync.receiver import pieces
 from mtpctl.sync.sender import Sender
 from mtpctl.sync.store import VersionStore
@@ -44,9 +44,9 @@ def send_version(pipe: Any, over: Sender, version: int, members: list[str], expo
     `sending`: an export that comes in place of the one that was learnt, for faults.
     """
     try:
-        pipe.send(over.announce(version, members, over.learn(export, checksums=True)))
+        pipe.send(over.announce(version, members, over.plan_from(export, checksums=True)))
         sent = over.send(export if sending is None else sending)
-        over.keep(export)
+        over.persist(export)
         over.flush()
         pipe.send(sent)
     except Exception as error:

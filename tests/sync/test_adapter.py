@@ -77,7 +77,7 @@ ALL = tuple(f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down"
 
 class TestFit:
     def check(self, delta: adapters.Tensors, tmp_path: Path, model: nn.Module, room: int | None = 8) -> None:
-        check_fits(layers_of(plan_of(delta, tmp_path)), adapters.RANK, model, rename=None, ranks=Ranks(), room=room)
+        check_fits(plan_of(delta, tmp_path), model, rename=None, ranks=Ranks(), room=room)
 
     def test_of_what_fits(self, tmp_path: Path) -> None:
         self.check(adapters.adapter(BASE, 0), tmp_path, live(*ALL))

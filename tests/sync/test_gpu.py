@@ -26,7 +26,7 @@ from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.publisher import spec_of
+from mtpctl.sync.packing import spec_of
 from mtpctl.sync.sender import Sender
 from mtpctl.sync.session import SyncReport, or_cancel, update_target
 from mtpctl.sync.store import VersionStore

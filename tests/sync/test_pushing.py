@@ -82,7 +82,7 @@ def test_what_was_sent_is_kept_for_those_who_come_later(tmp_path: Path, pair: li
     sends.send(model(1).items())
     pair[0].taken()
     assert sends.store.versions() == []
-    sends.keep(model(1).items())
+    sends.persist(model(1).items())
     sends.flush()
     kept = newest(sends.store)
     assert kept is not None and (kept.version, kept.transport) == (1, "shm")
@@ -107,7 +107,7 @@ def test_a_slow_store_holds_no_later_version_up(tmp_path: Path, pair: list[Recei
         sends.send(model(version).items())
         assert equal(pair[0].taken(), version)
         if version == 1:
-            sends.keep(model(version).items())
+            sends.persist(model(version).items())
     assert sends.store.versions() == []
     written.set()
     sends.flush()
@@ -117,7 +117,7 @@ def test_a_slow_store_holds_no_later_version_up(tmp_path: Path, pair: list[Recei
 
 def test_the_store_waits_while_a_version_is_on_its_way(tmp_path: Path, pair: list[Receiver], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpctl.sync.transports.shm.PIECE", 8)
-    monkeypatch.setattr("mtpctl.sync.sender.STAND_BY_S", 30.0)
+    monkeypatch.setattr("mtpctl.sync.persist.STAND_BY_S", 30.0)
     begun, upstream = Event(), StoreWriter.put
 
     def told(self: StoreWriter, section: str, bucket: Bucket, data: torch.Tensor, before: Any) -> None:
@@ -137,7 +137,7 @@ def test_the_store_waits_while_a_version_is_on_its_way(tmp_path: Path, pair: lis
     pair[0].take(sends.announce(1, ["a"]))
     sends.send(model(1).items())
     assert equal(pair[0].taken(), 1)
-    sends.keep(model(1).items())
+    sends.persist(model(1).items())
     assert begun.wait(10)
     manifest = sends.announce(2, ["a"])
     time.sleep(0.1)

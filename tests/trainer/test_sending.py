@@ -48,13 +48,13 @@ class Engine:
 
 def source(engine: Engine, rank: int = 0, **recipe: Any) -> WeightSource:
     sync = {"transport": "shm", "bucket_bytes": 4096, **recipe.pop("sync", {})}
-    return WeightSource(Recipe.model_validate({"sync": sync, **recipe}), engine, rank)
+    return WeightSource(Recipe.model_validate({"sync": sync, **recipe}), rank, engine)
 
 
 def test_only_rank_0_packs_and_every_rank_exports_as_much(tmp_path: Path) -> None:
     first, second = Engine(dict(BASE)), Engine(dict(BASE))
-    manifest = source(first).publish(1, str(tmp_path), True, WHOLE)
-    assert source(second, rank=1).publish(1, str(tmp_path), True, WHOLE) is None
+    manifest = source(first).plan_weights(1, str(tmp_path), [], True, WHOLE)
+    assert source(second, rank=1).plan_weights(1, str(tmp_path), [], True, WHOLE) is None
     assert manifest is not None and set(manifest.sections) == {"target", "draft"}
     assert {name for plan in manifest.sections.values() for name in plan.checksums} == set(BASE)
     assert first.yielded == second.yielded == 2 * len(BASE), "once to plan, once to send"
@@ -64,19 +64,19 @@ def test_only_rank_0_packs_and_every_rank_exports_as_much(tmp_path: Path) -> Non
 def test_what_fails_on_rank_0_leaves_no_other_rank_waiting_in_the_export(tmp_path: Path) -> None:
     engine = Engine(dict(BASE))
     weights = source(engine)
-    weights.publish(1, str(tmp_path), False, WHOLE)
+    weights.plan_weights(1, str(tmp_path), [], False, WHOLE)
     engine.tensors, engine.yielded = BASE | {"model.norm.weight": torch.zeros(3)}, 0
     with pytest.raises(PlanMismatch, match=r"model\.norm\.weight \(3,\)"):
-        weights.publish(2, str(tmp_path), False, WHOLE)
+        weights.plan_weights(2, str(tmp_path), [], False, WHOLE)
     assert engine.yielded == len(BASE)
 
 
 def test_an_adapters_base_goes_along_once_and_its_config_always(tmp_path: Path) -> None:
     engine = Engine(adapters.adapter(BASE, 0) | BASE)
     weights = source(engine, sync={"sections": ["adapter", "draft"]}, train={"lora": {"rank": adapters.RANK, "alpha": 8}})
-    first = weights.publish(1, str(tmp_path), True, FIRST)
+    first = weights.plan_weights(1, str(tmp_path), [], True, FIRST)
     engine.tensors = adapters.adapter(BASE, 1) | BASE
-    second = weights.publish(2, str(tmp_path), True, LATER)
+    second = weights.plan_weights(2, str(tmp_path), [], True, LATER)
     assert first is not None and second is not None
     assert (set(first.sections), set(second.sections)) == (set(FIRST), set(LATER))
     assert not engine.merged, "the base is what lies beneath the adapter"

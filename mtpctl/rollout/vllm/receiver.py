@@ -117,7 +117,7 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
     def _adapter(self, plan: SectionPlan) -> AdapterReceiver:
         receiver, lora = AdapterReceiver(plan), self.vllm_config.lora_config
         room = None if lora is None else int(lora.max_lora_rank)
-        check_fits(receiver.layers, plan.config["r"], self.model, rename=names.renamer(self.model), ranks=_ranks(), room=room)
+        check_fits(plan, self.model, rename=names.renamer(self.model), ranks=_ranks(), room=room)
         return receiver
 
     def _match(self, plan: SectionPlan) -> dict[str, Place]:

@@ -10,13 +10,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtpctl.plan.buckets import Bucket
 from mtpctl.sync.manifest import Manifest
 
 if TYPE_CHECKING:
     import torch
+
+    from mtpctl.sync.transports.control import Control
 
 PUSHED = ("ipc", "nccl")
 """Transports whose sender and receivers meet."""
@@ -35,8 +37,17 @@ class Sent:
 class BucketWriter(ABC):
     """The sender's end."""
 
-    in_order = False
-    """Whether `send` comes after copies into the buffer by the order of the card's stream, and not by the clock."""
+    follows_stream = False
+    """Whether `send` waits for copies into the buffer on the card's stream, so that they need not be waited for before it is called."""
+    section_after_section = False
+    """Whether a section must be sent whole before the next one begins."""
+
+    @abstractmethod
+    def begin(self, version: int, section: str) -> None:
+        """Return once buckets of the section may be sent; called before its first one.
+
+        A pushing transport waits for every receiver here, and raises SyncError where one is not ready.
+        """
 
     @abstractmethod
     def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
@@ -45,6 +56,26 @@ class BucketWriter(ABC):
     @abstractmethod
     def send(self, section: str, bucket: Bucket) -> None:
         """Let the filled buffer go. It must not be written to afterwards."""
+
+
+class PushWriter(BucketWriter):
+    """The sender's end of a transport whose receivers take part: a group that meets at `control`, and stays for many versions."""
+
+    follows_stream = True
+    section_after_section = True
+    control: Control
+
+    @abstractmethod
+    def finish(self) -> Sent:
+        """Return once every receiver has every bucket of the version."""
+
+    @abstractmethod
+    def fail(self, why: str) -> None:
+        """End the transfer for all. The writer is of no more use."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group and release buffers."""
 
 
 class BucketReader(ABC):
@@ -106,9 +137,14 @@ class Readers:
 
 def open_reader(transport: str, address: str, device: torch.device | str = "cpu") -> BucketReader:
     """The receiver's end of `transport`, by the name a manifest gives it."""
-    module: Any = import_module(f"mtpctl.sync.transports.{transport}")
-    reader: BucketReader = module.Reader(address, device)
+    reader: BucketReader = import_module(f"mtpctl.sync.transports.{transport}").Reader(address, device)
     return reader
+
+
+def open_writer(transport: str, control: Control, device: torch.device, largest: int) -> PushWriter:
+    """The sender's end of a pushing `transport`, for a group that meets at `control`, and buckets of at most `largest` bytes."""
+    writer: PushWriter = import_module(f"mtpctl.sync.transports.{transport}").Writer(control, device, largest)
+    return writer
 
 
 def cancel(manifest: Manifest, why: str) -> None:

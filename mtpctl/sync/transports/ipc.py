@@ -15,13 +15,13 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 
 from mtpctl.plan.buckets import Bucket
 from mtpctl.sync.protocol import SyncError
-from mtpctl.sync.transports.base import BucketReader, BucketWriter, Sent
+from mtpctl.sync.transports.base import BucketReader, PushWriter, Sent
 from mtpctl.sync.transports.control import Address, Control, join
 
 NAME = "ipc"
@@ -75,10 +75,8 @@ def _mapped(handles: bytes, device: torch.device) -> list[torch.Tensor]:
     return found
 
 
-class Writer(BucketWriter):
-    """Fills the buffers, bucket by bucket. `begin` a section first, and `finish` the version."""
-
-    in_order = True
+class Writer(PushWriter):
+    """Fills the buffers, bucket by bucket."""
 
     def __init__(self, control: Control, device: torch.device, largest: int) -> None:
         self.control, self.device, self.largest = control, device, largest
@@ -90,7 +88,6 @@ class Writer(BucketWriter):
         self._sent, self._waited, self._began = 0, 0.0, time.monotonic()
 
     def begin(self, version: int, section: str) -> None:
-        """Return once every receiver is ready for the section. Raises SyncError where one is not."""
         began = time.monotonic()
         if not self._sent:
             self._began = began
@@ -98,19 +95,18 @@ class Writer(BucketWriter):
         if self._shared is None:
             self._shared = _Shared(self.largest, self.device)
             for rank in range(1, receivers + 1):
-                handles: Any = self._shared.handles()
-                self.control.store.set(self.control.key("handles", rank), handles)
+                # torch's own types say text alone, and it takes bytes.
+                self.control.store.set(self.control.key("handles", rank), cast(str, self._shared.handles()))
         self.control.wait(lambda: self.control.count(version, section) >= receivers, "waiting for receivers to be ready")
         self._waited += time.monotonic() - began
 
     def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
-        """See `BucketWriter`. The one of the two that every receiver has read."""
+        """The one of the two buffers that every receiver has read."""
         assert self._shared is not None
         self._read_by_all(self._filled - 2)
         return self._shared.buffers[self._filled % 2][: bucket.nbytes]
 
     def send(self, section: str, bucket: Bucket) -> None:
-        """See `BucketWriter`."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         self._filled = self.control.raise_("filled")
@@ -122,7 +118,6 @@ class Writer(BucketWriter):
             self.control.wait(lambda: self.control.count("read", number) >= receivers, "receivers reading weights")
 
     def finish(self) -> Sent:
-        """Return once every bucket was read."""
         for number in (self._filled - 2, self._filled - 1):
             self._read_by_all(number)
         seconds = time.monotonic() - self._began
@@ -131,12 +126,10 @@ class Writer(BucketWriter):
         return sent
 
     def fail(self, why: str) -> None:
-        """End the group for all."""
         self.control.fail(why)
         self.close()
 
     def close(self) -> None:
-        """Let the buffers go."""
         if self._shared is not None:
             self._shared.close()
             self._shared = None
@@ -152,7 +145,6 @@ class Reader(BucketReader):
         self._seen = 0
 
     def begin(self, version: int, section: str) -> None:
-        """See `BucketReader`."""
         self.control.raise_(version, section)
 
     def _map(self) -> None:
@@ -164,7 +156,6 @@ class Reader(BucketReader):
             raise SyncError(f"the sender's buffers cannot be mapped here ({error}); sync.transport: ipc needs one host") from error
 
     def stream(self, section: str, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """See `BucketReader`."""
         if not self._buffers:
             self._map()
         for bucket in buckets:
@@ -177,9 +168,7 @@ class Reader(BucketReader):
             self.control.raise_("read", number)
 
     def fail(self, why: str) -> None:
-        """See `BucketReader`."""
         self.control.fail(why)
 
     def close(self) -> None:
-        """Let the mappings go."""
         self._buffers = []

@@ -11,13 +11,13 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 
 from mtpctl.plan.buckets import Bucket
-from mtpctl.sync.transports.base import BucketReader, BucketWriter, Sent
+from mtpctl.sync.transports.base import BucketReader, PushWriter, Sent
 from mtpctl.sync.transports.control import Address, Control, join
 
 NAME = "nccl"
@@ -25,6 +25,20 @@ _BEYOND_S = 3600.0
 """Seconds beyond the deadline after which NCCL's own watch gives up: it ends the process, so ours has to be first."""
 _CHANNELS = 16
 """Of NCCL's channels, at most. Each has buffers on every card, and these many carry what a link does."""
+
+
+type Mark = float | torch.cuda.Event
+"""A moment: on the clock, or on a card's stream."""
+
+
+class _Backend(Protocol):
+    """What NCCL's and gloo's process groups have in common."""
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: dist.BroadcastOptions) -> dist.Work: ...
+
+    def abort(self) -> None: ...
+
+    def shutdown(self) -> None: ...
 
 
 class Wire:
@@ -35,25 +49,27 @@ class Wire:
         self.cuda = device.type == "cuda"
         size = control.address.receivers + 1
         store = dist.PrefixStore(control.key("wire"), control.store)
-        self.group: Any
         if self.cuda:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=control.address.deadline_s + _BEYOND_S)
             options.config.max_ctas = _CHANNELS
             with torch.cuda.device(device):
-                self.group = dist.ProcessGroupNCCL(store, rank, size, options)
+                group: object = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
-            self.group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=control.address.deadline_s))
+            group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=control.address.deadline_s))
+        # torch's type stubs leave out what both have.
+        self.group: _Backend | None = cast(_Backend, group)
 
-    def broadcast(self, data: torch.Tensor) -> Any:
+    def broadcast(self, data: torch.Tensor) -> dist.Work:
         """Start moving `data` from rank 0 to the others, behind everything that the current stream has to do."""
+        assert self.group is not None, "the communicator is closed"
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
         return self.group.broadcast([data], options)
 
     def close(self, *, broken: bool = False) -> None:
         """Leave the communicator; `broken`: end what is on its way."""
-        if self.cuda:
+        if self.cuda and self.group is not None:
             self.group.abort() if broken else self.group.shutdown()
         self.group = None
 
@@ -62,7 +78,7 @@ def _buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:
     return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
 
 
-def _over(work: Any) -> bool:
+def _over(work: dist.Work) -> bool:
     """Whether a transfer has ended; raises where it failed."""
     if not work.is_completed():
         return False
@@ -70,10 +86,8 @@ def _over(work: Any) -> bool:
     return True
 
 
-class Writer(BucketWriter):
-    """Sends the buckets of one version after the other. `begin` a section first, and `finish` the version."""
-
-    in_order = True
+class Writer(PushWriter):
+    """Sends the buckets of one version after the other."""
 
     def __init__(self, control: Control, device: torch.device, largest: int) -> None:
         self.control, self.device, self.largest = control, device, largest
@@ -84,12 +98,11 @@ class Writer(BucketWriter):
     def _reset(self) -> None:
         self._buffers: list[torch.Tensor] = []
         self._turn = 0
-        self._works: list[tuple[Any, int] | None] = [None, None]
-        self._marks: list[list[Any]] = []
+        self._works: list[tuple[dist.Work, int] | None] = [None, None]
+        self._marks: list[list[Mark]] = []
         self._sent, self._waited, self._began = 0, 0.0, time.monotonic()
 
     def begin(self, version: int, section: str) -> None:
-        """Return once every receiver is ready for the section. Raises SyncError where one is not."""
         began = time.monotonic()
         if not self._sent:
             self._began = began
@@ -101,14 +114,13 @@ class Writer(BucketWriter):
         self._waited += time.monotonic() - began
 
     def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
-        """See `BucketWriter`. The one of the two whose last bucket has left."""
+        """The one of the two buffers whose last bucket has left."""
         if not self._buffers:
             self._buffers = _buffers(self.largest, self.device)
         self._leave(self._turn)
         return self._buffers[self._turn][: bucket.nbytes]
 
     def send(self, section: str, bucket: Bucket) -> None:
-        """See `BucketWriter`."""
         assert self._wire is not None
         data = self._buffers[self._turn][: bucket.nbytes]
         self._marks.append([self._mark()])
@@ -121,7 +133,7 @@ class Writer(BucketWriter):
         self._sent += bucket.nbytes
         self._turn = 1 - self._turn
 
-    def _mark(self) -> Any:
+    def _mark(self) -> Mark:
         """Now: on the stream of a card, else on the clock."""
         if self._side is None:
             return time.monotonic()
@@ -142,7 +154,6 @@ class Writer(BucketWriter):
             work.wait()
 
     def finish(self) -> Sent:
-        """Return once every bucket has left."""
         for turn in (self._turn, 1 - self._turn):
             self._leave(turn)
         if self._side is not None:
@@ -155,27 +166,30 @@ class Writer(BucketWriter):
 
     def _wire_seconds(self) -> float:
         """Seconds in which a bucket was on the wire. A bucket that waits for the one before does not count twice."""
-        if self._side is None:
-            times = self._marks
-        else:
-            times = [[self._marks[0][0].elapsed_time(mark) / 1e3 for mark in marks] for marks in self._marks]
         busy, end = 0.0, float("-inf")
-        for start, stop in times:
+        for start, stop in ([_seconds(self._marks[0][0], mark) for mark in marks] for marks in self._marks):
             busy += max(0.0, stop - max(start, end))
             end = max(end, stop)
         return busy
 
     def fail(self, why: str) -> None:
-        """End the group for all."""
         self.control.fail(why)
         self.close(broken=True)
 
     def close(self, *, broken: bool = False) -> None:
-        """Leave the group and let the buffers go."""
+        """Leave the group and release the buffers; `broken`: without waiting for what is on its way."""
         if self._wire is not None:
             self._wire.close(broken=broken)
             self._wire = None
         self._reset()
+
+
+def _seconds(first: Mark, later: Mark) -> float:
+    """Seconds from one moment to another of the same kind."""
+    if isinstance(first, float) and isinstance(later, float):
+        return later - first
+    assert isinstance(first, torch.cuda.Event) and isinstance(later, torch.cuda.Event)
+    return float(first.elapsed_time(later)) / 1e3
 
 
 class Reader(BucketReader):
@@ -188,14 +202,13 @@ class Reader(BucketReader):
         self._closed = False
 
     def begin(self, version: int, section: str) -> None:
-        """See `BucketReader`."""
         self.control.raise_(version, section)
 
     def stream(self, section: str, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """See `BucketReader`. The next bucket is on its way while the last one is used."""
+        """The buckets as they come; while one is used the next one is on its way."""
         buffers = _buffers(max(bucket.nbytes for bucket in buckets), self.device)
 
-        def post(place: int) -> tuple[Any, torch.Tensor]:
+        def post(place: int) -> tuple[dist.Work, torch.Tensor]:
             data = buffers[place % 2][: buckets[place].nbytes]
             return self._wire.broadcast(data), data
 
@@ -215,13 +228,11 @@ class Reader(BucketReader):
             self.control.wait(done.query, "receiving weights")
 
     def fail(self, why: str) -> None:
-        """See `BucketReader`."""
         self.control.fail(why)
         self._wire.close(broken=True)
         self._closed = True
 
     def close(self) -> None:
-        """Leave the group."""
         if not self._closed:
             self._wire.close()
             self._closed = True

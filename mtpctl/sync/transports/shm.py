@@ -34,8 +34,11 @@ class Writer(BucketWriter):
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
 
+    def begin(self, version: int, section: str) -> None:
+        """Nothing: receivers come when all of the version is there."""
+
     def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
-        """See `BucketWriter`. Raises EnvironmentMissing where the folder's file system is full."""
+        """A file of the bucket's size, mapped. Raises EnvironmentMissing where the folder's file system is full."""
         path = _path(self.folder, section, bucket)
         try:
             with path.open("xb+") as file:
@@ -74,7 +77,6 @@ class Reader(BucketReader):
         """The writer is long done."""
 
     def stream(self, section: str, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """See `BucketReader`."""
         for bucket in buckets:
             yield bucket, self._read(section, bucket)
 

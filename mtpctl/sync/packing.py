@@ -1,0 +1,180 @@
+"""The sender's plan of buckets, and the copy of an export's tensors into them.
+
+The plan is made once, from names, shapes and dtypes. `pack` then streams every later export into the buffers of a transport, so no
+export is held whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Required, TypedDict, Unpack
+
+import torch
+
+from mtpctl.plan.buckets import Bucket, Entry, TensorSpec, plan_buckets
+from mtpctl.sync.checksums import checksum
+from mtpctl.sync.manifest import SectionPlan
+from mtpctl.sync.protocol import PlanMismatch, Section, SyncError
+from mtpctl.sync.transports.base import BucketWriter
+
+Export = Iterable[tuple[str, torch.Tensor]]
+"""Hugging Face names with full tensors."""
+
+Checksums = dict[Section, dict[str, str]]
+"""Checksum of each tensor, by section and name."""
+
+
+class PackingOptions(TypedDict, total=False):
+    """Options of every sender.
+
+    bucket_bytes: the most that a bucket holds. sections: everything that it ever sends. section_of: the section of a tensor's name.
+    dtype: what floating-point tensors are cast to (None: sent as they are). config: what goes along with a section.
+    """
+
+    bucket_bytes: Required[int]
+    sections: Sequence[Section]
+    section_of: Callable[[str], Section]
+    dtype: torch.dtype | None
+    config: Mapping[Section, dict[str, object]]
+
+
+def default_section(name: str) -> Section:
+    """The section of a Hugging Face name, by how MTP layers are called where their names say so."""
+    return "draft" if name.startswith("mtp.") or ".mtp_layers." in name or ".mtp." in name else "target"
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """Name, shape and dtype of a tensor as the plan wants them."""
+    return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+class Packer:
+    """Plans buckets and packs exports into them. `moving`: the sections of the next version, all of them until it is set."""
+
+    def __init__(self, **options: Unpack[PackingOptions]) -> None:
+        self.bucket_bytes = options["bucket_bytes"]
+        self.sections = self.moving = tuple(options.get("sections", ("target", "draft")))
+        self.section_of = cache(options.get("section_of", default_section))
+        self.dtype = options.get("dtype")
+        self.config = dict(options.get("config") or {})
+        self.plans: dict[Section, tuple[Bucket, ...]] = {}
+
+    def plan(self, specs: Iterable[TensorSpec], aliases: Mapping[str, str] | None = None) -> None:
+        """Fix the buckets of all later versions. `aliases` maps names of tied weights to the name that carries them."""
+        by_section: dict[Section, list[TensorSpec]] = {section: [] for section in self.sections}
+        for spec in specs:
+            if (section := self.section_of(spec.name)) in by_section:
+                by_section[section].append(spec)
+        for section, found in by_section.items():
+            names = {spec.name for spec in found}
+            tied = {alias: owner for alias, owner in (aliases or {}).items() if owner in names}
+            if found:
+                self.plans[section] = tuple(plan_buckets(found, self.bucket_bytes, tied))
+
+    def plan_from(self, export: Export, aliases: Mapping[str, str] | None = None, *, checksums: bool = False) -> Checksums:
+        """Run through an export, keeping none of it, and plan unless there is a plan. With `checksums`, take and return them."""
+        specs: list[TensorSpec] = []
+        sums: Checksums = {section: {} for section in self.moving}
+        for name, tensor in self.cast(export):
+            specs.append(spec_of(name, tensor))
+            if checksums:
+                sums[self.section_of(name)][name] = checksum(tensor)
+        if not self.plans:
+            self.plan(specs, aliases)
+        return sums
+
+    def cast(self, export: Export) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of the sections that move next, as they are sent."""
+        for name, tensor in export:
+            if self.section_of(name) in self.moving:
+                cast = self.dtype is not None and tensor.is_floating_point()
+                yield name, tensor.to(self.dtype) if cast else tensor
+
+    def section_plans(self, sums: Checksums) -> dict[Section, SectionPlan]:
+        """What moves next, with these checksums."""
+        return {
+            section: SectionPlan(buckets, sums.get(section, {}), self.config.get(section, {}))
+            for section, buckets in self.plans.items()
+            if section in self.moving
+        }
+
+    @torch.no_grad()
+    def pack(self, version: int, tensors: Export, writer: BucketWriter, *, checksums: bool = False) -> Checksums:
+        """Fill the writer's buffers in the plan's order while the export streams.
+
+        Tensors of two sections may take turns, unless the writer sends section after section. Raises PlanMismatch where the export
+        differs from the plan, and SyncError where its sections come in another order than the writer can send.
+        """
+        filling = {section: _SectionPacker(section, buckets) for section, buckets in self.plans.items() if section in self.moving}
+        sums: Checksums = {section: {} for section in filling}
+        for name, tensor in tensors:
+            section = self.section_of(name)
+            if section not in filling:
+                raise PlanMismatch(f"{name}: section {section} is not in the plan")
+            packer = filling[section]
+            if name not in packer.aliases:
+                if not packer.begun:
+                    due = next(other for other, packer in filling.items() if not packer.complete)
+                    if writer.section_after_section and section != due:
+                        raise SyncError(f"the export came to section {section} before section {due} was complete")
+                    writer.begin(version, section)
+                packer.add(spec_of(name, tensor), tensor, writer)
+            if checksums:
+                sums[section][name] = checksum(tensor)
+        for packer in filling.values():
+            packer.check_complete()
+        return sums
+
+
+class _SectionPacker:
+    """Copies the tensors of one section to their places in its buckets."""
+
+    def __init__(self, section: str, buckets: Sequence[Bucket]) -> None:
+        self.section = section
+        self.aliases = {alias for bucket in buckets for entry in bucket.entries for alias in entry.aliases}
+        self.entries = [(bucket, entry) for bucket in buckets for entry in bucket.entries]
+        self.next = 0
+        self.buffer: torch.Tensor | None = None
+
+    @property
+    def begun(self) -> bool:
+        return self.next > 0
+
+    @property
+    def complete(self) -> bool:
+        return self.next == len(self.entries)
+
+    def add(self, spec: TensorSpec, tensor: torch.Tensor, writer: BucketWriter) -> None:
+        """Copy one tensor, which may go through several buckets. Each bucket is sent once its last entry is in."""
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        while True:
+            bucket, entry = self._due(spec)
+            if self.buffer is None:
+                self.buffer = writer.buffer(self.section, bucket)
+            start = entry.part_start * spec.itemsize
+            piece = data[start : start + entry.nbytes]
+            self.buffer[entry.offset : entry.offset + entry.nbytes].copy_(piece, non_blocking=writer.follows_stream)
+            self.next += 1
+            if entry is bucket.entries[-1]:
+                writer.send(self.section, bucket)
+                self.buffer = None
+            if entry.last:
+                return
+
+    def _due(self, spec: TensorSpec) -> tuple[Bucket, Entry]:
+        if self.complete:
+            raise PlanMismatch(f"{spec.name}: not in the plan of section {self.section}, which is complete")
+        bucket, entry = self.entries[self.next]
+        if (entry.name, entry.shape, entry.dtype) != (spec.name, spec.shape, spec.dtype):
+            raise PlanMismatch(
+                f"{spec.name} {spec.shape} {spec.dtype}: the plan of section {self.section} "
+                f"has {entry.name} {entry.shape} {entry.dtype} here"
+            )
+        return bucket, entry
+
+    def check_complete(self) -> None:
+        """Raise PlanMismatch that names the tensors which did not come."""
+        if not self.complete:
+            missing = sorted({entry.name for _, entry in self.entries[self.next :]})
+            raise PlanMismatch(f"the export ended without {', '.join(missing)}")
