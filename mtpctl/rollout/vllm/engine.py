@@ -10,6 +10,7 @@ from typing import Any
 from mtpctl.cluster.heap import importing
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.rollout.engine import Engine, Stretch, check_options, speculation_counts
+from mtpctl.rollout.vllm import root_cause
 from mtpctl.rollout.vllm.client import VllmClient, adapter_request
 from mtpctl.rollout.vllm.patches import cut, logprobs
 from mtpctl.rollout.vllm.patches import pause as vllm_pause
@@ -63,7 +64,8 @@ class VllmEngine(Engine):
             with core_in_loop():
                 llm = AsyncLLM.from_engine_args(args, usage_context=use)
         else:
-            llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, usage_context=use)
+            with root_cause.named_in_failures():
+                llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, usage_context=use)
         engine = cls(llm, settings, version)
         await engine._within(llm.update_weight_version(str(version)), "setting the weight version")
         if settings.args.get("enable_lora"):
