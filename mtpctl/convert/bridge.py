@@ -6,7 +6,8 @@ Checkpoint conversion, the trainer's start and its weight sync all stream throug
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from copy import copy, deepcopy
+from copy import deepcopy
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -211,7 +212,5 @@ def _merged(task: ConversionTask) -> ConversionTask:
     """The task with its adapter, if any, merged into its weight."""
     adapter = getattr(task.megatron_module, "adapter", None)
     if isinstance(adapter, Adapter) and is_local(task) and task.param_name.endswith(".weight"):
-        merged = copy(task)
-        merged.param_weight = adapter.merged(task.param_weight)
-        return merged
+        return replace(task, param_weight=adapter.merged(task.param_weight))
     return task

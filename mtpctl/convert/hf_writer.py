@@ -1,7 +1,7 @@
 """A folder's safetensors written tensor by tensor, in any order: every place is known before the first byte.
 
-The shards are laid out and allocated first, so that a disk that is too small is told at once, and each tensor then goes to
-its place. An expert goes to its stretch of a packed tensor in the same way.
+The shards are laid out and allocated first, so that a disk that is too small is found at once, and each tensor is then written to its
+place. An expert is written to its part of a packed tensor in the same way.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Shard:
 
 
 class HfWriter:
-    """The weight files of `folder`, for tensors kept as `layout` says. `sizes` are the elements of each of the model's tensors."""
+    """The weight files of `folder`, for tensors stored as in `layout`. `sizes`: how many elements each of the model's tensors has."""
 
     def __init__(
         self, folder: Path, layout: list[Stored], sizes: Mapping[str, int], *, stem: str = "model", shard_bytes: int = SHARD_BYTES
@@ -86,9 +86,9 @@ class HfWriter:
         return sum(shard.nbytes for shard in self.shards)
 
     def allocate(self) -> None:
-        """Make the files, with their headers. Those that are there already keep what was written.
+        """Make the files, with their headers. Files that are there already keep their tensors.
 
-        The header is written all the same: whoever allocated the file may have been stopped before it was.
+        Their headers are written again, since the process that allocated a file may have been stopped before it wrote the header.
         """
         for shard in self.shards:
             path = self.folder / shard.name
@@ -110,7 +110,7 @@ class HfWriter:
                 _write_all(self._file(place.file), view, place.start)
 
     def flush(self) -> None:
-        """All that was put is on the disk. Meanwhile another thread may put more, and open further files."""
+        """Bring everything written so far to the disk. Meanwhile another thread may write more, and open further files."""
         for handle in list(self._files.values()):
             os.fdatasync(handle)
 

@@ -1,4 +1,4 @@
-"""How a folder keeps its tensors: under which names, in which order, of which type, and which of the model's make each up."""
+"""How a folder stores its tensors: names, order, types, and which of the model's tensors each is made of."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from mtpctl.families.tensors import aliases, tensor_shapes
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor of a folder. `pieces` are the model's tensors that follow each other in it, several where experts are
-    packed; none where it is no part of the language model and is carried along. `code` is safetensors' name of its type."""
+    """One tensor of a folder.
+
+    code: safetensors' name of its type. pieces: the model's tensors that follow each other in it, several where experts are packed, and
+    none where it is not part of the language model and is copied as it is.
+    """
 
     name: str
     code: str

@@ -1,6 +1,6 @@
 """A model's parameters and their places in checkpoints, without their values, in one process.
 
-Memory that nobody writes to is never given by the kernel, so that a skeleton costs almost nothing, whatever its size.
+The operating system provides no memory for pages that are never written, so that a skeleton takes almost none, whatever its size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a path holds that can be converted, and the folder that tells what model a checkpoint is of."""
+"""Finding what a path holds that can be converted, and the model folder that a checkpoint belongs to."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 from mtpctl.recipe.loading import load_recipe
 
 HF = "hf"
-"""Folder inside a converted checkpoint with what it takes to make the Hugging Face folder again."""
+"""Folder inside a converted checkpoint with what is needed to convert it back into the Hugging Face folder."""
 
 LAYOUT = "layout.json"
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The Hugging Face side of a checkpoint: config, how tensors are kept (None: whole), what is carried along, and files."""
+    """The Hugging Face side of a checkpoint: config, how tensors are stored (None: whole), other weights to copy, and folders of files."""
 
     folder: HfFolder
     layout: list[Stored] | None
@@ -38,9 +38,9 @@ class Reference:
 
 
 def checkpoint_at(path: Path) -> Path | None:
-    """The checkpoint that `path` is, or that it names last as a run directory or its `checkpoints`; None for a model folder.
+    """The checkpoint at `path`, or the newest one of a run directory or its `checkpoints`; None for a model folder.
 
-    Raises UserError where it is nothing of all this.
+    Raises UserError where `path` is none of these.
     """
     if not path.is_dir():
         raise UserError(f"{path}: there is no such folder")
@@ -59,7 +59,7 @@ def checkpoint_at(path: Path) -> Path | None:
 
 
 def reference_of(checkpoint: Path, model: Path | None) -> Reference:
-    """What tells the model of a checkpoint: the folder that is named, the one kept inside, or the one of its run's recipe."""
+    """The model that a checkpoint belongs to: from the folder `model`, the one inside the checkpoint, or the one in its run's recipe."""
     kept = checkpoint / HF
     if model is None and (kept / LAYOUT).is_file():
         carried = FolderWeights(kept) if any(kept.glob("*.safetensors")) else None
@@ -74,7 +74,7 @@ def reference_of(checkpoint: Path, model: Path | None) -> Reference:
 
 
 def _of_run(checkpoint: Path) -> tuple[Path, list[Path]]:
-    """The model folder of the run that saved a checkpoint, and where its tokenizer lies if it is not beside the model."""
+    """The model folder of the run that saved a checkpoint, and the folder of its tokenizer if that is not the model's."""
     run = checkpoint.parent.parent
     file = run / "recipe.resolved.yaml"
     if not file.is_file():
@@ -88,7 +88,7 @@ def _of_run(checkpoint: Path) -> tuple[Path, list[Path]]:
 
 
 def has_mtp(checkpoint: Path) -> bool:
-    """Whether MTP layers were saved, by themselves or with the model."""
+    """Whether a checkpoint holds MTP layers, with or without the rest of the model."""
     return any(name.startswith("mtp.") for name in dist_checkpointing.load_tensors_metadata(str(checkpoint)))
 
 

@@ -5,7 +5,8 @@ that importing Megatron-Bridge may need are installed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol, TypeGuard
+from dataclasses import Field
+from typing import Any, ClassVar, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -30,8 +31,9 @@ class ParamMapping(Protocol):
 
 
 class ConversionTask(Protocol):
-    """One parameter of the whole model. Module and weight are None on ranks of other pipeline stages."""
+    """One parameter of the whole model, a frozen dataclass. Module and weight are None on ranks of other pipeline stages."""
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     param_name: str
     global_param_name: str
     mapping: ParamMapping

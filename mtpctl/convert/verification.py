@@ -1,4 +1,4 @@
-"""Whether a Hugging Face folder and a Megatron checkpoint are the same model: every tensor, and what a prompt makes of them."""
+"""Whether a Hugging Face folder and a Megatron checkpoint are the same model, by every tensor and by the logits of a prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT = 32
 """Tokens of the fixed prompt."""
 
 BOUND = 1e-5
-"""Of the difference of two logits, in fp32."""
+"""The largest difference of two logits that is allowed, in fp32."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def verify_conversion(
     *,
     carried: FolderWeights | None = None,
 ) -> Verified:
-    """Compare; `folder` has the config of both, `carried` what the other side keeps beside the language model.
+    """Compare both sides. `folder`: the config of both; `carried`: what the checkpoint's side stores beside the language model.
 
     Raises ThresholdMissed naming what differs.
     """
@@ -75,7 +75,7 @@ def _same(name: str, here: Tensor, there: Tensor) -> None:
 
 
 def _logits(weights: ModelWeights, saved: Path, folder: HfFolder, *, mtp: bool, precision: str) -> tuple[float, float | None]:
-    """Both sides in turn fill the same modules: the checkpoint as the trainer restores it, the folder as it starts from it."""
+    """Fill the same modules from both sides in turn, as the trainer does: restoring the checkpoint, and loading the folder."""
     with Skeleton(folder, mtp=mtp, precision=precision) as skeleton:
         sharded.restore(saved, sharded.Contents(skeleton.model, None, 0, None, None))
         there = _prompt_logits(skeleton)

@@ -21,7 +21,7 @@ from mtpctl.recipe.parallel import ParallelConfig
 
 @dataclass(frozen=True)
 class Rank:
-    """Where one process stands: its rank, the ranks in all, and the store where they meet as `host:port`, held by whoever told it."""
+    """A process among the ranks. master: `host:port` of the store at which they meet, which rank 0 hosts unless world_size is 1."""
 
     rank: int = 0
     world_size: int = 1
@@ -67,7 +67,7 @@ def start(rank: Rank, parallel: ParallelConfig) -> None:
 
 
 def reduced(sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Metric sums of the last pipeline stage, summed over dp, and known on every stage."""
+    """Metric sums of the last pipeline stage, summed over dp and returned on every stage."""
     if dist.get_world_size() == 1:
         return sums
     names = sorted(sums)
@@ -76,10 +76,10 @@ def reduced(sums: dict[str, Tensor]) -> dict[str, Tensor]:
         dist.all_reduce(flat, group=parallel_state.get_data_parallel_group())
         sums = dict(zip(names, flat, strict=True))
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        told = [{name: value.item() for name, value in sums.items()}]
+        values = [{name: value.item() for name, value in sums.items()}]
         last = parallel_state.get_pipeline_model_parallel_last_rank()
-        dist.broadcast_object_list(told, src=last, group=parallel_state.get_pipeline_model_parallel_group())
-        sums = {name: torch.tensor(value) for name, value in told[0].items()}
+        dist.broadcast_object_list(values, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+        sums = {name: torch.tensor(value) for name, value in values[0].items()}
     return sums
 
 

@@ -8,7 +8,7 @@ from megatron.core.transformer import MegatronModule, TransformerConfig
 from torch import Tensor
 
 
-def wrapped(model: MegatronModule, config: TransformerConfig, *, distributed_optimizer: bool) -> DistributedDataParallel:
+def wrap(model: MegatronModule, config: TransformerConfig, *, distributed_optimizer: bool) -> DistributedDataParallel:
     """The model with fp32 gradient buffers, which the pipeline schedule reduces after its last backward pass (set in `config`)."""
     config.finalize_model_grads_func = _finish
     settings = DistributedDataParallelConfig(

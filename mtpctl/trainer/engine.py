@@ -32,7 +32,7 @@ from mtpctl.trainer.batch import MicroBatch, Sequence
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.head import Head
 from mtpctl.trainer.objective import Objective, Sums
-from mtpctl.trainer.offload import HostMemory, hold, release
+from mtpctl.trainer.offload import HostMemory, allocate, release
 from mtpctl.trainer.optimizer import Optimizer
 from mtpctl.trainer.optimizer_state import set_step
 from mtpctl.trainer.passes import MicroBatchLoss, micro_batches, run_passes
@@ -82,7 +82,7 @@ class MegatronEngine:
         self.optimizer: Optimizer | None = None
         self.model: MtpModel | DistributedDataParallel = model
         if config.train:
-            self.model = data_parallel.wrapped(model, self.transformer, distributed_optimizer=config.distributed_optimizer)
+            self.model = data_parallel.wrap(model, self.transformer, distributed_optimizer=config.distributed_optimizer)
         self.host = HostMemory(self.module.parameters()) if config.offload.params else None
         self.head = Head(config.kernels, folder.shape, config.parallel, sequence_parallel=self.transformer.sequence_parallel)
         self._users = 0
@@ -99,13 +99,13 @@ class MegatronEngine:
         """Bring the parameters to the device. Where they are offloaded they go back to host memory when the outermost block ends."""
         self._users += 1
         if self.host is not None:
-            self.host.back(self.module.parameters())
+            self.host.load(self.module.parameters())
         try:
             yield
         finally:
             self._users -= 1
             if self.host is not None and not self._users:
-                self.host.leave(self.module.parameters())
+                self.host.offload(self.module.parameters())
 
     @property
     def parameters(self) -> tuple[int, int]:
@@ -191,7 +191,7 @@ class MegatronEngine:
         loss = UpdateLoss(self.head, self.config, objective, sequences, temperature=temperature, depths=depths)
         micros = self._micro_batches(sequences, depths)
         self.model.train()
-        hold(data_parallel.gradients(self.model))
+        allocate(data_parallel.gradients(self.model))
         self.model.zero_grad_buffer()
         return loss.metrics(self._run(micros, loss, forward_only=False))
 

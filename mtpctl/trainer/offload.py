@@ -36,7 +36,7 @@ class HostMemory:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._room.data_ptr(), end, 0))
             weakref.finalize(self, _unpin, self._room)
 
-    def leave(self, tensors: Iterable[Tensor]) -> None:
+    def offload(self, tensors: Iterable[Tensor]) -> None:
         """Copy these tensors to the host and free their device memory; those that are offloaded already are skipped."""
         for storage in _storages(tensors):
             if storage.nbytes():
@@ -44,7 +44,7 @@ class HostMemory:
                 here.copy_(_bytes(storage), non_blocking=True)
                 storage.resize_(0)  # the allocator gives it to nothing that runs before the copy
 
-    def back(self, tensors: Iterable[Tensor]) -> None:
+    def load(self, tensors: Iterable[Tensor]) -> None:
         """Copy these tensors back to the device; those that are there already are skipped."""
         for storage in _storages(tensors):
             if not storage.nbytes():
@@ -53,7 +53,7 @@ class HostMemory:
                 _bytes(storage).copy_(here, non_blocking=True)
 
     def host(self, tensor: Tensor) -> Tensor:
-        """An offloaded tensor's values as a view of host memory: what is written there comes back to the device with `back`."""
+        """An offloaded tensor's values as a view of host memory: what is written there comes back to the device with `load`."""
         here, _ = self._room_of(tensor.untyped_storage())
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -71,7 +71,7 @@ def release(tensors: Iterable[Tensor]) -> None:
         storage.resize_(0)
 
 
-def hold(tensors: Iterable[Tensor]) -> None:
+def allocate(tensors: Iterable[Tensor]) -> None:
     """Allocate memory again for those of these tensors that were released, with arbitrary values. Each must be the whole of its storage."""
     for tensor in tensors:
         if not tensor.untyped_storage().nbytes():

@@ -18,7 +18,7 @@ from mtpctl.compat import cpu_device
 from mtpctl.plan.memory import OPTIMIZER_SLICE
 from mtpctl.recipe.optimizer import OptimizerConfig
 from mtpctl.trainer.offload import HostMemory
-from mtpctl.trainer.optimizer_state import MOMENTS, Slot, begin, slots
+from mtpctl.trainer.optimizer_state import MOMENTS, Slot, init_moments, slots
 
 
 @dataclass
@@ -76,10 +76,10 @@ class Optimizer:
         self.host: HostMemory | None = None
         if offload:
             for part in self._parts():
-                begin(part.optimizer, away=True)
+                init_moments(part.optimizer, offloaded=True)
             tensors = [tensor for slot in slots(model, self.inner) for tensor in slot.tensors.values()]
             self.host = HostMemory(tensors)
-            self.host.leave(tensors)
+            self.host.offload(tensors)
 
     def _parts(self) -> list[MegatronOptimizer]:
         return [part for part in self.inner.chained_optimizers if not part.is_stub_optimizer]
@@ -104,9 +104,9 @@ class Optimizer:
             yield
             return
         masters = [slot.tensors["master"] for slot in slots(self.model, self.inner) if "master" in slot.tensors]
-        self.host.back(masters)
+        self.host.load(masters)
         yield
-        self.host.leave(masters)
+        self.host.offload(masters)
 
     def rate(self, total_steps: int) -> float:
         """Share of the peak learning rate at the current step: linear warm-up, then a cosine to `min_lr_ratio`."""
@@ -148,11 +148,11 @@ class Optimizer:
                     for some in _slices(group["params"]):
                         moments = [adam.state[p][kind] for p in some for kind in MOMENTS if p in adam.state]
                         if self.host is not None:
-                            self.host.back(moments)
+                            self.host.load(moments)
                         adam.param_groups = [{**group, "params": some}]
                         adam.step()
                         if self.host is not None:
-                            self.host.leave(moments)
+                            self.host.offload(moments)
                 adam.param_groups = []
             # Adam's groups are empty now, so this only copies masters to parameters, and gathers them where each rank stepped a part.
             self.inner.step_with_ready_grads()

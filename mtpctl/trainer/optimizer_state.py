@@ -61,12 +61,12 @@ def slots(model: torch.nn.Module, optimizer: ChainedOptimizer) -> Iterator[Slot]
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
             continue
-        begin(part.optimizer)
+        init_moments(part.optimizer)
         yield from _sharded(part) if isinstance(part, DistributedOptimizer) else _plain(part, owners)
 
 
-def begin(adam: torch.optim.Optimizer, *, away: bool = False) -> None:
-    """Make zero moments where Adam has taken no step yet, as it would itself. `away`: without memory, for `HostMemory` to hold them."""
+def init_moments(adam: torch.optim.Optimizer, *, offloaded: bool = False) -> None:
+    """Make zero moments where Adam has taken no step yet, as it would itself. `offloaded`: without memory, which `HostMemory` holds."""
     assert isinstance(adam, torch.optim.Adam), f"the slots of {type(adam).__name__} are not known"
     for group in adam.param_groups:
         for parameter in group["params"]:
@@ -75,7 +75,7 @@ def begin(adam: torch.optim.Optimizer, *, away: bool = False) -> None:
                 state["step"] = torch.tensor(0.0)
                 for kind in MOMENTS:
                     state[kind] = torch.zeros_like(parameter)
-                    if away:
+                    if offloaded:
                         release([state[kind]])
 
 

@@ -72,11 +72,11 @@ def test_a_parameter_that_no_tensor_fills(tmp_path):
     [("model.norm.weight", r"decoder\.final_layernorm\.weight"), ("v_proj.bias", r"(decoder|mtp)\.layers\.\d.*linear_qkv\.bias, .*")],
 )
 def test_a_tensor_that_the_bridge_does_not_see(lost, left, tmp_path, monkeypatch):
-    told = WeightBridge.told
+    pretrained = WeightBridge.pretrained
 
     def fewer(self, names, *rest):
-        return told(self, [name for name in names if not name.endswith(lost)], *rest)
+        return pretrained(self, [name for name in names if not name.endswith(lost)], *rest)
 
-    monkeypatch.setattr(WeightBridge, "told", fewer)
+    monkeypatch.setattr(WeightBridge, "pretrained", fewer)
     with pytest.raises(RuntimeError, match=f"were not filled: {left}$"), engine(mimo(tmp_path / "model")):
         pass

@@ -99,12 +99,12 @@ def test_views_of_one_storage_move_once_and_come_back_as_they_were():
     whole = torch.arange(12.0)
     view, other = whole[2:8].view(2, 3), torch.arange(5)
     home = HostMemory([whole, view, other])
-    home.leave([view, other])
+    home.offload([view, other])
     assert held([whole, view, other]) == 0
     assert home.host(view).tolist() == [[2, 3, 4], [5, 6, 7]]
     assert home.host(other).tolist() == [0, 1, 2, 3, 4]
     home.host(view)[0, 0] = -1
-    home.back([whole, other])
+    home.load([whole, other])
     assert view.tolist() == [[-1, 3, 4], [5, 6, 7]]
     assert whole[8:].tolist() == [8, 9, 10, 11]
     assert other.tolist() == [0, 1, 2, 3, 4]
