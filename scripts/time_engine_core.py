@@ -30,7 +30,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from mtpctl.bench.cycle_model import write_cycle_model
 from mtpctl.bench.rollout_engines import TINY
-from mtpctl.rollout.vllm.patches.logprobs import LATE
+from mtpctl.rollout.vllm.patches.logprobs import DEFERRED
 
 PROMPT = list(range(10, 138))
 
@@ -76,7 +76,7 @@ def milliseconds(core: EngineCore, requests: int, tokens: int, late: bool) -> fl
     for number in range(requests):
         sampling = SamplingParams(
             max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0, flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY, extra_args=dict(LATE) if late else None,
+            output_kind=RequestOutputKind.FINAL_ONLY, extra_args=dict(DEFERRED) if late else None,
         )  # fmt: skip
         asked = EngineCoreRequest(
             request_id=f"{late} {number} {time.monotonic()}", prompt_token_ids=PROMPT, mm_features=None, sampling_params=sampling,

@@ -1,8 +1,8 @@
 """An engine as a Ray actor, and the handle that a pool routes to.
 
-A call to an actor and its answer cost about half a millisecond, which at hundreds of short responses a second is time that the engine
-misses. So requests that are sent in the same turn of the event loop go in one call, and answers come back as many as there are at once:
-one call waits in the actor for the next ones. Nothing is told of in two places: a request is answered, or its replica is dead.
+A call to an actor and its answer take about half a millisecond, and at hundreds of short responses a second the engine would lack that
+time. So requests that are submitted in the same turn of the event loop go in one call, and one call at a time waits in the actor for
+answers and returns all that there are. Every request is answered, or its replica is dead.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import asyncio
 import os
 import re
 import traceback
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine, Mapping
 from contextlib import suppress
 from itertools import count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from mtpctl.cluster.heap import settle_heap
 from mtpctl.errors import MtpctlError
-from mtpctl.rollout.protocol import EngineDead, Health, SpecStats
+from mtpctl.rollout.protocol import EngineDead, Health, SpecStats, SpeculationState
 from mtpctl.rollout.sglang.settings import SglangSettings
 from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
@@ -26,10 +26,17 @@ from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import PauseMode
 from mtpctl.sync.session import SyncReport
 
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+    from mtpctl.rollout.engine import Engine
+
 EngineSettings = VllmSettings | SglangSettings
+Answer = tuple[int, Sample | Exception]
+"""The number of a request, and what `Engine.generate` returned or raised for it."""
 
 CONCURRENCY = 10_000
-"""Calls that one actor may hold at once: one for each response in flight, and control calls that must not queue behind."""
+"""Calls that one actor may run at once. Control calls must not wait for the call that collects answers."""
 
 
 class Replica(Protocol):
@@ -45,7 +52,7 @@ class Replica(Protocol):
 
     async def spec_stats(self) -> SpecStats: ...
 
-    async def speculate(self, drafts: int | None = None) -> dict[str, Any]: ...
+    async def speculate(self, drafts: int | None = None) -> SpeculationState: ...
 
     async def health(self) -> Health: ...
 
@@ -53,18 +60,22 @@ class Replica(Protocol):
 
 
 class RolloutActor:
-    """Holds an `Engine` in a process of its own; `start` first. Made a Ray actor by `start_replica`."""
+    """Holds an `Engine` in a process of its own; `start_replica` makes it a Ray actor. Call `start` before anything else.
+
+    Control calls do what the engine's method of the same name does.
+    """
+
+    _engine: Engine
 
     def __init__(self, settings: EngineSettings, version: int = 0) -> None:
         self._settings = settings
         self._version = version
-        self._engine: Any = None
-        self._answers: list[tuple[int, Sample | Exception]] = []
+        self._answers: list[Answer] = []
         self._answered = asyncio.Event()
         self._working: dict[int, asyncio.Task[None]] = {}
 
     async def start(self) -> Health:
-        """Load the engine that the settings are for: neither is imported elsewhere."""
+        """Load the engine. Neither engine's package is imported in another process."""
         if isinstance(self._settings, SglangSettings):
             from mtpctl.rollout.sglang.engine import SglangEngine
 
@@ -77,13 +88,13 @@ class RolloutActor:
         return await self.health()
 
     async def submit(self, requests: list[tuple[int, GenerationRequest]]) -> None:
-        """Begin with these, each under a number. `collect` hands the answers out."""
+        """Start generating for these requests, each of which has a number. `collect` returns the answers."""
         for number, request in requests:
             self._working[number] = task = asyncio.ensure_future(self._generate(number, request))
             task.add_done_callback(lambda _, number=number: self._working.pop(number))  # type: ignore[misc]
 
     async def drop(self, numbers: list[int]) -> None:
-        """Nobody waits for these requests any more: end those that are under way, so that their places are free."""
+        """Cancel those of these requests that are under way, so that their places are free: nobody waits for them any more."""
         for number in numbers:
             if (task := self._working.get(number)) is not None:
                 task.cancel()
@@ -97,60 +108,48 @@ class RolloutActor:
         self._answers.append((number, answer))
         self._answered.set()
 
-    async def collect(self) -> list[tuple[int, Sample | Exception]]:
-        """The answers since the last call, at least one: what `Engine.generate` returned or raised, by the request's number."""
+    async def collect(self) -> list[Answer]:
+        """Wait for an answer, and return all answers since the last call."""
         await self._answered.wait()
         self._answered.clear()
-        found, self._answers = self._answers, []
-        return found
+        answers, self._answers = self._answers, []
+        return answers
 
     async def update(self, manifest: Manifest, mode: PauseMode, verify: bool, deadline_s: float) -> SyncReport:
-        """See `Engine.update`."""
-        report: SyncReport = await self._engine.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s)
-        return report
+        return await self._engine.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s)
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `Engine.pause`."""
         await self._engine.pause(mode)
 
     async def resume(self) -> None:
-        """See `Engine.resume`."""
         await self._engine.resume()
 
     async def spec_stats(self) -> SpecStats:
-        """See `Engine.spec_stats`."""
-        stats: SpecStats = await self._engine.spec_stats()
-        return stats
+        return await self._engine.spec_stats()
 
-    async def speculate(self, drafts: int | None = None) -> dict[str, Any]:
-        """See `Engine.speculate`."""
-        state: dict[str, Any] = await self._engine.speculate(drafts)
-        return state
+    async def speculate(self, drafts: int | None = None) -> SpeculationState:
+        return await self._engine.speculate(drafts)
 
     async def health(self) -> Health:
-        """See `Engine.health`."""
-        health: Health = await self._engine.health()
-        return health
+        return await self._engine.health()
 
     async def checksums(self) -> dict[str, str]:
-        """See `Engine.checksums`."""
-        found: dict[str, str] = await self._engine.checksums()
-        return found
+        return await self._engine.checksums()
 
     async def pid(self) -> int:
-        """Process of the actor."""
+        """Process id of the actor."""
         return os.getpid()
 
     async def shutdown(self) -> None:
-        """End the engine; the actor itself is ended by its owner."""
-        if self._engine is not None:
+        """End the engine; the owner ends the actor."""
+        if hasattr(self, "_engine"):
             await self._engine.shutdown()
 
 
 def _portable(error: Exception) -> Exception:
-    """The error as the caller's process can read it, which has not all of the engine's packages: of another's type, its words.
+    """An error that the caller's process can unpickle, which may lack the engine's packages; the traceback goes along as a note.
 
-    Where it came from goes along as a note.
+    An error of another package's type becomes a RuntimeError that names the type.
     """
     ours = type(error).__module__.partition(".")[0] in ("builtins", "mtpctl")
     found = error if ours else RuntimeError(f"{type(error).__name__}: {error}")
@@ -159,26 +158,50 @@ def _portable(error: Exception) -> Exception:
 
 
 def _last_seen(error: Exception) -> str:
-    """Ray's news of a dead actor in one line: it takes paragraphs for causes that it does not know. What the engine said is in its log."""
-    news = str(error).strip()
-    pid = re.search(r"^\s*pid: (\d+)$", news, re.MULTILINE)
-    return news.partition("\n")[0] + (f" Its last words are in Ray's logs on its host, worker-*-{pid[1]}.err" if pid else "")
+    """Ray's error for a dead actor in one line, with the name of the actor's log; Ray writes paragraphs where it knows no cause."""
+    message = str(error).strip()
+    pid = re.search(r"^\s*pid: (\d+)$", message, re.MULTILINE)
+    return message.partition("\n")[0] + (f" Its last words are in Ray's logs on its host, worker-*-{pid[1]}.err" if pid else "")
+
+
+class _Remote[**P, T](Protocol):
+    """A method of a Ray actor."""
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]: ...
+
+
+class RolloutHandle(Protocol):
+    """Ray's handle of a `RolloutActor`."""
+
+    start: _Remote[[], Health]
+    submit: _Remote[[list[tuple[int, GenerationRequest]]], None]
+    drop: _Remote[[list[int]], None]
+    collect: _Remote[[], list[Answer]]
+    update: _Remote[[Manifest, PauseMode, bool, float], SyncReport]
+    pause: _Remote[[PauseMode], None]
+    resume: _Remote[[], None]
+    spec_stats: _Remote[[], SpecStats]
+    speculate: _Remote[[int | None], SpeculationState]
+    health: _Remote[[], Health]
+    checksums: _Remote[[], dict[str, str]]
+    pid: _Remote[[], int]
+    shutdown: _Remote[[], None]
 
 
 class RayReplica:
-    """A `Replica` that is a `RolloutActor` somewhere on the cluster, and its only handle: it takes all answers."""
+    """A `Replica` that is a `RolloutActor` somewhere on the cluster. Nothing else may call the actor's `collect`."""
 
-    def __init__(self, handle: Any, name: str) -> None:
+    def __init__(self, handle: RolloutHandle, name: str) -> None:
         self._handle = handle
         self.name = name
         self._numbers = count()
         self._waiting: dict[int, asyncio.Future[Sample]] = {}
         self._unsent: list[tuple[int, GenerationRequest]] = []
-        self._left: list[int] = []
+        self._given_up: list[int] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._collecting = False
 
-    async def _call(self, call: Awaitable[Any]) -> Any:
+    async def _call[T](self, call: Awaitable[T]) -> T:
         from ray.exceptions import RayActorError, RayTaskError
 
         try:
@@ -190,7 +213,7 @@ class RayReplica:
             raise error.cause if isinstance(error.cause, MtpctlError) else error.as_instanceof_cause() from error
 
     async def generate(self, request: GenerationRequest) -> Sample:
-        """See `Engine.generate`. Where the caller gives up, the engine does too."""
+        """Generate as `Engine.generate` does. If the caller is cancelled, the engine gives the request up too."""
         number = next(self._numbers)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         self._unsent.append((number, request))
@@ -202,19 +225,19 @@ class RayReplica:
         try:
             return await self._waiting[number]
         except asyncio.CancelledError:
-            self._left.append(number)
-            if len(self._left) == 1:
+            self._given_up.append(number)
+            if len(self._given_up) == 1:
                 self._begin(self._drop())
             raise
         finally:
             del self._waiting[number]
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, work: Coroutine[object, None, None]) -> None:
         self._tasks.add(task := asyncio.ensure_future(work))
         task.add_done_callback(self._tasks.discard)
 
     async def _send(self) -> None:
-        """Everything that was asked for before this task got its turn, in one call."""
+        """Submit all requests that were made before this task got its turn, in one call."""
         requests, self._unsent = self._unsent, []
         try:
             await self._call(self._handle.submit.remote(requests))
@@ -222,13 +245,13 @@ class RayReplica:
             self._fail(error, [number for number, _ in requests])
 
     async def _drop(self) -> None:
-        """Everything that was given up before this task got its turn, in one call."""
-        numbers, self._left = self._left, []
+        """Drop all requests that were given up before this task got its turn, in one call."""
+        numbers, self._given_up = self._given_up, []
         with suppress(EngineDead):
             await self._call(self._handle.drop.remote(numbers))
 
     async def _collect(self) -> None:
-        """Hand answers out for as long as any is awaited."""
+        """Pass answers to their callers for as long as any caller waits."""
         try:
             while self._waiting:
                 for number, answer in await self._call(self._handle.collect.remote()):
@@ -238,7 +261,7 @@ class RayReplica:
                         waiting.set_exception(answer)
                     else:
                         waiting.set_result(answer)
-                # Those who were answered leave before the next look.
+                # Callers that have their answer leave `_waiting` before the next check.
                 await asyncio.sleep(0)
         except Exception as error:
             self._fail(error, list(self._waiting))
@@ -251,41 +274,28 @@ class RayReplica:
                 waiting.set_exception(error)
 
     async def update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> SyncReport:
-        """See `RolloutActor.update`."""
-        report: SyncReport = await self._call(self._handle.update.remote(manifest, mode, verify, deadline_s))
-        return report
+        return await self._call(self._handle.update.remote(manifest, mode, verify, deadline_s))
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `RolloutActor.pause`."""
         await self._call(self._handle.pause.remote(mode))
 
     async def resume(self) -> None:
-        """See `RolloutActor.resume`."""
         await self._call(self._handle.resume.remote())
 
     async def spec_stats(self) -> SpecStats:
-        """See `RolloutActor.spec_stats`."""
-        stats: SpecStats = await self._call(self._handle.spec_stats.remote())
-        return stats
+        return await self._call(self._handle.spec_stats.remote())
 
-    async def speculate(self, drafts: int | None = None) -> dict[str, Any]:
-        """See `RolloutActor.speculate`."""
-        state: dict[str, Any] = await self._call(self._handle.speculate.remote(drafts))
-        return state
+    async def speculate(self, drafts: int | None = None) -> SpeculationState:
+        return await self._call(self._handle.speculate.remote(drafts))
 
     async def health(self) -> Health:
-        """See `RolloutActor.health`."""
-        health: Health = await self._call(self._handle.health.remote())
-        return health
+        return await self._call(self._handle.health.remote())
 
     async def checksums(self) -> dict[str, str]:
-        """See `RolloutActor.checksums`."""
-        found: dict[str, str] = await self._call(self._handle.checksums.remote())
-        return found
+        return await self._call(self._handle.checksums.remote())
 
     async def pid(self) -> int:
-        """See `RolloutActor.pid`."""
-        return int(await self._call(self._handle.pid.remote()))
+        return await self._call(self._handle.pid.remote())
 
     async def shutdown(self) -> None:
         """End the engine and its process."""
@@ -296,25 +306,28 @@ class RayReplica:
         except EngineDead:
             return
         finally:
-            # Also where it hangs and its caller gives up: what it holds is needed by the one that takes its place.
-            ray.kill(self._handle)
+            # Also where it hangs and the caller gives up: the replica that replaces it needs its resources.
+            ray.kill(cast("ActorHandle[RolloutActor]", self._handle))
 
 
-async def start_replica(settings: EngineSettings, *, name: str, version: int = 0, options: dict[str, Any] | None = None) -> RayReplica:
+async def start_replica(
+    settings: EngineSettings, *, name: str, version: int = 0, options: Mapping[str, object] | None = None
+) -> RayReplica:
     """Start an engine as a Ray actor, and return once it can serve.
 
     `options` go to Ray (`num_cpus`, `num_gpus`, `scheduling_strategy`, …). Raises what loading the engine raises.
     """
     import ray
 
-    environment: dict[str, Any] = {"env_vars": settings.environment}
+    environment: dict[str, object] = {"env_vars": settings.environment}
     if isinstance(settings, SglangSettings) and settings.python is not None:
         environment["py_executable"] = settings.python
-    actor = ray.remote(RolloutActor).options(max_concurrency=CONCURRENCY, runtime_env=environment, **(options or {}))
-    replica = RayReplica(actor.remote(settings, version), name)
+    remote = ray.remote(RolloutActor).options(max_concurrency=CONCURRENCY, runtime_env=environment, **(options or {}))
+    actor = cast("ActorHandle[RolloutActor]", remote.remote(settings, version))
+    replica = RayReplica(cast(RolloutHandle, actor), name)
     try:
         await replica._call(replica._handle.start.remote())
     except BaseException:
-        ray.kill(replica._handle)
+        ray.kill(actor)
         raise
     return replica

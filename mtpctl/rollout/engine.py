@@ -1,7 +1,7 @@
-"""What every engine does the same way: requests and their samples, weight updates, deadlines, and knowing that it is dead.
+"""What vLLM and SGLang engines have in common: requests and their samples, weight updates, deadlines, and failure.
 
-An engine lives in one event loop, in a Ray actor or in a test. Every wait has a deadline: an engine that does not answer is
-`EngineDead`, never a hang.
+An engine lives in one event loop, in a Ray actor or in a test. Every wait has a deadline: a call to an engine that does not answer
+raises `EngineDead` and never hangs.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mtpctl.errors import UserError
 from mtpctl.plan.buckets import Bucket
 from mtpctl.rollout.environments import last_turn, length_to_stop
-from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Health, Occupancy, SpecStats, add_positions
+from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Health, Occupancy, SpecStats, SpeculationState, add_positions
 from mtpctl.samples import GenerationRequest, Sample, Speculation
 from mtpctl.sync.engine_target import EngineClient, EngineTarget
 from mtpctl.sync.manifest import Manifest
@@ -29,10 +29,10 @@ CONTROL_DEADLINE_S = 120.0
 
 
 @dataclass(slots=True)
-class Stretch:
-    """What an engine made for one request in one go: tokens, their log-probs, the versions that made them, and why it ended.
+class GenerationChunk:
+    """What an engine generated for one request between its submission and its end: tokens, log-probs (nats), versions, finish reason.
 
-    `spans` are `(start, end, version)` over `tokens`.
+    A response is one chunk, or several where it was aborted and continued. `spans` are `(start, end, version)` over `tokens`.
     """
 
     tokens: list[int]
@@ -41,20 +41,20 @@ class Stretch:
     finish_reason: str | None
     speculation: Speculation = field(default_factory=Speculation)
 
-    def agree(self) -> None:
-        """Drop what only tokens or only log-probs have: an abort may leave them told up to different places."""
+    def trim_to_both(self) -> None:
+        """Drop tokens without log-probs and log-probs without tokens: after an abort one list may be longer than the other."""
         kept = min(len(self.tokens), len(self.logprobs))
         del self.tokens[kept:], self.logprobs[kept:]
         self.spans = [(start, min(end, kept), version) for start, end, version in self.spans if start < kept]
 
 
 class Engine(ABC):
-    """An engine that is loaded and serves. Subclasses say how a request is answered, paused and aborted."""
+    """An engine that is loaded and serves. Subclasses implement how it answers a request, pauses and aborts."""
 
     def __init__(self, client: EngineClient, *, version: int, context: int, places: int, holds: tuple[Section, ...]) -> None:
         self._context = context
         self._ids = count()
-        # In the order in which they came, which is that in which engines begin with them. Set: it has a place.
+        # By request id, in the order of arrival, which is the order in which engines begin. An event is set when its request has a place.
         self._in_flight: dict[str, asyncio.Event] = {}
         self._places = places
         self._occupied = Occupancy(places)
@@ -68,10 +68,10 @@ class Engine(ABC):
     # ------------------------------------------------------------------------------------------------- generation
 
     async def generate(self, request: GenerationRequest) -> Sample:
-        """The request's sample, grown by what was generated now.
+        """Generate, and return the request's sample with what was generated appended to its response.
 
-        A sample that already has a response goes on behind it. The finish reason is `stop`, `length`, `deadline`, or
-        `abort` after `pause("abort")`: then the tokens so far are kept and the sample may be given to any engine again.
+        A partial response is continued. The finish reason is `stop`, `length`, `deadline`, or `abort` after `pause("abort")`: then the
+        sample has the tokens so far, and any engine can continue it.
 
         Raises UserError for a request that the engine cannot serve, EngineDead where the engine fails, and TargetDirty
         where it holds parts of two weight versions.
@@ -89,24 +89,24 @@ class Engine(ABC):
         self._in_flight[request_id] = asyncio.Event()
         self._give_places()
         try:
-            stretch, seconds, late = await self._until_deadline(request, request_id, prompt, room)
+            chunk, seconds, late = await self._until_deadline(request, request_id, prompt, room)
         finally:
             del self._in_flight[request_id]
             self._give_places()
         seam = len(sample.response_ids)
-        self._append(sample, stretch)
+        self._append(sample, chunk)
         sample.spent_s += seconds
-        sample.finish_reason = DEADLINE if late else stretch.finish_reason
+        sample.finish_reason = DEADLINE if late else chunk.finish_reason
         if request.stop:
-            self._stop_over(seam, sample, request.stop)
+            self._stop_across(seam, sample, request.stop)
         return sample
 
-    def _stop_over(self, seam: int, sample: Sample, stop: Sequence[str]) -> None:
-        """End a response at the stop string that lies over `seam`, where it went on: the engine reads what is behind that alone."""
+    def _stop_across(self, seam: int, sample: Sample, stop: Sequence[str]) -> None:
+        """End a response at a stop string that begins before `seam`, where this chunk starts: the engine reads its own chunk alone."""
         turn, reach = last_turn(sample), max(len(each.encode()) for each in stop)
         if seam <= turn:
             return
-        # A token is a byte of text at least.
+        # A token is at least one byte of text.
         first = max(turn, seam - reach)
         length = length_to_stop(self._read, sample.response_ids[first : seam + reach], stop)
         if length is not None:
@@ -114,19 +114,19 @@ class Engine(ABC):
             sample.finish_reason = "stop"
 
     def _room(self, tokens: int) -> int:
-        """How many tokens the engine can make behind so many; 0 or less where none."""
+        """How many tokens the engine can generate after a prompt of `tokens`; 0 or less where none."""
         return self._context - tokens
 
     def _give_places(self) -> None:
-        """The first in line are worked on."""
+        """Note which requests have a place: the first to arrive."""
         for placed in islice(self._in_flight.values(), self._places):
             placed.set()
         self._occupied.count(len(self._in_flight))
 
     async def _until_deadline(
         self, request: GenerationRequest, request_id: str, prompt: list[int], room: int
-    ) -> tuple[Stretch, float, bool]:
-        """What was made, in how many seconds since the request had a place, and whether the deadline cut it."""
+    ) -> tuple[GenerationChunk, float, bool]:
+        """The chunk, the seconds since the request had a place, and whether the deadline ended it."""
         placed, late = self._in_flight[request_id], False
         began: float | None = None
 
@@ -140,7 +140,7 @@ class Engine(ABC):
 
         timer = asyncio.ensure_future(give_up())
         try:
-            stretch = await self._answer(request, request_id, prompt, room)
+            chunk = await self._answer(request, request_id, prompt, room)
         except Exception as error:
             if self._errored:
                 raise self._died(error) from error
@@ -148,44 +148,48 @@ class Engine(ABC):
         finally:
             timer.cancel()
         seconds = 0.0 if began is None else time.monotonic() - began
-        return stretch, seconds, late or (stretch.finish_reason == ABORTED and began is not None and seconds >= request.deadline_s)
+        return chunk, seconds, late or (chunk.finish_reason == ABORTED and began is not None and seconds >= request.deadline_s)
 
-    def _append(self, sample: Sample, stretch: Stretch) -> None:
-        if stretch.finish_reason == ABORTED:
-            stretch.agree()
-        if len(stretch.tokens) != len(stretch.logprobs):
-            raise self._died(RuntimeError(f"{len(stretch.logprobs)} log-probs came for {len(stretch.tokens)} tokens"))
-        for start, end, version in stretch.spans:
-            sample.append(stretch.tokens[start:end], stretch.logprobs[start:end], version)
-        add_counts(sample.speculation, stretch.speculation)
-        self._stats.add(stretch.speculation, len(stretch.tokens))
+    def _append(self, sample: Sample, chunk: GenerationChunk) -> None:
+        if chunk.finish_reason == ABORTED:
+            chunk.trim_to_both()
+        if len(chunk.tokens) != len(chunk.logprobs):
+            raise self._died(RuntimeError(f"{len(chunk.logprobs)} log-probs came for {len(chunk.tokens)} tokens"))
+        for start, end, version in chunk.spans:
+            sample.append(chunk.tokens[start:end], chunk.logprobs[start:end], version)
+        add_counts(sample.speculation, chunk.speculation)
+        self._stats.add(chunk.speculation, len(chunk.tokens))
 
     @abstractmethod
-    async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> Stretch:
-        """At most `room` tokens behind `prompt`."""
+    async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> GenerationChunk:
+        """Generate at most `room` tokens after `prompt`."""
 
     @abstractmethod
     def _read(self, tokens: list[int]) -> str:
-        """Text of `tokens`, as the engine looks for stop strings in it."""
+        """The text of `tokens` in which the engine looks for stop strings."""
 
     @abstractmethod
     async def _abort(self, request_ids: list[str]) -> None:
-        """Have these requests end at once, with what they have."""
+        """End these requests at once, with the tokens that they have."""
 
     @abstractmethod
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop making tokens, and see to it that the KV cache is made anew: the next weights would leave it stale.
+        """Stop generating, and clear the KV cache: the next weights would leave it stale.
 
-        `keep` freezes responses, `abort` makes their `generate` return at once with what they have, `wait` lets them end.
+        `keep` freezes responses, `abort` makes their `generate` return at once with the tokens so far, `wait` lets them finish first.
         """
 
     @abstractmethod
     async def resume(self) -> None:
-        """Go on. Raises TargetDirty where the weights are no one version's."""
+        """Go on generating. Raises TargetDirty where the engine holds parts of two weight versions."""
 
     @abstractmethod
-    async def speculate(self, drafts: int | None = None, *, look_again: bool = False) -> dict[str, Any]:
-        """See `Generator.speculate`. Raises UserError for an engine that was started without `speculation.auto`."""
+    async def speculate(self, drafts: int | None = None, *, look_again: bool = False) -> SpeculationState:
+        """Set the number of draft tokens a step: `drafts`, or with -1 the engine's own choice; None changes nothing. Returns the state.
+
+        `look_again` has the engine time all numbers of drafts again as soon as it may. Raises UserError for an engine that was started
+        without `speculation.auto`.
+        """
 
     @abstractmethod
     async def shutdown(self) -> None:
@@ -220,14 +224,14 @@ class Engine(ABC):
         return self._target.version
 
     async def update(self, manifest: Manifest, *, mode: PauseMode = "keep", verify: bool = False, deadline_s: float = 120.0) -> SyncReport:
-        """Pause, take in the sections of `manifest` that the engine holds (`draft` where it drafts), check them if asked to, resume.
+        """Pause, apply the sections of `manifest` that the engine holds (`draft` where it drafts), with `verify` check them, resume.
 
-        An engine that was paused stays so. Raises what `update_target` raises; after a SyncError the engine goes on with the weights
-        it had.
+        An engine that was paused before stays paused. Raises what `update_target` raises; after a SyncError the engine goes on with the
+        weights that it had.
         """
         if self._target.updating is not None:
             raise VersionConflict(f"an update to version {self._target.updating} is under way")
-        started, stood = time.monotonic(), self._paused
+        started, was_paused = time.monotonic(), self._paused
         self._patience_s = max(CONTROL_DEADLINE_S, deadline_s)
         try:
             await self.pause(mode)
@@ -236,34 +240,30 @@ class Engine(ABC):
                 await self.speculate(look_again=True)
         finally:
             self._patience_s = CONTROL_DEADLINE_S
-            if not stood and not self._target.dirty and not self._failure:
+            if not was_paused and not self._target.dirty and not self._failure:
                 await self.resume()
         stall = time.monotonic() - started
         return SyncReport(report.version, report.nbytes, report.seconds, stall, report.verified)
 
     async def begin_update(self, plan: Manifest, version: int, section: Section) -> None:
-        """See `WeightTarget`. The engine must be paused."""
+        """Check a section against the live model, as `WeightTarget` says. The engine must be paused."""
         self._check_alive()
         await self._target.begin_update(plan, version, section)
 
     async def receive(self, *buckets: Bucket) -> None:
-        """See `WeightTarget`."""
         await self._target.receive(*buckets)
 
     async def finish_update(self) -> None:
-        """See `WeightTarget`."""
         await self._target.finish_update()
 
     async def abort_update(self) -> None:
-        """See `WeightTarget`. Weights already overwritten are taken again from the version before, where it is kept."""
+        """Give up the update, as `WeightTarget` says. Overwritten weights are restored from the version before, if that was persisted."""
         await self._target.abort_update()
 
     async def checksums(self) -> dict[str, str]:
-        """See `WeightTarget`."""
         return await self._target.checksums()
 
     def distrust(self) -> None:
-        """See `WeightTarget`."""
         self._target.distrust()
 
     # ------------------------------------------------------------------------------------------------- deadlines
@@ -286,15 +286,15 @@ class Engine(ABC):
             raise EngineDead(self._failure or "the engine core has died")
 
     def _died(self, error: Exception) -> EngineDead:
-        said: BaseException = error
-        while not str(said) and said.__cause__ is not None:
-            said = said.__cause__
-        self._failure = self._failure or f"{type(said).__name__}: {said}"
+        cause: BaseException = error
+        while not str(cause) and cause.__cause__ is not None:
+            cause = cause.__cause__
+        self._failure = self._failure or f"{type(cause).__name__}: {cause}"
         return EngineDead(self._failure)
 
 
 def add_counts(total: Speculation, more: Speculation) -> None:
-    """Add the counts of one stretch of a response to its sample's."""
+    """Add the counts of one chunk of a response to its sample's."""
     total.drafted += more.drafted
     total.accepted += more.accepted
     total.steps += more.steps
@@ -308,7 +308,7 @@ def speculation_counts(by_count: list[int], drafted: int) -> Speculation:
 
 
 def check_options(engine: str, known: Collection[str], asked: Collection[str]) -> None:
-    """Raise UserError for an option that `engine` does not know, with the nearest one that it does."""
+    """Raise UserError for an option in `asked` that `engine` does not know, naming the most similar one that it knows."""
     from difflib import get_close_matches
 
     for name in asked:

@@ -1,8 +1,8 @@
-"""What happens between the turns of a response: tools and other environments that answer the model.
+"""Environments that answer the model between the turns of a response, such as tools.
 
-A response is one list of tokens, the model's turns and the environment's answers in order. The environment's tokens carry a loss mask
-of 0 and a log-prob of 0, so per-token lists stay aligned and no loss, correction or entropy sees them; `max_tokens`, the context and the
-deadline count them with the rest.
+A response is one list of tokens, the model's turns and the environment's answers in order. The environment's tokens have a loss mask
+of 0 and a log-prob of 0, so per-token lists stay aligned and no loss, correction or entropy includes them. `max_tokens`, the context and
+the deadline include them.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from mtpctl.samples import Sample
 
 
 class Environment(Protocol):
-    """Answers a turn of the model. `stop` are the strings at which the model hands over; an end token ends the response as ever."""
+    """Answers a turn of the model. `stop`: strings that end a turn. An end token ends the whole response."""
 
     stop: Sequence[str]
 
     def reply(self, turn: str) -> str | None:
-        """Text to go on behind the model's turn `turn`, which ends with one of `stop`; None, or none: the response ends here.
+        """The text to append after the model's turn `turn`, which ends with one of `stop`. None, or an empty text, ends the response.
 
-        Called in a thread of its own, for many responses at once; must not raise for anything that a model may write.
+        Called in threads, for many responses at once; must not raise for anything that a model may write.
         """
         ...
 
 
 class Text(Protocol):
-    """Text to ids and back, as `mtpctl.data.tokenizers.Tokenizer` does."""
+    """Converts text to token ids and back; a part of `mtpctl.data.tokenizers.Tokenizer`."""
 
     def encode(self, text: str, *, special: bool = False) -> list[int]: ...
 
@@ -47,17 +47,17 @@ class Calculator:
         self._opening, self._closing, self._answer = opening, closing, answer
 
     def reply(self, turn: str) -> str | None:
-        """See `Environment`."""
-        asked = turn.rpartition(self._closing)[0]
-        expression = asked.rpartition(self._opening)[2] if self._opening else asked
+        """The result of the last expression in `turn`."""
+        before = turn.rpartition(self._closing)[0]
+        expression = before.rpartition(self._opening)[2] if self._opening else before
         try:
-            return self._answer.format(_told(compute(expression)))
+            return self._answer.format(_formatted(compute(expression)))
         except (ValueError, ArithmeticError):
             return self._answer.format("error")
 
 
 LONGEST = 200
-"""Characters of an expression, at most."""
+"""Characters that an expression may have."""
 LARGEST = 10**30
 """A number beyond this is an error: the model's next tokens would be its digits."""
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
@@ -95,13 +95,13 @@ def _value(node: ast.expr) -> float:
     return value
 
 
-def _told(value: float) -> str:
-    """`6.0` is told as 6."""
+def _formatted(value: float) -> str:
+    """The number as text: `6.0` as 6."""
     return str(int(value)) if value == int(value) else f"{value:.10g}"
 
 
 ENVIRONMENTS: dict[str, Callable[[], Environment]] = {"calculator": Calculator}
-"""By the name that `rollout.environment` has; `single` has none."""
+"""By the value of `rollout.environment`; `single` is no environment."""
 
 
 def environment_of(rollout: RolloutBase) -> Environment | None:
@@ -110,7 +110,7 @@ def environment_of(rollout: RolloutBase) -> Environment | None:
 
 
 class Turns:
-    """Plays the environment's part in responses: at most `limit` turns of the model each."""
+    """Appends the environment's answers to responses of at most `limit` turns of the model."""
 
     def __init__(self, environment: Environment, text: Text, limit: int) -> None:
         self.environment, self._text, self._limit = environment, text, limit
@@ -126,12 +126,12 @@ class Turns:
         length = length_to_stop(self._text.decode, sample.response_ids[start:], self.environment.stop)
         if length is None or turns(sample) >= self._limit:
             return False
-        # Drafts accepted in the step that completed the stop string were written behind it.
+        # Tokens behind the stop string come from drafts that were accepted in the same step.
         sample.cut(start + length)
         reply = await asyncio.to_thread(self.environment.reply, self._text.decode(sample.response_ids[start:]))
         tokens = self._text.encode(reply) if reply else []
         if not tokens:
-            # Nothing would part the next turn from this one, which would be stopped at its stop string again and again.
+            # Nothing would separate the next turn from this one, and the old stop string would end it at once, again and again.
             return False
         sample.append(tokens, [0.0] * len(tokens), sample.version_spans[-1].version, trained=False)
         sample.finish_reason = None
@@ -139,7 +139,7 @@ class Turns:
 
 
 def length_to_stop(read: Callable[[list[int]], str], tokens: list[int], stop: Sequence[str]) -> int | None:
-    """The fewest of `tokens` whose text, by `read`, holds a stop string; None where the text of all of them holds none."""
+    """Length of the shortest prefix of `tokens` whose text, by `read`, has a stop string in it; None where no prefix has."""
 
     def stopped(length: int) -> bool:
         text = read(tokens[:length])

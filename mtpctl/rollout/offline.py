@@ -1,4 +1,4 @@
-"""Generation without training: every prompt answered n times into a file, and what it came to."""
+"""Generation without training: n responses to every prompt, written to a file, and a summary of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.rollout.protocol import Generator
@@ -16,12 +15,12 @@ from mtpctl.samples import GenerationRequest, Sample, response_limit
 
 Reward = Callable[[str, str], float]
 Progress = Callable[[int, int, Tally], None]
-"""Hears of every sample: how many there are, of how many, and their sums."""
+"""Called after every sample with the number of samples in the file, the number there will be, and their sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt as text and as token ids; `number` is its place, `answer` is None where there is none to reward by."""
+    """One prompt as text and as token ids; `number` is its position, `answer` the reference that the reward needs, or None."""
 
     number: int
     prompt_id: str
@@ -31,7 +30,7 @@ class Prompt:
 
 
 def wanted(prompts: Iterable[Prompt], n: int, done: set[tuple[str, int]]) -> list[tuple[Prompt, int]]:
-    """Prompts with the number of each response that is still to be made, in the prompts' order."""
+    """The responses that are still missing, as prompt and number of the response, in the prompts' order."""
     return [(prompt, index) for prompt in prompts for index in range(n) if (prompt.prompt_id, index) not in done]
 
 
@@ -48,10 +47,10 @@ async def answer_all(
     seed: int | None = None,
     progress: Progress = lambda done, total, tally: None,
 ) -> float:
-    """Have everything in `missing` answered as `rollout` samples, each sample written when it is finished. Returns seconds.
+    """Generate the `missing` responses with the sampling settings of `rollout`, and write each when it is finished. Returns seconds.
 
-    `seed` gives every request one of its own, so that the same response comes back whatever is made before and beside it. Whatever
-    ends this early leaves the finished samples in the file.
+    `seed` gives every request a seed of its own, so that a response is the same whatever else is generated. An error or an interrupt
+    leaves the finished samples in the file.
     """
     prompts = {prompt.prompt_id: prompt for prompt, _ in missing}
     total, began = len(out.done) + len(missing), time.perf_counter()
@@ -81,10 +80,10 @@ async def answer_all(
     return time.perf_counter() - began
 
 
-def summary(tally: Tally, *, made: int, tokens: int, seconds: float) -> dict[str, Any]:
-    """What a program reads in the end. Over the whole file, but for `made`, `tokens_per_s` and `seconds`, which are of this call.
+def summary(tally: Tally, *, made: int, tokens: int, seconds: float) -> dict[str, object]:
+    """The JSON summary of a rollout: over the whole file, but `made`, `tokens_per_s` and `seconds` over this call alone.
 
-    `tokens` are those generated in `seconds`. What there is nothing to compute from is None.
+    `tokens` are those generated in `seconds`. A mean over nothing is None.
     """
     speculation = tally.speculation
     return {

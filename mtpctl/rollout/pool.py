@@ -1,12 +1,12 @@
 """Several engines as one `Generator`: routing, back-pressure, partial responses, and replicas that die.
 
-A request belongs to the pool until its sample is finished. A replica gets a copy, so a replica that dies takes nothing
-with it: the request goes to another one, from the state it was sent in. Responses cut by `pause("abort")` come back with
-their tokens, wait for `resume`, and go on wherever there is room. A response's deadline counts the time in which it is worked on,
-over all of its turns and replicas, and none in which it waits; what a replica that died did to it is forgotten with its tokens.
+A request belongs to the pool until its sample is finished. A replica gets a copy, so nothing is lost with a replica that dies: the
+request goes to another one, with the tokens that it had when it was sent. Responses that `pause("abort")` ends come back with their
+tokens, wait for `resume`, and are continued on any replica that has room. A response's deadline counts the time in which it is
+generated, over all of its turns and replicas. It does not count waiting, nor time on a replica that died, whose tokens are lost.
 
-A group's samples share their prompt, so they go to the replica that has its prefix cached, unless it has `AFFINITY_SLACK`
-more responses in flight than the least busy one.
+A group's samples share their prompt, so they go to the replica that has the prompt cached, unless that one has `AFFINITY_SLACK`
+more responses in flight than the least busy replica.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 from mtpctl.cluster.deadlines import finished_before
 from mtpctl.cluster.replicas import Lifecycle, Replicas, Seat, start_all
 from mtpctl.errors import RuntimeFailure
 from mtpctl.rollout.actor import Replica
 from mtpctl.rollout.environments import Turns
-from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Health, SpecStats
+from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Health, SpecStats, SpeculationState
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import PauseMode, Published, TargetDirty
@@ -31,13 +30,13 @@ from mtpctl.sync.session import SyncReport, or_cancel
 
 AFFINITY_SLACK = 8
 GRACE_S = 60.0
-"""Seconds beyond the deadline of what it was asked, the wait for a place and an update, after which a replica that is silent is dead."""
+"""Seconds after which a replica counts as dead that has not answered by its deadline, waits for a place and for updates included."""
 
 Starter = Callable[[int], Awaitable[Replica]]
 
 
 class ReplicaPool:
-    """Engines behind one face. Make it with `await ReplicaPool.start(…)`, and end it with `await pool.close()`."""
+    """Engines as one `Generator`. Build with `await ReplicaPool.start(…)`, and end with `await pool.close()`."""
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class ReplicaPool:
                 dead=(EngineDead, TargetDirty),
                 max_restarts=max_restarts,
                 end_s=GRACE_S,
-                # An update that breaks off is given as long again to return to the weights before.
+                # An update that fails has as long again to restore the old weights.
                 bring_up_s=2 * sync_deadline_s,
             ),
         )
@@ -90,10 +89,10 @@ class ReplicaPool:
         sync_deadline_s: float = 120.0,
         turns: Turns | None = None,
     ) -> ReplicaPool:
-        """Start `count` replicas with `start(index)`, at once.
+        """Start `count` replicas with `start(index)`, all at once.
 
-        `published`: where a restarted replica finds the version that the others serve, which it takes in first, within `sync_deadline_s`.
-        `turns` goes on with responses of several turns; none: a response is one turn.
+        `published`: where a restarted replica finds the version that the others serve; it applies that within `sync_deadline_s` before
+        it serves. `turns` plays the environment between the turns of a response; None: a response is one turn.
         """
         replicas = await start_all(start, lambda replica: replica.shutdown(), count)
         options = {"max_in_flight": max_in_flight, "max_restarts": max_restarts}
@@ -102,7 +101,7 @@ class ReplicaPool:
     # ------------------------------------------------------------------------------------------------- generation
 
     async def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
-        """See `Generator.generate`. Raises RuntimeFailure when every replica is in quarantine."""
+        """Generate as `Generator.generate` says. Raises RuntimeFailure when every replica is in quarantine."""
         done: asyncio.Queue[Sample | BaseException | None] = asyncio.Queue()
         tasks: set[asyncio.Task[None]] = set()
         outstanding = 0
@@ -148,7 +147,7 @@ class ReplicaPool:
                 task.cancel()
 
     async def sample(self, request: GenerationRequest) -> Sample:
-        """One request's finished sample, turn after turn, whatever happens to the replicas on the way."""
+        """One request's finished sample, over all of its turns and whatever replicas die on the way."""
         await self._admitting.wait()
         self._under_way += 1
         try:
@@ -158,7 +157,7 @@ class ReplicaPool:
             await self._changed()
 
     async def _while_wanted(self, request: GenerationRequest) -> Sample:
-        """The finished sample, or once it is unwanted the request's own; the replica's place is free again then."""
+        """The finished sample; the request's own as soon as it is unwanted, and then its place on the replica is freed."""
         if request.unwanted is None:
             return await self._whole(request)
         whole = asyncio.ensure_future(self._whole(request))
@@ -189,9 +188,9 @@ class ReplicaPool:
             request = replace(request, sample=sample)
 
     async def _answer(self, replica: Replica, request: GenerationRequest, wait_s: float) -> Sample:
-        """The replica's answer. Raises TimeoutError where it is long overdue, and no update has held the replica up.
+        """The replica's answer. Raises TimeoutError where it is `GRACE_S` overdue and no update has delayed it.
 
-        `wait_s`: how long it may stand in line within the engine, where those before it leave by deadlines of their own.
+        `wait_s`: seconds that the request may wait for a place in the engine, where the requests before it have deadlines of their own.
         """
         clock = asyncio.get_running_loop().time
         answer = asyncio.ensure_future(replica.generate(request))
@@ -206,7 +205,7 @@ class ReplicaPool:
             answer.cancel()
 
     async def _next_turn(self, sample: Sample, deadline_s: float) -> bool:
-        """Whether an environment has answered, and the model goes on. An answer that takes too long ends the response."""
+        """Append the environment's answer; returns whether the model goes on. An answer after the deadline ends the response."""
         if self._turns is None or sample.finish_reason != "stop":
             return False
         clock = asyncio.get_running_loop().time
@@ -220,7 +219,7 @@ class ReplicaPool:
             sample.spent_s += clock() - began
 
     async def _take(self, group: str) -> Seat[Replica]:
-        """A replica with room, counted as busier by one."""
+        """Wait for a replica with room, and take a place on it."""
         async with self._room:
             await self._room.wait_for(lambda: self._free() or self._replicas.hopeless())
             if reasons := self._replicas.hopeless():
@@ -234,7 +233,7 @@ class ReplicaPool:
             return chosen
 
     async def _give(self, seat: Seat[Replica], group: str) -> None:
-        # Before anything is waited for, where whoever gives up may be cancelled again.
+        # Before the first await, at which a caller that is being cancelled may be cancelled again.
         seat.busy -= 1
         self._groups[seat.index, group] -= 1
         if not self._groups[seat.index, group]:
@@ -242,7 +241,7 @@ class ReplicaPool:
         await self._changed()
 
     def _capacity(self) -> int:
-        """Responses that may be in flight at once; never none, so that a pool without replicas still says so."""
+        """Responses that may be in flight at once; at least one, so that a pool without replicas gets to raise its error."""
         return max(self._max_in_flight * sum(not seat.quarantined for seat in self._replicas.seats), 1)
 
     def _free(self) -> list[Seat[Replica]]:
@@ -253,7 +252,10 @@ class ReplicaPool:
             self._room.notify_all()
 
     async def _bring_up(self, fresh: Replica) -> bool:
-        """Take a restarted replica to where the others are, once that is kept; never beyond, to a version that is on its way."""
+        """Apply the version that the others serve to a restarted replica, and pause it if they are paused; False until that is persisted.
+
+        A newer version may be published already; applying that one is left to the update that is under way.
+        """
         if self._version and (self._published is None or self._version not in self._published.versions()):
             return False
         if self._paused is not None:
@@ -314,36 +316,35 @@ class ReplicaPool:
     async def update(
         self, manifest: Manifest, *, mode: PauseMode = "keep", verify: bool = False, deadline_s: float = 120.0
     ) -> list[SyncReport]:
-        """Stand, and `take_in`."""
+        """Quiesce, and apply the update."""
         async with self.standing(mode):
             return await self.take_in(manifest, mode=mode, verify=verify, deadline_s=deadline_s)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """See `Generator.pause`. Requests that come back cut wait here for `resume`."""
+        """Pause every replica, as `Generator.pause` says. Aborted requests wait in the pool for `resume`."""
         async with self._replicas.updating:
             self._paused = mode
             self._running.clear()
             await self._replicas.each(lambda replica: replica.pause(mode))
 
     async def resume(self) -> None:
-        """See `Generator.resume`."""
         async with self._replicas.updating:
             self._paused = None
             try:
                 await self._replicas.each(lambda replica: replica.resume())
             finally:
-                # Also where one refuses: the others go on, and what waits here is theirs.
+                # Also where one of them refuses: the others go on, with the requests that wait here.
                 self._running.set()
 
     async def spec_stats(self) -> SpecStats:
-        """Summed over the replicas that are alive."""
+        """Speculation counts, summed over the replicas that are alive."""
         total = SpecStats()
         for stats in await self._replicas.each(lambda replica: replica.spec_stats()):
             total.add(stats)
         return total
 
-    async def speculate(self, drafts: int | None = None) -> list[dict[str, Any]]:
-        """See `VllmEngine.speculate`; one entry for each replica that is alive."""
+    async def speculate(self, drafts: int | None = None) -> list[SpeculationState]:
+        """Set the number of draft tokens, as `Generator.speculate` says; one entry for each replica that is alive."""
         return await self._replicas.each(lambda replica: replica.speculate(drafts))
 
     async def health(self) -> list[Health]:

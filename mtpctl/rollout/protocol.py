@@ -1,24 +1,24 @@
-"""What generates responses, whichever engine is behind it."""
+"""The `Generator` protocol, which every rollout engine and the pool of them have, and the types of its answers."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import NotRequired, Protocol, TypedDict
 
 from mtpctl.errors import RuntimeFailure
 from mtpctl.samples import GenerationRequest, Sample, Speculation
 from mtpctl.sync.protocol import PauseMode
 
 ABORTED = "abort"
-"""Finish reason of a response that was cut short by a pause and may be continued."""
+"""Finish reason of a response that a pause ended early, and that may be continued."""
 DEADLINE = "deadline"
 """Finish reason of a response that took longer than its `deadline_s`."""
 
 
 class EngineDead(RuntimeFailure):
-    """An engine died or no longer answers; what it was working on must be asked again elsewhere."""
+    """An engine died or no longer answers; another engine must generate the responses that it had in flight."""
 
 
 @dataclass(slots=True)
@@ -61,9 +61,27 @@ def add_positions(total: list[int], more: list[int]) -> None:
         total[position] += count
 
 
+class SpeculationState(TypedDict):
+    """How an engine with `rollout.speculation.auto` chooses its number of draft tokens.
+
+    `drafts`: the number that the next step proposes. `looking`: it is timing other numbers now; `looks`: how often it has done so;
+    `switches`: how often its choice has changed; `told`: the last such change, as a sentence. `steps`, `step_s` and `draft_s` are by
+    number of drafts and since the last call: steps, median seconds of a step that only decodes, median seconds of drafting in it.
+    """
+
+    drafts: int
+    looking: bool
+    looks: int
+    switches: int
+    told: str
+    steps: dict[int, int]
+    step_s: dict[int, float]
+    draft_s: NotRequired[dict[int, float]]
+
+
 @dataclass(frozen=True, slots=True)
 class Health:
-    """State of one engine: `in_flight` responses being made, and the live weight `version`.
+    """State of one engine: `in_flight` responses being generated, and the live weight `version`.
 
     `occupied_s` is `Occupancy.seconds`.
     """
@@ -76,7 +94,10 @@ class Health:
 
 
 class Occupancy:
-    """How long an engine's places for requests were taken: divided by time and `places`, the share of them in use."""
+    """Seconds for which an engine's places for requests were taken, summed over the places.
+
+    Divided by the time and by `places` that is the share of places in use.
+    """
 
     def __init__(self, places: int) -> None:
         self._places = places
@@ -85,7 +106,7 @@ class Occupancy:
         self._since = time.monotonic()
 
     def count(self, in_flight: int) -> float:
-        """From now on `in_flight` requests are there; those beyond the places wait. Returns place-seconds so far."""
+        """Note that `in_flight` requests are there from now on; those beyond the places wait. Returns the place-seconds so far."""
         now = time.monotonic()
         self._seconds += self._taken * (now - self._since)
         self._taken, self._since = min(in_flight, self._places), now
@@ -93,33 +114,32 @@ class Occupancy:
 
 
 class Generator(Protocol):
-    """Responses for requests, as they come, in any order."""
+    """Generates responses to requests."""
 
     def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
-        """Every request's sample, grown by its response, exactly once.
+        """Yield every request's sample once, with its response appended, in the order in which they finish.
 
-        Requests are drawn as there is room. A finished sample has a `finish_reason` of `stop`, `length` or `deadline`; one that became
-        `unwanted` before has `abort`, and no response of this call.
+        Takes requests from the iterable as it has room for them. A finished sample has a `finish_reason` of `stop`, `length` or
+        `deadline`; the sample of a request that became `unwanted` before has `abort`, and nothing appended.
         """
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop making tokens. `keep` freezes responses, `abort` cuts them to be continued, `wait` lets them end."""
+        """Stop generating. `keep` freezes responses, `abort` ends them to be continued later, `wait` lets them finish first."""
         ...
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Go on generating after `pause`."""
         ...
 
     async def spec_stats(self) -> SpecStats:
-        """Speculation since the start."""
+        """Speculation counts since the start."""
         ...
 
-    async def speculate(self, drafts: int | None = None) -> list[dict[str, Any]]:
-        """Have every engine propose `drafts` draft tokens a step, with -1 as many as pay; None only asks.
+    async def speculate(self, drafts: int | None = None) -> list[SpeculationState]:
+        """Set the number of draft tokens a step: `drafts`, or with -1 the engine's own choice; None changes nothing.
 
-        One entry for each engine: `drafts` in use, `looks`, `switches`, and `told`, its last change of mind in words. For
-        engines with `rollout.speculation.auto` alone.
+        Returns one entry for each engine. Only engines with `rollout.speculation.auto` have this.
         """
         ...
 

@@ -1,7 +1,7 @@
-"""A JSONL file of samples, one line each, written as they finish and taken up again where it stopped.
+"""A JSONL file of samples, one line each, written as they finish; a second run appends what the first one has not written.
 
-Every line says which recipe made it, by name and by a fingerprint of all that decides what is sampled, so that a file
-never mixes two. A line that a crash cut short is dropped when the file is opened again.
+Every line names its recipe, with a fingerprint of all settings that decide what is sampled, so that a file never mixes two. A last line
+that a crash left incomplete is dropped when the file is opened again.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from mtpctl.samples import Sample, Speculation
 Key = tuple[str, int]
 """Prompt id, and the number of the response to it."""
 _BEGINNING = b'{"prompt_id": '
-"""How every line begins, so that only a line of ours is taken for one that was cut short."""
+"""How every line begins, so that no other text is taken for an incomplete line."""
+Row = Mapping[str, Any]
+"""A line of the file, parsed from JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What samples come from: the recipe's name, and everything else that decides what is sampled (JSON-ready)."""
+    """What samples come from: the recipe's name, and all settings that decide what is sampled, as JSON values."""
 
     recipe: str
-    decides: Mapping[str, Any]
+    decides: Mapping[str, object]
 
     @property
     def fingerprint(self) -> str:
-        """Twelve hex digits over all of it."""
+        """Twelve hex digits of a hash of name and settings."""
         text = json.dumps([self.recipe, dict(self.decides)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -52,7 +54,7 @@ class Tally:
     speculation: SpecStats = field(default_factory=SpecStats)
     finish_reasons: dict[str, int] = field(default_factory=dict)
 
-    def add(self, row: Mapping[str, Any]) -> None:
+    def add(self, row: Row) -> None:
         """Count one line of the file."""
         self.samples += 1
         self.tokens += len(row["tokens"])
@@ -64,7 +66,7 @@ class Tally:
 
 
 class SampleFile:
-    """Open with `SampleFile.open`, which reads what is there; `done` holds its keys, `tally` their sums."""
+    """Open with `SampleFile.open`, which reads the lines that are there; `done` has their keys, `tally` their sums."""
 
     def __init__(self, path: Path, origin: Origin, file: FileIO) -> None:
         self.path, self.origin = path, origin
@@ -74,10 +76,10 @@ class SampleFile:
 
     @classmethod
     def open(cls, path: Path, origin: Origin, prompts: Mapping[str, str], field: str = "--out") -> SampleFile:
-        """Make the file, or take up one that holds samples of the same origin; `prompts` are texts by prompt id.
+        """Create the file, or go on with one that has samples of the same origin; `prompts` are texts by prompt id.
 
-        Raises UserError, with the file as it was, where it cannot be written, where another process writes it, and where a
-        line is broken, no sample, of another origin, or to a prompt that has changed.
+        Raises UserError, and leaves the file as it was, where it cannot be written, where another process is writing it, and where a
+        line is not a sample, has another origin, or answers a prompt that has changed.
         """
         try:
             file = path.open("ab", buffering=0)
@@ -90,13 +92,13 @@ class SampleFile:
             raise UserError(f"{field}: another process is writing {path}; wait for it, or name another file") from None
         opened = cls(path, origin, file)
         try:
-            opened._take_up(prompts, field)
+            opened._read(prompts, field)
         except BaseException:
             file.close()
             raise
         return opened
 
-    def _take_up(self, prompts: Mapping[str, str], field: str) -> None:
+    def _read(self, prompts: Mapping[str, str], field: str) -> None:
         whole = 0
         with self.path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -149,7 +151,7 @@ class SampleFile:
         self.tally.add(row)
 
     def close(self) -> None:
-        """Put everything on disk, and let others write. A file without a sample is removed."""
+        """Flush to disk, and release the lock. A file without a sample is removed."""
         os.fsync(self._file.fileno())
         if not self.done:
             self.path.unlink(missing_ok=True)

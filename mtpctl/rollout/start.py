@@ -1,4 +1,4 @@
-"""From a recipe's rollout section to a running pool of engines on the cluster."""
+"""Starts the engines of a recipe's rollout section on the cluster, as a pool."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mtpctl.rollout.vllm.settings import engine_settings
 from mtpctl.sync.protocol import Published
 
 WAITING_SHARE = 1 / 16
-"""Requests that wait in an engine, over those that it works on."""
+"""Requests that may wait in an engine, as a share of those that it works on."""
 
 
 class NamedText(Text, Protocol):
@@ -30,7 +30,7 @@ class NamedText(Text, Protocol):
 
 
 def check_engine_installed(recipe: Recipe) -> None:
-    """Raise EnvironmentMissing where the engine's package is not on this machine, which is to run it, or has no environment of its own."""
+    """Raise EnvironmentMissing where this machine is to run the engine and its package, or SGLang's Python environment, is not there."""
     rollout = recipe.rollout
     if isinstance(rollout, SglangConfig):
         if rollout.python is None:
@@ -51,10 +51,10 @@ async def start_pool(
     seed: int | None = None,
     tokenizer: NamedText | None = None,
 ) -> ReplicaPool:
-    """Start the recipe's engines on the model in the folder `model`, each with a random stream of its own.
+    """Start the recipe's engines on the model in the folder `model`, each with a random seed of its own.
 
-    `tokenizer` is what stop strings and an environment need; `seed` stands in for the recipe's. A replica that restarts takes in
-    what the others serve from `published`, and does not repeat the draws of the one before it.
+    Stop strings and environments need the `tokenizer`. `seed` replaces the recipe's. A restarted replica applies the version that the
+    others serve, from `published`, and has another seed than its predecessor.
 
     Raises RuntimeFailure where an engine does not start in time, UserError for what an engine cannot do.
     """
@@ -87,11 +87,11 @@ async def start_pool(
         )
 
     async def start(index: int) -> Replica:
-        # One that comes back as well: a host that is gone may leave no room for it.
+        # A restart needs the deadline too: after the loss of a host the cluster may have no room for it.
         name = f"rollout replica {index}"
         return await within(start_replica(settings(), name=name, options=options), recipe.cluster.actor_deadline_s, f"{name}, start")
 
-    # A few requests wait inside each engine, so that no place of it stands empty while an answer travels back.
+    # A few requests wait inside each engine, so that a place that becomes free is taken before the answer is back.
     room = rollout.max_in_flight + ceil(WAITING_SHARE * rollout.max_in_flight)
     starting = ReplicaPool.start(
         start,

@@ -1,15 +1,15 @@
-"""How many draft tokens the next step should propose: measured on the load itself, and measured again as it changes.
+"""Chooses how many draft tokens the next step proposes, by measuring the load that is served, again and again as it changes.
 
 A step with k draft tokens takes a time `t(k)` that depends on how many requests run together, and yields `1 + a(1) + … + a(k)`
-tokens a request, where `a(i)` is how often the draft at position i is accepted. Both are seen while requests are served: the
-acceptance on every step that verifies drafts, the time of a k that is not in use by trying it for a few steps. What is kept is
-the k of the highest `(1 + a(1) + … + a(k)) / t(k)`; with a limit of 1 that is speculation on or off. Until times were seen, a draft is
-taken to cost `PRIOR` of a step, so that drafts which are never right are not made. What slows a step that is in use, as longer
-contexts and a busy host do, is taken to slow the others alike.
+tokens a request, where `a(i)` is how often the draft at position i is accepted. Both are measured while requests are served: the
+acceptance on every step that verifies drafts, the time of a k that is not in use by trying it for a few steps. The choice is the k with
+the highest `(1 + a(1) + … + a(k)) / t(k)`; with a limit of 1 that is speculation on or off. Before times are measured, a draft is assumed
+to add `PRIOR` of a step, so that an engine whose drafts are never accepted does not draft. Whatever slows the steps in use, as longer
+contexts and a busy host do, is assumed to slow steps with other k by the same factor.
 
-Trying what turns out slower costs throughput. `LOSS_SHARE` bounds that cost to a share of all steps, beyond the first look: after
-a look that lost n steps' worth of work the next one is due n / `LOSS_SHARE` steps later, and a load that was not seen before takes
-the times of the nearest one until there is allowance for a look of its own.
+A look is one round of trying all k. Trying a k that turns out slower costs throughput. `LOSS_SHARE` bounds that cost to a share of all
+steps, the first look excepted: after a look that lost n steps' worth of work the next one is due n / `LOSS_SHARE` steps later, and a load
+that was not measured before uses the times of the nearest one until there is allowance for a look of its own.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 SETTLE = 6
-"""Steps after a change that are not timed: those under way still have the old number of drafts, and graphs are warmed."""
+"""Steps after a change that are not timed: steps under way still have the old number of drafts, and CUDA graphs warm up."""
 WINDOW = 16
 """Timed steps of one try."""
 PRIOR = 0.05
-"""What a draft is taken to add to a step, as a share of it, until that was timed."""
+"""Time that a draft is assumed to add to a step, as a share of the step, before it is measured."""
 SEEN = 256
-"""Request-steps after which acceptance is believed before the first look."""
+"""Request-steps after which measured acceptance is used before the first look."""
 LOSS_SHARE = 0.005
 """Share of all steps that looking may cost."""
 MARGIN = 0.01
-"""What is in use stays in use unless something else is faster by more than this."""
+"""The number in use is kept unless another one is faster by more than this share."""
 DRIFT = 1.5
 """Factor by which the number of requests may change during a look."""
 MEMORY = 4096
 """Request-steps over which acceptance is averaged."""
 AFTER_UPDATE = 256
-"""Request-steps that what was seen before a weight update counts for."""
+"""Request-steps as which the acceptance before a weight update counts after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A decision: from now on `drafts` at loads like `requests`, for what each number of drafts was found to yield."""
+    """A decision: `drafts` from now on at loads like `requests`; `tokens_per_s` is what each number of drafts was measured to yield."""
 
     requests: int
     drafts: int
@@ -67,7 +67,7 @@ class Choice:
 
 @dataclass(slots=True)
 class _Load:
-    """What is known about one power of two of requests."""
+    """Measurements at one power of two of requests."""
 
     times: dict[int, float] = field(default_factory=dict)
     """Seconds of a step by its number of drafts."""
@@ -75,7 +75,7 @@ class _Load:
 
 
 class SpeculationSwitch:
-    """Ask `drafts()` before each step, tell `observe(step)` after it. `say` hears of every decision that changes something."""
+    """Call `drafts()` before each step and `observe(step)` after it. `say` is called with every decision that changes the number."""
 
     def __init__(self, limit: int, say: Callable[[Choice], None] = lambda choice: None) -> None:
         self.limit = limit
@@ -105,16 +105,16 @@ class SpeculationSwitch:
     # ------------------------------------------------------------------------------------------------- before a step
 
     def fix(self, drafts: int | None) -> None:
-        """Always `drafts`, without looking; None: choose, as if nothing had been seen before."""
+        """Propose `drafts` from now on, without looking; None: choose again, and forget all measurements."""
         if drafts is not None and not 0 <= drafts <= self.limit:
             raise ValueError(f"from 0 to {self.limit} draft tokens are possible, got {drafts}")
         self._forget()
         self._fixed = drafts
 
     def look_again(self) -> None:
-        """Acceptance may be another one from now on, as after new weights; what steps take is not.
+        """Expect another acceptance from now on, as after a weight update, and the same times of steps.
 
-        What was accepted so far hardly counts any more, and a look is due as soon as there is allowance for it.
+        The acceptance so far counts as `AFTER_UPDATE` request-steps, and a look is due as soon as there is allowance for it.
         """
         for position, verified in enumerate(self._verified):
             keep = min(1.0, AFTER_UPDATE / verified) if verified else 1.0
@@ -134,7 +134,7 @@ class SpeculationSwitch:
     # -------------------------------------------------------------------------------------------------- after a step
 
     def observe(self, step: Step) -> None:
-        """Learn from a step in which every request decoded."""
+        """Update the measurements with a step in which every request decoded."""
         self._count(step)
         if self._fixed is not None:
             return
@@ -162,7 +162,7 @@ class SpeculationSwitch:
             self._accepted[position] = keep * self._accepted[position] + step.accepted[position]
 
     def _follow(self, step: Step, known: _Load) -> None:
-        """Keep times up to date by what is in use: contexts grow, for every number of drafts."""
+        """Scale all times by the steps in use: contexts grow for every number of drafts alike."""
         if self._settling:
             self._settling -= 1
         elif step.drafts == self._current and step.drafts in known.times and _usual(step, known):
@@ -170,9 +170,9 @@ class SpeculationSwitch:
             known.times = {drafts: slower * seconds for drafts, seconds in known.times.items()}
 
     def _begin(self, requests: int, known: _Load) -> None:
-        """Try every number of drafts, beginning with the most: that tells the acceptance of all.
+        """Start a look: try every number of drafts, the largest first, which measures the acceptance of all positions.
 
-        A first look that was given up goes on where it was.
+        A first look that was given up is continued.
         """
         self._look_requests, self._tried = requests, 0
         self._trying = deque(drafts for drafts in range(self.limit, -1, -1) if known.chosen is not None or drafts not in known.times)
@@ -201,7 +201,7 @@ class SpeculationSwitch:
         self._end(step.requests, known)
 
     def _give_up(self, load: int) -> None:
-        """The load became another one: what was being tried does not compare, and after the first look it counts as lost."""
+        """End a look whose load has changed, so that its times do not compare; except in the first look, its steps count as lost."""
         self._trying.clear()
         self._timed.clear()
         if self._first_loss is not None:
@@ -256,7 +256,7 @@ class SpeculationSwitch:
         return best
 
     def _nearest(self, load: int) -> int:
-        """What yields most by the times of the nearest load that was looked at, or by what a draft is taken to cost where none was."""
+        """The best number by the times of the nearest load that had a look; where none had, by `PRIOR`."""
         looked_at = {other: known.times for other, known in self._loads.items() if known.chosen is not None}
         if looked_at:
             return self._best(looked_at[min(looked_at, key=lambda other: abs(other - load))], self._current)
@@ -271,5 +271,5 @@ def _bucket(requests: int) -> int:
 
 
 def _usual(step: Step, known: _Load) -> bool:
-    """Not a step that something else held up."""
+    """Whether the step took less than twice its known time: others were delayed by something else."""
     return step.seconds < 2 * known.times[step.drafts]

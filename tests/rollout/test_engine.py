@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.rollout.engine import Engine, Stretch
-from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead
+from mtpctl.rollout.engine import Engine, GenerationChunk
+from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, SpeculationState
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import PauseMode, TargetDirty
@@ -66,13 +66,13 @@ class Made(Engine):
         await self._within(self.core._do("resume"), "resuming")
         self._paused = self.paused = False
 
-    async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> Stretch:
+    async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> GenerationChunk:
         raise NotImplementedError
 
     async def _abort(self, request_ids: list[str]) -> None:
         raise NotImplementedError
 
-    async def speculate(self, drafts: int | None = None, *, look_again: bool = False) -> dict[str, Any]:
+    async def speculate(self, drafts: int | None = None, *, look_again: bool = False) -> SpeculationState:
         raise NotImplementedError
 
     async def shutdown(self) -> None:
@@ -93,13 +93,13 @@ class InLine(Made):
         super().__init__(Core())
         self.turn, self.cut = asyncio.Lock(), set[str]()
 
-    async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> Stretch:
+    async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> GenerationChunk:
         async with self.turn:
             for made in range(room):
                 if request_id in self.cut:
-                    return Stretch([7] * made, [-1.0] * made, [(0, made, 0)], ABORTED)
+                    return GenerationChunk([7] * made, [-1.0] * made, [(0, made, 0)], ABORTED)
                 await asyncio.sleep(0.01)
-        return Stretch([7] * room, [-1.0] * room, [(0, room, 0)], "length")
+        return GenerationChunk([7] * room, [-1.0] * room, [(0, room, 0)], "length")
 
     async def _abort(self, request_ids: list[str]) -> None:
         self.cut |= set(request_ids)

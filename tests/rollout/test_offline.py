@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.rollout import VllmConfig
 from mtpctl.rollout.offline import Prompt, answer_all, summary, wanted
-from mtpctl.rollout.protocol import Health, SpecStats
+from mtpctl.rollout.protocol import Health, SpecStats, SpeculationState
 from mtpctl.rollout.sample_file import Origin, SampleFile, Tally
 from mtpctl.samples import GenerationRequest, Sample, Speculation
 from mtpctl.sync.protocol import PauseMode
@@ -45,7 +44,7 @@ class Echo:
     async def spec_stats(self) -> SpecStats:
         return SpecStats()
 
-    async def speculate(self, drafts: int | None = None) -> list[dict[str, Any]]:
+    async def speculate(self, drafts: int | None = None) -> list[SpeculationState]:
         return []
 
     async def health(self) -> list[Health]:

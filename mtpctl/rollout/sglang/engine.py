@@ -1,8 +1,8 @@
-"""One SGLang engine (0.5.21), in an environment of its own: the same responses, and the same target for weight updates.
+"""One SGLang engine (0.5.21), in a Python environment of its own: the same responses, and the same target for weight updates.
 
-SGLang's log-probs are of the distribution at the sampling temperature, with drafts as without. Weights come in through SGLang's
-update sessions, of the target and of the drafter; a pause takes running responses back to the queue, and the cache is dropped with
-the first session that closes, so that they go on from a state computed anew.
+SGLang's log-probs are those of the distribution at the sampling temperature, with drafts as without. Weights are updated in SGLang's
+update sessions, one of the target and one of the drafter. A pause puts running responses back into the queue, and the first session that
+closes drops the cache, so that they go on from a state computed with the new weights.
 """
 
 from __future__ import annotations
@@ -11,21 +11,27 @@ import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 import psutil
 
 from mtpctl.cluster.meeting import host_store
 from mtpctl.errors import UserError
-from mtpctl.rollout.engine import Engine, Stretch, check_options, speculation_counts
-from mtpctl.rollout.protocol import ABORTED
+from mtpctl.rollout.engine import Engine, GenerationChunk, check_options, speculation_counts
+from mtpctl.rollout.protocol import ABORTED, SpeculationState
 from mtpctl.rollout.sglang.client import SglangClient
 from mtpctl.rollout.sglang.settings import SglangSettings
 from mtpctl.samples import GenerationRequest, Speculation
 from mtpctl.sync.protocol import PauseMode
 
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.engine import Engine as SglangRuntime
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.server_args import ServerArgs
+    from torch.distributed import TCPStore
+
 LIVENESS_S = 5.0
-"""Seconds between looks at the engine's processes while a response is awaited."""
+"""Seconds between checks that the engine's processes live, while a response is awaited."""
 
 AGAIN_S = 0.05
 """Seconds between two aborts of the same request."""
@@ -34,10 +40,34 @@ SCHEDULER_KEEPS = 2
 """Tokens of the context that SGLang's scheduler gives no request (`init_req_max_new_tokens`)."""
 
 
-class SglangEngine(Engine):
-    """Build with `await SglangEngine.start(settings)`."""
+class _Span(TypedDict):
+    start: int
+    end: int
+    version: str
 
-    def __init__(self, engine: Any, settings: SglangSettings, version: int) -> None:
+
+class _Meta(TypedDict):
+    """SGLang's `meta_info`; the log-probs are `(logprob, token, text)`."""
+
+    finish_reason: dict[str, object] | None
+    weight_version: str
+    weight_versions: NotRequired[list[_Span] | None]
+    output_token_logprobs: NotRequired[list[tuple[float, int, str | None]] | None]
+    spec_correct_drafts_histogram: NotRequired[list[int] | None]
+    spec_num_proposed_drafts: NotRequired[int]
+
+
+class _Output(TypedDict):
+    """A finished response as SGLang gives it."""
+
+    output_ids: list[int]
+    meta_info: _Meta
+
+
+class SglangEngine(Engine):
+    """SGLang, started from this process. Build with `await SglangEngine.start(settings)`."""
+
+    def __init__(self, engine: SglangRuntime, settings: SglangSettings, version: int) -> None:
         args = engine.server_args
         super().__init__(
             SglangClient(engine.tokenizer_manager),
@@ -53,12 +83,12 @@ class SglangEngine(Engine):
         self._open.set()
         self._submitted: set[str] = set()
         self._drained = asyncio.Condition()
-        self._meeting: Any = None
+        self._meeting: TCPStore | None = None
         self._processes = [psutil.Process(pid) for pid in engine.get_all_child_pids()]
 
     @classmethod
     async def start(cls, settings: SglangSettings, *, version: int = 0) -> SglangEngine:
-        """Load the model and warm up. `version` is what its weights count as until the first update.
+        """Load the model and warm up. `version` is the version of its weights until the first update.
 
         Raises UserError for an unknown name in `rollout.engine_args`, EnvironmentMissing where SGLang's processes would not find the
         plugin, UpstreamMoved for another SGLang, and what SGLang raises for a model it cannot load.
@@ -83,14 +113,14 @@ class SglangEngine(Engine):
     # ------------------------------------------------------------------------------------------------- generation
 
     def _room(self, tokens: int) -> int:
-        # SGLang takes no prompt of this length or longer; a response that was aborted so near the end of the context ends there.
+        # SGLang refuses a prompt of this length or longer, so a response that was aborted this near the end of the context is finished.
         return super()._room(tokens) if tokens < self._manager.max_req_input_len else 0
 
-    async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> Stretch:
-        # SGLang aborts whatever begins with a name: one that ends the same way for all is no beginning of another.
+    async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> GenerationChunk:
+        # SGLang aborts all requests whose name begins with the given one. With a dot at its end no name is the beginning of another.
         name = f"{request_id}."
         if not await self._admitted(request.deadline_s):
-            return Stretch([], [], [], ABORTED)
+            return GenerationChunk([], [], [], ABORTED)
         asked = asyncio.ensure_future(
             self._engine.async_generate(
                 input_ids=prompt, sampling_params=self._sampling(request, room), return_logprob=True, logprob_start_len=-1, rid=name
@@ -101,58 +131,58 @@ class SglangEngine(Engine):
             while not (await asyncio.wait([asked], timeout=LIVENESS_S))[0]:
                 if self._errored:
                     raise RuntimeError("an SGLang process has died")
-            output: dict[str, Any] = asked.result()
+            output: _Output = asked.result()
         finally:
             if asked.cancel():
-                # Who waited is gone; the scheduler would go on.
+                # The caller has given up; the scheduler would go on.
                 self._manager.abort_request(rid=name)
             async with self._drained:
                 self._submitted.discard(name)
                 self._drained.notify_all()
-        return self._stretch(output)
+        return self._chunk(output)
 
     async def _admitted(self, seconds: float) -> bool:
-        """Wait until nothing is paused, at most so long."""
+        """Wait until the engine is not paused, at most so long; returns whether it is not."""
         try:
             await asyncio.wait_for(self._open.wait(), seconds)
         except TimeoutError:
             return False
         return True
 
-    def _sampling(self, request: GenerationRequest, room: int) -> dict[str, Any]:
+    def _sampling(self, request: GenerationRequest, room: int) -> dict[str, object]:
         if request.top_p < 1 or request.top_k:
             raise UserError("rollout.engine: SGLang's log-probs leave top_p and top_k out; sample without, or set rollout.engine: vllm")
         if request.stop and self._settings.args["skip_tokenizer_init"]:
             raise UserError("stop strings need the engine's tokenizer: name them in rollout.stop, or stop by token ids")
-        found: dict[str, Any] = {
+        options: dict[str, object] = {
             "temperature": request.temperature,
             "max_new_tokens": room,
             "stop_token_ids": request.stop_token_ids or None,
             "stop": request.stop or None,
-            # It would have SGLang ignore stop ids as well. With one, the end token of the model's config stops too.
+            # With `ignore_eos` SGLang ignores stop ids as well. Without it, the end token of the model's config stops too.
             "ignore_eos": self._settings.args["skip_tokenizer_init"] and not request.stop_token_ids,
         }
         if request.seed is not None and self._settings.args.get("enable_deterministic_inference"):
-            found["sampling_seed"] = (request.seed + 1_000_003 * len(request.sample.response_ids)) % (1 << 31)
-        return found
+            options["sampling_seed"] = (request.seed + 1_000_003 * len(request.sample.response_ids)) % (1 << 31)
+        return options
 
-    def _stretch(self, output: dict[str, Any]) -> Stretch:
+    def _chunk(self, output: _Output) -> GenerationChunk:
         meta = output["meta_info"]
         logprobs = [float(each[0]) for each in meta.get("output_token_logprobs") or []]
         tokens = list(output["output_ids"])
-        reason = (meta["finish_reason"] or {}).get("type")
+        reason = str(meta["finish_reason"]["type"]) if meta["finish_reason"] else None
         spans = [(span["start"], min(span["end"], len(tokens)), int(span["version"])) for span in meta.get("weight_versions") or []]
         if not spans:
             spans = [(0, len(tokens), int(meta["weight_version"]))]
         histogram = meta.get("spec_correct_drafts_histogram")
         counts = speculation_counts(list(histogram), meta["spec_num_proposed_drafts"]) if histogram else Speculation()
-        return Stretch(tokens, logprobs, [span for span in spans if span[0] < span[1]], reason, counts)
+        return GenerationChunk(tokens, logprobs, [span for span in spans if span[0] < span[1]], reason, counts)
 
     def _read(self, tokens: list[int]) -> str:
         return str(self._manager.tokenizer.decode(tokens, skip_special_tokens=True))
 
     async def _abort(self, request_ids: list[str]) -> None:
-        # SGLang passes over what it has not registered yet, so it is told until they are gone.
+        # SGLang ignores the abort of a request that it has not registered yet, so it is repeated until the requests have ended.
         names = {f"{request_id}." for request_id in request_ids}
         while left := names & self._submitted:
             for name in left:
@@ -162,7 +192,6 @@ class SglangEngine(Engine):
     # ----------------------------------------------------------------------------------------------------- control
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """See `Engine.pause`."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         self._open.clear()
@@ -176,7 +205,6 @@ class SglangEngine(Engine):
         self._paused = True
 
     async def resume(self) -> None:
-        """See `Engine.resume`."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         self._check_alive()
@@ -184,8 +212,7 @@ class SglangEngine(Engine):
         self._paused = False
         self._open.set()
 
-    async def speculate(self, drafts: int | None = None, *, look_again: bool = False) -> dict[str, Any]:
-        """See `Engine.speculate`."""
+    async def speculate(self, drafts: int | None = None, *, look_again: bool = False) -> SpeculationState:
         raise UserError("rollout.speculation.auto: works with rollout.engine: vllm; set it to false")
 
     @property
@@ -193,17 +220,16 @@ class SglangEngine(Engine):
         return any(not process.is_running() or process.status() == psutil.STATUS_ZOMBIE for process in self._processes)
 
     async def shutdown(self) -> None:
-        """End the engine. May be called again."""
         await asyncio.to_thread(self._engine.shutdown)
         self._target.close()
 
 
 @contextmanager
-def ranks_meet_here() -> Iterator[Any]:
-    """An SGLang engine that is started in the block has its ranks meet in the store that this gives, to be held as long as the engine.
+def ranks_meet_here() -> Iterator[TCPStore]:
+    """Have the ranks of an SGLang engine that is started in the block meet in the store that this yields. Hold it as long as the engine.
 
-    By itself SGLang looks for a free port, and its first rank takes it many seconds later, when the model is loaded: where another
-    program has come first, that rank dies, and takes the process with it that started it.
+    By itself SGLang looks for a free port, and its first rank binds it many seconds later, when the model is loaded. If another program
+    has taken the port by then, that rank dies, and kills the process that started it.
     """
     store = host_store("127.0.0.1")
     meeting = {
@@ -225,7 +251,7 @@ def ranks_meet_here() -> Iterator[Any]:
                 os.environ[name] = value
 
 
-def usable_context(manager: Any) -> int:
+def usable_context(manager: TokenizerManager) -> int:
     """Tokens that a prompt and its response may have together: fewer than the context that SGLang was started with.
 
     Its tokenizer manager refuses what leaves less than `num_reserved_tokens` for drafts, its scheduler silently cuts two tokens off
@@ -234,6 +260,6 @@ def usable_context(manager: Any) -> int:
     return int(manager.context_len) - max(int(manager.num_reserved_tokens), SCHEDULER_KEEPS)
 
 
-def option_names(server_args: Any) -> list[str]:
+def option_names(server_args: type[ServerArgs]) -> list[str]:
     """Every option of SGLang's `ServerArgs`."""
     return list(getattr(server_args, "__struct_fields__", None) or server_args.__annotations__)

@@ -1,18 +1,24 @@
-"""What SGLang calls in each of its processes before it builds an engine (entry point `sglang.srt.plugins`; SGLang 0.5.21).
+"""mtpctl's plugin for SGLang, called in each of its processes before an engine is built (entry point `sglang.srt.plugins`; SGLang 0.5.21).
 
-MiMo's MTP layer reads the hidden state before the final norm, as vLLM hands it over; SGLang hands over the state after it, so that the
-drafter sees another scale of every channel and is right less often. SGLang's own way to pass the earlier state on, which other models
-use, is put to use for MiMo too.
+MiMo's MTP layer reads the hidden state before the final norm, which vLLM passes to it. SGLang passes the state after the norm, so that
+every channel has another scale and fewer drafts are accepted. SGLang can pass on the earlier state, and does for other models; here it
+does for MiMo too.
 """
 
 from __future__ import annotations
 
 import inspect
 from importlib.metadata import entry_points, version
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mtpctl.compat import mimo_config
 from mtpctl.errors import EnvironmentMissing, UpstreamMoved
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.models.mimo import MiMoForCausalLM
 
 PINNED = "0.5.21"
 GROUP = "sglang.srt.plugins"
@@ -27,7 +33,7 @@ def check_plugin() -> None:
 
 
 def register() -> None:
-    """Let MiMo folders be read, and drafted for as they were trained. May be called again.
+    """Have SGLang read MiMo folders, and pass MiMo's drafter the state that it was trained on. May be called again.
 
     Raises UpstreamMoved for another release, and where the earlier state can no longer be passed on.
     """
@@ -44,11 +50,16 @@ def register() -> None:
     upstream = MiMoForCausalLM.forward
 
     def forward(
-        self: Any, input_ids: Any, positions: Any, forward_batch: Any, input_embeds: Any = None, get_embedding: bool = False
-    ) -> Any:
+        self: MiMoForCausalLM,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: ForwardBatch,
+        input_embeds: torch.Tensor | None = None,
+        get_embedding: bool = False,
+    ) -> LogitsProcessorOutput:
         if get_embedding:
             return upstream(self, input_ids, positions, forward_batch, input_embeds, get_embedding)
-        before: list[Any] = []
+        before: list[torch.Tensor] = []
         # The norm adds the residual first, and returns the sum beside its own output.
         hook = self.model.norm.register_forward_hook(lambda module, args, output: before.append(output[1]))
         try:

@@ -9,12 +9,15 @@ from mtpctl.recipe.model import DTYPES
 from mtpctl.recipe.rollout import SglangConfig
 from mtpctl.rollout.sglang.client import LOADER
 
+Arguments = dict[str, Any]
+"""Keyword arguments of SGLang's `Engine`."""
+
 
 @dataclass(frozen=True, slots=True)
 class SglangSettings:
     """All that one engine needs to start: `args` for SGLang, `environment` and interpreter (None: this one) of its process."""
 
-    args: dict[str, Any]
+    args: Arguments
     python: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -32,10 +35,10 @@ def sglang_engine_settings(
     `tokenizer` is the folder or hub id of another tokenizer than the model's; stop strings need one.
 
     A draft tree of `speculation.num_tokens` nodes grows over `draft_steps` steps with `draft_top_k` branches each; with one branch it
-    is a chain, of as many steps as tokens. What SGLang cannot do the recipe's checks refuse.
+    is a chain, of as many steps as tokens. The recipe's checks refuse what SGLang cannot do.
     """
     k = rollout.speculation.num_tokens
-    args: dict[str, Any] = {
+    args: Arguments = {
         "model_path": model,
         "dtype": DTYPES[precision if rollout.dtype == "auto" else rollout.dtype],
         "random_seed": seed,
@@ -59,7 +62,7 @@ def sglang_engine_settings(
             "speculative_eagle_topk": rollout.draft_top_k,
             # SGLang counts the token that is verified along with them.
             "speculative_num_draft_tokens": k + 1,
-            # A replayed prefill graph hands on the normed state alone, and MiMo's MTP layer reads the one before.
+            # A replayed prefill graph passes on the hidden state after the final norm alone; MiMo's MTP layer reads the one before.
             "disable_prefill_cuda_graph": True,
         }
     return SglangSettings(args | rollout.engine_args, rollout.python)

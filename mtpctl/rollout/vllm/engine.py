@@ -5,25 +5,33 @@ from __future__ import annotations
 import asyncio
 import os
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mtpctl.cluster.heap import importing
 from mtpctl.errors import EnvironmentMissing, UserError
-from mtpctl.rollout.engine import Engine, Stretch, check_options, speculation_counts
+from mtpctl.rollout.engine import Engine, GenerationChunk, check_options, speculation_counts
+from mtpctl.rollout.protocol import SpeculationState
 from mtpctl.rollout.vllm import root_cause
 from mtpctl.rollout.vllm.client import VllmClient, adapter_request
-from mtpctl.rollout.vllm.patches import cut, logprobs
+from mtpctl.rollout.vllm.patches import aborts, logprobs
 from mtpctl.rollout.vllm.patches import pause as vllm_pause
-from mtpctl.rollout.vllm.settings import VllmSettings
+from mtpctl.rollout.vllm.settings import Arguments, VllmSettings
 from mtpctl.samples import GenerationRequest, Speculation
 from mtpctl.sync.engine_target import ADAPTER, ADAPTER_ID
 from mtpctl.sync.protocol import PauseMode
 
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.lora.request import LoRARequest
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
 
 class VllmEngine(Engine):
-    """Build with `await VllmEngine.start(settings)`."""
+    """vLLM in this process. Build with `await VllmEngine.start(settings)`."""
 
-    def __init__(self, llm: Any, settings: VllmSettings, version: int) -> None:
+    def __init__(self, llm: AsyncLLM, settings: VllmSettings, version: int) -> None:
         super().__init__(
             VllmClient(llm),
             version=version,
@@ -37,10 +45,10 @@ class VllmEngine(Engine):
 
     @classmethod
     async def start(cls, settings: VllmSettings, *, version: int = 0) -> VllmEngine:
-        """Load the model and warm up. `version` is what its weights count as until the first update.
+        """Load the model and warm up. `version` is the version of its weights until the first update.
 
         Raises UserError for an unknown name in `rollout.engine_args` and for heads that vLLM has no attention for, and what vLLM raises
-        for a model it cannot load.
+        for a model it cannot load; where its core fails in a process of its own, with the exception of that process.
         """
         os.environ.update(settings.environment)
         check_plugin()
@@ -55,8 +63,8 @@ class VllmEngine(Engine):
         check_engine_args(settings.args)
         args = AsyncEngineArgs(**settings.args)
         check_heads(args)
-        # vLLM sizes a step by who asks. Left unsaid, it takes 2,048 tokens of prompts a step, on an H200 an eighth of what offline
-        # generation gets, which a rollout is.
+        # vLLM sizes a step by the usage. By default it takes 2,048 tokens of prompts a step, on an H200 an eighth of what it takes for
+        # offline generation, which a rollout is.
         use = UsageContext.LLM_CLASS
         if settings.in_loop:
             from mtpctl.rollout.vllm.patches.loop import core_in_loop
@@ -72,7 +80,7 @@ class VllmEngine(Engine):
             await engine._target.hold_adapter()
         return engine
 
-    async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> Stretch:
+    async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> GenerationChunk:
         from vllm.inputs.engine import tokens_input
 
         output = None
@@ -81,21 +89,21 @@ class VllmEngine(Engine):
             output = step
         if output is None:
             raise self._died(RuntimeError(f"request {request_id} ended without an output"))
-        return _stretch(output.outputs[0])
+        return _chunk(output.outputs[0])
 
     def _read(self, tokens: list[int]) -> str:
         return str(self._llm.get_tokenizer().decode(tokens, skip_special_tokens=True))
 
     async def _abort(self, request_ids: list[str]) -> None:
-        await cut.keep(self._llm, request_ids)
+        await aborts.fetch_partial_outputs(self._llm, request_ids)
         await self._llm.abort(request_ids)
 
-    def _adapter(self) -> Any:
-        """The adapter that requests are answered with, where the engine takes any."""
+    def _adapter(self) -> LoRARequest | None:
+        """The adapter that requests are answered with; None for an engine without adapters."""
         folder = self._target.adapter
         return None if folder is None else adapter_request(ADAPTER, ADAPTER_ID, str(folder))
 
-    def _sampling(self, request: GenerationRequest, room: int) -> Any:
+    def _sampling(self, request: GenerationRequest, room: int) -> SamplingParams:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -116,12 +124,11 @@ class VllmEngine(Engine):
             flat_logprobs=True,
             detokenize=bool(request.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
-            # Stop strings are found, and what is behind them cut off, where the text is: log-probs must be there with each token.
-            extra_args=None if request.stop else dict(logprobs.LATE),
+            # The front end finds stop strings and trims the tokens behind them: it needs log-probs together with the tokens.
+            extra_args=None if request.stop else dict(logprobs.DEFERRED),
         )
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """See `Engine.pause`."""
         if mode == "abort":
             await self._within(self._abort(list(self._in_flight)), "aborting responses")
         await self._within(vllm_pause.pause(self._llm, mode), f"pausing ({mode})")
@@ -131,7 +138,6 @@ class VllmEngine(Engine):
             self._released = True
 
     async def resume(self) -> None:
-        """See `Engine.resume`."""
         self._check_alive()
         if self._released:
             await self._within(self._llm.wake_up(["kv_cache"]), "taking memory for the KV cache")
@@ -141,14 +147,12 @@ class VllmEngine(Engine):
 
     @property
     def speculates_by_choice(self) -> bool:
-        """Whether the engine was started with `speculation.auto`."""
         return "scheduler_cls" in self._settings.args
 
-    async def speculate(self, drafts: int | None = None, *, look_again: bool = False) -> dict[str, Any]:
-        """See `Engine.speculate`; `look_again` has the engine measure anew as soon as it may."""
+    async def speculate(self, drafts: int | None = None, *, look_again: bool = False) -> SpeculationState:
         if not self.speculates_by_choice:
             raise UserError("rollout.speculation.auto: is off, so the number of draft tokens is fixed at the start")
-        state: dict[str, Any] = await self._within(
+        state: SpeculationState = await self._within(
             self._llm.engine_core.call_utility_async("mtpctl_speculation", drafts, look_again), "asking the scheduler"
         )
         return state
@@ -158,18 +162,17 @@ class VllmEngine(Engine):
         return bool(self._llm.errored)
 
     async def shutdown(self) -> None:
-        """End the engine. May be called again."""
         self._llm.shutdown()
         self._target.close()
 
 
 def check_plugin() -> None:
-    """Raise EnvironmentMissing where vLLM's processes would not find mtpctl's stand-ins and weight receiver."""
+    """Raise EnvironmentMissing where vLLM's processes would not find mtpctl's patches and weight receiver."""
     if not entry_points(group="vllm.general_plugins", name="mtpctl"):
         raise EnvironmentMissing("mtpctl: vLLM finds its plugin through the package's entry point; install mtpctl (pip install -e .)")
 
 
-def check_engine_args(args: dict[str, Any]) -> None:
+def check_engine_args(args: Arguments) -> None:
     """Raise UserError for a name that vLLM does not know, with the nearest one that it does."""
     from dataclasses import fields
 
@@ -178,8 +181,8 @@ def check_engine_args(args: dict[str, Any]) -> None:
     check_options("vLLM", [field.name for field in fields(AsyncEngineArgs)], args)
 
 
-def check_heads(args: Any) -> None:
-    """Raise UserError for heads of a size that vLLM has no attention for on a CPU: it would say so at the first request alone."""
+def check_heads(args: AsyncEngineArgs) -> None:
+    """Raise UserError for heads of a size that vLLM has no attention for on a CPU; vLLM itself fails at the first request only."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -191,12 +194,13 @@ def check_heads(args: Any) -> None:
         raise UserError(f"model: on a CPU vLLM has no attention for heads of {size}; those of {', '.join(map(str, sizes))} it has")
 
 
-def _stretch(completion: Any) -> Stretch:
-    """vLLM's output as a stretch of the response."""
-    metrics = completion.spec_decode_metrics
-    return Stretch(
+def _chunk(completion: CompletionOutput) -> GenerationChunk:
+    from vllm.logprobs import FlatLogprobs
+
+    metrics, logprobs = completion.spec_decode_metrics, completion.logprobs
+    return GenerationChunk(
         tokens=list(completion.token_ids),
-        logprobs=list(completion.logprobs.logprobs) if completion.logprobs else [],
+        logprobs=list(logprobs.logprobs) if isinstance(logprobs, FlatLogprobs) else [],
         spans=[(span.start, span.end, int(span.version)) for span in completion.weight_versions or []],
         finish_reason=completion.finish_reason,
         speculation=Speculation() if metrics is None else speculation_counts(metrics.histogram, metrics.num_draft_tokens),

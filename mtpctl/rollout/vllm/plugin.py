@@ -1,13 +1,17 @@
-"""What vLLM calls in each process of the environment, before an engine is built in it (entry point `vllm.general_plugins`).
+"""mtpctl's plugin for vLLM (entry point `vllm.general_plugins`), called in each process before an engine is built in it.
 
-Stand-ins are for engines that mtpctl starts, or that ask for its weight transfer; any other vLLM of the environment, of whatever
-release, stays as it is.
+It patches vLLM for engines that mtpctl starts, or that ask for its weight transfer. Any other vLLM process of the environment, of
+whatever release, is left as it is.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 TRANSFER_BACKEND = "mtpctl"
 """Name under which the weight receiver is known to vLLM (`weight_transfer_config.backend`)."""
@@ -20,7 +24,7 @@ _COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 
 def register() -> None:
-    """Install the stand-ins in processes of ours; elsewhere wait until an engine asks for our weight transfer. May be called again.
+    """Install the patches in processes of our engines; elsewhere wait until an engine asks for our weight transfer. May be called again.
 
     vLLM swallows errors of a plugin's import, but not of this call: so every import is in here.
     """
@@ -29,13 +33,14 @@ def register() -> None:
         return
     from vllm.engine.arg_utils import EngineArgs
 
-    arguments: Any = EngineArgs
-    upstream = arguments.create_model_config
+    from mtpctl.rollout.vllm.patches.assign import assign
+
+    upstream = EngineArgs.create_model_config
     if hasattr(upstream, _WATCHES):
         return
 
-    def create_model_config(self: Any) -> Any:
-        # The first that vLLM makes of an engine's arguments, before any of the engine's processes is there.
+    def create_model_config(self: EngineArgs) -> ModelConfig:
+        # vLLM calls this first of all with an engine's arguments, before it starts any of the engine's processes.
         if getattr(self.weight_transfer_config, "backend", None) == TRANSFER_BACKEND:
             os.environ[OURS] = "1"
             # Workers of vLLM's Ray executor inherit nothing: they are given the variables that this one names.
@@ -45,11 +50,11 @@ def register() -> None:
         return upstream(self)
 
     setattr(create_model_config, _WATCHES, True)
-    arguments.create_model_config = create_model_config
+    assign(EngineArgs, create_model_config=create_model_config)
 
 
 def install() -> None:
-    """Install every stand-in and announce the weight receiver. May be called again.
+    """Install every patch and register the weight receiver. May be called again.
 
     Raises UpstreamMoved for another release of vLLM than the pinned one.
     """
@@ -59,7 +64,7 @@ def install() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from mtpctl.compat import mimo_config
-    from mtpctl.rollout.vllm.patches import cut, draft_counts, drafter, gemm, logprobs, packed, rotary, sampler, seeds
+    from mtpctl.rollout.vllm.patches import aborts, draft_counts, drafter, gemm, logprobs, packed, rotary, sampler, seeds
 
     mimo_config.install()
     sampler.install()
@@ -68,7 +73,7 @@ def install() -> None:
     packed.install()
     rotary.install()
     drafter.install()
-    cut.install()
+    aborts.install()
     draft_counts.install()
     logprobs.install()
     if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:

@@ -1,8 +1,8 @@
-"""vLLM's scheduler with a `SpeculationSwitch` at the wheel (`scheduler_cls`; vLLM 0.32.0).
+"""vLLM's scheduler, with the number of draft tokens chosen by a `SpeculationSwitch` (`scheduler_cls`; vLLM 0.32.0).
 
 vLLM can draft fewer tokens where more requests run together, by a table that is fixed at the start
-(`num_speculative_tokens_per_batch_size`). Here the table says the same for every size, and what it says is decided anew before each
-step. That the drafter costs nothing while it is off is `patches.drafter`'s part.
+(`num_speculative_tokens_per_batch_size`). Here all entries of the table are equal, and the table is replaced before each step.
+`patches.drafter` leaves the drafter out of steps without drafts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import statistics
 import time
 from collections import Counter, defaultdict, deque
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -20,7 +20,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 
+from mtpctl.rollout.protocol import SpeculationState
 from mtpctl.rollout.switch import Choice, SpeculationSwitch, Step
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.structured_output import StructuredOutputManager
 
 TIMED = 512
 """Steps whose time is remembered for each number of drafts."""
@@ -29,10 +35,28 @@ log = logging.getLogger("vllm.mtpctl")  # below vLLM's own logger, which is set 
 
 
 class SwitchingScheduler(Scheduler):
-    """Asks the switch before each step, and tells it what the step took and what became of its drafts."""
+    """Asks the switch before each step, and reports the step's time and its accepted drafts to it."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        structured_output_manager: StructuredOutputManager,
+        block_size: int,
+        hash_block_size: int | None = None,
+        *,
+        include_finished_set: bool = False,
+        log_stats: bool = False,
+    ) -> None:
+        super().__init__(
+            vllm_config,
+            kv_cache_config,
+            structured_output_manager,
+            block_size,
+            hash_block_size,
+            include_finished_set=include_finished_set,
+            log_stats=log_stats,
+        )
         assert self.dynamic_sd_lookup is not None, "the settings give a schedule of draft tokens"
         self.switch = SpeculationSwitch(self.num_spec_tokens, self._say)
         size = len(self.dynamic_sd_lookup)
@@ -46,24 +70,24 @@ class SwitchingScheduler(Scheduler):
         self._choice = str(choice)
         log.warning("%s", choice)
 
-    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """See `Scheduler.schedule`."""
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Schedule a step with as many drafts as the switch says."""
         drafts = self.switch.drafts()
         self._steps[drafts] += 1
         self.dynamic_sd_lookup = self._tables[drafts]
-        return super().schedule(*args, **kwargs)
+        return super().schedule(throttle_prefills)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
-        """See `Scheduler.update_from_output`."""
+        """Report the step to the switch, and process its output as vLLM does."""
         self._observe(scheduler_output, model_runner_output)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _observe(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """A step counts if it, and the one before it, which it waited for, only decoded with equally many drafts."""
+        """Report a step to the switch if this step and the one before it, which it waited for, only decoded, with equally many drafts."""
         now = time.perf_counter()
         requests = len(scheduled.num_scheduled_tokens)
         drafts = scheduled.num_spec_tokens_to_schedule
-        # What is done a request here, hundreds of times a step, delays the next step: so it is left to sets and counters.
+        # This runs between steps, for hundreds of requests: sets and counters are faster than a loop.
         drafting = sum(map(bool, scheduled.scheduled_spec_decode_tokens.values()))
         whole = set(scheduled.num_scheduled_tokens.values()) == {1 + drafts} and drafting == (requests if drafts else 0)
         last, self._last = self._last, (now, drafts) if whole else None
@@ -74,11 +98,10 @@ class SwitchingScheduler(Scheduler):
         self._took[drafts].append(now - last[0])
         self.switch.observe(Step(requests, drafts, now - last[0], accepted))
 
-    def speculation(self, drafts: int | None, look_again: bool) -> dict[str, Any]:
-        """Fix the number of drafts (None: leave it as it is; -1: choose again), and say what is being done.
+    def speculation(self, drafts: int | None, look_again: bool) -> SpeculationState:
+        """Fix the number of drafts (None: leave it as it is; -1: let the switch choose again), and return the state.
 
-        `steps` counts those since the last call, by the drafts that were asked for, and `step_s` has the median time of those that only
-        decoded.
+        `look_again` has the switch time all numbers of drafts again as soon as it may. Resets `steps` and `step_s`.
         """
         if drafts is not None:
             self.switch.fix(None if drafts < 0 else drafts)
@@ -100,4 +123,4 @@ class SwitchingScheduler(Scheduler):
 
 
 class AsyncSwitchingScheduler(SwitchingScheduler, AsyncScheduler):
-    """The same where steps are scheduled while the one before them runs."""
+    """The same for engines that schedule a step while the one before it runs."""

@@ -10,23 +10,25 @@ from mtpctl.recipe.model import DTYPES
 from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, VllmConfig
 from mtpctl.rollout.vllm.plugin import OURS, TRANSFER_BACKEND
 
+Arguments = dict[str, Any]
+"""Keyword arguments of vLLM's `AsyncEngineArgs`."""
 CPU_KV_CACHE_BYTES = 256 << 20
 SCHEDULERS = {
     False: "mtpctl.rollout.vllm.scheduler.SwitchingScheduler",
     True: "mtpctl.rollout.vllm.scheduler.AsyncSwitchingScheduler",
 }
-"""What drives `speculation.auto`, by whether vLLM schedules a step while the one before it runs."""
+"""vLLM's scheduler under `speculation.auto`, by whether it schedules a step while the one before it runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """All that one engine needs to start: `args` for vLLM, `environment` for its process, `threads` for torch (0: its choice).
+    """All that one engine needs to start: `args` for vLLM, `environment` for its process, `threads` for torch (0: torch's choice).
 
-    `in_loop` runs the engine core in the caller's process instead of one of its own. `release_kv`: a paused engine gives the memory
-    of its KV cache back.
+    `in_loop` runs the engine core in the caller's process instead of one of its own. `release_kv`: a paused engine frees the memory of
+    its KV cache.
     """
 
-    args: dict[str, Any]
+    args: Arguments
     in_loop: bool
     threads: int = 0
     environment: dict[str, str] = field(default_factory=dict)
@@ -51,15 +53,15 @@ def engine_settings(
 ) -> VllmSettings:
     """Options of one engine. What `rollout.engine_args` names wins over everything chosen here.
 
-    `tokenizer` is the folder or hub id of another tokenizer than the model's; stop strings need one. `adapter_rank`: of the adapter
-    that weight syncs bring, if they do. `release_kv`: see `VllmSettings`.
+    `tokenizer` is the folder or hub id of another tokenizer than the model's; stop strings need one. `adapter_rank`: rank
+    of the adapter that weight syncs send; None where they send none. `release_kv`: see `VllmSettings`.
 
     On a CPU the engine runs with few threads beside a trainer on the same cores: no compilation, no prefix cache (its
     blocks hold 128 tokens), a fixed KV cache, and the core in the actor's own process.
     """
     cpu = device == "cpu"
     k = rollout.speculation.num_tokens
-    args: dict[str, Any] = {
+    args: Arguments = {
         "model": model,
         "dtype": DTYPES[precision if rollout.dtype == "auto" else rollout.dtype],
         "seed": seed,
@@ -75,11 +77,11 @@ def engine_settings(
         "worker_extension_cls": "mtpctl.rollout.vllm.receiver.WorkerExtension",
     }
     if k:
-        args["speculative_config"] = {"method": "mtp", "num_speculative_tokens": k}
-        args["per_request_spec_decode_metrics"] = "summary"
+        speculative: dict[str, object] = {"method": "mtp", "num_speculative_tokens": k}
+        args |= {"speculative_config": speculative, "per_request_spec_decode_metrics": "summary"}
     if k and rollout.speculation.auto:
-        args["speculative_config"]["num_speculative_tokens_per_batch_size"] = _every_number(k, rollout.max_in_flight)
-        ahead = rollout.engine_args.get("async_scheduling", not cpu)
+        speculative["num_speculative_tokens_per_batch_size"] = _every_number(k, rollout.max_in_flight)
+        ahead = bool(rollout.engine_args.get("async_scheduling", not cpu))
         args |= {"async_scheduling": ahead, "scheduler_cls": SCHEDULERS[ahead]}
         if not args["enforce_eager"]:
             args["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(k, rollout.max_in_flight)}
@@ -103,7 +105,10 @@ def engine_settings(
 
 
 def _every_number(k: int, requests: int) -> list[tuple[int, int, int]]:
-    """A schedule of draft tokens in which each number up to `k` occurs, so that vLLM captures graphs for each."""
+    """A schedule `(fewest requests, most requests, drafts)` in which each number of drafts up to `k` occurs.
+
+    vLLM captures CUDA graphs for the numbers in it. Raises UserError where `requests` are too few for that.
+    """
     if requests <= k:
         raise UserError(f"rollout.max_in_flight: {requests} is too small for speculation.auto with num_tokens: {k}; set it above {k}")
     return [(drafts + 1, drafts + 1, drafts) for drafts in range(k)] + [(k + 1, requests, k)]
@@ -117,7 +122,7 @@ def capture_sizes(k: int, requests: int) -> list[int]:
 
 def _environment(cpu: bool, in_loop: bool, threads: int) -> dict[str, str]:
     """Variables that must be set before vLLM, or torch, is imported."""
-    found = {
+    variables = {
         OURS: "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
@@ -125,17 +130,17 @@ def _environment(cpu: bool, in_loop: bool, threads: int) -> dict[str, str]:
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
     if not cpu:
-        # A process that has touched CUDA cannot be forked, and what the caller did before is not ours to know.
-        found["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        # Nothing in a step gains by more threads, and those that wait for work spin, at the cost of the one that launches it. What a
-        # scheduler or a launcher has set for training is not meant for this.
-        found["OMP_NUM_THREADS"] = str(threads or 1)
+        # A process that has used CUDA cannot be forked, and the caller may have used it.
+        variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        # Nothing in a step gains by more threads, and idle ones spin, at the cost of the thread that launches kernels. A value that a
+        # scheduler or a launcher has set is meant for training.
+        variables["OMP_NUM_THREADS"] = str(threads or 1)
     if cpu:
         # vLLM compiles single functions even in eager mode, which takes seconds and a C++ compiler.
-        found["TORCH_COMPILE_DISABLE"] = "1"
+        variables["TORCH_COMPILE_DISABLE"] = "1"
     if in_loop:
-        found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if cpu and threads:
         # Waiting threads sleep at once: spinning would take the cores from a trainer on the same machine.
-        found |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
-    return found
+        variables |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+    return variables

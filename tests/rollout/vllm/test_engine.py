@@ -32,7 +32,7 @@ def request(index: int = 0, max_tokens: int = 40, **options: object) -> Generati
 
 
 def assert_matches(sample: Sample, weights: Callable[[int], Tensors], temperature: float = 1.0) -> None:
-    """Each stretch's log-probs against a recomputation under the version that it names."""
+    """Each span's log-probs against a recomputation under the version that it names."""
     assert [span.start for span in sample.version_spans[1:]] == [span.end for span in sample.version_spans[:-1]]
     for span in sample.version_spans:
         full = reference_logprobs(CONFIG, weights(span.version), sample.prompt_ids + sample.response_ids, temperature)
@@ -136,7 +136,7 @@ def test_others_in_the_engine_get_what_they_ask_for(engine: VllmEngine, run: Loo
         for place, again in zip(ones, others, strict=True):
             assert len(again) >= 2 and {t: e.rank for t, e in place.items()} == {t: e.rank for t, e in again.items()}
             assert [e.logprob for e in place.values()] == pytest.approx([e.logprob for e in again.values()], abs=1e-4)
-    assert not engine._llm.engine_core.engine_core.scheduler.mtpctl_kept
+    assert not engine._llm.engine_core.engine_core.scheduler.mtpctl_pending_logprobs
 
 
 def test_a_seed_repeats_a_response(engine: VllmEngine, run: Loop) -> None:
@@ -186,7 +186,7 @@ def test_an_aborted_response_goes_on_where_it_was(engine: VllmEngine, run: Loop,
     kept = list(partial.response_ids)
     assert 0 < len(kept) < 200
     first = partial.speculation
-    assert len(kept) - 2 <= first.steps + first.accepted <= len(kept) + 2, "a stretch that was cut is counted too"
+    assert len(kept) - 2 <= first.steps + first.accepted <= len(kept) + 2, "an aborted chunk is counted too"
     whole = run(engine.generate(GenerationRequest(partial, 200, seed=5)))
     assert whole.response_ids[: len(kept)] == kept
     assert len(whole.response_ids) == 200
@@ -199,7 +199,7 @@ def test_an_abort_that_takes_its_time_to_reach_the_core(
 ) -> None:
     """A core in a process of its own goes on meanwhile: one response ends by itself, another one begins."""
     core = engine._llm.engine_core
-    kept, ask = core.engine_core.scheduler.mtpctl_kept, core.call_utility_async
+    kept, ask = core.engine_core.scheduler.mtpctl_pending_logprobs, core.call_utility_async
 
     async def cut() -> list[Sample]:
         short, long = (asyncio.ensure_future(engine.generate(request(51 + tokens, max_tokens=tokens))) for tokens in (30, 200))

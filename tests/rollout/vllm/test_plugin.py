@@ -48,7 +48,7 @@ for release, backend in (("0.33.0", None), ("0.33.0", ours), (real(), ours)):
     except Exception as raised:
         error = str(raised)
     kept = hasattr(utils.dispatch_cpu_unquantized_gemm, "__wrapped__")
-    found.append([kept, hasattr(EngineCore, "mtpctl_so_far"), "mimo" in CONFIG_MAPPING, error])
+    found.append([kept, hasattr(EngineCore, "mtpctl_partial_outputs"), "mimo" in CONFIG_MAPPING, error])
 print(json.dumps(found))
 """
 

@@ -59,17 +59,17 @@ def test_only_what_is_written_meanwhile_counts(tmp_path: Path) -> None:
     stderr.write_text(ALONE)
     with pytest.raises(RuntimeError, match=rf"^{FAILED}$"), named_in_failures(stderr):
         raise RuntimeError(FAILED)
-    with pytest.raises(RuntimeError, match=rf"^{FAILED}; root cause: torch.OutOfMemoryError: CUDA out of memory\.$"):
-        with named_in_failures(stderr), stderr.open("a") as file:
+    told = rf"^{FAILED}; root cause: torch\.OutOfMemoryError: CUDA out of memory\.$"
+    with pytest.raises(RuntimeError, match=told), named_in_failures(stderr):
+        with stderr.open("a") as file:
             file.write(LOGGED)
-            file.flush()
-            raise RuntimeError(FAILED)
+        raise RuntimeError(FAILED)
 
 
 def test_other_errors_and_other_places_of_stderr_are_left_alone(tmp_path: Path) -> None:
     stderr = tmp_path / "worker.err"
     stderr.touch()
-    with pytest.raises(RuntimeError, match="^no such model$"), named_in_failures(stderr):
+    with pytest.raises(RuntimeError, match=r"^no such model$"), named_in_failures(stderr):
         stderr.write_text(ALONE)
         raise RuntimeError("no such model")
     reads, writes = os.pipe()

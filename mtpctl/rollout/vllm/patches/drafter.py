@@ -1,24 +1,63 @@
-"""Steps without drafts that cost no drafting (vLLM 0.32.0).
+"""Steps without drafts that do not run the drafter (vLLM 0.32.0).
 
-Where a step asks for no draft tokens, vLLM runs its drafter all the same, to keep the drafter's KV cache whole: on a model with a
+Where a step asks for no draft tokens, vLLM runs its drafter all the same, to keep the drafter's KV cache complete: on a model with a
 large vocabulary that is a tenth of the step, head included, so that "off" would be slower than an engine that never speculates.
-Here such a step leaves the drafter out. What is generated meanwhile has no entries in the drafter's cache, so requests that span a
-switch back on are drafted less well until they end. What is accepted is right all the same: the target decides. The first model runner,
-which CPUs have, also draws the tokens of such a step as if drafts were to be rejected, which takes three times as long as drawing them.
+Here such a step leaves the drafter out. The tokens of such steps have no entries in the drafter's cache, so drafts of requests that are
+under way when drafting is switched on again are accepted less often, until those requests end. Accepted tokens are right all the same:
+the target decides. The first model runner, which CPUs have, also samples the tokens of such a step as if drafts were to be rejected,
+which takes three times as long as plain sampling; here it samples plainly.
 
-The engine core also learns to answer for its scheduler and of what drafting takes, `EngineCore.mtpctl_speculation`.
+The engine core also gets a call that reports the scheduler's state and the drafting times, `EngineCore.mtpctl_speculation`.
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
 from mtpctl.errors import UpstreamMoved
+from mtpctl.rollout.protocol import SpeculationState
+from mtpctl.rollout.vllm.patches.assign import assign
 from mtpctl.rollout.vllm.patches.draft_times import TIMES
 from mtpctl.rollout.vllm.patches.version import require_pinned
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.outputs import SamplerOutput
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from mtpctl.rollout.vllm.scheduler import SwitchingScheduler
+
+
+class Drafter(Protocol):
+    """What the drafters of both model runners have."""
+
+    speculative_config: SpeculativeConfig
+    device: torch.device
+
+
+class FirstDrafter(Drafter, Protocol):
+    """A drafter of the first model runner."""
+
+    num_speculative_tokens: int
+    _last_draft_probs: torch.Tensor | None
+
+
+class SecondDrafter(Drafter, Protocol):
+    """A drafter of the second model runner; `draft_tokens` is its buffer `[requests, drafts]`."""
+
+    draft_tokens: torch.Tensor
+
+
+Propose = Callable[..., torch.Tensor]
+"""A drafter's `propose`; the two model runners call theirs with different arguments."""
 
 
 def install() -> bool:
@@ -29,16 +68,10 @@ def install() -> bool:
     from vllm.triton_utils import HAS_TRITON
     from vllm.v1.engine.core import EngineCore
 
-    core: Any = EngineCore
-    if hasattr(core, "mtpctl_speculation"):
+    if hasattr(EngineCore, "mtpctl_speculation"):
         return False
     require_pinned(__name__)
-
-    def mtpctl_speculation(self: Any, drafts: int | None, look_again: bool) -> dict[str, Any]:
-        times: dict[int, float] = self.model_executor.collective_rpc("mtpctl_draft_s")[0]
-        return {**self.scheduler.speculation(drafts, look_again), "draft_s": times}
-
-    core.mtpctl_speculation = mtpctl_speculation
+    assign(EngineCore, mtpctl_speculation=_speculation)
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
     _patch(SpecDecodeBaseProposer, _without_drafts)
@@ -52,51 +85,55 @@ def install() -> bool:
     return True
 
 
-def _patch(owner: Any, instead: Any) -> None:
-    upstream = owner.propose
-    parameters = inspect.signature(upstream).parameters
-    if "num_speculative_tokens" not in parameters:
+def _speculation(self: EngineCore, drafts: int | None, look_again: bool) -> SpeculationState:
+    """`SwitchingScheduler.speculation`, and the drafting times of rank 0 since the last call."""
+    state = cast("SwitchingScheduler", self.scheduler).speculation(drafts, look_again)
+    times: list[dict[int, float]] = self.model_executor.collective_rpc("mtpctl_draft_s")
+    return {**state, "draft_s": times[0]}
+
+
+def _patch(owner: type, without_drafts: Propose) -> None:
+    """Have `owner.propose` return what `without_drafts` does where a step asks for no drafts, and time the drafting of the others."""
+    upstream: Propose = vars(owner)["propose"]
+    if "num_speculative_tokens" not in inspect.signature(upstream).parameters:
         raise UpstreamMoved(f"{__name__}: {owner.__name__}.propose no longer takes num_speculative_tokens; find the new way to skip it")
 
-    def propose(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def propose(self: Drafter, *args: Any, **kwargs: Any) -> torch.Tensor:
         drafts = kwargs.get("num_speculative_tokens")
         chosen = self.speculative_config.uses_dynamic_speculative_decoding()
         if not chosen or drafts is None or kwargs.get("dummy_run") or kwargs.get("is_profile"):
             return upstream(self, *args, **kwargs)
         if drafts == 0:
-            return instead(self, *args, **kwargs)
+            return without_drafts(self, *args, **kwargs)
         end = TIMES.begin(drafts, self.device)
         result = upstream(self, *args, **kwargs)
         end()
         return result
 
-    owner.propose = propose
+    assign(owner, propose=propose)
 
 
 def _draw_plainly() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    runner: Any = GPUModelRunner
-    upstream = runner._sample
+    upstream = GPUModelRunner._sample
     if list(inspect.signature(upstream).parameters) != ["self", "logits", "spec_decode_metadata"]:
         raise UpstreamMoved(f"{__name__}: GPUModelRunner._sample takes other arguments; find the new way to draw without drafts")
 
-    def sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+    def sample(self: GPUModelRunner, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
         none = spec_decode_metadata is not None and spec_decode_metadata.max_spec_len == 0
         return upstream(self, logits, None if none else spec_decode_metadata)
 
-    runner._sample = sample
+    assign(GPUModelRunner, _sample=sample)
 
 
-def _without_drafts(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _without_drafts(self: FirstDrafter, *_: object, common_attn_metadata: CommonAttentionMetadata, **__: object) -> torch.Tensor:
     """No draft tokens `[requests, 0]`, as the first model runner takes them."""
     self.num_speculative_tokens = 0
     self._last_draft_probs = None
-    metadata = kwargs["common_attn_metadata"]
-    return torch.empty(metadata.batch_size(), 0, device=self.device, dtype=torch.int64)
+    return torch.empty(common_attn_metadata.batch_size(), 0, device=self.device, dtype=torch.int64)
 
 
-def _without_drafts_v2(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _without_drafts_v2(self: SecondDrafter, input_batch: InputBatch, *_: object, **__: object) -> torch.Tensor:
     """The second model runner's buffer of draft tokens, marked empty `[requests, limit]`."""
-    drafts: torch.Tensor = self.draft_tokens[: input_batch.num_reqs]
-    return drafts.fill_(-1)
+    return self.draft_tokens[: input_batch.num_reqs].fill_(-1)

@@ -2,8 +2,8 @@
 
 After loading, vLLM's CPU backend packs each linear layer's weight for a kernel of that CPU: its own on AMX up to 1 MiB, zentorch's on
 Zen where that is installed, oneDNN's elsewhere. It then drops the parameter, so that nothing is left that a weight update could write
-to or that a checksum could read; an output head keeps its parameter beside a packed copy, which an update would leave behind. With this
-every linear layer computes `torch.nn.functional.linear` on the parameter itself, as vLLM does where no kernel packs. Packing anew after
+to or that a checksum could read; an output head keeps its parameter beside a packed copy, which an update would leave stale. Here every
+linear layer computes `torch.nn.functional.linear` on the parameter itself, as vLLM does where no kernel packs. Packing anew after
 each update would buy little: torch hands the same product to oneDNN, AMX included.
 
 Latent attention drops `kv_b_proj` for its own packed halves where there is AMX, and takes bfloat16 alone there. vLLM's other kernel for
@@ -13,13 +13,18 @@ it runs on every CPU in any type and keeps the weight, so it is chosen unless a 
 from __future__ import annotations
 
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from mtpctl.errors import UpstreamMoved
+from mtpctl.rollout.vllm.patches.assign import assign
 from mtpctl.rollout.vllm.patches.version import require_pinned
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.platforms.cpu import CpuPlatform
 
 _DISPATCH = "dispatch_cpu_unquantized_gemm"
 _MENDED = "_mtpctl_unpacked"
@@ -28,7 +33,7 @@ _MENDED = "_mtpctl_unpacked"
 def install() -> bool:
     """Switch the packing off on a CPU; returns whether it is off. May be called again.
 
-    Raises UpstreamMoved for another release, and where the function that packs is gone.
+    Raises UpstreamMoved for another release, and where the function that packs no longer exists.
     """
     from vllm.platforms import current_platform
 
@@ -52,7 +57,7 @@ def install() -> bool:
             layer.__dict__["cpu_linear"] = torch.nn.functional.linear
 
     setattr(dispatch, _MENDED, True)
-    setattr(utils, _DISPATCH, dispatch)
+    assign(utils, **{_DISPATCH: dispatch})
     _keep_latent()
     return True
 
@@ -62,12 +67,12 @@ def _keep_latent() -> None:
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    configure = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
+    configure = CpuPlatform.__dict__["check_and_update_config"].__func__
 
-    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+    def check_and_update_config(cls: type[CpuPlatform], vllm_config: VllmConfig) -> None:
         attention, model = vllm_config.attention_config, vllm_config.model_config
         if attention.backend is None and model is not None and model.use_mla:
             attention.backend = AttentionBackendEnum.CPU_MLA
         configure(cls, vllm_config)
 
-    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore[method-assign, assignment]
+    assign(CpuPlatform, check_and_update_config=classmethod(check_and_update_config))

@@ -1,27 +1,34 @@
 """vLLM's engine core in the caller's own process and event loop (vLLM 0.32.0).
 
 `AsyncLLM` always puts the engine core in a process of its own, and on a CPU that process starts one more for the worker:
-three imports of vLLM, two hand-overs a step, and a queue that spins on a core that the trainer could use. With one CPU
-worker nothing is gained by that. Here the core is stepped by the very task that waits for its output, so that control
-calls (pause, weight updates) fall between steps by construction.
+three imports of vLLM, two messages a step, and a queue that spins on a core that the trainer could use. With one CPU
+worker nothing is gained by that. Here the task that waits for the core's output runs its steps, so that control calls (pause, weight
+updates) always fall between steps.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.models import registry
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, PauseMode
 from vllm.v1.engine.core_client import EngineCoreClient, InprocClient
 from vllm.v1.request import RequestStatus
 
+from mtpctl.rollout.vllm.patches.assign import assign
 from mtpctl.rollout.vllm.patches.version import require_pinned
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
+    from vllm.tasks import SupportedTask
+    from vllm.v1.executor import Executor
 
 
 @dataclass
@@ -30,12 +37,12 @@ class _Resources:
 
 
 class LoopCore(InprocClient):
-    """The asynchronous face that `AsyncLLM` asks for, on top of vLLM's own in-process client."""
+    """The asynchronous calls that `AsyncLLM` makes, on top of vLLM's own in-process client."""
 
     engine_ranks_managed = (0,)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool) -> None:
+        super().__init__(vllm_config, executor_class, log_stats)
         self.resources = _Resources()
         self._ready: deque[EngineCoreOutputs] = deque()
         self._wake = asyncio.Event()
@@ -60,7 +67,7 @@ class LoopCore(InprocClient):
             self._wake.clear()
             await self._wake.wait()
 
-    async def get_supported_tasks_async(self) -> Any:
+    async def get_supported_tasks_async(self) -> tuple[SupportedTask, ...]:
         return self.get_supported_tasks()
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
@@ -71,7 +78,7 @@ class LoopCore(InprocClient):
         self.abort_requests(request_ids)
         self._wake.set()
 
-    async def pause_scheduler_async(self, mode: Any = "abort", clear_cache: bool = True) -> None:
+    async def pause_scheduler_async(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
         """Stop scheduling. `wait` returns when what was running has finished; the others return at once."""
         core = self.engine_core
         if mode == "wait":
@@ -95,9 +102,13 @@ class LoopCore(InprocClient):
     async def is_scheduler_paused_async(self) -> bool:
         return self.engine_core.is_scheduler_paused()
 
-    async def collective_rpc_async(
-        self, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> list[Any]:
+    async def collective_rpc_async[R](
+        self,
+        method: str | Callable[..., R],
+        timeout: float | None = None,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> list[R]:
         return self.engine_core.collective_rpc(method, timeout, args, kwargs)
 
     async def set_weight_version_async(self, weight_version: str) -> None:
@@ -109,10 +120,10 @@ class LoopCore(InprocClient):
     async def reset_prefix_cache_async(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         return self.engine_core.reset_prefix_cache(reset_running_requests, reset_connector)
 
-    async def call_utility_async(self, method: str, *args: Any) -> Any:
+    async def call_utility_async(self, method: str, *args: object) -> Any:
         return getattr(self.engine_core, method)(*args)
 
-    async def add_lora_async(self, lora_request: Any) -> bool:
+    async def add_lora_async(self, lora_request: LoRARequest) -> bool:
         return self.engine_core.add_lora(lora_request)
 
     async def remove_lora_async(self, lora_id: int) -> bool:
@@ -130,16 +141,18 @@ def core_in_loop() -> Iterator[None]:
     Raises UpstreamMoved for another release.
     """
     require_pinned(__name__)
-    client: Any = EngineCoreClient
-    upstream, inspect_elsewhere = client.make_async_mp_client, registry._run_in_subprocess
+    make_process, run_in_subprocess = EngineCoreClient.make_async_mp_client, registry._run_in_subprocess
 
-    def make(vllm_config: Any, executor_class: Any, log_stats: bool, **_: Any) -> LoopCore:
+    def make(vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool, **_: object) -> LoopCore:
         return LoopCore(vllm_config, executor_class, log_stats)
 
-    client.make_async_mp_client = staticmethod(make)
-    registry._run_in_subprocess = lambda fn: fn()
+    def run_here[R](inspect: Callable[[], R]) -> R:
+        return inspect()
+
+    assign(EngineCoreClient, make_async_mp_client=staticmethod(make))
+    assign(registry, _run_in_subprocess=run_here)
     try:
         yield
     finally:
-        client.make_async_mp_client = staticmethod(upstream)
-        registry._run_in_subprocess = inspect_elsewhere
+        assign(EngineCoreClient, make_async_mp_client=staticmethod(make_process))
+        assign(registry, _run_in_subprocess=run_in_subprocess)

@@ -8,13 +8,17 @@ card only kernels that take the loaded layout are served: the others are refused
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from mtpctl.rollout.vllm.patches.assign import assign
 from mtpctl.rollout.vllm.patches.version import require_pinned
 from mtpctl.sync.places import Misfit
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 _KEPT = "_mtpctl_plain"
 _CONVOLUTION = "_cpu_unpacked_conv_weight"
@@ -26,30 +30,31 @@ class PackedWeight(Misfit):
 
 
 def install() -> bool:
-    """Keep what a CPU packs; returns whether that is in place. May be called again. Raises UpstreamMoved for another release."""
+    """Keep the weights that a CPU packs; returns whether that is in place. May be called again.
+
+    Raises UpstreamMoved for another release.
+    """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return False
-    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    Experts: Any = cpu_moe.CPUUnquantizedExperts
-
-    if getattr(Experts, _KEPT, False):
+    if hasattr(CPUUnquantizedExperts.process_weights_after_loading, _KEPT):
         return True
     require_pinned(__name__)
-    upstream = Experts.process_weights_after_loading
+    upstream = CPUUnquantizedExperts.process_weights_after_loading
 
-    def process_weights_after_loading(self: Any, layer: nn.Module) -> None:
+    def process_weights_after_loading(self: CPUUnquantizedExperts, layer: nn.Module) -> None:
         if _KEPT not in layer.__dict__:
-            # The router's bias is the router's too, by which it is updated.
+            # The layer has the router's bias too, which is updated where the router has it.
             leaves = [leaf for leaf, _ in layer.named_parameters(recurse=False) if leaf.startswith(("w13_", "w2_"))]
             kept = {leaf: layer.get_parameter(leaf).data.clone() for leaf in leaves}
             layer.__dict__[_KEPT] = (self, kept)
         upstream(self, layer)
 
-    Experts.process_weights_after_loading = process_weights_after_loading
-    setattr(Experts, _KEPT, True)
+    setattr(process_weights_after_loading, _KEPT, True)
+    assign(CPUUnquantizedExperts, process_weights_after_loading=process_weights_after_loading)
     return True
 
 
@@ -75,7 +80,7 @@ def plain_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
 
 
 def repack(model: nn.Module) -> None:
-    """After an update of what `plain_weight` gave: pack it anew where it is packed."""
+    """Pack anew, after an update of the memory that `plain_weight` gave, each weight that the model keeps packed."""
     for layer in model.modules():
         if hasattr(layer, _CONVOLUTION):
             from vllm import _custom_ops as ops

@@ -1,19 +1,23 @@
-"""A pause without a rest (vLLM 0.32.0).
+"""A pause without vLLM's sleep (vLLM 0.32.0).
 
-`AsyncLLM.pause_generation` sleeps for 20 ms once the engine core stands, so that outputs on their way are seen by whoever waits for
-them before it returns; its own comment says that nothing depends on it. Here neither does anything: the core names the weight version
-with every output. A weight sync would stand for those 20 ms.
+`AsyncLLM.pause_generation` sleeps for 20 ms once the engine core is paused, so that callers see outputs on their way before it returns;
+its own comment says that nothing depends on it. Nothing here does either: the core names the weight version with every output. Every
+weight sync would be 20 ms longer for it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mtpctl.rollout.vllm.patches.version import require_pinned
 
+if TYPE_CHECKING:
+    from vllm.v1.engine import PauseMode
+    from vllm.v1.engine.async_llm import AsyncLLM
 
-async def pause(llm: Any, mode: str) -> None:
-    """What `pause_generation(mode=mode, clear_cache=True)` does before it rests. `llm` is an `AsyncLLM`.
+
+async def pause(llm: AsyncLLM, mode: PauseMode) -> None:
+    """Do what `pause_generation(mode=mode, clear_cache=True)` does before it sleeps.
 
     Raises UpstreamMoved for another release.
     """

@@ -1,23 +1,24 @@
 """Mend speculative sampling on a CPU (vLLM 0.32.0, without Triton).
 
-Two faults of the fallback kernels, both met only with speculation:
+Two faults of the fallback kernels, which occur only with speculation:
 
 A. `expand_batch_to_tokens` spreads each request's temperature, top-k and top-p over its draft tokens. The CPU kernel
    behind it converts its output buffer to int64 first, and so writes into a copy: the caller reads uninitialised
    memory as temperature (vLLM issue 55005). Samples then follow a wrong distribution and processed log-probs are wrong.
 B. Top-k on a step in which no request has a draft token takes the maximum of an empty tensor, and crashes the engine.
 
-`install()` replaces the first function and guards the second one. Where Triton runs, on CUDA above all, neither fault
-exists and nothing is touched.
+`install()` replaces the first function and guards the second one. Where Triton runs, as on CUDA, neither fault
+exists and nothing is changed.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from mtpctl.errors import UpstreamMoved
+from mtpctl.rollout.vllm.patches.assign import assign
 from mtpctl.rollout.vllm.patches.version import require_pinned
 
 
@@ -32,14 +33,14 @@ def expand_batch_to_tokens(
     return torch.where(x == replace_from, replace_to, x).repeat_interleave(counts, output_size=num_tokens)
 
 
-def _loses_result(upstream: Any) -> bool:
+def _loses_result(upstream: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], object]) -> bool:
     """Whether the fallback kernel leaves a float output untouched."""
     output = torch.full((3,), -1.0)
     upstream(output, torch.tensor([0.5, 2.0]), torch.tensor([1, 3], dtype=torch.int32), 0, 0)
     return bool((output == -1.0).all())
 
 
-def _crashes_without_rows(upstream: Any) -> bool:
+def _crashes_without_rows(upstream: Callable[[torch.Tensor, torch.Tensor], object]) -> bool:
     """Whether top-k fails on logits without rows."""
     try:
         upstream(torch.empty(0, 4), torch.empty(0, dtype=torch.int32))
@@ -51,7 +52,7 @@ def _crashes_without_rows(upstream: Any) -> bool:
 def install() -> bool:
     """Put both mends in place where they are needed; returns whether they are. May be called again.
 
-    Raises UpstreamMoved for another release, and where a fault is gone.
+    Raises UpstreamMoved for another release, and where a kernel no longer has its fault.
     """
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
@@ -71,7 +72,5 @@ def install() -> bool:
     def apply_top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
         return upstream(logits, k, p) if logits.shape[0] else logits
 
-    module: Any = rejection_sampler
-    module.expand_batch_to_tokens = expand_batch_to_tokens
-    module.apply_top_k_top_p = apply_top_k_top_p
+    assign(rejection_sampler, expand_batch_to_tokens=expand_batch_to_tokens, apply_top_k_top_p=apply_top_k_top_p)
     return True

@@ -26,7 +26,7 @@ def installed() -> str:
 
 
 def require_pinned(module: str) -> None:
-    """Refuse any other release, naming the stand-in to look at.
+    """Refuse any other release, naming the patch to look at.
 
     Raises UpstreamMoved.
     """

@@ -23,7 +23,7 @@ def test_drafts_behind_the_end_are_not_counted(accepted: int, kept: int, drafted
     counts = RequestSpecDecodeMetrics.new(3)
     counts.observe(3, 2)
     counts.observe(3, accepted)
-    draft_counts.cut(counts, kept)
+    draft_counts.trim_last_step(counts, kept)
     assert counts.num_draft_tokens == 3 + drafted
     assert sum(counts.histogram) == 2
     assert sum(taken * times for taken, times in enumerate(counts.histogram)) == 2 + counted
@@ -35,7 +35,7 @@ def test_cutting_twice_is_cutting_to_the_shorter() -> None:
     counts = RequestSpecDecodeMetrics.new(3)
     counts.observe(3, 3)
     for kept in (2, 1):
-        draft_counts.cut(counts, kept)
+        draft_counts.trim_last_step(counts, kept)
     assert (counts.num_draft_tokens, counts.histogram) == (1, [0, 1, 0, 0])
 
 

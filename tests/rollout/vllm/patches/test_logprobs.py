@@ -20,7 +20,7 @@ def installed() -> None:
 
 
 def processor(*, late: bool, flat: bool = True) -> Any:
-    asked = SamplingParams(logprobs=0, flat_logprobs=flat, extra_args=dict(logprobs.LATE) if late else None)
+    asked = SamplingParams(logprobs=0, flat_logprobs=flat, extra_args=dict(logprobs.DEFERRED) if late else None)
     return LogprobsProcessor.from_new_request(None, SimpleNamespace(sampling_params=asked))  # type: ignore[arg-type]
 
 
@@ -65,17 +65,17 @@ def test_without_flat_lists_as_vllm_does() -> None:
 
 
 def test_what_is_kept_for_a_response_stays_kept_until_it_ends() -> None:
-    mine, scheduler = logprobs.Kept(), SimpleNamespace(mtpctl_kept={})
+    mine, scheduler = logprobs.PendingLogprobs(), SimpleNamespace(mtpctl_pending_logprobs={})
     mine.tokens.extend([7, 8])
     mine.logprobs.extend([-0.5, -0.25])
-    scheduler.mtpctl_kept["cut"] = mine
+    scheduler.mtpctl_pending_logprobs["cut"] = mine
     for _ in range(2):
-        assert logprobs.so_far(scheduler, ["cut", "ended"]) == {"cut": ([7, 8], [-0.5, -0.25])}
+        assert logprobs.pending_of(scheduler, ["cut", "ended"]) == {"cut": ([7, 8], [-0.5, -0.25])}
 
 
 def test_an_aborted_response_has_what_was_kept_for_it() -> None:
     mine = processor(late=True)
     for _ in range(2):
-        logprobs.put(mine, [7, 8, 9], [-0.5, -0.25, -1.0])
+        logprobs.replace(mine, [7, 8, 9], [-0.5, -0.25, -1.0])
         assert mine.logprobs.token_ids == [7, 8, 9] and mine.logprobs.logprobs == [-0.5, -0.25, -1.0]
         assert mine.cumulative_logprob == -1.75
