@@ -1,8 +1,8 @@
-"""From the queue to the replicas and back: which requests make a batch, who gets it, and what becomes of a batch that failed.
+"""Sends batches of queued requests to the replicas: which requests make a batch, which replica gets it, and what follows a failure.
 
-A replica is handed one batch at a time, and a second one only when that is a full one, so that a busy replica never waits for
+A replica gets one batch at a time, and a second one ahead only if that is a full one, so that a busy replica never waits for
 its next batch and an idle one never for a batch to fill. The waiting tokens are split evenly over the replicas that are free.
-A replica that dies leaves its batches to the others. A batch is made for one version, and its answers carry that version.
+Batches of a replica that dies go to the others. A batch is scored with one weight version, which its answers name.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mtpctl.logprob.replica import END_S, Replica
 from mtpctl.logprob.room import BoundedQueue
 
 ATTEMPTS = 3
-"""Replicas that may die over a request before it is taken for the reason."""
+"""Number of replicas that may die over one request before the request is failed as the cause."""
 
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """tokens_per_batch: of a forward pass; queue_tokens: that may wait; batch_deadline_s: a replica that takes longer is dead;
-    sync_deadline_s: of a version that a fresh replica takes in."""
+    """tokens_per_batch: of a forward pass; queue_tokens: that may wait; batch_deadline_s: a replica that takes longer counts as dead;
+    sync_deadline_s: for a restarted replica to apply a weight version."""
 
     tokens_per_batch: int
     queue_tokens: int
@@ -38,7 +38,8 @@ class ServerLimits:
 
 @dataclass(slots=True)
 class Counters:
-    """Since the server started. busy_s: replica seconds spent in batches; wait_s: request seconds from submission to answer."""
+    """Sums since the server started. busy_s: seconds of replicas in batches; wait_s: seconds of requests from submission to answer;
+    stall_s: seconds paused for weight updates."""
 
     requests: int = 0
     failed: int = 0
@@ -53,7 +54,7 @@ class Counters:
 
 
 class Dispatcher:
-    """Works the queue off. Owns no replica: they come and go beside it, and whoever changes something calls `settle`."""
+    """Sends the queue's batches to replicas. `Replicas` restarts those; after every change there or in the queue `settle` is called."""
 
     def __init__(self, replicas: Replicas[Replica], limits: ServerLimits) -> None:
         self.replicas, self.limits = replicas, limits
@@ -67,58 +68,58 @@ class Dispatcher:
         self._ended_at: dict[int, float] = {}
 
     def held(self) -> list[int]:
-        """Weight versions that some replica can answer under."""
+        """Weight versions with which some replica can score."""
         return sorted({version for _, replica in self.replicas.live() for version in replica.versions})
 
     async def pause(self) -> None:
-        """Hand out no more batches, and return once those under way are answered."""
+        """Send no more batches, and return once those under way are answered."""
         if self._paused_at is None:
             self._paused_at = time.monotonic()
         await self._idle.wait()
 
     def resume(self) -> float:
-        """Hand out batches again. Returns the seconds since the pause, which count as stall; 0 where there was none."""
-        stood = 0.0
+        """Send batches again. Returns the seconds since the pause, which count as stall; 0 where there was none."""
+        stall = 0.0
         if self._paused_at is not None:
-            stood = time.monotonic() - self._paused_at
+            stall = time.monotonic() - self._paused_at
         self._paused_at = None
-        self.counters.stall_s += stood
+        self.counters.stall_s += stall
         self.settle()
-        return stood
+        return stall
 
     def close(self) -> None:
-        """Hand out nothing any more; what waits, is under way or comes fails."""
+        """Send no more batches, and fail all requests: those that wait, those under way and those to come."""
         self._closed = True
         self.settle()
         for task in self._tasks:
             task.cancel()
 
     def settle(self) -> None:
-        """Hand out what can be handed out, and refuse what nobody will ever answer. Called whenever something changed."""
+        """Send the batches that can be sent, and fail the requests that no replica will ever answer. Called after every change."""
         if self._closed:
             self.refuse(lambda item: True, _ended())
             self.queue.give_room()
             return
         self._refuse_hopeless()
-        while self._paused_at is None and self._hand_out():
+        while self._paused_at is None and self._send_batch():
             pass
         self.queue.give_room()
 
-    def _hand_out(self) -> bool:
-        """Give one batch to the least busy replica that can take one."""
+    def _send_batch(self) -> bool:
+        """Send one batch to the least busy replica that can take one; False where there is none, or nothing to send."""
         live = self.replicas.live()
         free = [(seat, replica) for seat, replica in live if seat.busy == 0]
         full = self.limits.tokens_per_batch
-        # One batch ahead, but only a full one: a part of one would run faster together with what comes meanwhile.
+        # One batch ahead, but only a full one: a smaller one had better wait for more requests.
         ahead = [(seat, replica) for seat, replica in live if seat.busy == 1 and self.queue.tokens >= full]
         budget = min(full, math.ceil(self.queue.tokens / len(free))) if free else full
         for seat, replica in (*free, *ahead):
             for version in replica.versions:
-                batch = self.queue.take(budget, lambda r, v=version, now=replica.version: _wants(r, v, now))  # type: ignore[misc]
+                batch = self.queue.take(budget, lambda r, v=version, now=replica.version: _answers_with(r, v, now))  # type: ignore[misc]
                 if batch:
                     seat.busy += 1
                     self._idle.clear()
-                    self._keep(self._run(seat, replica, batch, version, replica.score([i.request for i in batch], version)))
+                    self._start(self._run(seat, replica, batch, version, replica.score([i.request for i in batch], version)))
                     return True
         return False
 
@@ -137,14 +138,14 @@ class Dispatcher:
                     item.answer.set_exception(_ended())
             raise
         except Exception as error:
-            # The pass failed. Ranks that stand in a collective of it will not answer, and then the replica is lost too.
+            # The pass failed. If ranks hang in one of its collectives, they will not answer, and the replica counts as dead.
             await self.check_alive(seat, replica)
             if len(batch) == 1 and not batch[0].answer.done():
                 batch[0].answer.set_exception(_failed(error))
             elif len(batch) > 1:
                 self._again(batch, error, died=False)
         else:
-            # A batch that was handed out ahead began when the one before it ended.
+            # A batch that was sent ahead began when the one before it ended.
             began, now = max(began, self._ended_at.get(seat.index, began)), time.monotonic()
             seconds, self._ended_at[seat.index] = now - began, now
             tokens = sum(item.tokens for item in batch)
@@ -163,7 +164,7 @@ class Dispatcher:
             self.settle()
 
     def _again(self, batch: list[Waiting], error: Exception, *, died: bool) -> None:
-        """Requests of a batch that failed go back to where they stood, each into a batch of its own, to tell which one it was."""
+        """Put the requests of a failed batch back at the head of the queue, each in a batch of its own, to find the one that fails."""
         for item in reversed(batch):
             if item.answer.done():
                 continue
@@ -176,7 +177,7 @@ class Dispatcher:
             self.queue.put(item, first=True)
 
     def _refuse_hopeless(self) -> None:
-        """Answer with an error what no replica will ever serve."""
+        """Fail the requests that no replica will ever answer."""
         if reasons := self.replicas.hopeless():
             self.refuse(lambda item: True, RuntimeFailure(f"every log-prob replica failed: {reasons}"))
             return
@@ -196,26 +197,26 @@ class Dispatcher:
         self.refuse(never, VersionGone("at_least: is above the pinned version; leave one of them out"))
 
     def refuse(self, unwanted: Callable[[Waiting], bool], error: Exception) -> None:
-        """Take those that wait and are `unwanted` out of the queue, and answer them with `error`."""
+        """Take the requests that are `unwanted` out of the queue, and fail them with `error`."""
         for item in self.queue.remove(unwanted):
             if not item.answer.done():
                 item.answer.set_exception(error)
 
     async def check_alive(self, seat: Seat[Replica], replica: Replica) -> None:
-        """Ask a replica whether it is there, and take it out where it is not."""
+        """Ping a replica, and have it restarted where it does not answer."""
         try:
             await asyncio.wait_for(replica.ping(), END_S)
         except (ReplicaDead, TimeoutError) as error:
             self.replicas.lost(seat, replica, error)
 
-    def _keep(self, work: Awaitable[None]) -> None:
+    def _start(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
 def _failed(error: Exception) -> MtpctlError:
-    """What a pass over one request raised, as its caller is told: the error of a kernel or an allocator in one line."""
+    """The error that the caller gets for a pass over its request alone: one of a kernel or an allocator in one line."""
     if isinstance(error, MtpctlError):
         return error
     failure = RuntimeFailure(f"scoring the request failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
@@ -227,6 +228,6 @@ def _ended() -> RuntimeFailure:
     return RuntimeFailure("the log-prob server has ended")
 
 
-def _wants(request: ScoreRequest, version: int, current: int) -> bool:
-    """Whether a replica should answer under `version`: its current weights unless the request pins others."""
+def _answers_with(request: ScoreRequest, version: int, current: int) -> bool:
+    """Whether a replica should score with `version`: its current weights, unless the request does not allow them."""
     return request.allows(version) and (version == current or not request.allows(current))

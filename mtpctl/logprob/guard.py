@@ -1,7 +1,7 @@
-"""What stands before the HTTP routes: the key, bounds on bodies in size and in time, and clients that go away.
+"""An ASGI layer before the HTTP routes: the API key, bounds on the size and time of bodies, and clients that disconnect.
 
 A body is read here, whole and within its bounds, before any route sees it; all bodies together are bounded as well, so that
-memory stays flat whatever clients do. A request whose client goes away is cancelled, and its place in the queue freed.
+memory stays flat whatever clients do. A request whose client disconnects is cancelled, and its place in the queue is freed.
 """
 
 from __future__ import annotations
@@ -9,28 +9,27 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+if TYPE_CHECKING:
+    from asyncio import BaseTransport, Transport
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 DRAINED = 256 << 20
-"""Bytes of a body that is refused which are read and dropped, so that the client gets to see why."""
+"""Bytes of a refused body that are read and dropped, so that the client reads the reason."""
 OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
-"""What answers without a key: whether the server lives, and how it is talked to."""
+"""Paths that need no key: health and documentation."""
 
 
 @dataclass(frozen=True)
 class HttpBounds:
-    """body_bytes: of one request; held_bytes: of all bodies being read or answered; body_s: to send one; header_s: to begin;
-    drain_s: how long a client may go on sending what was refused."""
+    """body_bytes: of one request; held_bytes: of all bodies being read or answered; body_s: seconds to send a body; header_s: seconds
+    to send the request head; drain_s: seconds for which a client may go on sending a refused body."""
 
     body_bytes: int = 8 << 20
     held_bytes: int = 128 << 20
@@ -53,12 +52,12 @@ def error_body(message: str, kind: str) -> dict[str, dict[str, str]]:
 class Guard:
     """An ASGI application around another one."""
 
-    def __init__(self, app: App, bounds: HttpBounds, key: str | None) -> None:
+    def __init__(self, app: ASGIApp, bounds: HttpBounds, key: str | None) -> None:
         self.app, self.bounds = app, bounds
         self.key = None if key is None else key.encode()
         self.held = 0
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -75,7 +74,7 @@ class Guard:
         finally:
             self.held -= len(body)
 
-    def _check(self, scope: MutableMapping[str, Any]) -> None:
+    def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
         if self.key is not None and scope["path"] not in OPEN_PATHS:
             given = headers.get(b"authorization", b"")
@@ -89,7 +88,7 @@ class Guard:
         return _Rejected(413, f"a body may have {self.bounds.body_bytes} bytes; send the sequences in several requests")
 
     async def _read(self, receive: Receive, body: bytearray) -> None:
-        """The whole body, appended to `body` as it comes; every byte of it is counted in `held`."""
+        """Read the whole body into `body`; every byte of it is counted in `held`."""
         try:
             async with asyncio.timeout(self.bounds.body_s):
                 while True:
@@ -109,7 +108,7 @@ class Guard:
             raise _Rejected(408, f"the body did not come within {self.bounds.body_s:g} s") from None
 
     async def _drain(self, receive: Receive) -> None:
-        """Read on and forget: a connection closed on a client that still sends would take the reason with it."""
+        """Read the rest of a refused body and drop it: a client that is still sending when the connection closes never reads the reason."""
         left = DRAINED
         with suppress(TimeoutError):
             async with asyncio.timeout(self.bounds.drain_s):
@@ -119,7 +118,7 @@ class Guard:
                     if message["type"] == "http.disconnect" or not message.get("more_body"):
                         return
 
-    async def _answer(self, scope: MutableMapping[str, Any], receive: Receive, send: Send, body: bytes) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
         left = asyncio.Event()
         given = False
 
@@ -166,8 +165,8 @@ def impatient(header_s: float) -> type[H11Protocol]:
     class Impatient(H11Protocol):
         _late: asyncio.TimerHandle | None = None
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
+        def connection_made(self, transport: BaseTransport) -> None:
+            super().connection_made(cast("Transport", transport))
             self._expect_head()
 
         def data_received(self, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP face of a log-prob server. Requests are never made to wait for room here: a full queue is told with 429."""
+"""The HTTP routes of a log-prob server. Requests never wait for room in the queue here: a full queue is answered with 429."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from importlib.metadata import version as version_of
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -33,12 +33,15 @@ from mtpctl.logprob.schemas import (
 )
 from mtpctl.logprob.server import LogprobServer
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
 NUMBERS = 1 << 21
-"""Numbers in one answer, at most: tokens times what is wanted of each."""
+"""Numbers that one answer may have: tokens times the numbers a token."""
 
 
 def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, key: str | None = None, bounds: HttpBounds) -> Guard:
-    """The ASGI application. `tokenizer` None: token ids alone are taken. `key`: what clients must send."""
+    """The ASGI application. `tokenizer` None: only token ids are accepted. `key`: the API key that clients must send."""
     api = FastAPI(
         title="mtpctl log-prob server", version=version_of("mtpctl"), description=f"Per-token log-probs under {name}.", redoc_url=None
     )
@@ -130,26 +133,34 @@ def _retry(error: MtpctlError) -> dict[str, str] | None:
 
 
 def _caller(user: str, request: Request) -> str:
-    """Whose share a request counts against: the user it names, else the address it comes from."""
+    """The caller whose share of the server a request counts against: the user that it names, else the address it comes from."""
     return f"user {user}" if user else f"host {request.client.host if request.client else ''}"
 
 
 def _sequences(given: str | list[str] | list[int] | list[list[int]], tokenizer: Tokenizer | None) -> list[list[int]]:
-    if isinstance(given, str) or (given and isinstance(given[0], str)):
+    if isinstance(given, str) or _are_texts(given):
         texts = [given] if isinstance(given, str) else given
         if tokenizer is None:
             raise RequestRefused("text: the served model has no tokenizer; send token ids")
         try:
             # The tokenizer speaks of characters and the bound is in tokens, of which there are never more than bytes.
-            return [tokenizer.encode(str(text).encode().decode(), special=True) for text in texts]
+            return [tokenizer.encode(text.encode().decode(), special=True) for text in texts]
         except UnicodeEncodeError as error:
             raise RequestRefused(f"text: half of a surrogate pair stands alone at character {error.start}") from error
     return _listed(given)
 
 
-def _listed(given: Any) -> list[Any]:
-    """Several lists, also where one came alone."""
-    return given if given and isinstance(given[0], list) else [given]
+def _are_texts(given: list[str] | list[int] | list[list[int]]) -> TypeIs[list[str]]:
+    return bool(given) and isinstance(given[0], str)
+
+
+def _are_lists(given: list[int] | list[list[int]]) -> TypeIs[list[list[int]]]:
+    return bool(given) and isinstance(given[0], list)
+
+
+def _listed(given: list[int] | list[list[int]]) -> list[list[int]]:
+    """One list as a list of one, several as they are."""
+    return given if _are_lists(given) else [given]
 
 
 def _requests(body: LogprobsRequest, caller: str, server: LogprobServer, tokenizer: Tokenizer | None) -> list[ScoreRequest]:
@@ -160,7 +171,7 @@ def _requests(body: LogprobsRequest, caller: str, server: LogprobServer, tokeniz
     starts = body.prompt_length if isinstance(body.prompt_length, list) else [body.prompt_length] * len(sequences)
     masks: list[list[int] | None] = [None] * len(sequences)
     if body.mask is not None:
-        masks = _listed(body.mask)
+        masks = [*_listed(body.mask)]
     for field, values in (("prompt_length", starts), ("mask", masks)):
         if len(values) != len(sequences):
             raise RequestRefused(f"{field}: has {len(values)} entries for {len(sequences)} sequences")
@@ -194,7 +205,7 @@ def _check(server: LogprobServer, requests: list[ScoreRequest]) -> None:
 
 
 def _bound(server: LogprobServer, requests: list[ScoreRequest], numbers: int) -> None:
-    """Refuse what would be too much to answer at once, before any of it is queued."""
+    """Raise for a request whose answer would be too large, or that finds the queue full, before any of it is queued."""
     tokens = sum(request.tokens for request in requests)
     if tokens > server.limits.queue_tokens:
         raise RequestRefused(f"{tokens} tokens are more than the {server.limits.queue_tokens} that may wait; send several requests")
@@ -211,7 +222,7 @@ async def _lines(server: LogprobServer, requests: list[ScoreRequest], body: Logp
         async for index, scored in server.stream(requests, wait=False):
             yield _scores(index, requests[index], scored, body).model_dump_json() + "\n"
     except MtpctlError as error:
-        # The status line is gone: what is left to say comes as the last line.
+        # The status line has been sent, so the error comes as the last line.
         yield JSONResponse(error_body(str(error), _kind(error))).body.decode() + "\n"  # type: ignore[union-attr]
 
 
@@ -246,7 +257,7 @@ def _choice(index: int, request: ScoreRequest, scored: Scored, body: CompletionR
     if body.logprobs:
         top = [None]
         for place, (named, values) in enumerate(zip(scored.topk_ids, scored.topk_logprobs, strict=True)):
-            # As OpenAI does: the token that came is always among them.
+            # As OpenAI does: the sampled token is always among them.
             found = {_piece(i, tokenizer): value for i, value in zip(named, values, strict=True)}
             top.append({pieces[place + 1]: scored.logprobs[place]} | found)
     logprobs = CompletionLogprobs(tokens=pieces, token_logprobs=[None, *scored.logprobs], top_logprobs=top, text_offset=offsets)
@@ -254,7 +265,7 @@ def _choice(index: int, request: ScoreRequest, scored: Scored, body: CompletionR
 
 
 def _piece(token_id: int, tokenizer: Tokenizer | None) -> str:
-    """A token as text; by its id where it has none of its own (special tokens, parts of a character)."""
+    """A token as text; as its id where it has no text of its own (special tokens, parts of a character)."""
     text = tokenizer.decode([token_id]) if tokenizer is not None else ""
     return text if text and "\ufffd" not in text else f"token_id:{token_id}"
 

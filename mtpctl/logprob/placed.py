@@ -1,4 +1,4 @@
-"""From a recipe to a running server on the Ray cluster that is there."""
+"""Starts a recipe's log-prob server on the running Ray cluster."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ async def start_server(
     checkpoint: Path | None = None,
     version: int = 0,
 ) -> LogprobServer:
-    """The replicas of `logprob`, on the model in `model` or, over it, a checkpoint of weight version `version`.
+    """Start the replicas of `recipe.logprob` with the weights of the folder `model`, or of a checkpoint of it; `version` is theirs.
 
-    `cpus` and `gpus` are those of one rank. `published`: where replicas that start late find newer weights.
+    `cpus` and `gpus` are those of one rank. `published`: where restarted replicas find newer weights.
     """
     options = recipe.logprob
     config = ReplicaConfig(
@@ -38,16 +38,16 @@ async def start_server(
         kernels=recipe.kernels,
         tokens_per_batch=options.tokens_per_batch,
         keep_previous=options.keep_previous,
-        # Ranks on a CPU share it with generation and training; one thread each leaves those their own.
+        # Ranks on a CPU share it with generation and training, so each has one thread.
         threads=1 if device == "cpu" else 0,
         checkpoint=None if checkpoint is None else str(checkpoint),
-        # Without a checkpoint the weights come merged, or an adapter is merged when it comes.
+        # Without a checkpoint the weights arrive merged, or an adapter is merged when it arrives.
         lora=None if checkpoint is None else recipe.train.lora,
         version=version,
     )
 
     async def start(index: int) -> Replica:
-        # One that comes back as well: a host that is gone may leave no room for it.
+        # A restart needs the deadline too: after the loss of a host the cluster may have no room for it.
         name = f"log-prob replica {index}"
         return await within(start_replica(config, name=name, cpus=cpus, gpus=gpus), recipe.cluster.actor_deadline_s, f"{name}, start")
 

@@ -1,4 +1,4 @@
-"""What the log-prob server is asked, what it answers, and how it refuses. No torch: callers and the HTTP face import this."""
+"""Requests, answers and errors of the log-prob server. Without torch: callers and the HTTP routes import this."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.trainer.scores import DraftScores
 
 COLDEST, HOTTEST = 1e-6, 1e6
-"""Temperatures between which no model's logits leave fp32 when divided: a pass that fails over one fails for all requests in it, and on
-one pipeline stage alone."""
+"""Bounds of the temperature, within which logits divided by it stay within fp32. An overflow would fail the pass for all its requests,
+and on one pipeline stage alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
     """Tokens to be scored.
 
-    token_ids: prompt and response; the response, from `prompt_length` on, is what gets log-probs. mask: one entry a response
-    token, 0 where none is wanted; None: all of them. topk: how many likeliest tokens to name; mtp: whether the MTP depths
-    answer too. version: only these weights; at_least: these or newer ones. caller: callers get equal shares of a full server.
-    deadline_s: how long it may wait for its weights and its turn.
+    token_ids: prompt and response; the response, from `prompt_length` on, gets log-probs. mask: one entry a response token, 0 where no
+    log-prob is wanted; None: all are wanted. topk: number of most likely tokens to return at each position; mtp: return log-probs of the
+    MTP depths too. version: score with this weight version only; at_least: with this one or a newer one. caller: callers get equal shares
+    of a full server. deadline_s: seconds that the request may wait for its weights and its turn.
     """
 
     token_ids: list[int]
@@ -39,15 +39,15 @@ class ScoreRequest:
         return len(self.token_ids)
 
     def allows(self, version: int) -> bool:
-        """Whether weights of this version may answer."""
+        """Whether the request may be scored with this weight version."""
         return (self.version is None or version == self.version) and (self.at_least is None or version >= self.at_least)
 
 
 @dataclass(slots=True)
 class Scored:
-    """Per response token, in nats, under the weights `version`: log-prob, entropy of its distribution, and what else was asked.
+    """Log-prob and entropy of each response token, in nats, under weight version `version`, and what else was requested.
 
-    Entries outside the mask are 0. topk_ids and topk_logprobs are [tokens, k], likeliest first; drafts: one a depth.
+    Entries outside the mask are 0. topk_ids and topk_logprobs are [tokens, k], most likely first; drafts: one entry a depth.
     """
 
     version: int
@@ -67,7 +67,7 @@ class VersionGone(UserError):
 
 
 class QueueFull(RuntimeFailure):
-    """The server has as much to do as it may hold. `retry_after_s`: when there should be room."""
+    """The queue has as many tokens as it may hold. `retry_after_s`: seconds until there should be room."""
 
     def __init__(self, tokens: int, retry_after_s: float) -> None:
         super().__init__(f"{tokens} tokens are waiting already; try again in {retry_after_s:.0f} s")
@@ -75,7 +75,7 @@ class QueueFull(RuntimeFailure):
 
 
 class ReplicaDead(RuntimeFailure):
-    """A replica's process is gone or does not answer. Its requests go to another one."""
+    """A replica's process has died or does not answer. Its requests go to another one."""
 
 
 class Late(RuntimeFailure):
@@ -84,7 +84,7 @@ class Late(RuntimeFailure):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a model can take: longest sequence, token ids below `vocab`, and MTP depths it has."""
+    """Limits of a model: the longest sequence, token ids below `vocab`, and its number of MTP depths."""
 
     positions: int
     vocab: int

@@ -1,32 +1,32 @@
-"""The requests that wait, and which of them make the next batch: pure bookkeeping, without clocks or tasks.
+"""The queue of requests, and which of them make the next batch, without clocks or tasks.
 
 Callers share the server by tokens: each has a queue of its own and an account of the tokens it was served, and the next
-request is that of the caller with the smallest account (start-time fair queueing, Goyal et al. 1996). Who comes back after a
-rest starts level with the others, so nobody saves up. A batch is filled up to its budget; a request that does not fit waits
-at the head of its queue, where it is first in line for the next batch, so a long one is not passed by for ever.
+request is that of the caller with the smallest account (start-time fair queueing, Goyal et al. 1996). A caller that comes back after a
+pause starts level with the others, so no caller saves up a share. A batch is filled up to its budget; a request that does not fit waits
+at the head of its queue and is first in the next batch, so that a long request does not wait forever.
 """
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-from mtpctl.logprob.protocol import ScoreRequest
+from mtpctl.logprob.protocol import Scored, ScoreRequest
 
 CALLERS = 1024
-"""Callers whose accounts are kept while they have nothing in line."""
+"""Number of callers above which the accounts of those without requests are dropped."""
 
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A request in line. `answer` is its caller's; `alone`: it gets a batch of its own, since
-    a pass with it failed; `attempts`: replicas that died over such a batch."""
+    """A request in the queue. The caller awaits `answer`. `alone`: it gets a batch of its own, because a pass with it failed;
+    `attempts`: replicas that died over such a batch."""
 
     request: ScoreRequest
-    answer: Any
+    answer: asyncio.Future[Scored]
     attempts: int = 0
     alone: bool = False
 
@@ -43,7 +43,7 @@ class _Line:
 
 
 class FairQueue:
-    """Requests by caller. `tokens` and `requests` count what waits, `pinned` those that want one version alone."""
+    """Requests by caller. `tokens` and `requests` count those that wait, `pinned` the requests for one version alone."""
 
     def __init__(self) -> None:
         self._lines: dict[str, _Line] = {}
@@ -53,7 +53,7 @@ class FairQueue:
         self.pinned = 0
 
     def put(self, item: Waiting, *, first: bool = False) -> None:
-        """Stand in line; with `first` at the head of the caller's own, where a request that was taken out goes back."""
+        """Append to the caller's queue; with `first` put at its head, where a request of a failed batch goes back."""
         caller = item.request.caller
         line = self._lines.setdefault(caller, _Line(self._level))
         if first:
@@ -66,7 +66,7 @@ class FairQueue:
         self._count(item, 1)
 
     def take(self, budget: int, ready: Callable[[ScoreRequest], bool]) -> list[Waiting]:
-        """The next batch: of the requests that are `ready`, what fits into `budget` tokens, or one that is longer alone."""
+        """Take out the next batch: the requests that are `ready` and fit into `budget` tokens, or a single one that is longer."""
         batch: list[Waiting] = []
         room = budget
         turns = [(line.account, caller) for caller, line in self._lines.items() if line.waiting]
@@ -93,7 +93,7 @@ class FairQueue:
         return batch
 
     def remove(self, unwanted: Callable[[Waiting], bool]) -> list[Waiting]:
-        """Take out everyone for whom `unwanted` holds."""
+        """Take out the requests for which `unwanted` holds."""
         removed = [item for item in self if unwanted(item)]
         for item in removed:
             self._lines[item.request.caller].waiting.remove(item)

@@ -1,13 +1,13 @@
-"""One rank of a log-prob replica: a forward-only engine, and the weights that it holds. Runs in a process of its own.
+"""One rank of a log-prob replica: a forward-only engine, and the weight versions that it holds. Runs in a process of its own.
 
-All ranks of a replica are called together, with the same arguments and in the same order; rank 0's answers count.
+All ranks of a replica are called together, with the same arguments and in the same order; the server reads rank 0's answers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtpctl.cluster.heap import importing, settle_heap
 from mtpctl.logprob.protocol import Bounds, Scored, ScoreRequest
@@ -19,17 +19,24 @@ from mtpctl.recipe.train import LoraConfig
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import PlanMismatch, Section, SyncError, WeightsDiffer
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mtpctl.convert.stream import WeightStream
+    from mtpctl.logprob.adapter import MergedAdapter
+    from mtpctl.trainer.engine import MegatronEngine
+
 FLOOR = 32
-"""Tokens that a pass scores at least: a matmul of very few rows takes another path and rounds otherwise, and then the answer to a
-short request would depend on whether it came alone. A smaller batch is filled up with a sequence that nobody asked for."""
+"""The fewest tokens that a pass scores. A matmul of very few rows takes another path and rounds differently, and then the answer to a
+short request would depend on whether it is alone in its batch. A smaller batch is padded with a sequence of its own."""
 
 
 @dataclass(frozen=True)
 class ReplicaConfig:
-    """What a replica serves and how: the model folder, on demand a checkpoint over it, and the version that these weights are.
+    """What a replica serves and how: the model folder, optionally a checkpoint of it, and the version of these weights.
 
-    `lora`: the checkpoint holds an adapter, which is applied as it was trained. With `random_seed` the folder needs no weights: they
-    are drawn where the replica runs.
+    `lora`: the checkpoint has an adapter, which is applied as in training. With `random_seed` the folder needs no weights: the replica
+    draws them itself.
     """
 
     model: str
@@ -47,20 +54,19 @@ class ReplicaConfig:
 
 
 class ScoreRank:
-    """A `MegatronEngine` that scores and takes in weights."""
+    """A `MegatronEngine` that scores, and whose weights can be updated."""
 
     def __init__(self, config: ReplicaConfig, rank: int) -> None:
         self.config, self.rank = config, rank
-        self._stream: Any = None
-        self._reader: Any = None
+        self._stream: WeightStream | None = None
         self._begun = False
-        # The adapter that is merged into the current version, and the one on its way in.
-        self._adapter: Any = None
-        self._arriving: Any = None
+        # The adapter that is merged into the current version, and the one of the update under way.
+        self._adapter: MergedAdapter | None = None
+        self._incoming_adapter: MergedAdapter | None = None
         self._finished: set[str] = set()
 
     def address(self) -> str:
-        """Where the ranks meet: a store that rank 0 holds from now on."""
+        """Address of the store at which the ranks meet. Rank 0 holds it from now on; the other ranks return an empty string."""
         from mtpctl.cluster.meeting import address_of, host_store
 
         if self.rank:
@@ -69,7 +75,7 @@ class ScoreRank:
         return address_of(self.meeting)
 
     def build(self, master: str) -> Bounds:
-        """Load the model."""
+        """Load the model; `master` is rank 0's `address`."""
         with importing():
             import torch
 
@@ -84,7 +90,7 @@ class ScoreRank:
         settings = EngineConfig(
             parallel=config.parallel,
             precision=config.precision,
-            # The MTP layers are read, never trained; but beside an adapter a checkpoint holds them only where they were.
+            # The MTP layers are loaded and never trained; a checkpoint with an adapter has them only where they were trained.
             mtp=config.mtp if config.mtp.mode == "off" or config.lora else config.mtp.model_copy(update={"mode": "load"}),
             kernels=config.kernels,
             tokens_per_microbatch=config.tokens_per_batch,
@@ -100,8 +106,8 @@ class ScoreRank:
         settle_heap()
         return bounds
 
-    def adopt(self, engine: Any) -> Bounds:
-        """Serve an engine that is there, with its weights as the configured version."""
+    def adopt(self, engine: MegatronEngine) -> Bounds:
+        """Serve a loaded engine; its weights have the configured version."""
         from mtpctl.convert.stream import StreamMap
         from mtpctl.families import tensors
         from mtpctl.families.tensors import section_of, tensor_shapes
@@ -112,7 +118,7 @@ class ScoreRank:
         self.engine = engine
         self.tensors = tensor_shapes(shape)
         self._section_of = lambda name: section_of(name, shape)
-        # MTP layers of some families bring copies of embedding and head, which travel with the section that they are in.
+        # MTP layers of some families have copies of embedding and head, which are sent with the section that they are in.
         aliases = self.copies = tensors.aliases(shape)
         self.adaptable = {n: size for n, size in self.tensors.items() if n not in aliases and self._section_of(n) == "target"}
         self.map = StreamMap(engine.bridge, [engine.module], [*self.tensors, *aliases])
@@ -146,7 +152,7 @@ class ScoreRank:
     # ------------------------------------------------------------------------------------------------------- weights
 
     def begin_update(self, manifest: dict[str, Any], version: int, section: Section) -> None:
-        """See `WeightTarget.begin_update`."""
+        """Check a section of the manifest against the model, and open it. Raises PlanMismatch or VersionConflict; nothing changed."""
         from mtpctl.convert.stream import WeightStream
         from mtpctl.logprob.adapter import MergedAdapter
 
@@ -158,7 +164,7 @@ class ScoreRank:
             if section == "adapter":
                 if self.config.checkpoint is not None:
                     raise PlanMismatch("an adapter goes over the weights of the model's folder, this log-prob replica serves a checkpoint")
-                self._arriving = MergedAdapter(plan, self.adaptable, self.engine.device)
+                self._incoming_adapter = MergedAdapter(plan, self.adaptable, self.engine.device)
             else:
                 self._check(entries, section)
             self.held.begin(version)
@@ -168,7 +174,7 @@ class ScoreRank:
         self._section, self._plan = section, plan
         names = {name for entry in entries.values() for name in (entry.name, *entry.aliases)}
         self._stream = None if section == "adapter" else WeightStream(self.map, names, self.held.destination)
-        self._partial: dict[str, Any] = {}
+        self._partial: dict[str, Tensor] = {}
         self._taken = 0
         self._begun = True
         reader.begin(version, section)
@@ -193,23 +199,24 @@ class ScoreRank:
             raise PlanMismatch(f"the weights do not fit the log-prob replica: {'; '.join(wrong[:8])}")
 
     def receive(self, *indices: int) -> None:
-        """Take in buckets of the section begun last. Raises SyncError for one out of order, or that does not come."""
+        """Write buckets of the section begun last. Raises SyncError for a bucket out of order, or that does not arrive."""
         due = list(range(self._taken, self._taken + len(indices)))
         if not self._begun or list(indices) != due:
             raise SyncError(f"bucket {indices[0]} came where bucket {self._taken if self._begun else 'none'} was due")
         try:
             for bucket, data in self._reader.stream(self._section, [self._plan.buckets[index] for index in indices]):
-                if self._section == "adapter":
-                    self._arriving.receive(bucket, data)
+                if self._stream is None:
+                    assert self._incoming_adapter is not None
+                    self._incoming_adapter.receive(bucket, data)
                     self._taken += 1
                 else:
-                    # Conversion runs where the model is; of the update no more than a bucket is there beside it.
-                    self._take(bucket, data.to(self.engine.device))
+                    # Conversion runs on the model's device, which holds one bucket of the update at a time.
+                    self._take(self._stream, bucket, data.to(self.engine.device))
         except BaseException as error:
             self._readers.fail(str(error))
             raise
 
-    def _take(self, bucket: Bucket, data: Any) -> None:
+    def _take(self, stream: WeightStream, bucket: Bucket, data: Tensor) -> None:
         from mtpctl.sync.receiver import pieces
 
         for entry, piece in pieces(bucket, data):
@@ -221,12 +228,12 @@ class ScoreRank:
                     continue
                 tensor = self._partial.pop(entry.name)
             for name in (entry.name, *entry.aliases):
-                self._stream.add(name, tensor.view(entry.shape))
-        self._stream.settle()
+                stream.add(name, tensor.view(entry.shape))
+        stream.settle()
         self._taken += 1
 
     def finish_update(self) -> None:
-        """Close the section; the last one of the manifest makes the version current. Raises SyncError where buckets are missing."""
+        """Close the section; after the last one of the manifest the version is current. Raises SyncError where buckets are missing."""
         if not self._begun or self._taken < len(self._plan.buckets):
             raise SyncError("the section ended before all of its buckets came")
         if self._stream is not None:
@@ -238,29 +245,29 @@ class ScoreRank:
             whole = "target" in self._finished
             if whole:
                 self.held.forget_beneath()
-            if self._arriving is not None:
-                self._merge(self._arriving)
-            if whole or self._arriving is not None:
-                self._adapter, self._arriving = self._arriving, None
+            if self._incoming_adapter is not None:
+                self._merge(self._incoming_adapter)
+            if whole or self._incoming_adapter is not None:
+                self._adapter, self._incoming_adapter = self._incoming_adapter, None
             self._finished = set()
             self.held.commit()
 
-    def _close(self, stream: Any) -> None:
+    def _close(self, stream: WeightStream) -> None:
         try:
-            # Copies that other pipeline stages have of an embedding are brought up to date in the module.
+            # `finish` updates the copies of an embedding that other pipeline stages have, in the module itself.
             with self.held.showing_incoming():
                 stream.finish()
         except ValueError as error:
             raise SyncError(str(error)) from error
 
-    def _merge(self, adapter: Any) -> None:
-        """Write the weights as the adapter makes them, when all else of the version is in."""
+    def _merge(self, adapter: MergedAdapter) -> None:
+        """Write base weights plus adapter, when all other sections of the version are written."""
         from mtpctl.convert.stream import WeightStream
         from mtpctl.convert.upstream import names_of
 
         tasks = self.map.tasks
         self.held.keep_beneath(task.param_weight for task in tasks if not adapter.layers.keys().isdisjoint(names_of(task)))
-        # Also what an adapter before this one has changed and this one does not.
+        # Also the weights that an earlier adapter has changed and this one does not.
         names = {name for task in tasks if self.held.adapted(task.param_weight) for name in names_of(task)}
         stream = WeightStream(self.map, names, self.held.destination)
         with self.held.showing_beneath():
@@ -270,8 +277,8 @@ class ScoreRank:
         self._close(stream)
 
     def abort_update(self) -> None:
-        """Give up the update, all its sections. Raises TargetDirty where the weights are mixed."""
-        self._stream, self._arriving, self._begun = None, None, False
+        """Give up all sections of the update. Raises TargetDirty where the weights are a mix of two versions."""
+        self._stream, self._incoming_adapter, self._begun = None, None, False
         self._readers.fail("a log-prob replica broke off")
         self._finished = set()
         self.held.abort()
@@ -279,8 +286,8 @@ class ScoreRank:
     def checksums(self) -> dict[str, str]:
         """Checksum of every tensor as it would be exported now, by its Hugging Face name.
 
-        Of a layer that an adapter is merged into: of what lies beneath it, and of the adapter's own tensors. Raises
-        WeightsDiffer where the live weight is not what the two make.
+        For a layer with a merged adapter: the checksums of its base weight and of the adapter's tensors. Raises WeightsDiffer where the
+        live weight is not the sum of the two.
         """
         from mtpctl.sync.checksums import checksum
 

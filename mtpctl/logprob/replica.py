@@ -1,10 +1,10 @@
-"""A log-prob replica as the server sees it: its ranks, called together, and the way in for new weights."""
+"""A log-prob replica as the server sees it: its ranks, called together, as a target of weight updates."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from mtpctl.logprob.protocol import Bounds, ReplicaDead, Scored, ScoreRequest
 from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
@@ -12,27 +12,31 @@ from mtpctl.plan.buckets import Bucket
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import Section, TargetDirty
 
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
 END_S = 10.0
-"""Seconds in which a rank that was told to end must be gone."""
+"""Seconds within which a rank must have ended."""
 
 
 class Ranks(Protocol):
     """The ranks of one replica."""
 
-    def call(self, method: str, *args: Any) -> Awaitable[Any]:
-        """Send `method` of `ScoreRank` to every rank, at once and in the order of calls; awaited, it gives rank 0's answer.
+    def call(self, method: str, *args: object) -> Awaitable[Any]:
+        """Call `method` of `ScoreRank` on every rank, in the order of these calls. Awaited, it returns rank 0's answer.
 
-        Raises ReplicaDead where a rank is gone, else what a rank raises.
+        Raises ReplicaDead where a rank has died, else what a rank raises.
         """
         ...
 
     async def end(self) -> None:
-        """End every rank's process, whatever it does."""
+        """End every rank's process, whatever it is doing."""
         ...
 
 
 class Replica:
-    """A `WeightTarget` that scores. Versions are kept here as well, so that the server need not ask for them."""
+    """A `WeightTarget` that scores. It mirrors the versions that the ranks hold, so that the server need not ask for them."""
 
     def __init__(self, ranks: Ranks, bounds: Bounds, version: int, *, keep_previous: bool, name: str = "log-prob replica") -> None:
         self.ranks, self.bounds, self.name = ranks, bounds, name
@@ -48,9 +52,9 @@ class Replica:
         return self.versions[0]
 
     def score(self, requests: list[ScoreRequest], version: int) -> Awaitable[list[Scored]]:
-        """See `ScoreRank.score`. Calls run one after another, in the order in which they are made.
+        """Score a batch with the weights `version`. Batches run one after another, in the order of the calls.
 
-        Awaited, raises TargetDirty where its weights are not what was sent.
+        Awaited, raises TargetDirty where an update has left other weights than were sent.
         """
         return self._untrusted() if self._distrusted else self.ranks.call("score", requests, version)
 
@@ -58,11 +62,10 @@ class Replica:
         raise TargetDirty(f"{self.name}: its weights are not what was sent")
 
     async def ping(self) -> None:
-        """Return once the replica has nothing before this to do. Raises ReplicaDead where it is gone."""
+        """Return once the replica has done all calls before this one. Raises ReplicaDead where it has died."""
         await self.ranks.call("ping")
 
     async def begin_update(self, plan: Manifest, version: int, section: Section) -> None:
-        """See `WeightTarget`."""
         await self.ranks.call("begin_update", plan.to_dict(), version, section)
         if self._incoming is None:
             self._incoming, self._left = plan, set(plan.sections)
@@ -70,11 +73,10 @@ class Replica:
         self._section = section
 
     async def receive(self, *buckets: Bucket) -> None:
-        """See `WeightTarget`."""
         await self.ranks.call("receive", *(bucket.index for bucket in buckets))
 
     async def finish_update(self) -> None:
-        """See `WeightTarget`. The last section makes the version current."""
+        """Close the section, as `WeightTarget` says. After the last one of the manifest the version is current."""
         await self.ranks.call("finish_update")
         self._left.discard(self._section)
         if self._incoming is not None and not self._left:
@@ -82,17 +84,15 @@ class Replica:
             self._incoming = None
 
     async def abort_update(self) -> None:
-        """See `WeightTarget`."""
         self._incoming = None
         await self.ranks.call("abort_update")
 
     async def checksums(self) -> dict[str, str]:
-        """See `WeightTarget`: of every tensor, also those that no update brought."""
+        """Checksum of every tensor by its wire name, those that no update has sent included."""
         found: dict[str, str] = await self.ranks.call("checksums")
         return found
 
     def distrust(self) -> None:
-        """See `WeightTarget`."""
         self._distrusted = True
 
     async def end(self) -> None:
@@ -103,23 +103,22 @@ class Replica:
 class RayRanks:
     """`ScoreRank`s as Ray actors."""
 
-    def __init__(self, handles: list[Any], name: str) -> None:
+    def __init__(self, handles: list[ActorHandle[ScoreRank]], name: str) -> None:
         self.handles, self.name = handles, name
 
-    def call(self, method: str, *args: Any) -> Awaitable[Any]:
-        """See `Ranks.call`."""
-        # Submitted here and not when awaited: every rank sees the calls of this process in one order.
+    def call(self, method: str, *args: object) -> Awaitable[Any]:
+        # Submitted here and not when awaited, so that every rank gets the calls in the same order.
         refs = [getattr(handle, method).remote(*args) for handle in self.handles]
         return self._answers(refs)
 
-    async def _answers(self, refs: list[Any]) -> Any:
+    async def _answers(self, refs: list[ObjectRef[Any]]) -> Any:
         from ray.exceptions import RayActorError, RayTaskError
 
-        async def one(ref: Any) -> Any:
+        async def one(ref: ObjectRef[Any]) -> Any:
             return await ref
 
         try:
-            # Not gathered with its exceptions: one rank's death is known while the others still wait for it.
+            # Raises as soon as one rank has died, while the others may still wait for it.
             return (await asyncio.gather(*map(one, refs)))[0]
         except RayTaskError as error:
             raise error.cause from None
@@ -127,7 +126,6 @@ class RayRanks:
             raise ReplicaDead(f"{self.name}: {str(error).strip().splitlines()[0]}") from error
 
     async def end(self) -> None:
-        """See `Ranks.end`."""
         import ray
 
         for handle in self.handles:
@@ -143,7 +141,7 @@ async def start_replica(config: ReplicaConfig, *, name: str, cpus: float, gpus: 
 
     threads = {"OMP_NUM_THREADS": str(config.threads)} if config.threads else {}
     actor = ray.remote(kind).options(num_cpus=cpus, num_gpus=gpus, runtime_env={"env_vars": threads})
-    handles = [actor.remote(config, rank) for rank in range(config.parallel.world_size)]
+    handles = [cast("ActorHandle[ScoreRank]", actor.remote(config, rank)) for rank in range(config.parallel.world_size)]
     ranks = RayRanks(handles, name)
     try:
         master = await ranks.call("address")

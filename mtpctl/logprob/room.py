@@ -1,4 +1,4 @@
-"""The queue with a bound: who may stand in line, who waits to be let in, and when to come back."""
+"""The queue with a bound on its tokens: requests wait for room in it, or are told when to try again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mtpctl.logprob.protocol import QueueFull
 from mtpctl.logprob.queue import FairQueue
 
 SMOOTHING = 0.8
-"""Weight of what came before in the running sums of the replicas' tokens and seconds."""
+"""Factor by which the running sums of the replicas' tokens and seconds decay with every batch."""
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +22,7 @@ class _Room:
 
 
 class BoundedQueue(FairQueue):
-    """A `FairQueue` in which `limit` tokens may wait; empty, it takes one request of any size."""
+    """A `FairQueue` in which `limit` tokens may wait; when empty it accepts one request of any size."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
@@ -32,13 +32,13 @@ class BoundedQueue(FairQueue):
         self._tokens = self._seconds = 0.0
 
     def check_room(self, tokens: int) -> None:
-        """Raise QueueFull where `tokens` more may not wait now."""
+        """Raise QueueFull where there is no room for `tokens` more."""
         if self._full(tokens):
             over = self.tokens + min(tokens, self.limit) - self.limit
             raise QueueFull(self.tokens, float(max(1, math.ceil(over * self._seconds / self._tokens))) if self._tokens else 1.0)
 
     async def wait_for_room(self, tokens: int) -> None:
-        """Return when `tokens` more may wait. They are to be put in line at once: until then nobody holds them."""
+        """Return when there is room for `tokens` more. The caller must `put` them at once: the room is not reserved any longer."""
         if not self.rooms and not self._full(tokens):
             return
         room = _Room(tokens, asyncio.get_running_loop().create_future())
@@ -52,7 +52,7 @@ class BoundedQueue(FairQueue):
                 self.rooms.remove(room)
 
     def give_room(self) -> None:
-        """Let those who wait for room go on, in turn, as far as there is some. Called whenever something left."""
+        """Give room to those who wait for it, in turn, as far as there is some. Call it whenever a request has left."""
         while self.rooms and not self._full(self.rooms[0].tokens):
             room = self.rooms.popleft()
             room.given = True
@@ -61,8 +61,8 @@ class BoundedQueue(FairQueue):
                 room.granted.set_result(None)
 
     def served(self, tokens: int, seconds: float) -> None:
-        """A replica took `seconds` over so many tokens; by this the time to come back is told."""
-        # Two answers may come together, the second after no time at all: so no rate of a single batch is taken.
+        """Note that a replica scored `tokens` in `seconds`; `QueueFull.retry_after_s` is estimated from this."""
+        # Two answers may come together, the second after no time at all, so the rate of a single batch would mean nothing.
         self._tokens, self._seconds = SMOOTHING * self._tokens + tokens, SMOOTHING * self._seconds + seconds
 
     def _full(self, tokens: int) -> bool:

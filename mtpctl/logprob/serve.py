@@ -1,4 +1,4 @@
-"""`mtpctl logprob-serve`: replicas on a Ray cluster, and the HTTP face before them, until it is told to stop."""
+"""`mtpctl logprob-serve`: starts replicas on a Ray cluster, and serves HTTP until a signal stops it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import uvicorn
 
@@ -41,10 +41,10 @@ class Served:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to where the server is to listen, before anything slow is started. Raises UserError where it is taken."""
+    """A socket bound to the server's address, before anything slow is started. Raises UserError where the address is taken."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        # By its protocol asyncio knows that it may turn Nagle's algorithm off, which holds an answer back for up to 40 ms.
+        # asyncio switches Nagle's algorithm off, which delays an answer by up to 40 ms, for sockets that name their protocol.
         bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
@@ -104,7 +104,7 @@ async def _serve(recipe: Recipe, served: Served, bound: socket.socket, key: str 
 
 
 def web(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, key: str | None, bounds: HttpBounds) -> uvicorn.Server:
-    """The HTTP face of a server, to be run with `serve(sockets=[…])` in the server's own event loop."""
+    """The web server for a log-prob server, to be run with `serve(sockets=[…])` in the latter's event loop."""
     config = uvicorn.Config(
         make_app(server, tokenizer, name, key=key, bounds=bounds),
         http=impatient(bounds.header_s),
@@ -120,8 +120,8 @@ def web(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, key: s
 
 
 class _Web(uvicorn.Server):
-    """Ends on a signal without raising it once more: whoever started the server still has replicas to end."""
+    """Ends on a signal without raising it again: the caller still has replicas to end."""
 
-    def handle_exit(self, sig: int, frame: Any) -> None:
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True

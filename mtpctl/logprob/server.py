@@ -1,8 +1,8 @@
-"""The log-prob server: one queue, replicas that work it off, and versions that change under it.
+"""The log-prob server: one queue, replicas that score its requests, and updates of their weights.
 
-Everything that must not be lost lives here, in the process of the callers: requests, who waits for them, and which weights
-they want. Weights change between batches: the queue is held, the batches under way end, the replicas take the update in, the
-queue goes on.
+Everything that must not be lost is here, in the process of the callers: the requests, their callers, and the versions that they ask
+for. Weights change between batches: no more batches are sent, those under way end, the replicas apply the update, and batches are sent
+again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Starter = Callable[[int], Awaitable[Replica]]
 
 
 class LogprobServer:
-    """Replicas behind one queue. Make it with `await LogprobServer.start(…)`, and end it with `await server.close()`."""
+    """Replicas behind one queue. Build with `await LogprobServer.start(…)`, and end with `await server.close()`."""
 
     def __init__(self, replicas: list[Replica], start: Starter, published: Published | None, limits: ServerLimits) -> None:
         self.bounds: Bounds = replicas[0].bounds
@@ -39,7 +39,7 @@ class LogprobServer:
             dead=(ReplicaDead, TargetDirty),
             max_restarts=limits.max_restarts,
             end_s=END_S,
-            # It may be two versions, and one that breaks off is given as long again to return to what was before.
+            # It may apply two versions, and an update that fails has as long again to restore the old weights.
             bring_up_s=3 * limits.sync_deadline_s,
         )
         self.replicas = Replicas(replicas, lifecycle)
@@ -50,16 +50,16 @@ class LogprobServer:
 
     @classmethod
     async def start(cls, start: Starter, count: int, limits: ServerLimits, *, published: Published | None = None) -> LogprobServer:
-        """Start `count` replicas with `start(index)`, at once. `published`: where a restarted one finds its weights."""
+        """Start `count` replicas with `start(index)`, all at once. `published`: where a restarted one finds newer weights."""
         return cls(await start_all(start, Replica.end, count), start, published, limits)
 
     # ------------------------------------------------------------------------------------------------------- requests
 
     async def score(self, request: ScoreRequest, *, wait: bool = True) -> Scored:
-        """The answer to one request, whatever happens to the replicas on the way.
+        """The answer to one request, whatever replicas die on the way.
 
         Where the queue is full, waits for room, or with `wait=False` raises QueueFull. Raises RequestRefused for a request that
-        does not fit the model, VersionGone where its weights are not held any more, Late after its deadline, and RuntimeFailure
+        does not fit the model, VersionGone where no replica holds its weights, Late after its deadline, and RuntimeFailure
         where no replica is left.
         """
         self.bounds.check(request)
@@ -94,7 +94,7 @@ class LogprobServer:
         return result
 
     async def stream(self, requests: Iterable[ScoreRequest], *, wait: bool = True) -> AsyncIterator[tuple[int, Scored]]:
-        """Answers as they come, each with the place of its request."""
+        """Yield the answers as they finish, each with the index of its request."""
         listed = list(requests)
 
         async def one(place: int) -> tuple[int, Scored]:
@@ -112,25 +112,28 @@ class LogprobServer:
     # --------------------------------------------------------------------------------------------------------- control
 
     async def _bring_up(self, replica: Replica) -> bool:
-        """Take a fresh replica to the versions that the others serve, once they are kept; never beyond, to one that is on its way."""
-        kept = self._published
-        published = kept.versions() if kept is not None else []
-        if kept is not None and self.counters.updates and max(published, default=0) < self.version:
+        """Apply the versions that the others serve to a restarted replica; False until those are persisted.
+
+        A newer version may be published already; applying that one is left to the update that is under way.
+        """
+        store = self._published
+        published = store.versions() if store is not None else []
+        if store is not None and self.counters.updates and max(published, default=0) < self.version:
             return False
         for version in [v for v in published if replica.version < v <= self.version][-1 - replica.keep_previous :]:
-            assert kept is not None
-            await update_target(replica, kept.open(version), deadline_s=self.limits.sync_deadline_s)
+            assert store is not None
+            await update_target(replica, store.open(version), deadline_s=self.limits.sync_deadline_s)
         return True
 
     async def _changed(self) -> None:
         self._dispatcher.settle()
 
     async def pause_serving(self) -> None:
-        """Hand out no more batches, and return once those under way are answered. Requests go on queueing."""
+        """Send no more batches, and return once those under way are answered. Requests are still queued."""
         await self._dispatcher.pause()
 
     def resume_serving(self) -> float:
-        """Hand out batches again. Returns the seconds since `pause_serving`; 0 where nothing stood."""
+        """Send batches again. Returns the seconds since `pause_serving`; 0 where it was not called."""
         return self._dispatcher.resume()
 
     @asynccontextmanager
@@ -168,7 +171,7 @@ class LogprobServer:
         return [replace(report, stall_seconds=stall) for report in reports]
 
     async def update(self, manifest: Manifest, *, verify: bool = False, deadline_s: float = 120.0) -> list[SyncReport]:
-        """Stand, and `take_in`."""
+        """Quiesce, and apply the update."""
         async with self.standing(deadline_s):
             return await self.take_in(manifest, verify=verify, deadline_s=deadline_s)
 
@@ -184,7 +187,7 @@ class LogprobServer:
         return self._dispatcher.held()
 
     def health(self) -> list[dict[str, object]]:
-        """One entry a replica: whether it serves, its versions, and why it does not."""
+        """One entry a replica: whether it serves, its versions, and the reason where it does not."""
         return [
             {
                 "replica": seat.index,
@@ -197,7 +200,7 @@ class LogprobServer:
         ]
 
     async def watch(self, every_s: float = 5.0) -> None:
-        """Look after replicas that have nothing to do, so that a dead one is replaced before it is needed. Runs until cancelled."""
+        """Ping replicas that are idle, so that a dead one is replaced before it is needed. Runs until cancelled."""
         while True:
             await asyncio.sleep(every_s)
             for seat, replica in self.replicas.live():
@@ -205,6 +208,6 @@ class LogprobServer:
                     await self._dispatcher.check_alive(seat, replica)
 
     async def close(self) -> None:
-        """End every replica; requests that still wait fail."""
+        """End every replica, and fail the requests that still wait."""
         self._dispatcher.close()
         await self.replicas.close()
