@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class MtpctlError(Exception):
-    """A failure that is told in one line, with its exit code."""
+    """A failure with a message of one line and an exit code."""
 
     exit_code = 5
 

@@ -1,3 +1,3 @@
-"""Ray: the cluster of a run, waiting for its actors, replicas that die and come back, and where processes meet.
-Any process may import it; `meeting` alone needs torch.
+"""Ray: the cluster of a run, deadlines for its actors, replicas that are restarted, and the rendezvous of processes.
+Every process may import it; only `meeting` needs torch.
 """

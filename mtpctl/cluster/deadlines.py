@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from typing import Literal
 
 from mtpctl.errors import MtpctlError, RuntimeFailure
 
@@ -39,7 +40,8 @@ async def finished_before[T](work: asyncio.Future[T], event: asyncio.Event) -> b
     """
     waiting = asyncio.create_task(event.wait())
     try:
-        await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        either: tuple[asyncio.Future[T] | asyncio.Task[Literal[True]], ...] = (work, waiting)
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         return work.done()
     finally:
         work.cancel()

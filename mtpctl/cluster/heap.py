@@ -1,4 +1,4 @@
-"""What start-up left on the heap, and the garbage collector of a process that serves."""
+"""Keep the garbage collector away from the modules that a process has imported."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 
 def settle_heap() -> None:
-    """Have the collector never look again at what is on the heap by now. Call it once all is loaded that stays for good.
+    """Exclude all objects that exist now from garbage collection. Call it when everything that stays for good is loaded.
 
     A collection of the oldest generation visits every object. The modules of torch, transformers and vLLM alone make it last 0.4 s,
-    in which nothing else of the process runs; a few hundred requests bring one about.
+    in which nothing else in the process runs, and one happens every few hundred requests.
     """
     gc.collect()
     gc.freeze()
@@ -19,7 +19,7 @@ def settle_heap() -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """The collector neither runs while the block imports, nor ever looks at what it has imported.
+    """Switch the collector off while the block imports, and exclude what it has imported from later collections.
 
     Modules stay for good, and collecting among them is a fifth of what importing vLLM or Megatron takes.
     """

@@ -1,11 +1,11 @@
-"""What killed runs leave on a machine: weight versions in shared memory, and Ray's session folders.
+"""Find and remove what killed runs left on this machine: weight versions in shared memory, and Ray's session folders.
 
-Whoever makes such a folder leaves in it who it is: process id, the moment when that process started (ids are given out again), and
-what the id counts in, a boot of a machine and a namespace of it. A folder goes once its process has. What bears no such mark, is another
-user's, or was made in another container is left alone: nobody here can tell whether it is in use.
+The process that makes such a folder writes a mark into it: its process id, its start time (ids are used again), and the boot and the
+process namespace that the id belongs to. A folder is removed when its process has ended. Folders without a mark, of another user, or made
+in another container are left alone, since whether they are in use cannot be known here.
 
-Who removes or claims holds a lock meanwhile, on the folder of shared memory itself: it needs no room, and containers that share the memory
-share it.
+Removing and claiming hold a lock on the folder of shared memory itself, which takes no space and is shared by all containers that share
+the memory.
 """
 
 from __future__ import annotations
@@ -19,38 +19,52 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "mtpctl-"
-"""How the names of our folders in shared memory begin."""
+"""Prefix of the names of mtpctl's folders in shared memory."""
 
 MARK = ".mtpctl-owner"
 _GOING = f".{PREFIX}going-"
 _NAMESPACE = "/proc/self/ns/pid"
 
 
+class Origin(TypedDict):
+    """What a process id belongs to: a boot of the machine, and a process namespace, of which each container has its own."""
+
+    boot: str
+    namespace: str
+
+
+class Owner(Origin):
+    """The mark in a folder: the process that made it. `started` is in clock ticks after the boot."""
+
+    pid: int
+    started: int
+
+
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A folder whose maker is gone, and the bytes in it."""
+    """A folder of a process that has ended, and its size."""
 
     path: Path
     nbytes: int
 
 
 def mark(folder: Path) -> None:
-    """Leave in `folder` that it is this process's."""
+    """Write the mark of this process into `folder`."""
     (folder / MARK).write_text(json.dumps(_identity(os.getpid())))
 
 
 def unmark(folder: Path) -> None:
-    """Take the mark off: the folder stays, whoever ends."""
+    """Remove the mark, so that the folder is kept when its process ends."""
     with suppress(OSError):
         (folder / MARK).unlink()
 
 
 def make_marked(folder: Path) -> None:
-    """Make `folder`, which is not there, with this process's mark in it, at one stroke."""
+    """Make a new `folder` with the mark of this process in it; no other process sees it without."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
@@ -60,13 +74,13 @@ def make_marked(folder: Path) -> None:
 
 
 def vacate(folder: Path) -> bool:
-    """Remove `folder` where this process or one that is gone made it. Returns whether nothing is there now."""
+    """Remove `folder` where this process made it, or one that has ended. Returns whether there is no folder now."""
     with _alone(wait=True):
         return _vacate(folder)
 
 
 def claim(folder: Path) -> bool:
-    """`vacate` and `make_marked`, with nobody in between. Returns False, and leaves the folder, where it may be in use.
+    """`vacate` and `make_marked` as one step. Returns False, and leaves the folder, where it may be in use.
 
     Raises OSError where it cannot be made.
     """
@@ -78,7 +92,7 @@ def claim(folder: Path) -> bool:
 
 
 def delete(folder: Path) -> None:
-    """Remove `folder`, its mark last: should this break off, what is left is still known for a leftover."""
+    """Remove `folder`, the mark last: should this be interrupted, the rest is still known as a leftover."""
     if folder.is_symlink():
         raise NotADirectoryError(f"{folder} is a link")
     for path in folder.iterdir():
@@ -90,28 +104,28 @@ def delete(folder: Path) -> None:
 
 
 def namespace() -> str:
-    """A name for what this process's id counts in: another one in each container, unless it shares its host's."""
+    """A name of the process namespace: each container has its own, unless it shares its host's."""
     return str(os.stat(_NAMESPACE).st_ino)
 
 
 def find() -> list[Leftover]:
-    """Folders on this machine whose makers are gone."""
+    """Folders on this machine whose processes have ended."""
     return [Leftover(folder, _size(folder)) for folder in _folders() if _abandoned(folder)]
 
 
 def unknown() -> list[Path]:
-    """What bears our name in shared memory, is this user's, and does not tell whose it is."""
+    """Folders of this user in shared memory that have mtpctl's prefix and no mark that can be read."""
     return [path for path in (*_in_memory(), *_own(SHARED_MEMORY, f".{PREFIX}*")) if _owner(path) is None]
 
 
 def elsewhere() -> list[Path]:
-    """Folders that tell whose they are, by an id of another container or, on disk, of an earlier boot: it means nothing here."""
+    """Folders whose mark has a process id of another container or, on disk, of an earlier boot, which cannot be looked up here."""
     owners = [(folder, _owner(folder)) for folder in _folders() if not _abandoned(folder)]
     return [folder for folder, owner in owners if owner is not None and not _counts_here(owner)]
 
 
 def remove() -> list[Leftover]:
-    """Remove what `find` finds, unless another process does that just now. Returns what is gone."""
+    """Remove what `find` finds, unless another process is doing so. Returns what was removed."""
     try:
         with _alone(wait=False):
             return [left for left in find() if _remove(left.path)]
@@ -121,7 +135,7 @@ def remove() -> list[Leftover]:
 
 @contextmanager
 def _alone(*, wait: bool) -> Iterator[None]:
-    """No other process removes or claims meanwhile. Raises BlockingIOError where one does, unless this is to `wait` for it."""
+    """Keep other processes from removing and claiming. Where one is at it: wait for it, or without `wait` raise BlockingIOError."""
     lock = os.open(SHARED_MEMORY if SHARED_MEMORY.is_dir() else tempfile.gettempdir(), os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,7 +156,7 @@ def _vacate(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> bool:
-    """Whether it is gone. Aside first: an engine that makes it anew meanwhile shall not lose what it writes."""
+    """Whether `folder` was removed. It is renamed first, so that an engine that makes it anew meanwhile loses nothing."""
     aside = folder
     if not folder.name.startswith(_GOING):
         aside = folder.with_name(f"{_GOING}{os.getpid()}-{folder.name}")
@@ -168,7 +182,7 @@ def _in_memory() -> list[Path]:
 
 
 def _own(root: Path, pattern: str) -> list[Path]:
-    """Of this user: of others' processes nothing is known, and their folders could not be removed."""
+    """Matching paths that belong to this user, who can neither look up nor remove those of others."""
     found = []
     for path in sorted(root.glob(pattern)):
         with suppress(OSError):
@@ -182,50 +196,52 @@ def _ray_folder() -> Path:
     return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
 
 
-def _owner(folder: Path) -> dict[str, Any] | None:
-    """Who marked the folder, None where that cannot be read."""
+def _owner(folder: Path) -> Owner | None:
+    """The mark of a folder, None where it has none that can be read."""
     try:
         owner = json.loads((folder / MARK).read_text())
     except (OSError, ValueError):
         return None
-    return owner if isinstance(owner, dict) and {"pid", "started", *_counted_in()} <= owner.keys() else None
+    return owner if isinstance(owner, dict) and Owner.__required_keys__ <= owner.keys() else None
 
 
-def _counts_here(owner: dict[str, Any]) -> bool:
-    return all(owner[name] == value for name, value in _counted_in().items())
+def _counts_here(owner: Owner) -> bool:
+    """Whether the process id of the mark can be looked up here."""
+    here = _origin()
+    return owner["boot"] == here["boot"] and owner["namespace"] == here["namespace"]
 
 
 def _abandoned(folder: Path) -> bool:
-    """Whether the process that marked the folder is gone, and none that Ray started for it is left."""
+    """Whether the process of the mark has ended, and all processes that Ray started for it."""
     owner = _owner(folder)
     if owner is None:
         return False
     if not _counts_here(owner):
-        # Memory is one machine's, and none of its processes outlives a boot. A disk may be another machine's too.
-        return folder.parent == SHARED_MEMORY and owner["boot"] != _counted_in()["boot"]
+        # Shared memory is this machine's, and no process outlives its boot. A disk may be shared with another machine.
+        return folder.parent == SHARED_MEMORY and owner["boot"] != _origin()["boot"]
     try:
-        here = _identity(owner["pid"])
+        running = _identity(owner["pid"]) == owner
     except ProcessLookupError:
-        here = {}
-    return here != owner and not _named_by_a_process(folder.name)
+        running = False
+    return not running and not _named_by_a_process(folder.name)
 
 
-def _identity(pid: int) -> dict[str, Any]:
-    """Of a process. Raises ProcessLookupError where there is none of that id."""
+def _identity(pid: int) -> Owner:
+    """The mark that a running process would make. Raises ProcessLookupError where no process has that id."""
     try:
         # The name of the program is the second field, in brackets, and may hold blanks and brackets.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError as error:
         raise ProcessLookupError(pid) from error
-    return {"pid": pid, "started": int(fields[19]), **_counted_in()}
+    return {"pid": pid, "started": int(fields[19]), **_origin()}
 
 
-def _counted_in() -> dict[str, Any]:
+def _origin() -> Origin:
     return {"boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(), "namespace": os.readlink(_NAMESPACE)}
 
 
 def _named_by_a_process(name: str) -> bool:
-    """Whether a process bears this name on its command line, as Ray's bear their session's."""
+    """Whether a process has this name on its command line, as Ray's processes have the name of their session."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             if name.encode() in path.read_bytes():

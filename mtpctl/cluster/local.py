@@ -1,4 +1,4 @@
-"""A Ray cluster for one run: joined where the recipe names an address, else started on this machine and ended with the run."""
+"""The Ray cluster of a run: the one at `cluster.address`, or one on this machine that starts and ends with the run."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mtpctl.recipe.cluster import ClusterConfig
 
 
 def on_one_host() -> bool:
-    """Whether all actors are on this machine: Ray has no other host, or is not there."""
+    """Whether all actors are on this machine: Ray is not running, or has one host."""
     import ray
 
     return not ray.is_initialized() or sum(node["Alive"] for node in ray.nodes()) <= 1
 
 
 def check_room(config: ClusterConfig, *, cpus: float, gpus: float) -> None:
-    """Raise ClusterResources where a cluster of this machine alone would have too few CPUs or GPUs."""
+    """Raise ClusterResources where a cluster that is started on this machine would have too few CPUs or GPUs."""
     if config.address is not None:
         return
     cards = config.num_gpus
@@ -46,9 +46,10 @@ def _too_few(name: str, need: float, have: float, field: str) -> ClusterResource
 
 @contextlib.contextmanager
 def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = True) -> Iterator[None]:
-    """Ray, with room for `cpus` and `gpus`, while the block runs. What killed runs left on this machine goes first, if `tidy`.
+    """Connect to a Ray cluster that has `cpus` and `gpus` while the block runs; with `tidy`, first remove what killed runs left here.
 
-    SIGTERM does what it did before. Raises ClusterResources where there is less, EnvironmentMissing where the address does not answer.
+    Leaves the handler of SIGTERM as it was. Raises ClusterResources where there are fewer CPUs or GPUs, EnvironmentMissing where Ray does
+    not start or does not answer at the address.
     """
     check_room(config, cpus=cpus, gpus=gpus)
     if tidy:

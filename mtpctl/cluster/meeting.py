@@ -1,7 +1,7 @@
-"""Where processes find each other: a small key-value store, held open by one of them from the moment its address is told.
+"""Rendezvous of processes: one of them holds a key-value store, and the others join it by its address.
 
-A port that was found free and let go may be another process's before it is opened again. So the store takes a port of the system's
-choice and keeps it, and everyone else joins what is there.
+The store opens a port that the system chooses and keeps it. A port that was only looked up as free could be another process's by the time
+it is opened.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _CONNECT_S = 20.0
 
 
 def host_store(host: str = "") -> TCPStore:
-    """A store at a free port of `host`, by default this host as others reach it. It is there for as long as it is held."""
+    """A store at a free port of `host`, by default this host's address. It lasts as long as the object that is returned."""
     return TCPStore(host or _own_address(), 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
 
 
 def _own_address() -> str:
-    """Where Ray reaches this host, in a process of Ray's; else where its name leads, which often is its loopback."""
+    """The address of this host in the Ray cluster; without Ray, the one its name resolves to, which is often the loopback."""
     import ray
 
     return str(ray.util.get_node_ip_address()) if ray.is_initialized() else socket.gethostbyname(socket.gethostname())
@@ -32,12 +32,12 @@ def address_of(store: TCPStore) -> str:
 
 
 def join_store(address: str, wait_s: float = _CONNECT_S) -> TCPStore:
-    """The store held at `host:port`; reading what nobody has written yet waits for `wait_s`.
+    """The store that another process holds at `host:port`. Reading a key that is not there yet waits up to `wait_s` for it.
 
-    Raises OSError or RuntimeError where nobody holds one there.
+    Raises OSError or RuntimeError where there is no store.
     """
     host, port = address.rsplit(":", 1)
-    # A store's client would go on trying where nobody listens any more.
+    # The client of a store would keep trying where nobody listens.
     socket.create_connection((host, int(port)), _CONNECT_S).close()
     store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
     store.set_timeout(timedelta(seconds=wait_s))

@@ -1,8 +1,8 @@
-"""Replicas in their seats: who is there, who died of what, who is being started again, and who is given up.
+"""Supervision of replicas: which serve, which are being restarted, and which have failed too often.
 
-The rollout pool and the log-prob server both stand on this. Which work goes to whom is theirs; what a replica is, how it is
-started, brought up to date and ended, they say in a `Lifecycle`. Nothing that must not be lost is kept in a replica, so one
-that dies is taken out, ended for good, and another one started in its seat.
+The rollout pool and the log-prob server use it. They decide which replica gets which work, and say in a `Lifecycle` how a replica is
+started, brought up to the weights of the others, and ended. A replica holds nothing that must not be lost: one that fails is ended, and
+another one is started in its seat.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from typing import Literal
 from mtpctl.cluster.deadlines import one_line
 from mtpctl.errors import RuntimeFailure
 
-KEPT_S = 60.0
-"""Seconds, those of updates not counted, in which what the others serve can be had: a pushed version reaches the store after it is live."""
+VERSION_WAIT_S = 60.0
+"""Seconds, those of updates not counted, that a fresh replica waits for the version of the others, which may not be persisted yet."""
 FORGET_S = 3600.0
-"""Seconds after which a failure is forgotten: a run goes on for weeks, and what fails now and then does not fail again and again."""
-_LOOK_S = 0.02
+"""Seconds after which a failure no longer counts against `max_restarts`: in a run of weeks a replica may fail now and then."""
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True)
 class Lifecycle[R]:
-    """What to do with a replica of type R.
+    """How replicas of type R are started, updated and ended.
 
-    start: a fresh one for the seat of this number. bring_up: have a fresh one take in what the others serve, called while no update is
-    under way, and within `bring_up_s` seconds, since updates wait for it; False where that cannot be had yet. end: end it, whatever is
-    left of it; after `end_s` seconds it is cancelled, and leaves nothing behind even so. changed: called when a seat was filled or given
-    up. dead: errors that say that a replica is gone. max_restarts: failures of a seat within `FORGET_S` beyond which it is given up.
+    start: start a replica for the seat of this index. bring_up: update a fresh replica to the version of the others; returns False where
+    that version cannot be had yet. It is called while no update is under way, and has `bring_up_s` seconds, since updates wait for it.
+    end: end a replica that may have failed; it is cancelled after `end_s` seconds, and must leave nothing behind even then. changed:
+    called when a seat was filled or quarantined. dead: exceptions that mean that a replica is gone. max_restarts: a seat that fails more
+    often within `FORGET_S` is quarantined.
     """
 
     start: Callable[[int], Awaitable[R]]
@@ -46,10 +47,10 @@ class Lifecycle[R]:
 
 @dataclass(slots=True)
 class Seat[R]:
-    """One replica's place; `replica` is None while it is down.
+    """The place of one replica; `replica` is None while none serves there.
 
-    busy: pieces of work that its owner gave it and awaits. failed_at: when it failed, on the clock of `time.monotonic`, as far as that
-    is not forgotten. fills: replicas that came after the first.
+    busy: requests under way, counted by the owner of the seats. failed_at: times of the failures within `FORGET_S`, on the clock of
+    `time.monotonic`. fills: how many replicas came after the first.
     """
 
     index: int
@@ -63,12 +64,12 @@ class Seat[R]:
 
     @property
     def state(self) -> Literal["serving", "restarting", "quarantined"]:
-        """What is in the seat."""
+        """Whether a replica serves in the seat, is being restarted, or failed too often."""
         return "serving" if self.replica is not None else "quarantined" if self.quarantined else "restarting"
 
 
 async def start_all[R](start: Callable[[int], Awaitable[R]], end: Callable[[R], Awaitable[None]], count: int) -> list[R]:
-    """`count` replicas, started at once. Where one does not start, the others are ended and its error is raised."""
+    """Start `count` replicas at the same time. Where one does not start, end the others and raise its error."""
     tasks = [asyncio.ensure_future(start(index)) for index in range(count)]
     await asyncio.gather(*tasks, return_exceptions=True)
     failed = [error for task in tasks if (error := task.exception()) is not None]
@@ -79,10 +80,11 @@ async def start_all[R](start: Callable[[int], Awaitable[R]], end: Callable[[R], 
 
 
 class Replicas[R]:
-    """The seats, and the restarts going on in them. `updating` is held while all change together, and while one is brought up.
+    """The seats, and the restarts under way in them. `updating` is locked during an update, and while a fresh replica is brought up.
 
-    They change together in a block of `standing`. Where what they take in is sent to named receivers, `members` names those that are
-    there, and `take_in` asks these very ones, also one that has died since: its answer tells the others not to wait for it.
+    An update runs in a block of `fixed_members`. Where its weights are pushed to named receivers, `members` names the ranks of the live
+    replicas, and `apply_update` calls exactly these replicas, including one that has died meanwhile: its error releases the others, which
+    would wait for it in the transfer.
     """
 
     def __init__(self, replicas: list[R], lifecycle: Lifecycle[R]) -> None:
@@ -94,17 +96,17 @@ class Replicas[R]:
         self._named: list[tuple[Seat[R], R]] | None = None
 
     def live(self, where: Callable[[R], bool] = lambda _: True) -> list[tuple[Seat[R], R]]:
-        """Seats with a replica that serves and for which `where` holds."""
+        """The replicas that serve and for which `where` holds, with their seats."""
         return [(seat, seat.replica) for seat in self.seats if seat.replica is not None and where(seat.replica)]
 
     def hopeless(self) -> str:
-        """Why nothing will ever serve again, seat by seat; empty while something may."""
+        """The reason of each seat where all are quarantined, so that nothing will serve again; else empty."""
         if not all(seat.quarantined for seat in self.seats):
             return ""
         return "; ".join(f"{seat.index}: {seat.reason}" for seat in self.seats)
 
     def lost(self, seat: Seat[R], replica: R, error: Exception) -> None:
-        """Take a failed replica out, once, however many of its callers noticed, and have another one started."""
+        """Restart a replica that failed. Further calls about the same replica, from other callers that noticed, do nothing."""
         if seat.replica is not replica or self._closed:
             return
         seat.replica = None
@@ -112,28 +114,28 @@ class Replicas[R]:
         seat.restarting = asyncio.create_task(self._restart(seat, replica))
 
     @asynccontextmanager
-    async def standing(self) -> AsyncIterator[None]:
-        """No replica comes while the block runs."""
+    async def fixed_members(self) -> AsyncIterator[None]:
+        """Let no fresh replica begin to serve while the block runs."""
         async with self.updating:
             self._named = None
             yield
 
     def members(self, kind: str, ranks: int, where: Callable[[R], bool] = lambda _: True) -> list[str]:
-        """A name for each rank of each live replica for which `where` holds, of `ranks` each; never given again.
+        """A name for each of the `ranks` of each live replica for which `where` holds. No name is used twice.
 
-        Whoever is named in a block of `standing` is whom its next `take_in` asks.
+        The next `apply_update` of the same `fixed_members` block calls exactly these replicas.
         """
         self._named = self.live(where)
         return [f"{kind} {seat.index}.{seat.fills}.{rank}" for seat, _ in self._named for rank in range(ranks)]
 
-    async def take_in[T](self, call: Callable[[R], Awaitable[T]], where: Callable[[R], bool] = lambda _: True) -> list[T]:
-        """The answers of those that `members` named, or where it was not asked of the live replicas for which `where` holds. See `each`."""
-        assert self.updating.locked(), "replicas change in a block of `standing`"
+    async def apply_update[T](self, call: Callable[[R], Awaitable[T]], where: Callable[[R], bool] = lambda _: True) -> list[T]:
+        """`call` the replicas that `members` named, or where it was not called the live ones for which `where` holds, as `each` does."""
+        assert self.updating.locked(), "replicas are updated in a block of `fixed_members`"
         asked, self._named = self._named, None
         return await self._ask(self.live(where) if asked is None else asked, call)
 
     async def each[T](self, call: Callable[[R], Awaitable[T]]) -> list[T]:
-        """The answers of the live replicas, asked at once; one that turns out dead is restarted.
+        """`call` all live replicas at the same time and return their answers. A replica that turns out dead is restarted.
 
         Raises the first other error, after every replica has answered.
         """
@@ -155,7 +157,7 @@ class Replicas[R]:
         return answers
 
     async def close(self) -> None:
-        """Start none any more, and end every replica, also those that are on their way out or in."""
+        """End all replicas, including those that are being started or ended, and start no more."""
         self._closed = True
         restarting = [seat.restarting for seat in self.seats if seat.restarting is not None]
         for task in restarting:
@@ -171,7 +173,7 @@ class Replicas[R]:
 
     async def _restart(self, seat: Seat[R], dead: R) -> None:
         with suppress(Exception):
-            # Whatever is left of it: it failed already, and why is kept as the seat's reason.
+            # Errors of ending it do not matter: it has failed, for the reason that the seat has.
             await self._end(dead)
         while len(seat.failed_at) <= self._lifecycle.max_restarts:
             try:
@@ -188,11 +190,11 @@ class Replicas[R]:
         try:
             waited = 0.0
             while not await self._brought_up(seat, fresh):
-                if waited > KEPT_S:
-                    raise RuntimeFailure(f"what the others serve could not be had within {KEPT_S:g} s")
-                # Without the lock: the version may come with the next update, which is the last one's second try.
-                await asyncio.sleep(_LOOK_S)
-                waited += _LOOK_S
+                if waited > VERSION_WAIT_S:
+                    raise RuntimeFailure(f"what the others serve could not be had within {VERSION_WAIT_S:g} s")
+                # Without the lock: the version may come with the next update, such as the second try of one that failed.
+                await asyncio.sleep(_POLL_S)
+                waited += _POLL_S
         except BaseException:
             with suppress(*self._lifecycle.dead, TimeoutError):
                 await self._end(fresh)

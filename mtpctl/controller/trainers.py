@@ -20,6 +20,7 @@ class TrainerGroup:
 
     def __init__(self, recipe: Recipe, placement: Placement) -> None:
         import ray
+        from ray.actor import ActorHandle
 
         self.recipe = recipe
         world_size = recipe.train.parallel.world_size
@@ -28,7 +29,9 @@ class TrainerGroup:
         self.ranks: list[ActorHandle] = []
         for seat in placement.of("trainer"):
             actor = ray.remote(TrainerRank).options(num_cpus=seat.cpus, num_gpus=seat.gpus, runtime_env=environment)
-            self.ranks.append(actor.remote(payload, seat.rank, world_size))
+            rank = actor.remote(payload, seat.rank, world_size)
+            assert isinstance(rank, ActorHandle)
+            self.ranks.append(rank)
 
     async def call(self, method: str, *args: object, deadline_s: float | None = None) -> Any:
         """Call `method` of `TrainerRank` on every rank. Returns the answer of rank 0.
@@ -43,6 +46,6 @@ class TrainerGroup:
     async def build(self, folder: Path) -> dict[str, int]:
         """Have every rank build the model in `folder`. Returns how many `parameters` it has, and how many of them are `trained`."""
         deadline = self.recipe.cluster.actor_deadline_s
-        master = await within(self.ranks[0].address.remote(), deadline, "trainer rank 0, start")
+        master: str = await within(self.ranks[0].address.remote(), deadline, "trainer rank 0, start")
         counts: dict[str, int] = await self.call("build", str(folder), master, deadline_s=deadline)
         return counts

@@ -1,4 +1,4 @@
-"""Problems from a user's file: JSONL or Parquet with `prompt` and `answer`, and `solution` where SFT should imitate one."""
+"""Problems from a user's JSONL or Parquet file, with `prompt` and `answer`, and `solution` for the supervised stage."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ import re
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 from mtpctl.data.problems import Problem
 from mtpctl.errors import UserError
 
 NO_ANSWER = ""
-"""`Problem.answer` of a prompt without one; an answer that is given cannot be empty."""
+"""`Problem.answer` of a prompt that has no answer. An answer in a file is never empty."""
 
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 def read_problems(path: str | Path, field: str = "data.path", *, answers: bool = True) -> list[Problem]:
-    """Every problem of the file, in its order; `prompt_id` is `file:line` (in Parquet the row, counted from 1).
+    """All problems of the file, in its order. Their `prompt_id` is `file:line`, in Parquet with the row, counted from 1, for the line.
 
-    `field` is the recipe key or option that named the file. Without `answers` a prompt may stand alone, and its answer is `NO_ANSWER`.
+    `field` is the recipe key or option that named the file. Without `answers`, a row may lack an answer, which is `NO_ANSWER` then.
     Raises UserError, naming file and line, for a file that is missing, empty or of another kind, a line that is not an object, and a
     prompt or answer that is missing, empty or not text.
     """
@@ -39,7 +38,7 @@ def read_problems(path: str | Path, field: str = "data.path", *, answers: bool =
     return problems
 
 
-def _problem(row: dict[str, Any], prompt_id: str, where: str, answers: bool) -> Problem:
+def _problem(row: dict[str, object], prompt_id: str, where: str, answers: bool) -> Problem:
     prompt = row.get("prompt")
     if _shows_images(prompt) or row.get("images") or row.get("image"):
         raise UserError(f"{where}: image input is not supported: of a multimodal model the language model trains; remove the line")
@@ -62,17 +61,17 @@ def _problem(row: dict[str, Any], prompt_id: str, where: str, answers: bool) -> 
 
 
 def _written(answer: int | float, where: str) -> str:
-    """A number as a response has it: in decimal digits, and without the .0 of tools that know one kind of number alone."""
+    """A number as a response would write it: in decimal digits, without the .0 that tools add whose numbers are all floats."""
     if isinstance(answer, int):
         return str(answer)
     if not math.isfinite(answer):
         raise UserError(f"{where}: `answer` must be a number that is finite, got {answer}; mend or remove the line")
-    # What was added takes the sign off a zero.
+    # Adding 0.0 turns -0.0 into 0.0.
     return f"{Decimal(repr(answer + 0.0)):f}".removesuffix(".0")
 
 
-def _shows_images(prompt: Any) -> bool:
-    """Whether a prompt given as messages or as parts of one, as chat templates take them, holds an image or a video."""
+def _shows_images(prompt: object) -> bool:
+    """Whether a prompt in the form of chat templates, as messages or parts of messages, holds an image or a video."""
     if isinstance(prompt, list):
         return any(_shows_images(part) for part in prompt)
     if not isinstance(prompt, dict):
@@ -80,7 +79,7 @@ def _shows_images(prompt: Any) -> bool:
     return any(kind in str(prompt.get("type")) for kind in ("image", "video")) or _shows_images(prompt.get("content"))
 
 
-def _jsonl_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _jsonl_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, object]]]:
     try:
         file = path.open("rb")
     except OSError as error:
@@ -104,7 +103,7 @@ def _jsonl_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[s
             yield number, row
 
 
-def _parquet_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parquet_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, object]]]:
     import pyarrow
     import pyarrow.parquet
 

@@ -1,4 +1,4 @@
-"""One verifiable problem: what is asked, what the checker compares with, what a supervised stage imitates."""
+"""One problem whose answer can be checked."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A prompt with its answer.
+    """A prompt, the answer that the checker compares responses with, and where there is one a worked `solution` that ends in the answer.
 
-    `prompt_id` is stable from run to run: `task/split/number` for generated problems, `file:line` for read ones.
-    `solution` is a worked response that ends in the answer, where there is one.
+    `prompt_id` is the same in every run: `task/split/number` of a generated problem, `file:line` of one from a file.
     """
 
     prompt_id: str
@@ -20,5 +19,5 @@ class Problem:
 
     @property
     def target(self) -> str:
-        """Text that a supervised stage trains on: the worked solution, else the bare answer."""
+        """The text that the supervised stage trains on: the solution, or the answer where there is none."""
         return self.answer if self.solution is None else self.solution

@@ -1,4 +1,4 @@
-"""From a problem to token ids: the prompt as the model reads it, the target as a supervised stage teaches it."""
+"""Token ids of a problem: its prompt, and its target for the supervised stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mtpctl.recipe.data import DataConfig
 
 
 def encode_prompt(tokenizer: Tokenizer, problem: Problem, config: DataConfig) -> list[int]:
-    """Prompt ids: plain text, or with `data.chat_template` a conversation with the system prompt before it."""
+    """Ids of the prompt: as plain text, or with `data.chat_template` as a conversation that begins with the system prompt."""
     if not config.chat_template:
         return tokenizer.encode(problem.prompt, special=True)
     system = [] if config.system_prompt is None else [{"role": "system", "content": config.system_prompt}]
@@ -19,7 +19,7 @@ def encode_prompt(tokenizer: Tokenizer, problem: Problem, config: DataConfig) ->
 
 
 def encode_target(tokenizer: Tokenizer, problem: Problem) -> list[int]:
-    """Ids of the text that a supervised stage trains on, the end token included."""
+    """Ids of the text that the supervised stage trains on, with the end token."""
     return [*tokenizer.encode(problem.target), tokenizer.eos_id]
 
 

@@ -1,4 +1,4 @@
-"""The problems of a run: generated, or read from the files that the recipe names."""
+"""The problems of a run, generated or from files, as the `data` section of the recipe says."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mtpctl.recipe.data import DataConfig
 
 @dataclass(frozen=True, slots=True)
 class ProblemSets:
-    """Problems of RL, held-out ones (empty where none were named), and those of the supervised stage."""
+    """Problems that RL trains on, held-out ones (which may be none), and those that the supervised stage trains on."""
 
     train: list[Problem]
     evaluation: list[Problem]
     supervised: list[Problem]
 
     def seen_in(self, stages: Sequence[str]) -> int:
-        """Held-out problems whose prompt one of the stages trains on: what they tell of a model is what it remembers."""
+        """How many held-out problems have a prompt that one of the stages trains on, so that accuracy on them measures memory."""
         trained = {"rl": self.train, "sft": self.supervised}
         prompts = {problem.prompt.strip() for stage in stages for problem in trained[stage]}
         return sum(problem.prompt.strip() in prompts for problem in self.evaluation)
@@ -30,9 +30,9 @@ class ProblemSets:
 def load_problem_sets(config: DataConfig, seed: int) -> ProblemSets:
     """Read or generate the problems of the recipe's `data` section.
 
-    The supervised stage imitates RL's problems unless the section names others for it; held-out problems are RL's, and what is
-    generated for the supervised stage is left out where it is among them: tasks of one kind draw the same problems again.
-    Raises UserError where the section names neither files nor a task, or both, and whatever reading raises.
+    The supervised stage trains on the problems of RL unless the section names others for it. Problems that are generated for it are left
+    out where they are held out, since tasks of the same kind can draw the same problem. Raises UserError where the section names neither
+    files nor a task, or both, and what reading the files raises.
     """
     if config.task is not None:
         if config.path is not None or config.eval_path is not None:

@@ -10,9 +10,9 @@ then `#` and the answer, on which alone the checker looks:
     sort             3921=       1 2 3 9 #1239
 
 A response of a three-digit addition is 32 tokens of a byte-level tokenizer, most of them determined by the format and
-some (sums, carries) by arithmetic: enough of both for speculation to have something to win and something to lose.
-The final answer needs every step to be right, so a model that is 95% right per step is far from done: what supervised
-training leaves to reinforcement learning.
+some (sums, carries) by arithmetic, so that some drafts are easy and some are hard.
+The final answer needs every step to be right: with 95% per step most answers are still wrong, which leaves something to learn for
+reinforcement learning after supervised training.
 
 Problems of length n have operands (or strings) of exactly n characters. Lengths share the set evenly, or each has
 `length_decay` times as many problems as the one before it: few long problems among many short ones, as responses of

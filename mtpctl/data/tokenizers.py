@@ -1,8 +1,8 @@
-"""Tokenizers: a byte-level one that is made on the spot, and the thin face that the rest of the package sees.
+"""Tokenizers: the interface that the package uses, and a byte-level tokenizer that needs no download.
 
-The byte tokenizer is an ordinary Hugging Face folder, so that transformers and the rollout engines load it as they
-load any other. Ids are fixed: a byte is its own value (0 to 255), `<pad>` 256, `<bos>` 257, `<eos>` 258: 259 ids in
-all (`BYTE_VOCAB_SIZE`), so a model vocabulary of 320 or 512 holds it. It adds no special token by itself.
+The byte tokenizer is an ordinary Hugging Face folder, which transformers and the rollout engines load like any other. The id of a byte is
+its value (0 to 255); `<pad>` is 256, `<bos>` 257, `<eos>` 258. With 259 ids it fits model vocabularies of 320 or 512. It adds no special
+token by itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. `name` is the folder or hub id; `vocab_size` is one more than the largest id."""
+    """Encodes text and decodes ids. `name` is the folder or hub id; `vocab_size` is one more than the largest id."""
 
     name: str
 
@@ -32,15 +32,15 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Ids of the text; with `special`, behind what the tokenizer itself puts before a prompt (bos, for some)."""
+        """Ids of the text; with `special`, after the special tokens that the tokenizer itself puts before a prompt (bos, for some)."""
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """Text of the ids, special tokens left out; an id that the tokenizer does not know is left out as well."""
+        """Text of the ids, without special tokens and without ids that the tokenizer does not know."""
         ...
 
     def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Ids of a conversation in the tokenizer's chat template, up to where the assistant begins to speak."""
+        """Ids of a conversation in the chat template of the tokenizer, up to the beginning of the assistant's answer."""
         ...
 
 
@@ -59,7 +59,7 @@ class HfTokenizer:
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         ids: list[int] = self.inner.encode(text, add_special_tokens=special)
         if special and ids[-1:] == [self.eos_id] != self.inner.encode(text, add_special_tokens=False)[-1:]:
-            # Some close what they are given, for training; a prompt that has ended would be answered by anything.
+            # Some tokenizers append eos, for training; a model has nothing to continue after it.
             return ids[:-1]
         return ids
 
@@ -87,7 +87,7 @@ class HfTokenizer:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a folder or hub id.
 
-    Raises UserError for a folder that holds none, EnvironmentMissing for a hub that does not answer.
+    Raises UserError for a folder without a tokenizer, EnvironmentMissing where the hub does not answer.
     """
     from transformers import AutoTokenizer
 

@@ -142,7 +142,7 @@ class LogprobServer:
 
         A replica whose pass does not end within `deadline_s` counts as dead, and its requests go to another one.
         """
-        async with self.replicas.standing():
+        async with self.replicas.fixed_members():
             try:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self.pause_serving(), deadline_s)
@@ -160,7 +160,7 @@ class LogprobServer:
         Serves again at its end, whatever that is. Raises SyncError where a replica refuses the update and still has its old weights.
         """
         try:
-            reports = await self.replicas.take_in(
+            reports = await self.replicas.apply_update(
                 lambda replica: or_cancel(manifest, update_target(replica, manifest, verify=verify, deadline_s=deadline_s)),
                 where=lambda replica: replica.version < manifest.version,
             )

@@ -1,7 +1,6 @@
-"""Rewards: checkers of a response against the answer, and DAPO's shaping by length.
+"""Rewards: checkers that compare a response with the answer, and DAPO's penalty for long responses.
 
-A checker is called with the response's text and the answer, and gives 1.0 or 0.0. Checkers may be called from any
-thread.
+A checker takes the text of the response and the answer, and returns 1.0 or 0.0. It may be called from any thread.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ _MARKED = re.compile(r"(?:(?<!\w)#|##)([^#]*[^#\s])\s*$")
 """The mark before a final answer, and the answer behind it."""
 
 _START_S = 120.0
-"""Seconds that the math worker has for importing sympy, on a machine that is busy."""
+"""Seconds that the math worker has to import sympy, also on a busy machine."""
 
 
 def final_answer(response: str) -> str:
-    """What follows the last `#` (so `#42` and GSM8K's `#### 42` alike), trimmed; the whole response where there is none."""
+    """The text after the last `#`, without blanks around it (42 of `#42` and of GSM8K's `#### 42`); the whole response without a `#`."""
     return response.rpartition("#")[2].strip()
 
 
 def exact_checker(response: str, answer: str) -> float:
-    """1.0 where the final answer is the same text, blanks around it aside.
+    """1.0 where the final answers of response and answer are the same text.
 
-    An answer that is itself a worked one, as GSM8K's are, is read like the response: what follows its last mark counts. A `#` that is
-    part of a word (C#, F#m) is no mark, and such an answer is compared in full.
+    An answer that is a worked solution, as in GSM8K, is read like a response: the text after its last `#` counts. A `#` that is part of a
+    word (C#, F#m) marks no final answer; an answer with such a `#` is compared in full.
     """
     marked = _MARKED.search(answer)
     if marked is None and "#" in answer:
@@ -99,7 +98,7 @@ class MathChecker:
         return self._worker
 
     def _ask(self, worker: subprocess.Popen[str], message: dict[str, object] | None, deadline_s: float) -> dict[str, bool] | None:
-        """One line to the worker (none: just wait), one line back; None, and no worker any more, where it does not answer."""
+        """Send a message to the worker, unless it is None, and return its reply. Where it does not answer, end it and return None."""
         assert worker.stdin is not None and worker.stdout is not None
         try:
             if message is not None:
@@ -127,10 +126,10 @@ def make_checker(kind: Literal["exact", "math"]) -> Checker:
 
 
 def overlong_penalty(length: int, max_tokens: int, config: OverlongConfig) -> float:
-    """What is added to the reward for a response of `length` tokens: 0 down to -penalty.
+    """The value from -penalty to 0 that is added to the reward of a response of `length` tokens.
 
-    DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): nothing up to max_tokens - buffer, then linear to
-    the whole penalty at max_tokens.
+    DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 up to max_tokens - buffer, and from there linear to -penalty at
+    max_tokens.
     """
     if not config.enabled:
         return 0.0

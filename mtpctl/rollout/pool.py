@@ -279,7 +279,7 @@ class ReplicaPool:
         try:
             async with self._room:
                 await self._room.wait_for(lambda: mode != "wait" or not self._under_way)
-            async with self._replicas.standing():
+            async with self._replicas.fixed_members():
                 yield
         finally:
             if mode == "wait":
@@ -307,7 +307,7 @@ class ReplicaPool:
 
         self._taking_in = True
         try:
-            reports = await self._replicas.take_in(lambda replica: or_cancel(manifest, take_in(replica)))
+            reports = await self._replicas.apply_update(lambda replica: or_cancel(manifest, take_in(replica)))
         finally:
             self._taking_in, self._taken_in_at = False, asyncio.get_running_loop().time()
         self._version = manifest.version

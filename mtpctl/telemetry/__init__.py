@@ -1,1 +1,1 @@
-"""What a run says about itself: its directory, its metrics, the live panel, the report. Runs in the controller; needs no torch."""
+"""The records of a run: its directory, its metrics, the live panel, the report. Runs in the controller; needs no torch."""

@@ -1,4 +1,4 @@
-"""Axes of a chart: ranges, ticks and the way from a value to a place, linear or logarithmic. Pure arithmetic."""
+"""Axes of a chart, linear or logarithmic: their ranges and ticks, and positions of values on them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Axis:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """0 at the lower end, 1 at the upper; values beyond are cut to them."""
+        """Position of a value: 0 at the lower end, 1 at the upper end. Values beyond an end are put at it."""
         if self.log:
             low, high, value = math.log(self.low), math.log(self.high), math.log(max(value, self.low))
         else:
@@ -58,12 +58,12 @@ def round_step(raw: float) -> float:
 
 
 def tick_label(value: float, unit: Unit) -> str:
-    """A tick without its unit, but for per cent: the unit stands in the chart's title."""
+    """The label of a tick, without a unit other than per cent: the title of the chart has it."""
     return f"{100 * value:g}%" if unit == "share" else compact(value)
 
 
-def spread(wanted: list[float], gap: float, low: float, high: float) -> list[float]:
-    """Places near the wanted ones, in the same order, at least `gap` apart and within the bounds where they fit."""
+def space_apart(wanted: list[float], gap: float, low: float, high: float) -> list[float]:
+    """Positions near the wanted ones, in the same order, at least `gap` apart, and between `low` and `high` where they all fit."""
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
     places = [min(max(wanted[i], low), high) for i in order]
     for k in range(1, len(places)):

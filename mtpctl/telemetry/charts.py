@@ -1,7 +1,7 @@
-"""One chart as HTML: lines drawn in an SVG that stretches with the page, every text in HTML, so that it never shrinks.
+"""One chart as HTML. Lines are in an SVG that stretches with the page; all text is HTML, which does not stretch.
 
-Series are labelled at their right end, with the value they end at. A series of many points is drawn twice: as it is,
-faint, and as a moving average. Pointing at a step shows its values; that is CSS alone.
+Each series has a label at its right end with its last value. A series of many points is drawn twice: faint as it is, and as a moving
+average. Pointing at a step shows its values, by CSS alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from html import escape
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from mtpctl.telemetry.axes import Axis, linear_axis, log_axis, spread, tick_label
+from mtpctl.telemetry.axes import Axis, linear_axis, log_axis, space_apart, tick_label
 from mtpctl.telemetry.names import Unit, format_value
 
 Points = list[tuple[float, float]]
@@ -29,9 +29,9 @@ COLOURS = 7
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve. `dots` marks each point, for what is measured now and then; `colour` counts from 0, by default as the curves do.
+    """One curve. `dots` marks each point, for metrics with few points; `colour` is a number from 0, by default that of the curve.
 
-    A `guide` is what another curve is read by, dashed; a `faint` one is one of many, thin and without a label. Neither is averaged.
+    A `guide` is a dashed line to compare another curve with; a `faint` curve is one of many, thin and without a label. Neither is averaged.
     """
 
     label: str
@@ -44,7 +44,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of the x axis: steps (begin, end] belong to it; `offset` is what its own steps are shifted by."""
+    """The part (begin, end] of the x axis that belongs to a phase; `offset` is added to the steps of the phase."""
 
     name: str
     begin: float
@@ -67,7 +67,7 @@ class Chart:
 
 
 def render_chart(chart: Chart) -> str:
-    """A `<figure>`, or nothing where no series has a point that can be drawn."""
+    """The chart as a `<figure>`; empty where no series has a point that can be drawn."""
     drawn = [
         ((i if s.colour is None else s.colour) % COLOURS, s, pts)
         for i, s in enumerate(chart.series)
@@ -112,7 +112,7 @@ def render_chart(chart: Chart) -> str:
         marks += [_dot(x, y, colour, x_axis, y_axis) for x, y in (pts if series.dots else smooth[-1:])]
         labelled.append((colour, series, _y(smooth[-1][1], y_axis), smooth[-1][1]))
     gap = 17.0 if chart.stack else 33.0
-    places = spread([end for _, _, end, _ in labelled], gap, gap / 2 - 6, HEIGHT - gap / 2 + 6)
+    places = space_apart([end for _, _, end, _ in labelled], gap, gap / 2 - 6, HEIGHT - gap / 2 + 6)
     labels = [
         f'<span class="label k{colour}" style="top:{place:.1f}px">{escape(series.label)}<b>{format_value(final, series.unit)}</b></span>'
         for (colour, series, _, final), place in zip(labelled, places, strict=True)
@@ -143,19 +143,19 @@ def sparkline_svg(points: Points, colour: int) -> str:
 
 
 def _smoothed(points: Points) -> Points:
-    """The curve without its noise; few points are all of them signal."""
+    """The moving average of a series of many points; one of few points as it is."""
     return moving_average(points, max(1, len(points) // 25)) if len(points) >= _SMOOTH_FROM else points
 
 
 def moving_average(points: Points, half: int) -> Points:
-    """Mean over the `half` points on either side as well, as far as there are any."""
+    """At each point the mean of it and of up to `half` points on either side."""
     total = [0.0, *accumulate(y for _, y in points)]
     spans = ((max(0, i - half), min(len(points), i + half + 1)) for i in range(len(points)))
     return [(x, (total[b] - total[a]) / (b - a)) for (x, _), (a, b) in zip(points, spans, strict=True)]
 
 
 def thin(points: Points, most: int) -> Points:
-    """At most `most` points, each the mean of its neighbours, the last one as it is."""
+    """At most `most` points, each the mean of some neighbours, but the last one as it is."""
     if len(points) <= most:
         return points
     edges = [round(i * len(points) / most) for i in range(most + 1)]
@@ -168,7 +168,7 @@ def _drawable(points: Points, scale: str) -> Points:
 
 
 def _by_phase(points: Points, phases: Sequence[Phase]) -> list[Points]:
-    """The points cut where a phase ends: neither a line nor an average goes across."""
+    """The points of each phase: neither a line nor an average goes from one phase to the next."""
     pieces = [[(x, y) for x, y in points if (x > phase.begin or i == 0) and x <= phase.end] for i, phase in enumerate(phases)]
     return [piece for piece in pieces if piece]
 
@@ -207,7 +207,7 @@ def _grid(axis: Axis) -> str:
 
 
 def _bands(phases: Sequence[Phase], axis: Axis) -> str:
-    """All phases but the last lie on a darker ground."""
+    """A darker background for all phases but the last."""
     return "".join(
         f'<rect class="band" x="{_x(p.begin, axis):.1f}" y="0" width="{_x(p.end, axis) - _x(p.begin, axis):.1f}" height="{HEIGHT}"/>'
         for p in phases[:-1]
@@ -215,7 +215,7 @@ def _bands(phases: Sequence[Phase], axis: Axis) -> str:
 
 
 def _x_labels(phases: Sequence[Phase], axis: Axis, counts: str) -> str:
-    """Ticks count within each phase; the phase's name stands at its first step."""
+    """Tick labels, which count within each phase, and the name of each phase at its first step."""
     parts = []
     span = axis.high - axis.low
     for phase in phases:
@@ -231,7 +231,7 @@ def _x_labels(phases: Sequence[Phase], axis: Axis, counts: str) -> str:
 
 
 def _hits(drawn: list[tuple[int, Series, Points]], phases: Sequence[Phase], axis: Axis, counts: str) -> str:
-    """Strips over the drawing, one for each place on the x axis (or few), that show its values while pointed at."""
+    """Strips over the drawing, one for each step or for some of them, that show the values of the step while pointed at."""
     drawn = [(colour, series, pts) for colour, series, pts in drawn if series.style != "faint"] or drawn
     steps = sorted({x for _, _, pts in drawn for x, _ in pts})
     if len(steps) > _MOST_HITS:

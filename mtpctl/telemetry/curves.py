@@ -1,7 +1,7 @@
-"""What a learning curve is worth between its two ends: late mean, worst fall, area, and the moment from which a level is held.
+"""Measures of a learning curve: late mean, worst fall, area, and when it holds a level.
 
-A curve is a sequence of (x, y) with growing x: updates or seconds, and a held-out accuracy, or whatever rises when a run learns. Its
-first point is the start, before anything was learned. Everything here is arithmetic on such pairs, in their own units.
+A curve is a sequence of (x, y) with increasing x: updates or seconds, and held-out accuracy, or another metric that rises when a run
+learns. Its first point is from before training. Results have the units of the curve.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ Point = tuple[float, float]
 Curve = Sequence[Point]
 
 LATE = 4
-"""Evaluations at the end of a curve that count as late: enough that one lucky last one decides nothing."""
+"""How many evaluations at the end of a curve count as late, so that the mean depends less on chance than the last one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fall:
-    """How far a curve came down: from `top`, its best until then, to `bottom`."""
+    """A drop of a curve from `top`, its best point so far, to `bottom`."""
 
     top: Point
     bottom: Point
@@ -33,7 +33,7 @@ class Fall:
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """A curve in figures. `late` of its points make `late_mean`; `worst_fall` is None where no point lies under one before it."""
+    """The measures of one curve. `late_mean` is over `late` points; `worst_fall` is None for a curve that never falls."""
 
     start: float
     late_mean: float
@@ -43,7 +43,7 @@ class Measures:
 
 
 def measure(curve: Curve) -> Measures | None:
-    """All of them; None for a curve that holds no point after its start."""
+    """The measures of a curve; None for one without a point after its start."""
     if len(curve) < 2:
         return None
     late = late_points(curve)
@@ -51,7 +51,7 @@ def measure(curve: Curve) -> Measures | None:
 
 
 def late_points(curve: Curve, last: int = LATE) -> Curve:
-    """The last few points. The start is none of them, where there is any other."""
+    """The last few points, without the start unless it is the only point."""
     return (curve[1:] or curve)[-last:]
 
 
@@ -74,7 +74,7 @@ def worst_fall(curve: Curve) -> Fall | None:
 
 
 def best_so_far(curve: Curve) -> list[Point]:
-    """At each x the highest y until there."""
+    """The curve of the highest y up to each x."""
     result: list[Point] = []
     for x, y in curve:
         result.append((x, max(y, result[-1][1]) if result else y))
@@ -82,7 +82,7 @@ def best_so_far(curve: Curve) -> list[Point]:
 
 
 def height(curve: Curve, x: float) -> float:
-    """The curve at `x`, on the line between the points around it; beyond its ends, the end.
+    """The y of the curve at `x`, interpolated linearly; beyond its ends, that of the end.
 
     Raises ValueError for a curve without a point.
     """
@@ -114,8 +114,8 @@ def area(curve: Curve, end: float | None = None) -> float:
 def held_at(curve: Curve, level: float, tolerance: float = 0.0) -> float | None:
     """The x from which on the curve holds `level`: there it reaches it, and no later point is below `level - tolerance`.
 
-    The place is read off the line to the point that reaches it. The last point alone holds nothing: no later one says that it stayed.
-    None where the curve never holds the level, whether it never got there or always came down again.
+    The x is interpolated linearly towards the point that reaches the level. The last point alone does not hold it, since no later point
+    confirms it. None where the curve never holds the level: it never reaches it, or falls again each time.
     """
     for i, (x, y) in enumerate(curve[:-1]):
         if y >= level and all(later >= level - tolerance for _, later in curve[i + 1 :]):
@@ -128,7 +128,7 @@ def held_at(curve: Curve, level: float, tolerance: float = 0.0) -> float | None:
 
 
 def mean_curve(curves: Sequence[Curve]) -> list[Point]:
-    """Mean height of several curves as far as all of them go, at the first one's places and at the end of the shortest."""
+    """Mean of several curves as far as all of them go, at the x of the first curve and at the end of the shortest."""
     if not curves or not all(curves):
         return []
     end = min(curve[-1][0] for curve in curves)

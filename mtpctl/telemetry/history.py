@@ -1,20 +1,19 @@
-"""A run's metrics as they are to be read: resumed sessions stitched together, rows of one step merged."""
+"""The metrics of a run over all its sessions: repeated steps once, and the rows of one step merged."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from mtpctl.telemetry.metrics_file import read_rows
+from mtpctl.telemetry.metrics_file import RawRow, read_rows
 
 _RESERVED = {"session", "time", "phase", "step"}
 
 
 @dataclass(slots=True)
 class Row:
-    """All that was logged for one step of one phase; `time` is that of the last of it, in seconds since 1970."""
+    """All metrics of one step of one phase; `time` is when the last of them was logged, in seconds since 1970."""
 
     phase: str
     step: int
@@ -25,7 +24,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened: `kind` in a word, `message` in a line."""
+    """An event beside the steps, such as a checkpoint or a restart: `kind` is one word, `message` one line."""
 
     time: float
     kind: str
@@ -34,7 +33,7 @@ class Event:
 
 @dataclass(slots=True)
 class History:
-    """Rows in the order of phases and steps, and events in the order of time."""
+    """Rows in the order of phases and steps, and events in the order of time. `active_s`: seconds that the sessions ran, in all."""
 
     rows: list[Row]
     events: list[Event]
@@ -50,7 +49,7 @@ class History:
         return list(dict.fromkeys(name for row in self.rows for name in row.metrics))
 
     def series(self, name: str, phase: str | None = None) -> list[tuple[int, float]]:
-        """(step, value) of one metric, in one phase or in the order of all."""
+        """(step, value) of one metric, in one phase or over all phases in their order."""
         return [(row.step, row.metrics[name]) for row in self.rows if name in row.metrics and phase in (None, row.phase)]
 
     def last_step(self, phase: str) -> int:
@@ -59,13 +58,13 @@ class History:
 
 
 def load_history(run_dir: Path) -> History:
-    """Read a run directory's metrics. A directory without any gives an empty history."""
+    """The history of a run directory; empty where it has no metrics."""
     path = run_dir / "metrics.jsonl"
     return build_history(read_rows(path)) if path.exists() else History([], [])
 
 
-def build_history(raw: Iterable[dict[str, Any]]) -> History:
-    """What a later session went back behind, in its phase or to an earlier one, is dropped: it was done again, or differently."""
+def build_history(raw: Iterable[RawRow]) -> History:
+    """Merge the rows of each step. Steps of a session that a later session resumed before are dropped, since it did them again."""
     raw = list(raw)
     events = [Event(row["time"], row["event"], row["message"]) for row in raw if "event" in row]
     begins: dict[tuple[str, int], int] = {}

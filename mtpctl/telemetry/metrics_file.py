@@ -1,13 +1,14 @@
-"""`metrics.jsonl`: one JSON object a line, appended and flushed, readable while the run goes on and after it was cut off.
+"""`metrics.jsonl`: one JSON object a line, appended and flushed, so that it can be read while the run goes on and after a crash.
 
-A row is {"session", "time", "phase", "step", metrics…} or {"session", "time", "event", "message"}. `session` counts the
-starts of the run: a resumed run appends, and what the earlier session did beyond the checkpoint is told apart by it.
+A row is {"session", "time", "phase", "step", metrics…} or {"session", "time", "event", "message"}. `session` counts the starts of the
+run. A resumed run appends to the file, and repeats the steps that an earlier session did after the checkpoint.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,12 @@ from mtpctl.errors import RuntimeFailure, UserError
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
+RawRow = dict[str, Any]
+"""A row as JSON has it."""
+
+
 class MetricsFile:
-    """Appends rows. A line that an earlier process left torn is cut off first."""
+    """Appends rows. First removes an incomplete last line, which a killed process may have left."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -27,10 +32,10 @@ class MetricsFile:
             _cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
 
-    def append(self, row: dict[str, Any]) -> None:
-        """One line, in the page cache when this returns: it survives this process, though not the machine.
+    def append(self, row: Mapping[str, object]) -> None:
+        """Write one line. It is in the page cache when this returns, and survives this process, though not the machine.
 
-        Raises RuntimeFailure where the disk is full or gone; the file then ends at worst in a torn line.
+        Raises RuntimeFailure where it cannot be written; the file may end in an incomplete line then.
         """
         safe = {key: _plain(value) for key, value in {"session": self.session, **row}.items()}
         try:
@@ -43,8 +48,8 @@ class MetricsFile:
         self._file.close()
 
 
-def _plain(value: Any) -> Any:
-    """JSON has no NaN: such a number goes in as its name."""
+def _plain(value: object) -> object:
+    """The value as JSON takes it: NaN and infinities, which JSON does not have, by name."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
@@ -58,16 +63,16 @@ def _cut_torn_line(path: Path) -> None:
             file.truncate(whole)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Every whole row. A last line without its newline is a write that was cut off, and left out.
+def read_rows(path: Path) -> list[RawRow]:
+    """All rows. A last line without a newline was not written completely, and is left out.
 
-    Raises UserError, with the line's number, for a broken line anywhere else, and for what is no file that can be read.
+    Raises UserError, with the line's number, for any other line that is no row, and for a file that cannot be read.
     """
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    rows: list[dict[str, Any]] = []
+    rows: list[RawRow] = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
             row = json.loads(line)
@@ -81,7 +86,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _is_row(row: Any) -> bool:
+def _is_row(row: object) -> bool:
     if not isinstance(row, dict) or not isinstance(row.get("session"), int) or not isinstance(row.get("time"), int | float):
         return False
     if "event" in row:

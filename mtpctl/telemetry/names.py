@@ -1,7 +1,7 @@
-"""The metrics by name: what each is called on a screen, in which unit, and what it means.
+"""The catalogue of metrics: the label, unit and meaning of each name.
 
-Names follow the field (verl's above all), so that dashboards and scripts that read other frameworks' runs read these.
-A name that is not in the catalogue is logged and shown all the same, under its own name.
+Names follow those of other frameworks, verl's above all, so that their dashboards and scripts work here. A metric that is not in the
+catalogue is logged and shown under its own name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Unit = Literal["share", "seconds", "tokens/s", "nats", "tokens", "GB/s", "versio
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """How one metric is shown. `share` is a fraction of 1, shown as per cent."""
+    """How one metric is shown. The unit `share` is a fraction of 1, shown as per cent."""
 
     label: str
     unit: Unit
@@ -102,7 +102,7 @@ _PATTERNS: list[tuple[re.Pattern[str], str, Unit, str]] = [
 
 
 def describe(name: str) -> Metric:
-    """The catalogue's entry, or one made from the name itself."""
+    """The entry of the catalogue, or one made from the name itself."""
     if name in METRICS:
         return METRICS[name]
     for pattern, label, unit, meaning in _PATTERNS:
@@ -113,7 +113,7 @@ def describe(name: str) -> Metric:
 
 
 def format_value(value: float, unit: Unit) -> str:
-    """A number as a person reads it, with its unit: 0.412 share → `41.2%`, 5123 tokens/s → `5.12k tok/s`."""
+    """A rounded number with its unit: 0.412 share → `41.2%`, 5123 tokens/s → `5.12k tok/s`."""
     if not math.isfinite(value):
         return "–"
     if unit == "share":

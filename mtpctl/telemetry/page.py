@@ -1,4 +1,4 @@
-"""The shell of every HTML page: style inlined, no script, no second file."""
+"""The frame of every HTML page, with its style inlined: no scripts, no further files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def page(title: str, subtitle: str, body: str, footer: str) -> str:
 
 
 def write_page(target: Path, text: str) -> None:
-    """Write aside, then rename. Raises UserError where the place cannot be written, or is there and no file."""
+    """Write under another name, then rename. Raises UserError where `target` cannot be written or is no file."""
     try:
         if not target.name or (target.exists() and not target.is_file()):
             raise UserError(f"--out: cannot write {target} (no file); name another place")

@@ -1,6 +1,6 @@
-"""What a person sees while a run goes on: a live panel on a terminal, one line a step elsewhere.
+"""What the command shows while a run goes on: a live panel on a terminal, else one line a step.
 
-Both are fed the same rows. The panel is redrawn four times a second by rich; between rows only its clock moves.
+Both get the same rows. Rich redraws the panel four times a second; between rows only the time in it changes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ PLAIN_METRICS = {
 }
 
 
-class Face(Protocol):
-    """Shows rows and events."""
+class Display(Protocol):
+    """Shows the metrics of steps, and events, as they are logged."""
 
     def row(self, step: int, metrics: Mapping[str, float], phase: str) -> None: ...
 
@@ -49,7 +49,7 @@ class Face(Protocol):
 
 
 class Pace:
-    """Time left in a phase, from the pace of its latest steps."""
+    """Estimates the time that is left in a phase from its latest steps."""
 
     def __init__(self, totals: Mapping[str, int], clock: Callable[[], float]) -> None:
         self._totals = totals
@@ -57,14 +57,14 @@ class Pace:
         self._marks: dict[str, list[tuple[int, float]]] = defaultdict(list)
 
     def mark(self, step: int, phase: str) -> None:
-        """A step was reached now."""
+        """Note that a step is done."""
         marks = self._marks[phase]
         if not marks or step > marks[-1][0]:
             marks.append((step, self._clock()))
             del marks[:-_RATE_WINDOW]
 
     def left(self, phase: str) -> float | None:
-        """Seconds, or None before two steps were seen, or where the total is not known."""
+        """Seconds that are left, or None before the second step and where the number of steps is not known."""
         marks = self._marks[phase]
         if len(marks) < 2 or phase not in self._totals:
             return None
@@ -100,7 +100,7 @@ class PlainLines:
 
 
 class LivePanel:
-    """The panel. Rows come from the trainer's thread, drawing happens in rich's."""
+    """The live panel. Rows come from the thread that logs, and rich draws in a thread of its own."""
 
     def __init__(
         self, console: Console, title: str, totals: Mapping[str, int], clock: Callable[[], float] = time.monotonic, *, draw: bool = True
@@ -132,7 +132,7 @@ class LivePanel:
             self._live.stop()
 
     def render(self) -> RenderableType:
-        """The panel as it stands."""
+        """The panel with the latest values."""
         parts: list[RenderableType] = [self._progress(), Text(""), self._curves(), Text(""), self._facts()]
         if self._event is not None:
             kind, message = self._event
@@ -179,7 +179,7 @@ class LivePanel:
         return grid
 
     def _reward(self) -> str:
-        """Dynamic sampling holds the batch's own reward near one half: the unfiltered one tells more, where it is logged."""
+        """The reward to show: the unfiltered one where it is logged, since dynamic sampling keeps that of the batch near one half."""
         return "reward/unfiltered_mean" if "reward/unfiltered_mean" in self._values else "reward/mean"
 
     def _facts(self) -> RenderableType:
@@ -199,7 +199,7 @@ class LivePanel:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The values as block characters, averaged into `width` of them where there are more; flat where all are equal."""
+    """The values as at most `width` block characters, of which each is a mean where there are more values; flat where all are equal."""
     if not values:
         return ""
     if len(values) > width:

@@ -1,4 +1,4 @@
-"""`report.html`: one page that holds everything it shows, without a script and without a second file."""
+"""`report.html`: the curves, tables and recipe of a run as one HTML page, without scripts or further files."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from mtpctl.telemetry.summary import before_and_after, evaluations, in_between
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A chart of the page. A name that ends in `*` stands for every metric that begins so; `labels` are this chart's own."""
+class ChartSpec:
+    """Which metrics a chart of the page shows, and how. A name that ends in `*` stands for all metrics with this prefix."""
 
     title: str
     note: str
@@ -38,55 +38,58 @@ class Wanted:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
+Document = Mapping[str, Any]
+"""A parsed YAML or JSON file of the run."""
+
 CHARTS = (
-    Wanted(
+    ChartSpec(
         "Reward",
         "mean over the batch, and with the groups that dynamic sampling dropped",
         ("reward/mean", "reward/unfiltered_mean"),
         phases=("rl",),
         labels={"reward/mean": "batch", "reward/unfiltered_mean": "unfiltered"},
     ),
-    Wanted(
+    ChartSpec(
         "Draft acceptance",
         "MTP drafts kept while generating, and greedy agreement in training",
         ("rollout/spec_accept_rate", "mtp/accept_*"),
         labels={"rollout/spec_accept_rate": "generating", "mtp/accept_1": "training"},
     ),
-    Wanted("Supervised loss", "nats per token, logarithmic", ("sft/loss",), scale="log"),
-    Wanted("MTP loss", "nats per token, by depth, logarithmic", ("mtp/loss_*",), scale="log"),
-    Wanted("Entropy", "of the policy at the response's tokens, nats", ("actor/entropy",), zero=True),
-    Wanted(
+    ChartSpec("Supervised loss", "nats per token, logarithmic", ("sft/loss",), scale="log"),
+    ChartSpec("MTP loss", "nats per token, by depth, logarithmic", ("mtp/loss_*",), scale="log"),
+    ChartSpec("Entropy", "of the policy at the response's tokens, nats", ("actor/entropy",), zero=True),
+    ChartSpec(
         "Mismatch",
         "trainer against rollout on the same tokens, nats, logarithmic",
         ("rollout_corr/abs_diff", "rollout_corr/k3", "rollout_corr/abs_diff_same_version"),
         scale="log",
     ),
-    Wanted("Staleness", "weight versions between sampling and training", ("async/staleness_max", "async/staleness_mean"), zero=True),
-    Wanted("Throughput", "tokens a second of both sides", ("perf/tokens_per_s", "rollout/tokens_per_s"), zero=True, phases=("rl",)),
-    Wanted("Where an update's time goes", "seconds, stacked", ("timing_s/*",), stack=True, phases=("rl",)),
-    Wanted(
+    ChartSpec("Staleness", "weight versions between sampling and training", ("async/staleness_max", "async/staleness_mean"), zero=True),
+    ChartSpec("Throughput", "tokens a second of both sides", ("perf/tokens_per_s", "rollout/tokens_per_s"), zero=True, phases=("rl",)),
+    ChartSpec("Where an update's time goes", "seconds, stacked", ("timing_s/*",), stack=True, phases=("rl",)),
+    ChartSpec(
         "Busy and idle",
         "share of the time; both at once is what asynchrony buys",
         ("async/overlap", "async/trainer_idle", "async/rollout_idle"),
         zero=True,
     ),
-    Wanted("Response length", "tokens, mean over the batch", ("response/length_mean",), labels={"response/length_mean": "length"}),
-    Wanted("Gradient norms", "before clipping", ("actor/grad_norm", "mtp/grad_norm"), zero=True),
-    Wanted("Weight sync", "seconds in all, and seconds that generation stood still", ("sync/seconds", "sync/stall_seconds"), zero=True),
-    Wanted("Groups with signal", "share of groups whose rewards differ", ("reward/signal_fraction",), zero=True),
+    ChartSpec("Response length", "tokens, mean over the batch", ("response/length_mean",), labels={"response/length_mean": "length"}),
+    ChartSpec("Gradient norms", "before clipping", ("actor/grad_norm", "mtp/grad_norm"), zero=True),
+    ChartSpec("Weight sync", "seconds in all, and seconds that generation stood still", ("sync/seconds", "sync/stall_seconds"), zero=True),
+    ChartSpec("Groups with signal", "share of groups whose rewards differ", ("reward/signal_fraction",), zero=True),
 )
 
 _NO_LAYERS = {"timing_s/step", "timing_s/evaluation"}
-"""What the other timings are parts of, and what lies between updates."""
+"""Timings that are no part of an update: its sum, and the evaluation between updates."""
 _OVER_STEPS = {"async/overlap", "rollout/tokens_per_s"}
-"""Shares of and rates over the time of a whole step."""
+"""Shares and rates over the time of a whole step, whose means are weighted by it."""
 _MOST_LAYERS = 6
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
-    """Write the page of a run, by default as `report.html` in its directory; gives the path back.
+    """Write the page of a run, by default as `report.html` in its directory. Returns its path.
 
-    Raises UserError where the directory is none, holds no metrics yet or files that are broken, or the page cannot be written.
+    Raises UserError where there is no such directory, it holds no metrics yet or broken files, or the page cannot be written.
     """
     run = RunDirectory(run_dir)
     if not run.path.is_dir():
@@ -100,11 +103,11 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
 
 
 def render_report(run: RunDirectory, history: History) -> str:
-    """The page as text."""
+    """The HTML text of the page."""
     recipe_text, recipe = _read(run.recipe, yaml.safe_load)
     _, versions = _read(run.versions, json.loads)
     name = str(recipe.get("name", run.path.name))
-    found = [_held_out(history), *(_chart(wanted, history) for wanted in CHARTS)]
+    found = [_held_out(history), *(_chart(spec, history) for spec in CHARTS)]
     charts = "".join(render_chart(chart) for chart in found if chart)
     body = (
         f'<section class="tiles">{_tiles(history)}</section><section class="charts">{charts}</section>'
@@ -113,8 +116,8 @@ def render_report(run: RunDirectory, history: History) -> str:
     return page(name, " · ".join(_subtitle(recipe, history)), body, run.path.name)
 
 
-def _read(path: Path, parse: Callable[[str], Any]) -> tuple[str, dict[str, Any]]:
-    """Text and content of a file of the run; nothing where it is not there. Raises UserError where it is no mapping."""
+def _read(path: Path, parse: Callable[[str], object]) -> tuple[str, Document]:
+    """Text and content of a file of the run; both empty without the file. Raises UserError where the content is no mapping."""
     if not path.exists():
         return "", {}
     try:
@@ -127,7 +130,7 @@ def _read(path: Path, parse: Callable[[str], Any]) -> tuple[str, dict[str, Any]]
     return text, content
 
 
-def _subtitle(recipe: dict[str, Any], history: History) -> list[str]:
+def _subtitle(recipe: Document, history: History) -> list[str]:
     parts = [f"{history.last_step(phase)} {phase.upper()} steps" for phase in history.phases]
     rollout = recipe.get("rollout") or {}
     if "engine" in rollout:
@@ -141,7 +144,7 @@ def _subtitle(recipe: dict[str, Any], history: History) -> list[str]:
 
 
 def _held_out(history: History) -> Chart | None:
-    """Every evaluation, marked at its update, with the best until then and the late mean to read it by; from two of them on."""
+    """The chart of all evaluations, with the best so far and the late mean as guides; None for fewer than two evaluations."""
     points = evaluations(history)
     if len(points) < 2:
         return None
@@ -193,7 +196,7 @@ def _tiles(history: History) -> str:
 
 
 def _mean(history: History, name: str) -> float | None:
-    """Mean of a metric over RL's updates: each by its time, where that is what the metric is over."""
+    """Mean of a metric over the updates of RL, weighted by their time where the metric is a share or a rate of it."""
     rows = [row.metrics for row in history.rows if row.phase == "rl" and name in row.metrics]
     weights = [row.get("timing_s/step", 0.0) if name in _OVER_STEPS else 1.0 for row in rows]
     if not all(weight > 0 for weight in weights):
@@ -207,10 +210,10 @@ def _tile(label: str, value: str, detail: str, spark: str) -> str:
     return f'<div class="card tile"><h2>{label}</h2><p class="value">{escape(number)}{unit}</p><p class="detail">{detail}</p>{spark}</div>'
 
 
-def _chart(wanted: Wanted, history: History) -> Chart | None:
-    phases = [phase for phase in history.phases if not wanted.phases or phase in wanted.phases]
-    names = [n for w in wanted.names for n in history.names() if (n.startswith(w[:-1]) if w.endswith("*") else n == w)]
-    if wanted.stack and len(names) > 1:
+def _chart(spec: ChartSpec, history: History) -> Chart | None:
+    phases = [phase for phase in history.phases if not spec.phases or phase in spec.phases]
+    names = [n for w in spec.names for n in history.names() if (n.startswith(w[:-1]) if w.endswith("*") else n == w)]
+    if spec.stack and len(names) > 1:
         names = [name for name in names if name not in _NO_LAYERS]
     phases = [phase for phase in phases if any(history.series(name, phase) for name in names)]
     if not phases:
@@ -225,14 +228,14 @@ def _chart(wanted: Wanted, history: History) -> Chart | None:
     for name in names:
         points = [(step + span.offset, value) for span in spans for step, value in history.series(name, span.name)]
         metric = describe(name)
-        series.append(Series(wanted.labels.get(name, metric.label), points, metric.unit))
-    if wanted.stack:
+        series.append(Series(spec.labels.get(name, metric.label), points, metric.unit))
+    if spec.stack:
         series = _largest(series)
-    return Chart(wanted.title, wanted.note, series, spans, wanted.scale, wanted.zero, wanted.stack)
+    return Chart(spec.title, spec.note, series, spans, spec.scale, spec.zero, spec.stack)
 
 
 def _largest(series: list[Series]) -> list[Series]:
-    """The series by size, largest at the bottom; what is beyond the first few is added up as `other`."""
+    """The series by size, the largest first; those after the first few are added up as `other`."""
     ordered = sorted(series, key=lambda s: -sum(y for _, y in s.points))
     rest = ordered[_MOST_LAYERS - 1 :]
     if len(rest) < 2:
@@ -294,7 +297,7 @@ def _recipe(text: str) -> str:
     return f'<details class="card" open><summary>Recipe</summary><pre>{coloured}</pre></details>'
 
 
-def _versions(versions: dict[str, Any]) -> str:
+def _versions(versions: Document) -> str:
     flat = {"python": versions.get("python"), **(versions.get("packages") or {}), **(versions.get("machine") or {})}
     cells = "".join(
         f"<div><dt>{escape(str(k)).replace('_', ' ')}</dt><dd>{escape(str(v))}</dd></div>" for k, v in flat.items() if v is not None

@@ -1,4 +1,4 @@
-"""One start of a run, as the trainer talks to it: log a step, name an event, close."""
+"""Logging of one start of a run: steps, events, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rich.console import Console
 from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.telemetry.history import load_history
 from mtpctl.telemetry.metrics_file import MetricsFile
-from mtpctl.telemetry.panel import Face, LivePanel, PlainLines
+from mtpctl.telemetry.panel import Display, LivePanel, PlainLines
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.sinks import Sink, TensorBoardSink, WandbSink
 from mtpctl.telemetry.summary import before_and_after, in_between, summary_table
 
 
 class Telemetry:
-    """Metrics to every sink and to the screen. Safe to call from several threads.
+    """Writes metrics and events to `metrics.jsonl`, to the other sinks and to the screen. Safe to call from several threads.
 
-    Steps count within their phase. A step may be logged in parts (training first, a held-out evaluation after it): the
-    parts are merged by whoever reads.
+    Steps are counted within their phase. A step may be logged in parts, such as an evaluation after the update: `load_history` merges
+    them.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Telemetry:
         title: str | None = None,
         console: Console | None = None,
     ) -> None:
-        """`totals` are the steps of each phase, in order; `plain` asks for lines where the terminal could show a panel."""
+        """`totals`: the number of steps of each phase, in order. `plain`: lines instead of the panel, also on a terminal."""
         self._console = Console() if console is None else console
         self._run_dir = run_dir
         self._lock = threading.Lock()
@@ -47,31 +47,31 @@ class Telemetry:
             self._sinks.append(TensorBoardSink(run_dir.tensorboard))
         if config.wandb is not None:
             self._sinks.append(WandbSink(config.wandb, name, run_dir.path))
-        self._face: Face
+        self._display: Display
         if plain or not self._console.is_terminal:
-            self._face = PlainLines(self._console, totals or {})
+            self._display = PlainLines(self._console, totals or {})
         else:
-            self._face = LivePanel(self._console, name, totals or {})
+            self._display = LivePanel(self._console, name, totals or {})
 
     def log(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
-        """Metrics of a step. Values may be anything that `float` takes. Raises RuntimeFailure where the disk is full."""
+        """Log metrics of a step, whose values `float` converts. Raises RuntimeFailure where the disk is full."""
         values = {name: float(value) for name, value in metrics.items()}
         with self._lock:
             self._file.append({"time": time.time(), "phase": phase, "step": step, **values})
             for sink in self._sinks:
                 sink.write(step, values, phase)
-            self._face.row(step, values, phase)
+            self._display.row(step, values, phase)
 
     def event(self, kind: str, message: str) -> None:
-        """Something that happened beside the steps, such as `checkpoint` or `restart`."""
+        """Log an event beside the steps, of a kind such as `resume` or `alarm`."""
         with self._lock:
             self._file.append({"time": time.time(), "event": kind, "message": message})
-            self._face.event(kind, message)
+            self._display.event(kind, message)
 
     def print_summary(self) -> None:
-        """Before, after and what lay between; nothing where the run holds no RL phase of two steps. Ends the live panel."""
+        """Print the metrics before and after RL, and held-out accuracy in between; nothing for fewer than two steps. Ends the panel."""
         with self._lock:
-            self._face.close()
+            self._display.close()
             history = load_history(self._run_dir.path)
             rows, told = before_and_after(history), in_between(history)
             if rows:
@@ -82,12 +82,12 @@ class Telemetry:
                 self._console.print(told, highlight=False)
 
     def close(self) -> None:
-        """End the panel, flush every sink. Calling again does nothing."""
+        """End the panel and close all sinks. A second call does nothing."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            self._face.close()
+            self._display.close()
             for sink in self._sinks:
                 sink.close()
             self._file.close()

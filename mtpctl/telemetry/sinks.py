@@ -1,4 +1,4 @@
-"""Where metrics go beside `metrics.jsonl`: TensorBoard, Weights & Biases. Each takes (step, metrics, phase)."""
+"""Destinations of metrics besides `metrics.jsonl`: TensorBoard, and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtpctl.errors import EnvironmentMissing
 
 
 class Sink(Protocol):
-    """One destination of scalars."""
+    """A destination of metrics."""
 
     def write(self, step: int, metrics: dict[str, float], phase: str) -> None: ...
 
@@ -20,7 +20,7 @@ class Sink(Protocol):
 
 
 class TensorBoardSink:
-    """Event files under `tensorboard/<phase>`, so that phases that count their own steps do not run into each other."""
+    """Event files under `tensorboard/<phase>`: each phase counts its own steps."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -43,7 +43,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Weights & Biases, where the package is installed; raises EnvironmentMissing where it is not."""
+    """Weights & Biases. Raises EnvironmentMissing where the package is not installed."""
 
     def __init__(self, project: str, name: str, folder: Path) -> None:
         if find_spec("wandb") is None:

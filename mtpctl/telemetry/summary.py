@@ -1,4 +1,4 @@
-"""Before and after: what a run began with, what it ended with, and how held-out accuracy went in between."""
+"""The summary of a run: its headline metrics before and after RL, and held-out accuracy in between."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ HEADLINES = (
 )
 
 _SINGLE = {"eval/accuracy", "eval/spec_accept_rate"}
-"""Measured on a whole held-out set: one value counts for itself. The others are means over a window of updates."""
+"""Measured on a whole held-out set, so that first and last value are compared. Of the others, means over a window are."""
 
 
 @dataclass(frozen=True, slots=True)
 class SummaryRow:
-    """One metric at the begin and at the end of a phase."""
+    """One metric at the beginning and at the end of a phase."""
 
     name: str
     metric: Metric
@@ -53,7 +53,7 @@ def before_and_after(history: History, phase: str = "rl") -> list[SummaryRow]:
     """The headline metrics of a phase: first and last for held-out figures, means of the first and last tenth for the rest.
 
     A metric that was logged fewer than two times has no before and after, and is left out. Held-out accuracy has a second row where it
-    was measured between its ends too: to the mean of the late evaluations, which unlike the last one is no stroke of luck.
+    was measured in between: from the first evaluation to the mean of the late ones, which depends less on chance than the last one.
     """
     rows = []
     for name in HEADLINES:
@@ -74,22 +74,22 @@ def evaluations(history: History, phase: str = "rl") -> list[tuple[float, float]
 
 
 def in_between(history: History, phase: str = "rl") -> str:
-    """The best evaluation and the worst fall in a sentence, or that nobody looked; nothing where there is no before and after."""
+    """A sentence on the best evaluation and the worst fall, or that there was no evaluation in between; empty for fewer than two."""
     measures = measure(evaluations(history, phase))
     if measures is None:
         return ""
     if measures.late == 1:
         return "Held-out accuracy was measured before and after alone; train.eval_every shows how it went in between."
     (step, best), fall = measures.best, measures.worst_fall
-    told = f"Held-out accuracy: best {_accuracy(best)} at update {step:g}"
+    start = f"Held-out accuracy: best {_accuracy(best)} at update {step:g}"
     if fall is None:
-        return f"{told}; no evaluation fell under one before it."
+        return f"{start}; no evaluation fell under one before it."
     (x0, y0), (x, y) = fall.top, fall.bottom
-    return f"{told}; worst fall {100 * fall.size:.1f} points, from {_accuracy(y0)} at update {x0:g} to {_accuracy(y)} at update {x:g}."
+    return f"{start}; worst fall {100 * fall.size:.1f} points, from {_accuracy(y0)} at update {x0:g} to {_accuracy(y)} at update {x:g}."
 
 
 def summary_table(rows: list[SummaryRow]) -> Table:
-    """The rows for a terminal."""
+    """The rows as a table for a terminal."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("")
     for heading in ("before RL", "after RL", "change"):

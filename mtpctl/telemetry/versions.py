@@ -34,7 +34,7 @@ PACKAGES = (
 NVIDIA_SMI_S = 10.0
 _END_S = 1.0
 DRIVER = Path("/proc/driver/nvidia/version")
-"""There where the driver is, and so a card."""
+"""This file exists where the driver, and so a card, is."""
 
 
 def collect_versions() -> dict[str, Any]:
@@ -57,38 +57,38 @@ def collect_versions() -> dict[str, Any]:
 
 
 def visible_cards() -> list[str]:
-    """Names of the cards that this process may use, as the driver's own tool tells them; none where there is no driver.
+    """Names of the cards that this process may use, from nvidia-smi; empty where there is no driver.
 
-    Where the tool does not tell, that stands in a name's place: a run does not wait for what is written beside it.
+    Where nvidia-smi fails or hangs, the reason takes the place of the names: a run does not fail or wait for this record.
     """
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     tool = shutil.which("nvidia-smi")
     if allowed == "":
         return []
     if tool is None:
-        return _untold("there is no nvidia-smi")
+        return _unknown("there is no nvidia-smi")
     try:
         asked = subprocess.Popen(
             [tool, "--query-gpu=index,uuid,name", "--format=csv,noheader"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
     except OSError as error:
-        return _untold(f"nvidia-smi does not run: {error.strerror}")
+        return _unknown(f"nvidia-smi does not run: {error.strerror}")
     try:
         told, _ = asked.communicate(timeout=NVIDIA_SMI_S)
     except subprocess.TimeoutExpired:
-        # What stands in a call of the driver cannot be ended, and is not waited for.
+        # A process that hangs in a call of the driver cannot be killed, and is not waited for.
         asked.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             asked.wait(_END_S)
         return [f"unknown card (nvidia-smi did not answer within {NVIDIA_SMI_S:g} s)"]
     rows = [[part.strip() for part in line.split(",", 2)] for line in told.splitlines() if line.count(",") >= 2]
     if not rows:
-        return _untold(f"nvidia-smi told none, exit code {asked.returncode}")
+        return _unknown(f"nvidia-smi told none, exit code {asked.returncode}")
     if allowed is None:
         return [name for _, _, name in rows]
     wanted = [want.strip() for want in allowed.split(",")]
     return [name for want in wanted for index, uuid, name in rows if want and (want == index or uuid.startswith(want))]
 
 
-def _untold(why: str) -> list[str]:
+def _unknown(why: str) -> list[str]:
     return [f"unknown card ({why})"] if DRIVER.exists() else []

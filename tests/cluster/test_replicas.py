@@ -125,16 +125,16 @@ async def test_an_update_may_bring_what_a_fresh_replica_waits_for() -> None:
 
 @in_loop
 async def test_what_never_comes_is_not_waited_for_without_end() -> None:
-    fleet, before = Fleet(), module.KEPT_S
+    fleet, before = Fleet(), module.VERSION_WAIT_S
     fleet.kept = False
     replicas = await fleet.replicas(1, max_restarts=0)
-    module.KEPT_S = 0.05
+    module.VERSION_WAIT_S = 0.05
     try:
         replicas.lost(*replicas.live()[0], Gone())
         replicas.seats[0].failed_at.clear()
         await until(lambda: bool(replicas.hopeless()))
     finally:
-        module.KEPT_S = before
+        module.VERSION_WAIT_S = before
     assert "what the others serve could not be had within 0.05 s" in replicas.hopeless() and fleet.started[1].ended
 
 
@@ -196,7 +196,7 @@ async def test_all_are_asked_at_once_and_one_that_refuses_is_heard_after_the_oth
 async def test_whoever_is_named_is_asked_and_nobody_comes_in_between() -> None:
     fleet = Fleet()
     replicas = await fleet.replicas(3)
-    async with replicas.standing():
+    async with replicas.fixed_members():
         assert replicas.members("fake", 2, lambda replica: replica.index > 0) == ["fake 1.0.0", "fake 1.0.1", "fake 2.0.0", "fake 2.0.1"]
         fleet.started[1].answer = Gone()
         replicas.lost(*replicas.live()[1], Gone())
@@ -207,13 +207,13 @@ async def test_whoever_is_named_is_asked_and_nobody_comes_in_between() -> None:
             asked.append(replica)
             return await replica.ask()
 
-        assert await replicas.take_in(ask) == ["here"]
+        assert await replicas.apply_update(ask) == ["here"]
         assert asked == fleet.started[1:3], "the dead one too: others may wait for it"
-        assert len(await replicas.take_in(Fake.ask)) == 2, "names are for once"
+        assert len(await replicas.apply_update(Fake.ask)) == 2, "names are for once"
     await until(lambda: len(replicas.live()) == 3)
     assert replicas.members("fake", 1) == ["fake 0.0.0", "fake 1.1.0", "fake 2.0.0"]
-    async with replicas.standing():
-        assert await replicas.take_in(Fake.ask, where=lambda replica: replica.index > 1) == ["here"], "nor are they for another block"
+    async with replicas.fixed_members():
+        assert await replicas.apply_update(Fake.ask, where=lambda replica: replica.index > 1) == ["here"], "nor are they for another block"
 
 
 @in_loop
@@ -225,7 +225,7 @@ async def test_updates_do_not_wait_for_one_that_hangs_while_it_is_brought_up() -
     replicas.lost(*replicas.live()[0], Gone())
     await until(lambda: bool(replicas.hopeless()))
     assert replicas.hopeless() == "0: RuntimeFailure: it did not take in what the others serve within 0.05 s"
-    async with asyncio.timeout(1), replicas.standing():
+    async with asyncio.timeout(1), replicas.fixed_members():
         assert all(replica.ended for replica in fleet.started)
 
 

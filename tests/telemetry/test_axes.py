@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtpctl.telemetry.axes import linear_axis, log_axis, spread, tick_label
+from mtpctl.telemetry.axes import linear_axis, log_axis, space_apart, tick_label
 
 
 @pytest.mark.parametrize(
@@ -54,14 +54,14 @@ def test_log_axes_enclose_their_data(exponent: float, decades: float) -> None:
 
 @given(st.lists(st.floats(0, 190), min_size=1, max_size=6))
 def test_labels_keep_their_distance_and_order(wanted: list[float]) -> None:
-    places = spread(wanted, 17.0, 8.0, 182.0)
+    places = space_apart(wanted, 17.0, 8.0, 182.0)
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
     assert all(places[b] - places[a] >= 17.0 - 1e-9 for a, b in pairwise(order))
     assert min(places) >= 8.0 - 1e-9 and max(places) <= 182.0 + 1e-9
 
 
 def test_labels_that_have_room_stay_where_they_want_to_be() -> None:
-    assert spread([100.0, 20.0, 150.0], 17.0, 0.0, 190.0) == [100.0, 20.0, 150.0]
+    assert space_apart([100.0, 20.0, 150.0], 17.0, 0.0, 190.0) == [100.0, 20.0, 150.0]
 
 
 def test_tick_labels() -> None:

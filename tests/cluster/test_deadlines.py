@@ -1,0 +1,60 @@
+"""Waiting for whichever of two things happens first."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from mtpctl.cluster.deadlines import finished_before
+from tests.cluster.test_replicas import in_loop
+
+
+async def work(seconds: float) -> str:
+    await asyncio.sleep(seconds)
+    return "done"
+
+
+@in_loop
+async def test_work_that_is_done_first_has_its_result() -> None:
+    task = asyncio.create_task(work(0.0))
+    assert await finished_before(task, asyncio.Event())
+    assert task.result() == "done"
+
+
+@in_loop
+async def test_work_that_is_not_done_when_the_event_is_set_is_cancelled() -> None:
+    task, event = asyncio.create_task(work(60.0)), asyncio.Event()
+    asyncio.get_running_loop().call_later(0.01, event.set)
+    assert not await finished_before(task, event)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@in_loop
+async def test_of_both_at_once_the_work_counts() -> None:
+    task, event = asyncio.create_task(work(0.0)), asyncio.Event()
+    await asyncio.wait([task])
+    event.set()
+    assert await finished_before(task, event)
+
+
+@in_loop
+async def test_work_is_cancelled_with_whoever_waits_for_it() -> None:
+    task = asyncio.create_task(work(60.0))
+    waiting = asyncio.create_task(finished_before(task, asyncio.Event()))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, task, return_exceptions=True)
+    assert waiting.cancelled() and task.cancelled()
+
+
+@in_loop
+async def test_an_error_of_the_work_is_for_its_result() -> None:
+    async def failing() -> None:
+        raise ValueError("refused")
+
+    task = asyncio.create_task(failing())
+    assert await finished_before(task, asyncio.Event())
+    with pytest.raises(ValueError, match="refused"):
+        task.result()
