@@ -11,7 +11,6 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
@@ -25,13 +24,13 @@ INTRODUCTION = """\
 
 Generated from the sections in `mtpctl/recipe/` by `scripts/generate_recipe_reference.py`.
 
-A recipe is one YAML file; what it leaves out has the default given here. `mtpctl recipe show RECIPE --resolved --origin` prints
-every value of a recipe and where it comes from, `mtpctl recipe schema` the JSON schema for an editor.
+A recipe is one YAML file; keys that it leaves out have the defaults given here. `mtpctl recipe show RECIPE --resolved --origin`
+prints every value of a recipe and where it comes from, `mtpctl recipe schema` the JSON schema for an editor.
 
 - `--overlay FILE` lays another file over the recipe: mappings merge, everything else is replaced.
 - `--set KEY=VALUE` sets one key to a YAML value; `--set KEY+=VALUE` appends to a list.
-- Scalars are YAML 1.2: `1e-5` is a number, `no` and `off` are text where a text is wanted, only `true` and `false` are booleans
-  by themselves. A key that is given twice, or that does not exist, is an error with its line.
+- Scalars are those of YAML 1.2: `1e-5` is a number, only `true` and `false` are booleans, `no` and `off` are text. A key that is
+  given twice, or that does not exist, is an error with its line.
 """
 
 
@@ -88,7 +87,7 @@ def _type(key: Key) -> str:
     return ", ".join([type_text(key.field.annotation), *limits])
 
 
-def _default(value: Any) -> str:
+def _default(value: object) -> str:
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False).strip('"')
 
 

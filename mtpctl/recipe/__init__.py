@@ -1,1 +1,1 @@
-"""The recipe: one module a section with its own checks, how it is loaded, and what must fit together. Needs no torch."""
+"""The recipe: one module for each section and its checks, loading, and the checks over several sections. Needs no torch."""

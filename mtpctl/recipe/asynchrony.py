@@ -9,18 +9,22 @@ from mtpctl.recipe.section import NonNegativeFloat, NonNegativeInt, PositiveInt,
 
 class AsyncConfig(Section):
     staleness_threshold: NonNegativeFloat = Field(
-        0.5, description="Share of samples, beyond what the updates until the next sync need, that may be generated ahead; 0: none."
+        0.5, description="Samples that may be generated ahead, as a share of those that the updates until the next sync need; 0: none."
     )
     max_staleness: NonNegativeInt = Field(
         8,
-        description="Greatest age of a trained token, in versions behind the published one; prompts of older groups are sent out again, "
-        "and the trainer waits for those.",
+        description="Greatest age of a token that is trained on, in versions behind the published one. Prompts of groups with older tokens "
+        "are generated again, and the trainer waits for them.",
     )
     sync_every: PositiveInt = Field(1, description="Updates between weight syncs.")
-    partial_rollout: bool = Field(True, description="Responses in flight at a sync go on under the new weights.")
-    deterministic: bool = Field(False, description="Same seed, same loss: no staleness, fixed batches in prompt order, a seed per request.")
+    partial_rollout: bool = Field(
+        True, description="Responses in flight at a sync continue under the new weights; false: the sync waits until they end."
+    )
+    deterministic: bool = Field(
+        False, description="Same seed, same losses: nothing is generated ahead, batches are in prompt order, each request has its seed."
+    )
 
     @property
     def staleness(self) -> float:
-        """The threshold that holds: a deterministic run generates nothing ahead, and none generates what would get too old in line."""
+        """The threshold in effect: 0 in a deterministic run, at most `max_staleness`, beyond which samples would be too old to train on."""
         return 0.0 if self.deterministic else min(self.staleness_threshold, self.max_staleness)

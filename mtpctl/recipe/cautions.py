@@ -1,6 +1,6 @@
-"""What a recipe may say and is known to learn badly: told before a run starts, and not refused.
+"""Settings that a recipe may have and that are known to learn badly: a run warns of them before it starts.
 
-Each caution begins with the field and ends with the mend, as complaints do. docs/async-tuning.md shows what they rest on.
+Each caution begins with the recipe field and ends with what to set instead. docs/async-tuning.md has the measurements behind them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from mtpctl.recipe.schema import Recipe
 
 
 def cautions_of(recipe: Recipe) -> Iterator[str]:
-    """One line each; nothing for a recipe without RL."""
+    """Yield the cautions about a recipe, one line each; a recipe without RL has none."""
     if "rl" not in recipe.train.stages:
         return
     rl, correction = recipe.train.rl, recipe.train.rl.correction

@@ -1,35 +1,40 @@
-"""What must fit together in a recipe, over its sections; what one section says by itself is checked in its module.
+"""Checks of a recipe: calls each section's own, which lie in its module, and holds those that concern several sections.
 
-Every check yields complaints that begin with the field and end with the mend. Nothing here starts a process, asks the
-network or looks for a device.
+Every check yields complaints, one line each, which begin with the recipe field and end with what to set instead. No check
+starts a process, asks the network or looks for a device.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
-from mtpctl.families.serving import beyond_vllm_on_a_cpu, left_to_engines
+from mtpctl.families.serving import missing_fields, unsupported_by_vllm_cpu
 from mtpctl.families.shape import ModelShape
-from mtpctl.recipe.cluster import address_reads
+from mtpctl.recipe.cluster import address_fits
 from mtpctl.recipe.data import data_fits
 from mtpctl.recipe.model import BYTE_VOCAB_SIZE
-from mtpctl.recipe.model_source import has_weights, hf_config, model_folder, tensor_names
+from mtpctl.recipe.model_source import hf_config, model_fits, model_folder, tensor_names
 from mtpctl.recipe.parallel import parallel_fits
 from mtpctl.recipe.rl import clips_fit, correction_fits
-from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, SglangConfig, heads_split, lengths_fit, sglang_fits, vllm_fits
-from mtpctl.recipe.schema import Recipe
+from mtpctl.recipe.rollout import (
+    VLLM_ADAPTER_RANKS,
+    SglangConfig,
+    heads_split,
+    lengths_fit,
+    sglang_fits,
+    speculation_fits,
+    vllm_fits,
+)
+from mtpctl.recipe.schema import Recipe, run_dir_fits
 from mtpctl.recipe.section import Complaints
 from mtpctl.recipe.sync import sections_fit
-from mtpctl.recipe.train import stages_fit
+from mtpctl.recipe.train import lora_fits, stages_fit
 
 SECRET = re.compile(r"(?:(?:^|hf_|hub_|auth_|access_|api_|bearer_)token|secret|password|passwd|api_?key|credentials?)$", re.IGNORECASE)
 PACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
-TOKENIZER_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 URL_PASSWORD = re.compile(r"://[^/\s:@]+:[^/\s@]+@")
 
 
@@ -47,25 +52,42 @@ def complaints_of(recipe: Recipe) -> Complaints:
     yield from _secrets(recipe)
     config = hf_config(recipe.model, fetch=False)
     shape = shape_of(config) if config is not None else None
-    yield from _model(recipe, shape)
-    yield from stages_fit(recipe.train)
-    if recipe.async_.deterministic and recipe.rollout.speculation.auto:
-        yield "rollout.speculation.auto: switches by measured speed, which async.deterministic rules out; set auto: false"
+    yield from _sections(recipe, shape)
+    yield from _bytes_tokenizer(recipe, shape)
+    yield from _mtp(recipe, shape)
     yield from _objective(recipe)
     yield from _sync(recipe)
+    yield from _adapter_sync(recipe, shape)
     yield from _updated_in_place(recipe, config or {})
-    yield from data_fits(recipe.data)
     yield from _kernels(recipe)
     yield from _devices(recipe)
-    yield from _paths(recipe)
+    yield from _deterministic(recipe)
     if shape is not None:
-        yield from lengths_fit(recipe.rollout, shape)
-        yield from parallel_fits(recipe.train.parallel, shape, "train.parallel")
-        yield from _adapters(recipe, shape)
-        if recipe.logprob.standalone:
-            yield from parallel_fits(recipe.logprob.parallel, shape, "logprob.parallel")
-        yield from heads_split(recipe.rollout.tp, shape)
         yield from _served(recipe, config or {}, shape)
+
+
+def _sections(recipe: Recipe, shape: ModelShape | None) -> Complaints:
+    """Each section by itself, and with the sizes of the model where they are known."""
+    rollout, train = recipe.rollout, recipe.train
+    yield from model_fits(recipe.model)
+    yield from stages_fit(train)
+    yield from correction_fits(train.rl.correction)
+    yield from clips_fit(train.rl)
+    yield from speculation_fits(rollout)
+    yield from sglang_fits(rollout) if isinstance(rollout, SglangConfig) else vllm_fits(rollout)
+    yield from sections_fit(recipe.sync)
+    yield from data_fits(recipe.data)
+    yield from address_fits(recipe.cluster)
+    yield from run_dir_fits(recipe)
+    if shape is None:
+        return
+    yield from lengths_fit(rollout, shape)
+    yield from heads_split(rollout.tp, shape)
+    yield from parallel_fits(train.parallel, shape, "train.parallel")
+    if recipe.logprob.standalone:
+        yield from parallel_fits(recipe.logprob.parallel, shape, "logprob.parallel")
+    if train.lora is not None:
+        yield from lora_fits(train.lora, shape)
 
 
 def _secrets(recipe: Recipe) -> Complaints:
@@ -78,19 +100,16 @@ def _secrets(recipe: Recipe) -> Complaints:
             yield f"{field}: carries a password; secrets do not belong in a recipe, use the environment"
 
 
-def _model(recipe: Recipe, shape: ModelShape | None) -> Complaints:
-    folder = model_folder(recipe.model)
-    if folder is not None and recipe.model.init == "weights" and not has_weights(folder):
-        yield f"model.path: {folder} holds no weights (*.safetensors); give a folder that does, or set model.init: random"
-    if recipe.model.config is not None and recipe.model.tokenizer is None:
-        yield "model.tokenizer: a model made from model.config has none beside it; write `bytes`, or a tokenizer folder"
-    if recipe.model.tokenizer == "bytes":
-        if shape is not None and shape.vocab < BYTE_VOCAB_SIZE:
-            yield f"model.config.vocab_size: {shape.vocab} is too small for the byte tokenizer's {BYTE_VOCAB_SIZE} ids"
-        if recipe.data.chat_template:
-            yield "data.chat_template: the byte tokenizer has no chat template; set it to false"
-    elif (named := recipe.model.tokenizer) and not Path(named).is_dir() and not TOKENIZER_ID.fullmatch(named):
-        yield f"model.tokenizer: there is no folder {named}; give a folder with a tokenizer, a hub id, or `bytes`"
+def _bytes_tokenizer(recipe: Recipe, shape: ModelShape | None) -> Complaints:
+    if recipe.model.tokenizer != "bytes":
+        return
+    if shape is not None and shape.vocab < BYTE_VOCAB_SIZE:
+        yield f"model.config.vocab_size: {shape.vocab} is too small for the byte tokenizer's {BYTE_VOCAB_SIZE} ids"
+    if recipe.data.chat_template:
+        yield "data.chat_template: the byte tokenizer has no chat template; set it to false"
+
+
+def _mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     if shape is not None and recipe.mtp.mode != "off" and shape.mtp_layers == 0:
         yield f"mtp.mode: {recipe.mtp.mode}, but the model has no MTP layers; set mtp.mode: off and rollout.speculation.num_tokens: 0"
     elif recipe.mtp.mode == "off" and recipe.rollout.speculation.num_tokens:
@@ -98,8 +117,6 @@ def _model(recipe: Recipe, shape: ModelShape | None) -> Complaints:
         yield f"rollout.speculation.num_tokens: {k} needs the MTP layers that mtp.mode: off leaves out; set it to 0, or mtp.mode: load"
     if shape is not None and recipe.mtp.repeat > 1 and shape.mtp_layers > 1:
         yield f"mtp.repeat: {recipe.mtp.repeat} depths share one MTP layer, and the model has {shape.mtp_layers} of its own; set it to 1"
-    if recipe.rollout.speculation.auto and not recipe.rollout.speculation.num_tokens:
-        yield "rollout.speculation.auto: there is nothing to switch with num_tokens: 0; set num_tokens, or auto: false"
 
 
 def _objective(recipe: Recipe) -> Complaints:
@@ -111,7 +128,6 @@ def _objective(recipe: Recipe) -> Complaints:
             f"rollout.{field}: {value} renormalises what is sampled from, so no trainer can match its log-probs; "
             f"set it to {1 if field == 'top_p' else 0}, or train.rl.correction.mode: truncate"
         )
-    yield from correction_fits(correction)
     if rl.old_logprobs == "behaviour":
         if recipe.logprob.standalone:
             yield "train.rl.old_logprobs: behaviour leaves the log-prob servers without work; set auto, or logprob.standalone: false"
@@ -119,23 +135,33 @@ def _objective(recipe: Recipe) -> Complaints:
             yield "train.rl.correction.mode: behaviour log-probs taken as old ones leave nothing to correct; leave old_logprobs at auto"
         if rl.loss == "decoupled":
             yield "train.rl.loss: decoupled needs a proximal policy apart from the behaviour; leave train.rl.old_logprobs at auto"
-    yield from clips_fit(rl)
     if rl.overlong.enabled and rl.overlong.buffer >= rollout.max_tokens:
         yield f"train.rl.overlong.buffer: must be below rollout.max_tokens: {rollout.max_tokens}, got {rl.overlong.buffer}"
 
 
 def _sync(recipe: Recipe) -> Complaints:
-    """What moves at a sync, and what engines do meanwhile."""
-    sync, rollout, lora = recipe.sync, recipe.rollout, recipe.train.lora
-    yield from sections_fit(sync)
-    if sync.release_kv:
+    """Transports that the devices do not have, and engines that cannot free their KV cache."""
+    device, transport, rollout = recipe.cluster.device, recipe.sync.transport, recipe.rollout
+    if device == "cpu" and transport != "shm":
+        yield f"sync.transport: {transport} needs CUDA; set shm for cluster.device: cpu"
+    if transport == "nccl" and "rl" in recipe.train.stages:
+        scores = recipe.logprob.gpus if recipe.logprob.standalone else 1
+        shares = {"train.gpus": recipe.train.gpus, "rollout.gpus": rollout.gpus, "logprob.gpus": scores}
+        for field in [field for field, share in shares.items() if share and share < 1][-1:]:
+            yield f"sync.transport: nccl joins one process of a card, and with {field}: {shares[field]:g} two share one; set ipc"
+    if recipe.sync.release_kv:
         if isinstance(rollout, SglangConfig):
             yield "sync.release_kv: works with rollout.engine: vllm; set it to false"
         elif recipe.device == "cpu":
             yield "sync.release_kv: a CPU engine cannot give its KV cache back; set it to false"
         elif rollout.engine_args.get("enable_sleep_mode", True) is False:
             yield "sync.release_kv: needs vLLM's sleep mode; take rollout.engine_args.enable_sleep_mode: false out"
-    if "adapter" not in sync.sections:
+
+
+def _adapter_sync(recipe: Recipe, shape: ModelShape | None) -> Complaints:
+    """Adapters that engines cannot take as they are."""
+    rollout, lora = recipe.rollout, recipe.train.lora
+    if "adapter" not in recipe.sync.sections:
         return
     if lora is None:
         yield "sync.sections: there is no adapter without train.lora; write target in its place, or set train.lora"
@@ -148,10 +174,22 @@ def _sync(recipe: Recipe) -> Complaints:
         yield f"train.lora.rank: {lora.rank} is more than the {room} that {field}; lower it, or sync target in place of adapter"
     if rollout.engine_args.get("enable_lora", True) is False:
         yield "sync.sections: adapter needs an engine that takes adapters; take rollout.engine_args.enable_lora: false out"
+    if "linear_kv_up_proj" in lora.targets:
+        yield (
+            "train.lora.targets: linear_kv_up_proj: vLLM folds its weight into attention at the start, where an adapter does not reach; "
+            "leave it out, or sync target in place of adapter"
+        )
+    packed = [target for target in ("linear_fc1", "linear_fc2") if target in lora.targets]
+    folder = model_folder(recipe.model)
+    if shape is not None and shape.moe and packed and folder is not None and any(map(PACKED_EXPERTS.search, tensor_names(folder))):
+        yield (
+            f"train.lora.targets: {folder} packs a layer's experts in one tensor, of which PEFT names no adapter; "
+            f"leave {' and '.join(packed)} out, or sync target in place of adapter"
+        )
 
 
-def _updated_in_place(recipe: Recipe, config: Mapping[str, Any]) -> Complaints:
-    """Engines whose live weights a sync cannot write to. Without RL nobody needs to."""
+def _updated_in_place(recipe: Recipe, config: Mapping[str, object]) -> Complaints:
+    """Engines whose live weights a sync of RL cannot write to."""
     rollout = recipe.rollout
     if "rl" not in recipe.train.stages or isinstance(rollout, SglangConfig):
         return
@@ -167,7 +205,7 @@ def _updated_in_place(recipe: Recipe, config: Mapping[str, Any]) -> Complaints:
 
 
 def _kernels(recipe: Recipe) -> Complaints:
-    """What a kernel that is taken at its word would refuse at the first update."""
+    """Kernels that the recipe names and that would refuse the first update."""
     name = recipe.kernels.linear_logprob
     if name not in ("triton", "liger"):
         return
@@ -186,76 +224,25 @@ def _kernels(recipe: Recipe) -> Complaints:
 
 
 def _devices(recipe: Recipe) -> Complaints:
-    device, transport = recipe.cluster.device, recipe.sync.transport
-    yield from address_reads(recipe.cluster)
-    if device == "cpu" and transport != "shm":
-        yield f"sync.transport: {transport} needs CUDA; set shm for cluster.device: cpu"
-    if transport == "nccl" and "rl" in recipe.train.stages:
-        scores = recipe.logprob.gpus if recipe.logprob.standalone else 1
-        shares = {"train.gpus": recipe.train.gpus, "rollout.gpus": recipe.rollout.gpus, "logprob.gpus": scores}
-        for field in [field for field, share in shares.items() if share and share < 1][-1:]:
-            yield f"sync.transport: nccl joins one process of a card, and with {field}: {shares[field]:g} two share one; set ipc"
-    if isinstance(recipe.rollout, SglangConfig):
-        if recipe.device == "cpu":
-            yield "rollout.engine: sglang needs a GPU; set vllm, or cluster.device: cuda"
-        yield from sglang_fits(recipe.rollout)
-        if recipe.async_.deterministic and not recipe.rollout.engine_args.get("enable_deterministic_inference"):
-            yield (
-                "async.deterministic: SGLang repeats its draws with rollout.engine_args: {enable_deterministic_inference: true} "
-                "alone; set it"
-            )
-    else:
-        yield from vllm_fits(recipe.rollout)
+    if isinstance(recipe.rollout, SglangConfig) and recipe.device == "cpu":
+        yield "rollout.engine: sglang needs a GPU; set vllm, or cluster.device: cuda"
 
 
-def _paths(recipe: Recipe) -> Complaints:
-    unknown = re.findall(r"\{(?!name\}|seed\})[^}]*\}?", recipe.run_dir)
-    if unknown:
-        yield f"run_dir: {unknown[0]} is not known; {{name}} and {{seed}} are filled in"
-    elif recipe.run_path.exists() and not recipe.run_path.is_dir():
-        yield f"run_dir: {recipe.run_path} is a file; name a folder"
-
-
-def _adapters(recipe: Recipe, shape: ModelShape) -> Complaints:
-    lora = recipe.train.lora
-    if lora is None:
+def _deterministic(recipe: Recipe) -> Complaints:
+    """Engines whose answers a run with `async.deterministic` could not repeat."""
+    if not recipe.async_.deterministic:
         return
-    known = adapter_targets(shape)
-    if not lora.targets or len(set(lora.targets)) != len(lora.targets):
-        yield f"train.lora.targets: must name layers, each once, got [{', '.join(lora.targets)}]; {shape.family} has {', '.join(known)}"
-    elif unknown := [target for target in lora.targets if target not in known]:
-        yield f"train.lora.targets: no layer of {shape.family} is a {unknown[0]}; it has {', '.join(known)}"
-    elif "adapter" in recipe.sync.sections and "linear_kv_up_proj" in lora.targets:
-        yield (
-            "train.lora.targets: linear_kv_up_proj: vLLM folds its weight into attention at the start, where an adapter does not reach; "
-            "leave it out, or sync target in place of adapter"
-        )
-    elif "adapter" in recipe.sync.sections and shape.moe and (folder := model_folder(recipe.model)) is not None:
-        packed = [target for target in ("linear_fc1", "linear_fc2") if target in lora.targets]
-        if packed and any(map(PACKED_EXPERTS.search, tensor_names(folder))):
-            yield (
-                f"train.lora.targets: {folder} packs a layer's experts in one tensor, of which PEFT names no adapter; "
-                f"leave {' and '.join(packed)} out, or sync target in place of adapter"
-            )
+    if recipe.rollout.speculation.auto:
+        yield "rollout.speculation.auto: switches by measured speed, which async.deterministic rules out; set auto: false"
+    if isinstance(recipe.rollout, SglangConfig) and not recipe.rollout.engine_args.get("enable_deterministic_inference"):
+        yield "async.deterministic: SGLang repeats its draws with rollout.engine_args: {enable_deterministic_inference: true} alone; set it"
 
 
-def adapter_targets(shape: ModelShape) -> list[str]:
-    """Megatron's names of the linear layers of this model's decoder."""
-    names = ["linear_proj"] if "full_attention" in shape.layer_kinds else []
-    if shape.latent:
-        query = ["linear_q_proj"] if shape.latent.q_rank is None else ["linear_q_down_proj", "linear_q_up_proj"]
-        names = [*query, "linear_kv_down_proj", "linear_kv_up_proj", *names]
-    elif names:
-        names = ["linear_qkv", *names]
-    delta = ["in_proj", "out_proj"] if "linear_attention" in shape.layer_kinds else []
-    return [*names, *delta, "linear_fc1", "linear_fc2"]
-
-
-def _served(recipe: Recipe, config: dict[str, Any], shape: ModelShape) -> Complaints:
-    """What the engine would refuse once it runs, or compute otherwise."""
+def _served(recipe: Recipe, config: Mapping[str, object], shape: ModelShape) -> Complaints:
+    """Models that the engine would refuse once it runs, or would compute otherwise than the trainer."""
     if "rl" not in recipe.train.stages:
         return
-    yield from left_to_engines(config)
+    yield from missing_fields(config)
     if recipe.device == "cpu":
         dtype = recipe.train.precision if recipe.rollout.dtype == "auto" else recipe.rollout.dtype
-        yield from beyond_vllm_on_a_cpu(shape, dtype)
+        yield from unsupported_by_vllm_cpu(shape, dtype)

@@ -1,4 +1,4 @@
-"""The section `cluster`: where Ray runs, and how long it may take."""
+"""The section `cluster`: which Ray cluster a run joins or starts, its devices, and deadlines."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class ClusterConfig(Section):
     num_gpus: NonNegativeInt | None = Field(None, description="GPUs of the local cluster; default: this machine's.")
     gpus_per_node: PositiveInt = Field(8, description="GPUs of a host, for the placement plan.")
     gpu_gib: PositiveFloat | None = Field(None, description="Memory of a card in GiB, for the memory plan; default: nothing is checked.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cpu with sync.transport: shm, else cuda.")
     actor_deadline_s: PositiveFloat = Field(300.0, description="Seconds that an actor has to start.")
     step_deadline_s: PositiveFloat = Field(
         1800.0,
-        description="Seconds without a response for an incomplete batch, or of one call to a trainer, after which the run stops.",
+        description="The run stops after so many seconds in which an incomplete batch got no response, or in one call to a trainer.",
     )
 
 
 ADDRESS = re.compile(r"auto|local|(?:\w+://)?\S+:[0-9]+\S*")
 
 
-def address_reads(cluster: ClusterConfig) -> Complaints:
-    """An address that Ray would not know what to do with."""
+def address_fits(cluster: ClusterConfig) -> Complaints:
+    """Refuse an address that Ray cannot read."""
     address = cluster.address
     if address is not None and not ADDRESS.fullmatch(address):
         yield f"cluster.address: {address} is no address of a Ray cluster; write HOST:PORT, ray://HOST:PORT, or auto"

@@ -1,4 +1,4 @@
-"""The section `data`: problems, held-out problems and what checks answers."""
+"""The section `data`: training problems, held-out problems, and the checker of answers."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ class GeneratedTask(Section):
     """A verifiable task that is generated from the seed."""
 
     name: Literal["addition", "subtraction", "multiplication", "reverse", "sort"] = Field("addition", description="Which task.")
-    min_digits: PositiveInt = Field(1, description="Shortest operand (or string).")
-    max_digits: PositiveInt = Field(3, description="Longest operand (or string).")
+    min_digits: PositiveInt = Field(1, description="Digits of the shortest operand, or characters of the shortest string.")
+    max_digits: PositiveInt = Field(3, description="Digits of the longest operand, or characters of the longest string.")
     length_decay: PositiveFloat = Field(
-        1.0, le=1, description="Each length has this many times the problems of the one before: below 1, a long tail of lengths."
+        1.0, le=1, description="Problems of each length, as a multiple of those of the length before; below 1, long ones are rare."
     )
     train_size: PositiveInt = Field(20000, description="Training problems.")
-    eval_size: PositiveInt = Field(256, description="Held-out problems, disjoint from training.")
+    eval_size: PositiveInt = Field(256, description="Held-out problems, none of which is among the training problems.")
 
 
 class DataConfig(Section):
     path: HomePath | None = Field(None, description="JSONL or Parquet with `prompt` and `answer` columns.")
-    eval_path: HomePath | None = Field(None, description="The same, held out.")
+    eval_path: HomePath | None = Field(None, description="Held-out problems in the same format.")
     task: GeneratedTask | None = Field(None, description="Generate the problems instead of reading them.")
     sft_path: HomePath | None = Field(None, description="Problems with `solution` for the supervised stage; default: the same as RL's.")
     sft_task: GeneratedTask | None = Field(
-        None, description="Generate the supervised stage's problems, less what is held out; default: RL's."
+        None, description="Generate the supervised stage's problems, without the held-out ones; default: RL's task."
     )
     checker: Literal["exact", "math"] = Field(
         "exact", description="exact: the text after the last `#` of response and answer; math: math-verify."
     )
     chat_template: bool = Field(False, description="Wrap prompts in the tokenizer's chat template.")
-    system_prompt: str | None = Field(None, description="System message, with a chat template.")
-    shuffle: bool = Field(True, description="Draw prompts in an order given by the seed.")
+    system_prompt: str | None = Field(None, description="System message; needs chat_template.")
+    shuffle: bool = Field(True, description="Shuffle prompts by the seed.")
 
 
 def data_fits(data: DataConfig) -> Complaints:
-    """What the section asks for that is not there, or not together."""
+    """Refuse files that are missing, and keys that exclude or need each other."""
     if (data.path is None) == (data.task is None):
         said = "both path and task are given" if data.path else "there is nothing to train on"
         yield f"data: {said}; set data.path to a JSONL or Parquet file, or data.task.name to a generated task"

@@ -1,4 +1,4 @@
-"""The schema as a tree of keys: what exists, of which type, with which default. For lookups, suggestions and the reference."""
+"""The schema as a tree of keys with types and defaults: for lookups, for suggestions in messages, and for the reference page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from mtpctl.recipe.schema import DEFAULT_VARIANTS, Recipe
 
 Keys = tuple[str, ...]
+_SCALARS: dict[object, str] = {str: "text", int: "integer", float: "number", bool: "true | false"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,32 +28,24 @@ class Key:
 
     @property
     def dotted(self) -> str:
-        """As it is written after `--set`."""
+        """The key as `--set` takes it: `train.rl.steps`."""
         return ".".join(self.path)
 
     @property
-    def default(self) -> Any:
-        """What the key has where nobody sets it."""
+    def default(self) -> object:
+        """The value of the key where no file and no `--set` gives one."""
         return self.field.get_default(call_default_factory=True)
 
     @property
     def free(self) -> bool:
-        """Whether any keys may stand below (`model.config`, `rollout.engine_args`)."""
-        return any(_origin(part) is dict for part in _alternatives(self.field.annotation))
+        """Whether the value is a mapping of any keys (`model.config`, `rollout.engine_args`)."""
+        return any((get_origin(part) or part) is dict for part in _alternatives(self.field.annotation))
 
 
-def _strip(annotation: Any) -> Any:
+def _alternatives(annotation: object) -> tuple[object, ...]:
+    """The types of a union, or the one type, without `Annotated`."""
     while get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
-    return annotation
-
-
-def _origin(annotation: Any) -> Any:
-    return get_origin(annotation) or annotation
-
-
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    annotation = _strip(annotation)
     if get_origin(annotation) in (Union, UnionType):
         return tuple(part for arg in get_args(annotation) for part in _alternatives(arg))
     return (annotation,)
@@ -68,7 +61,7 @@ def children(model: type[BaseModel], path: Keys = ()) -> dict[str, Key]:
     return found
 
 
-def variant(key: Key, value: Any) -> tuple[type[BaseModel], ...]:
+def variant(key: Key, value: object) -> tuple[type[BaseModel], ...]:
     """The sections that may stand below `key` given the value it has: the one chosen, or all where the choice is not valid."""
     if len(key.models) < 2:
         return key.models
@@ -110,7 +103,10 @@ def find(path: Keys) -> Key | None:
 
 
 def suggest(path: Keys, siblings: tuple[str, ...] = ()) -> str:
-    """` (did you mean ...?)` for an unknown key, or nothing: first among its siblings, then among all keys."""
+    """What a message about an unknown key ends with: `; did you mean ...?`, searched first among its siblings and then among all keys.
+
+    Where nothing is like it: the siblings' names, or an empty text without siblings.
+    """
     prefix = ".".join(path[:-1])
     close = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.7)
     if close:
@@ -124,8 +120,8 @@ def suggest(path: Keys, siblings: tuple[str, ...] = ()) -> str:
     return f"; keys of {prefix or 'a recipe'}: {', '.join(siblings)}" if siblings else ""
 
 
-def type_text(annotation: Any) -> str:
-    """How a type is told to whoever writes YAML."""
+def type_text(annotation: object) -> str:
+    """A type in words, for whoever writes YAML."""
     parts = []
     for part in _alternatives(annotation):
         origin = get_origin(part)
@@ -142,5 +138,5 @@ def type_text(annotation: Any) -> str:
         elif isinstance(part, type) and issubclass(part, BaseModel):
             parts.append("section")
         else:
-            parts.append({str: "text", int: "integer", float: "number", bool: "true | false"}[part])
+            parts.append(_SCALARS[part])
     return " | ".join(dict.fromkeys(parts))

@@ -1,4 +1,4 @@
-"""The section `kernels`: how log-probs and losses are computed."""
+"""The section `kernels`: which implementation computes log-probs and losses."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from mtpctl.recipe.section import PositiveInt, Section
 
 class KernelsConfig(Section):
     linear_logprob: Literal["auto", "reference", "chunked", "triton", "liger"] = Field(
-        "auto", description="How log-probs and losses are made from hidden states; `reference` and `liger` make no loss in one pass."
+        "auto", description="What computes log-probs and losses from hidden states; reference and liger take a second pass for the loss."
     )
-    workspace_bytes: PositiveInt = Field(1 << 30, description="Memory that log-prob kernels may use beside their inputs and outputs.")
+    workspace_bytes: PositiveInt = Field(1 << 30, description="Bytes that log-prob kernels may use beside their inputs and outputs.")

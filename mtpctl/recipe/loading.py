@@ -1,4 +1,4 @@
-"""From files, overlays and `--set` to one checked recipe that knows where each of its values came from."""
+"""Load a recipe from files, overlays and `--set`, and record where each of its values came from."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from mtpctl.errors import UserError
 from mtpctl.recipe import yaml12
@@ -18,9 +18,12 @@ from mtpctl.recipe.schema import DEFAULT_VARIANTS, Recipe
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 RECIPES = packed if (packed := _PACKAGE / "recipes").is_dir() else _PACKAGE.parent / "recipes"
-"""The recipes that come with mtpctl: packed into its wheel, and beside the package where it runs from a checkout."""
+"""Folder of the recipes that come with mtpctl: inside the package in a wheel, beside the package in a checkout."""
 
 Origins = dict[Keys, str]
+"""`FILE:LINE` or `--set`, by the path of a key."""
+Tree = dict[str, object]
+"""A recipe as YAML has it: scalars, lists and mappings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +39,16 @@ def load_recipe(recipe: str | Path, *, overlays: Sequence[str | Path] = (), sets
     """Load a recipe by path or by name, lay `overlays` over it in order, then apply `sets`.
 
     Mappings merge key by key, everything else is replaced. A set is `a.b=VALUE` with a YAML value, or `a.b+=VALUE`, which
-    appends to a list. Values are checked one by one here; `checks.validate` looks at what must fit together.
+    appends to a list. Each value is checked here by itself; `checks.validate` checks them together.
 
-    Raises UserError naming file and line, or the set, and the mend.
+    Raises UserError that names file and line, or the set, and what to write instead.
     """
-    tree: dict[str, Any] = {}
+    tree: Tree = {}
     origins: Origins = {}
     sources = [_locate(recipe, RECIPES, "recipe"), *(_locate(overlay, RECIPES / "overlays", "overlay") for overlay in overlays)]
     for source in sources:
         document = yaml12.parse(_read(source), str(source))
-        value = {} if document.value is None else document.value
+        value: object = {} if document.value is None else document.value
         if not isinstance(value, dict):
             raise UserError(f"{source}:1: a recipe is a mapping of keys to values")
         lines = {tuple(map(str, path)): f"{source}:{line}" for path, line in document.lines.items()}
@@ -65,9 +68,9 @@ def dump_resolved(recipe: Recipe) -> str:
     return yaml12.dump(recipe.model_dump(mode="json", by_alias=True))
 
 
-def flatten(tree: Mapping[str, Any], path: Keys = ()) -> dict[Keys, Any]:
-    """Values of a tree by path. Lists and empty mappings count as values."""
-    flat: dict[Keys, Any] = {}
+def flatten(tree: Mapping[str, object], path: Keys = ()) -> dict[Keys, object]:
+    """The values of a tree by their paths. Lists and empty mappings count as values."""
+    flat: dict[Keys, object] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             flat.update(flatten(value, (*path, name)))
@@ -77,7 +80,7 @@ def flatten(tree: Mapping[str, Any], path: Keys = ()) -> dict[Keys, Any]:
 
 
 def available(folder: Path = RECIPES) -> list[Path]:
-    """Recipe files of a folder, by name."""
+    """The recipe files of a folder, sorted by name."""
     return sorted(folder.glob("*.yaml"))
 
 
@@ -111,7 +114,7 @@ def _read(path: Path) -> str:
 # --------------------------------------------------------------------------------------------------------- merging
 
 
-def _refuse_unknown(tree: Mapping[str, Any], model: type[BaseModel], path: Keys, lines: Mapping[Keys, str]) -> None:
+def _refuse_unknown(tree: Mapping[str, object], model: type[BaseModel], path: Keys, lines: Mapping[Keys, str]) -> None:
     known = children(model, path)
     for name, value in tree.items():
         here = (*path, name)
@@ -122,7 +125,7 @@ def _refuse_unknown(tree: Mapping[str, Any], model: type[BaseModel], path: Keys,
             _refuse_unknown_below(value, known[name], here, lines)
 
 
-def _refuse_unknown_below(tree: Mapping[str, Any], key: Key, path: Keys, lines: Mapping[Keys, str]) -> None:
+def _refuse_unknown_below(tree: Mapping[str, object], key: Key, path: Keys, lines: Mapping[Keys, str]) -> None:
     names = {name: model for model in reversed(key.models) for name in children(model)}
     for name in tree:
         if name not in names:
@@ -131,16 +134,17 @@ def _refuse_unknown_below(tree: Mapping[str, Any], key: Key, path: Keys, lines: 
         _refuse_unknown({name: value for name, value in tree.items() if names[name] is model}, model, path, lines)
 
 
-def _merge(tree: dict[str, Any], over: Mapping[str, Any], path: Keys, lines: Mapping[Keys, str], origins: Origins) -> None:
+def _merge(tree: Tree, over: Mapping[str, object], path: Keys, lines: Mapping[Keys, str], origins: Origins) -> None:
     for name, value in over.items():
-        here = (*path, name)
-        if isinstance(value, Mapping) and isinstance(tree.get(name), dict):
-            _merge(tree[name], value, here, lines, origins)
+        here, below = (*path, name), tree.get(name)
+        if isinstance(value, Mapping) and isinstance(below, dict):
+            _merge(below, value, here, lines, origins)
         else:
             _forget(origins, here)
             tree[name] = deepcopy(value)
             origins[here] = lines[here]
-            origins.update({(*here, *below): lines[(*here, *below)] for below in flatten(value)} if isinstance(value, Mapping) else {})
+            leaves = flatten(value) if isinstance(value, Mapping) else {}
+            origins.update({(*here, *leaf): lines[(*here, *leaf)] for leaf in leaves})
 
 
 def _forget(origins: Origins, path: Keys) -> None:
@@ -148,7 +152,7 @@ def _forget(origins: Origins, path: Keys) -> None:
         del origins[known]
 
 
-def _apply_set(tree: dict[str, Any], text: str, origins: Origins) -> None:
+def _apply_set(tree: Tree, text: str, origins: Origins) -> None:
     name, equals, raw = text.partition("=")
     append = name.endswith("+")
     path = tuple(name.removesuffix("+").strip().split("."))
@@ -161,7 +165,7 @@ def _apply_set(tree: dict[str, Any], text: str, origins: Origins) -> None:
         siblings = tuple(name for model in (above.models if above else (Recipe,)) for name in children(model))
         hint = suggest(path) or suggest(path[: known + 1], siblings)
         raise UserError(f"--set {text}: {'.'.join(path)} is not a key{hint}")
-    value = yaml12.scalar(raw)
+    value = yaml12.parse_value(raw)
     if append:
         value = _appended(tree, path, key, value, text)
     elif isinstance(value, dict) and key.models:
@@ -169,17 +173,18 @@ def _apply_set(tree: dict[str, Any], text: str, origins: Origins) -> None:
         _refuse_unknown_below(value, key, path, dict.fromkeys(below, f"--set {text}"))
     at = tree
     for step in path[:-1]:
-        if not isinstance(at.get(step), dict):
-            at[step] = {}
-        at = at[step]
+        inner = at.get(step)
+        if not isinstance(inner, dict):
+            inner = at[step] = {}
+        at = inner
     _forget(origins, path)
     at[path[-1]] = value
     origins[path] = "--set"
     origins.update({(*path, *leaf): "--set" for leaf in flatten(value)} if isinstance(value, dict) else {})
 
 
-def _appended(tree: Mapping[str, Any], path: Keys, key: Key, value: Any, text: str) -> list[Any]:
-    current: Any = tree
+def _appended(tree: Tree, path: Keys, key: Key, value: object, text: str) -> list[object]:
+    current: object = tree
     for step in path:
         current = current.get(step) if isinstance(current, Mapping) else None
     if current is None and key.path == path:
@@ -205,8 +210,8 @@ def _inside_value(path: Keys, origins: Origins) -> bool:
     return key is not None and key.free and key.path in origins
 
 
-def _explain(error: ValidationError, origins: Origins, tree: Mapping[str, Any]) -> str:
-    """One line: where, which key, what is wrong with it; further mistakes by their keys."""
+def _explain(error: ValidationError, origins: Origins, tree: Tree) -> str:
+    """The first mistake in one line: its origin, its key and what is wrong; then the keys of further mistakes."""
     mistakes = []
     for item in error.errors(include_url=False):
         path = _yaml_path(item["loc"], tree)
@@ -215,17 +220,17 @@ def _explain(error: ValidationError, origins: Origins, tree: Mapping[str, Any]) 
         elif item["type"] == "missing":  # of a list that is too short: every key has a default
             path = path[:-1]
         origin = next((origins[path[:depth]] for depth in range(len(path), 0, -1) if path[:depth] in origins), None)
-        mistakes.append((path, f"{origin}: " if origin else "", _sentence(dict(item), path, tree)))
+        mistakes.append((path, f"{origin}: " if origin else "", _sentence(item, path, tree)))
     path, origin, sentence = mistakes[0]
     more = ", ".join(dict.fromkeys(".".join(p) for p, _, _ in mistakes[1:] if p != path))
     return f"{origin}{'.'.join(path)} {sentence}" + (f" (also wrong: {more})" if more else "")
 
 
-def _yaml_path(loc: Iterable[str | int], tree: Mapping[str, Any]) -> Keys:
-    """pydantic's location without the names of variants."""
+def _yaml_path(loc: Iterable[str | int], tree: Tree) -> Keys:
+    """The path of pydantic's location `loc`, without the names of variants."""
     path: Keys = ()
     models: tuple[type[BaseModel], ...] = (Recipe,)
-    value: Any = tree
+    value: object = tree
     free = False
     for step in map(str, loc):
         if len(models) > 1 and not any(step in children(m) for m in models):
@@ -240,13 +245,14 @@ def _yaml_path(loc: Iterable[str | int], tree: Mapping[str, Any]) -> Keys:
     return path
 
 
-def _sentence(item: dict[str, Any], path: Keys, tree: Mapping[str, Any]) -> str:
+def _sentence(item: ErrorDetails, path: Keys, tree: Tree) -> str:
     kind, got, limits = item["type"], item.get("input"), item.get("ctx", {})
     shown = "null" if got is None else str(got).lower() if isinstance(got, bool) else repr(got)
     match kind:
         case "extra_forbidden":
             tag, default = DEFAULT_VARIANTS[path[0]]
-            return f"is not a key of {path[0]} with {tag}: {tree[path[0]].get(tag, default)}"
+            section = tree[path[0]]
+            return f"is not a key of {path[0]} with {tag}: {section.get(tag, default) if isinstance(section, dict) else default}"
         case "literal_error":
             return f"must be {limits['expected']}, got {shown}{_nearest(got, limits['expected'])}"
         case "union_tag_invalid":
@@ -282,7 +288,7 @@ def _sentence(item: dict[str, Any], path: Keys, tree: Mapping[str, Any]) -> str:
     return f"{item['msg'].removeprefix('Value error, ').lower()}, got {shown}" if kind != "value_error" else str(limits["error"])
 
 
-def _nearest(got: Any, expected: str) -> str:
+def _nearest(got: object, expected: str) -> str:
     choices = expected.replace(" or ", ", ").replace("'", "").split(", ")
     close = difflib.get_close_matches(str(got), choices, n=1)
     return f"; did you mean {close[0]}?" if close else ""

@@ -1,4 +1,4 @@
-"""Where a recipe's model comes from, and the config.json fields that it has."""
+"""Find a recipe's model: its folder, and its config.json fields."""
 
 from __future__ import annotations
 
@@ -6,15 +6,29 @@ import contextlib
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.hub import HUB_CONFIGS, hub_config
 from mtpctl.recipe.model import ModelConfig
+from mtpctl.recipe.section import Complaints
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-_MOST_HEADER = 100_000_000  # bytes, as the safetensors library has it
+TOKENIZER_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_MOST_HEADER = 100_000_000
+"""Bytes of a file's header that are read at most; the safetensors library has the same bound."""
+
+
+def model_fits(model: ModelConfig) -> Complaints:
+    """Refuse folders without weights, and tokenizers that are missing. Raises what `model_folder` raises."""
+    folder = model_folder(model)
+    if folder is not None and model.init == "weights" and not has_weights(folder):
+        yield f"model.path: {folder} holds no weights (*.safetensors); give a folder that does, or set model.init: random"
+    if model.config is not None and model.tokenizer is None:
+        yield "model.tokenizer: a model made from model.config has none beside it; write `bytes`, or a tokenizer folder"
+    named = model.tokenizer
+    if named and named != "bytes" and not Path(named).is_dir() and not TOKENIZER_ID.fullmatch(named):
+        yield f"model.tokenizer: there is no folder {named}; give a folder with a tokenizer, a hub id, or `bytes`"
 
 
 def model_folder(model: ModelConfig) -> Path | None:
@@ -33,15 +47,16 @@ def model_folder(model: ModelConfig) -> Path | None:
 
 
 def path_in_full(path: str | None) -> str | None:
-    """The same for one folder, however it is written; a hub id as it is."""
+    """The absolute path of a folder, so that two spellings of one compare equal; a hub id is returned as it is."""
     return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
 
 
-def hf_config(model: ModelConfig, *, fetch: bool = True) -> dict[str, Any] | None:
-    """The config.json fields of the recipe's model: inline, from its folder, known here, or from the hub.
+def hf_config(model: ModelConfig, *, fetch: bool = True) -> dict[str, object] | None:
+    """The config.json fields of the recipe's model: inline, from its folder, from `families.hub`, or from the hub.
 
-    With `fetch=False` the hub is not asked, and None stands for a hub model that is not known here. Raises UserError for a
-    recipe without a model and a folder without a usable config.json, EnvironmentMissing for a hub that does not answer.
+    With `fetch=False` the hub is not asked, and the result is None for a hub model that `families.hub` does not know.
+    Raises UserError for a recipe without a model and a folder without a usable config.json, EnvironmentMissing for a hub that does not
+    answer.
     """
     if (model.config is None) == (model.path is None):
         said = "both are given" if model.path else "neither is given"
@@ -63,7 +78,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def tensor_names(folder: Path) -> set[str]:
-    """Names of the tensors in a folder's safetensors files. What cannot be read is left out: whoever reads the weights says so."""
+    """Names of the tensors in a folder's safetensors files. Unreadable files are left out here; loading the weights reports them."""
     names: set[str] = set()
     for index in folder.glob("*.safetensors.index.json"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
@@ -75,7 +90,7 @@ def tensor_names(folder: Path) -> set[str]:
     return names
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, object]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -89,7 +104,7 @@ def _read(path: Path) -> dict[str, Any]:
     return config
 
 
-def _fetch(hub_id: str) -> dict[str, Any]:
+def _fetch(hub_id: str) -> dict[str, object]:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

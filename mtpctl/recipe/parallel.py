@@ -1,4 +1,4 @@
-"""The sections `parallel`, of the trainer and of log-prob servers: how a model is split over ranks, and which splits Megatron refuses."""
+"""The sections `train.parallel` and `logprob.parallel`: how a model is split over ranks, and which splits Megatron refuses."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class ParallelConfig(Section):
     cp: PositiveInt = Field(1, description="Context-parallel ranks.")
     ep: PositiveInt = Field(1, description="Expert-parallel ranks.")
     dp: PositiveInt = Field(1, description="Data-parallel ranks.")
-    sequence_parallel: bool = Field(False, description="Split activations outside the matmuls over the tp ranks.")
+    sequence_parallel: bool = Field(False, description="Split activations outside the matrix products over the tp ranks.")
     pp_layout: list[NonNegativeInt] | None = Field(
-        None, description="Decoder layers of each pipeline stage; default: even, the MTP layers on the last."
+        None, description="Decoder layers of each pipeline stage; default: even, MTP layers on the last stage."
     )
 
     @property
@@ -29,7 +29,7 @@ KV_HEADS = "key-value heads"
 
 
 def parallel_fits(parallel: ParallelConfig, shape: ModelShape, field: str) -> Complaints:
-    """What Megatron refuses about a split of this model. `field` is the section's name in messages.
+    """Refuse a split of this model that Megatron refuses. `field` is the section's name in messages.
 
     A vocabulary that tp does not divide is padded, and where there are fewer key-value heads than ranks, neighbours share one.
     """
@@ -61,7 +61,7 @@ def parallel_fits(parallel: ParallelConfig, shape: ModelShape, field: str) -> Co
 
 
 def divides(number: int, counts: dict[str, int], field: str) -> Complaints:
-    """A complaint where `number` does not divide one of `counts`, with those that divide all."""
+    """Refuse a `number` that does not divide one of `counts`; the message lists the numbers that divide all of them."""
 
     def fits(n: int, what: str) -> bool:
         return counts[what] % n == 0 or (what == KV_HEADS and n % counts[what] == 0)

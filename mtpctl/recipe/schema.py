@@ -1,13 +1,14 @@
-"""The recipe: every key that a run can be given, with its type, its default and what it is for.
+"""The recipe: every key of a run, with its type, its default and a description.
 
-Each section is one pydantic model, strict about unknown keys, importable without torch. The descriptions are what
-`mtpctl recipe show`, the JSON schema and the reference page print, so they are written for whoever edits YAML.
+Each section is one pydantic model, strict about unknown keys, importable without torch. The JSON schema and docs/recipe.md
+print the descriptions, so they are written for whoever edits YAML.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -18,7 +19,7 @@ from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.logprob import LogprobConfig
 from mtpctl.recipe.model import ModelConfig, MtpConfig
 from mtpctl.recipe.rollout import RolloutConfig, VllmConfig
-from mtpctl.recipe.section import NonNegativeInt, Section
+from mtpctl.recipe.section import Complaints, NonNegativeInt, Section
 from mtpctl.recipe.sync import NcclConfig, SyncConfig
 from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.recipe.train import TrainConfig
@@ -28,8 +29,8 @@ class Recipe(Section):
     """A whole run."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run.")
-    seed: NonNegativeInt = Field(0, lt=1 << 63, description="Every random draw comes from it.")
-    run_dir: str = Field("runs/{name}", description="Where everything of the run is written; {name} and {seed} are filled in.")
+    seed: NonNegativeInt = Field(0, lt=1 << 63, description="Seed of every random draw.")
+    run_dir: str = Field("runs/{name}", description="Directory that the run writes to; {name} and {seed} are filled in.")
     model: ModelConfig = Field(default_factory=ModelConfig)
     mtp: MtpConfig = Field(default_factory=MtpConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
@@ -44,8 +45,8 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _default_variants(cls, data: Any) -> Any:
-        """A section with variants that names none is of the default one."""
+    def _default_variants(cls, data: object) -> object:
+        """Fill in the default variant of a section that names none."""
         if not isinstance(data, dict):
             return data
         filled = dict(data)
@@ -56,12 +57,12 @@ class Recipe(Section):
 
     @property
     def off_policy(self) -> bool:
-        """Whether a sample may be trained on by other weights than sampled it: some are let out ahead, or several updates share a sync."""
+        """Whether newer weights may train on a sample than sampled it: samples are generated ahead, or several updates share a sync."""
         return self.async_.staleness > 0 or self.async_.sync_every > 1
 
     @property
     def old_logprobs(self) -> Literal["recompute", "behaviour"]:
-        """What `train.rl.old_logprobs` comes to in this recipe."""
+        """`train.rl.old_logprobs`, with `auto` resolved."""
         rl = self.train.rl
         if rl.old_logprobs != "auto":
             return rl.old_logprobs
@@ -70,7 +71,7 @@ class Recipe(Section):
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
-        """What it is meant for: as `cluster.device` says, else as its transport says."""
+        """The device of the run: `cluster.device`, or with `auto` the device that the transport is for."""
         if self.cluster.device != "auto":
             return self.cluster.device
         return "cpu" if self.sync.transport == "shm" else "cuda"
@@ -82,4 +83,13 @@ class Recipe(Section):
 
 
 DEFAULT_VARIANTS: dict[str, tuple[str, str]] = {"rollout": ("engine", "vllm"), "sync": ("transport", "nccl")}
-"""Sections that come in variants: the key that tells them apart, and the one taken where it is not given."""
+"""Sections that have variants: the key that chooses one, and its default."""
+
+
+def run_dir_fits(recipe: Recipe) -> Complaints:
+    """Refuse a run directory with an unknown placeholder, and one that is a file."""
+    unknown = re.findall(r"\{(?!name\}|seed\})[^}]*\}?", recipe.run_dir)
+    if unknown:
+        yield f"run_dir: {unknown[0]} is not known; {{name}} and {{seed}} are filled in"
+    elif recipe.run_path.exists() and not recipe.run_path.is_dir():
+        yield f"run_dir: {recipe.run_path} is a file; name a folder"

@@ -1,16 +1,16 @@
-"""What every section of the recipe is made of: strict models, and numbers that YAML's `true` is not."""
+"""The base class of recipe sections, and the types of their fields."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
-def _number(value: Any) -> Any:
-    """YAML's `true` is not 1."""
+def _number(value: object) -> object:
+    """Refuse `true` and `false`, which Python takes for 1 and 0."""
     if isinstance(value, bool):
         raise ValueError(f"must be a number, got {str(value).lower()}")
     return value
@@ -24,7 +24,7 @@ NonNegativeInt = Annotated[Int, Field(ge=0)]
 NonNegativeFloat = Annotated[Float, Field(ge=0)]
 Fraction = Annotated[Float, Field(ge=0, le=1)]
 HomePath = Annotated[str, AfterValidator(os.path.expanduser)]
-"""A path (or a hub id) in which `~` is the home of whoever loads the recipe: what reads it later need not know."""
+"""A path, or a hub id. A leading `~` is replaced, when the recipe is loaded, by the home of the user who loads it."""
 
 
 class Section(BaseModel):
@@ -34,14 +34,14 @@ class Section(BaseModel):
 
 
 Complaints = Iterator[str]
-"""What a check yields: one line each, which begins with the field and ends with the mend."""
+"""The result of a check: one line for each mistake, which begins with the recipe field and ends with what to set instead."""
 
 
 def fitting(count: int) -> str:
-    """The divisors of `count`, for a message."""
+    """The divisors of `count`, as text for a message."""
     return listed([n for n in range(1, count + 1) if count % n == 0])
 
 
 def listed(numbers: list[int]) -> str:
-    """Up to eight numbers, for a message."""
+    """Up to eight numbers, as text for a message."""
     return ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")

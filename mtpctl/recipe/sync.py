@@ -10,25 +10,31 @@ from mtpctl.recipe.section import Complaints, PositiveFloat, PositiveInt, Sectio
 
 
 class SyncBase(Section):
-    bucket_bytes: PositiveInt = Field(1 << 30, description="Bytes of a bucket, at most.")
+    bucket_bytes: PositiveInt = Field(1 << 30, description="Bytes of one bucket of tensors, at most.")
     sections: list[Literal["target", "draft", "adapter"]] = Field(
         ["target", "draft"],
-        description="What moves at each sync. With train.lora: target is weights with the adapter merged in; adapter, in its place, "
-        "the adapter alone.",
+        description="What is sent at each sync. With train.lora, target is the weights with the adapter merged in; adapter, in its place, "
+        "is the adapter alone.",
     )
-    verify: Literal["first", "always", "never"] = Field("first", description="When checksums of every tensor are compared on both ends.")
-    pause: Literal["keep", "abort", "wait"] = Field("keep", description="What requests in flight do during a sync.")
+    verify: Literal["first", "always", "never"] = Field("first", description="At which syncs both ends compare checksums of every tensor.")
+    pause: Literal["keep", "abort", "wait"] = Field(
+        "keep",
+        description="What becomes of requests in flight at a sync. keep: they pause; abort: they are cut, and continued afterwards; "
+        "wait: the sync waits for them.",
+    )
     deadline_s: PositiveFloat = Field(120.0, description="Seconds after which a sync is given up.")
-    release_kv: bool = Field(False, description="Engines give the memory of their KV cache back for the time of a sync.")
-    on_collapse: Literal["warn", "error"] = Field("warn", description="When acceptance falls under half its running mean after a sync.")
+    release_kv: bool = Field(False, description="Engines free the memory of their KV cache during a sync.")
+    on_collapse: Literal["warn", "error"] = Field(
+        "warn", description="What to do when draft acceptance falls below half its running mean after a sync."
+    )
 
 
 class ShmConfig(SyncBase):
-    transport: Literal["shm"] = Field("shm", description="One host, through its shared memory; from and to cards too.")
+    transport: Literal["shm"] = Field("shm", description="One host, through its shared memory; also from and to cards.")
 
 
 class IpcConfig(SyncBase):
-    transport: Literal["ipc"] = Field("ipc", description="CUDA, one host, through memory handles.")
+    transport: Literal["ipc"] = Field("ipc", description="CUDA, one host, through IPC memory handles.")
 
 
 class NcclConfig(SyncBase):
@@ -39,7 +45,7 @@ SyncConfig = Annotated[ShmConfig | IpcConfig | NcclConfig, Field(discriminator="
 
 
 def sections_fit(sync: SyncBase) -> Complaints:
-    """Sections that make no version, and buckets too small to hold anything."""
+    """Refuse sections that do not make up a whole version, and buckets that are too small."""
     if len(set(sync.sections)) != len(sync.sections) or ("target" in sync.sections) == ("adapter" in sync.sections):
         yield f"sync.sections: must hold target or adapter, and draft or not, each once, got [{', '.join(sync.sections)}]"
     if sync.bucket_bytes < 1024:

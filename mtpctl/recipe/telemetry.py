@@ -1,4 +1,4 @@
-"""The section `telemetry`: where metrics go beside the run directory."""
+"""The section `telemetry`: where metrics go besides the run directory."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from mtpctl.families.shape import ModelShape
 from mtpctl.recipe.optimizer import SftOptimizerConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.rl import RlConfig
@@ -17,32 +18,34 @@ class SftConfig(Section):
     until_loss: NonNegativeFloat = Field(
         0.0, description="End the stage once the mean loss of its last 10 updates is at most this; 0: never."
     )
-    batch_size: PositiveInt = Field(64, description="Sequences an update.")
+    batch_size: PositiveInt = Field(64, description="Sequences of an update.")
     optimizer: SftOptimizerConfig = Field(default_factory=SftOptimizerConfig)
 
 
 class OffloadConfig(Section):
-    params: bool = Field(False, description="Parameters to host memory between uses.")
-    optimizer: bool = Field(False, description="Optimizer state to host memory between updates.")
-    grads: bool = Field(False, description="Gradient buffers released between updates.")
+    params: bool = Field(False, description="Keep parameters in host memory between uses.")
+    optimizer: bool = Field(False, description="Keep optimizer state in host memory between updates.")
+    grads: bool = Field(False, description="Release gradient buffers between updates.")
 
 
 class LoraConfig(Section):
     rank: PositiveInt = Field(16, description="Rank of the adapter.")
-    alpha: PositiveFloat = Field(32.0, description="Scale: alpha / rank.")
+    alpha: PositiveFloat = Field(32.0, description="The adapter is scaled by alpha / rank.")
     targets: list[str] = Field(
         ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], description="Megatron modules that get an adapter."
     )
 
 
 class TrainConfig(Section):
-    stages: list[Literal["sft", "rl"]] = Field(["rl"], description="What to run, in this order.")
+    stages: list[Literal["sft", "rl"]] = Field(["rl"], description="Stages to run, in this order.")
     sft: SftConfig = Field(default_factory=SftConfig)
     rl: RlConfig = Field(default_factory=RlConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    precision: Literal["fp32", "bf16"] = Field("bf16", description="Of parameters and activations; masters stay fp32.")
-    tokens_per_microbatch: PositiveInt = Field(8192, description="Packed tokens a micro-batch, at most.")
-    recompute: Literal["none", "selective", "full"] = Field("none", description="Activations recomputed in the backward pass.")
+    precision: Literal["fp32", "bf16"] = Field(
+        "bf16", description="Precision of parameters and activations; the optimizer's master weights are fp32."
+    )
+    tokens_per_microbatch: PositiveInt = Field(8192, description="Packed tokens of a micro-batch, at most.")
+    recompute: Literal["none", "selective", "full"] = Field("none", description="Which activations the backward pass recomputes.")
     distributed_optimizer: bool = Field(False, description="Shard optimizer state over dp.")
     offload: OffloadConfig = Field(default_factory=OffloadConfig)
     lora: LoraConfig | None = Field(None, description="Train an adapter instead of the weights.")
@@ -56,14 +59,14 @@ class TrainConfig(Section):
     keep_checkpoints: NonNegativeInt = Field(
         2, description="Newest checkpoints kept; 0: none is written, so that the run can be neither resumed nor converted."
     )
-    max_bad_steps: PositiveInt = Field(3, description="Updates in a row skipped for NaN or inf before the run stops.")
+    max_bad_steps: PositiveInt = Field(3, description="Consecutive updates skipped for NaN or inf after which the run stops.")
     eval_every: NonNegativeInt = Field(0, description="Updates between held-out evaluations; 0: before and after RL only.")
     gpus: Annotated[Float, Field(gt=0, le=1)] = Field(1.0, description="Share of a card that each trainer rank takes, beside others on it.")
     threads: NonNegativeInt = Field(0, description="CPU threads of a trainer rank beside engines; 0: torch's own choice.")
 
 
 def stages_fit(train: TrainConfig) -> Complaints:
-    """Stages, batches and optimizers that no run could follow."""
+    """Refuse stages, batch sizes, checkpoints and optimizer settings that contradict each other."""
     if not train.stages or len(set(train.stages)) != len(train.stages):
         yield f"train.stages: must name sft, rl or both, each once, got [{', '.join(train.stages)}]"
     for stage, steps in (("sft", train.sft.steps), ("rl", train.rl.steps)):
@@ -81,3 +84,24 @@ def stages_fit(train: TrainConfig) -> Complaints:
     for name, optimizer in (("sft", train.sft.optimizer), ("rl", train.rl.optimizer)):
         if not all(0 <= beta < 1 for beta in optimizer.betas):
             yield f"train.{name}.optimizer.betas: must lie in [0, 1), got {list(optimizer.betas)}"
+
+
+def lora_fits(lora: LoraConfig, shape: ModelShape) -> Complaints:
+    """Refuse targets that are no layers of this model."""
+    known = adapter_targets(shape)
+    if not lora.targets or len(set(lora.targets)) != len(lora.targets):
+        yield f"train.lora.targets: must name layers, each once, got [{', '.join(lora.targets)}]; {shape.family} has {', '.join(known)}"
+    elif unknown := [target for target in lora.targets if target not in known]:
+        yield f"train.lora.targets: no layer of {shape.family} is a {unknown[0]}; it has {', '.join(known)}"
+
+
+def adapter_targets(shape: ModelShape) -> list[str]:
+    """Megatron's names of the linear layers in this model's decoder, which `train.lora.targets` may name."""
+    names = ["linear_proj"] if "full_attention" in shape.layer_kinds else []
+    if shape.latent:
+        query = ["linear_q_proj"] if shape.latent.q_rank is None else ["linear_q_down_proj", "linear_q_up_proj"]
+        names = [*query, "linear_kv_down_proj", "linear_kv_up_proj", *names]
+    elif names:
+        names = ["linear_qkv", *names]
+    delta = ["in_proj", "out_proj"] if "linear_attention" in shape.layer_kinds else []
+    return [*names, *delta, "linear_fc1", "linear_fc2"]

@@ -1,4 +1,4 @@
-"""YAML as recipes want it: the scalars of YAML 1.2, a line for every key, and no key twice.
+"""Read and write YAML with the scalars of YAML 1.2, the line of every key, and no key twice.
 
 PyYAML reads YAML 1.1, where `1e-5` is text, `no` and `off` are booleans, `010` is eight and `12:30` is 750. Here only `true`
 and `false` are booleans, numbers are what they look like, and everything else is text.
@@ -36,9 +36,9 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that either YAML would read as something else."""
+    """Quotes text that YAML 1.1 or 1.2 would read as something else."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 
@@ -86,17 +86,17 @@ def parse(text: str, source: str) -> Document:
     return document
 
 
-def scalar(text: str) -> Any:
-    """The value that follows `=` in `--set key=value`. Raises UserError where it is not YAML."""
+def parse_value(text: str) -> object:
+    """The value of `--set key=value` that the YAML after `=` stands for. Raises UserError where it is not YAML."""
     return parse(text, f"--set value {text!r}").value
 
 
-def dump(value: Any) -> str:
+def dump(value: object) -> str:
     """YAML text that `parse` reads back as `value`, keys in their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _build(node: Node, path: Path, lines: dict[Path, int], source: str, open_nodes: set[int]) -> Any:
+def _build(node: Node, path: Path, lines: dict[Path, int], source: str, open_nodes: set[int]) -> object:
     here = f"{source}:{node.start_mark.line + 1}"
     if id(node) in open_nodes:
         raise UserError(f"{here}: an anchor stands inside itself")
@@ -133,7 +133,7 @@ def _pairs(node: MappingNode, path: Path, lines: dict[Path, int], source: str) -
         yield key, item
 
 
-def _scalar(node: ScalarNode, here: str) -> Any:
+def _scalar(node: ScalarNode, here: str) -> object:
     text, kind = node.value, node.tag.removeprefix(_PREFIX)
     if kind == "str":
         return text
