@@ -199,7 +199,7 @@ def _ray_folder() -> Path:
 def _owner(folder: Path) -> Owner | None:
     """The mark of a folder, None where it has none that can be read."""
     try:
-        owner = json.loads((folder / MARK).read_text())
+        owner: Owner = json.loads((folder / MARK).read_text())
     except (OSError, ValueError):
         return None
     return owner if isinstance(owner, dict) and Owner.__required_keys__ <= owner.keys() else None
