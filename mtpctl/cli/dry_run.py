@@ -1,22 +1,91 @@
-"""What `train --dry-run` tells: everything that can be known about a run before anything is started."""
+"""What `train --dry-run` prints: everything that can be known about a run before anything is started."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import asdict
+from typing import NotRequired, TypedDict
 
 from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.families.serving import check_importable
 from mtpctl.families.tensors import count_parameters
-from mtpctl.plan.memory import GIB, check_fits, engine_memory, logprob_memory, trainer_memory
+from mtpctl.plan.memory import GIB, EngineMemory, LogprobMemory, TrainerMemory, check_fits, engine_memory, logprob_memory, trainer_memory
 from mtpctl.plan.placement import Actor, place
-from mtpctl.plan.wire import bytes_beneath, section_buckets
+from mtpctl.plan.wire import base_weight_bytes, section_buckets
 from mtpctl.recipe.cautions import cautions_of
 from mtpctl.recipe.model_source import hf_config
 from mtpctl.recipe.schema import Recipe
 
+Sizes = dict[str, int | None]
 
-def dry_run(recipe: Recipe) -> dict[str, Any]:
+
+class ModelPlan(TypedDict):
+    """The model of a run."""
+
+    family: str
+    architecture: str
+    parameters: dict[str, int]
+    mtp_layers: int
+    mtp_mode: str
+    max_positions: int
+
+
+class ActorPlan(TypedDict):
+    """One actor, its host, and the CPUs and GPUs that it takes."""
+
+    name: str
+    role: str
+    host: int
+    cpus: float
+    gpus: float
+
+
+class PlacementPlan(TypedDict):
+    """All actors, and what they take together."""
+
+    device: str
+    hosts: int
+    cpus: float
+    gpus: float
+    actors: list[ActorPlan]
+
+
+class SchedulePlan(TypedDict):
+    """How far generation runs ahead, and how often weights are synced."""
+
+    staleness_threshold: float
+    sync_every: int
+    old_logprobs: NotRequired[str]
+
+
+class SectionPlan(TypedDict):
+    """The buckets of one section of a sync."""
+
+    tensors: int
+    buckets: int
+    bytes: int
+    largest: int
+
+
+# The key `async` is a word of Python.
+Plan = TypedDict(
+    "Plan",
+    {
+        "name": str,
+        "run_dir": str,
+        "stages": dict[str, int],
+        "model": ModelPlan,
+        "placement": PlacementPlan,
+        "memory": dict[str, Sizes],
+        "async": SchedulePlan,
+        "cautions": list[str],
+        "buckets": NotRequired[dict[str, SectionPlan]],
+        "bytes_once": NotRequired[int],
+    },
+)
+
+
+def dry_run(recipe: Recipe) -> Plan:
     """The plan of a run, JSON-ready. Sizes are bytes.
 
     Raises UserError, EnvironmentMissing (a hub that does not answer, a package that the family is served with) or ClusterResources, as
@@ -31,10 +100,10 @@ def dry_run(recipe: Recipe) -> dict[str, Any]:
     placement = place(recipe)
     check_fits(recipe, shape)
     trainer = trainer_memory(recipe, shape)
-    told: dict[str, Any] = {
+    plan: Plan = {
         "name": recipe.name,
         "run_dir": str(recipe.run_path),
-        "stages": {stage: getattr(recipe.train, stage).steps for stage in recipe.train.stages},
+        "stages": {stage: {"sft": recipe.train.sft.steps, "rl": recipe.train.rl.steps}[stage] for stage in recipe.train.stages},
         "model": {
             "family": shape.family,
             "architecture": shape.architecture,
@@ -58,11 +127,11 @@ def dry_run(recipe: Recipe) -> dict[str, Any]:
     }
     if "rl" in recipe.train.stages:
         engine = engine_memory(recipe, shape)
-        told["memory"]["rollout_rank"] = _sizes(engine) | {"kv_tokens": engine.kv_tokens}
+        plan["memory"]["rollout_rank"] = _sizes(engine) | {"kv_tokens": engine.kv_tokens}
         if recipe.logprob.standalone:
             server = logprob_memory(recipe, shape)
-            told["memory"]["logprob_rank"] = _sizes(server) | {"total": server.total}
-        told["buckets"] = {
+            plan["memory"]["logprob_rank"] = _sizes(server) | {"total": server.total}
+        plan["buckets"] = {
             section: {
                 "tensors": len({entry.name for bucket in buckets for entry in bucket.entries}),
                 "buckets": len(buckets),
@@ -71,18 +140,18 @@ def dry_run(recipe: Recipe) -> dict[str, Any]:
             }
             for section, buckets in section_buckets(recipe, shape).items()
         }
-        told["bytes_once"] = bytes_beneath(recipe, shape)
-        told["async"]["old_logprobs"] = recipe.old_logprobs
-    return told
+        plan["bytes_once"] = base_weight_bytes(recipe, shape)
+        plan["async"]["old_logprobs"] = recipe.old_logprobs
+    return plan
 
 
-def render(told: dict[str, Any]) -> str:
+def render(plan: Plan) -> str:
     """The plan for a person to read."""
-    model, placement = told["model"], told["placement"]
+    model, placement = plan["model"], plan["placement"]
     counts = model["parameters"]
-    stages = ", ".join(f"{stage} {steps} steps" for stage, steps in told["stages"].items())
+    stages = ", ".join(f"{stage} {steps} steps" for stage, steps in plan["stages"].items())
     lines = [
-        f"{told['name']}: {stages} → {told['run_dir']}",
+        f"{plan['name']}: {stages} → {plan['run_dir']}",
         "",
         f"model      {model['architecture']} ({model['family']}), {_count(counts['total'])} parameters, {model['max_positions']} positions",
         f"           {_count(counts['mtp'])} in {model['mtp_layers']} MTP layer(s) ({model['mtp_mode']}), "
@@ -94,22 +163,22 @@ def render(told: dict[str, Any]) -> str:
         amount = f"{actor['cpus']:g} CPU" + (f", {actor['gpus']:g} GPU" if actor["gpus"] else "")
         lines.append(f"           {actor['name']:{width}}  host {actor['host']}, {amount}: {actor['role']}")
     lines.append("memory     estimates, without CUDA context and allocator slack")
-    for rank, sizes in told["memory"].items():
+    for rank, sizes in plan["memory"].items():
         parts = ", ".join(f"{name.replace('_', ' ')} {_size(name, value)}" for name, value in sizes.items() if value)
         lines.append(f"           {rank.replace('_', ' ')}: {parts}")
-    if "buckets" in told:
-        schedule = told["async"]
+    if "buckets" in plan:
+        schedule = plan["async"]
         anchor = {"behaviour": "the engine's own", "recompute": "recomputed by Megatron"}[schedule["old_logprobs"]]
         lines.append(
             f"sync       every {schedule['sync_every']} update(s), staleness threshold {schedule['staleness_threshold']:g}, "
             f"old log-probs {anchor}"
         )
-        for section, one in told["buckets"].items():
-            sizes = f"{_bytes(one['bytes'])}, largest {_bytes(one['largest'])}"
-            lines.append(f"           {section}: {one['tensors']} tensors in {one['buckets']} bucket(s), {sizes}")
-        if told["bytes_once"]:
-            lines.append(f"           at the first sync also {_bytes(told['bytes_once'])} of weights beneath the adapter")
-    lines += [f"caution    {caution}" for caution in told["cautions"]]
+        for section, one in plan["buckets"].items():
+            bucketed = f"{_bytes(one['bytes'])}, largest {_bytes(one['largest'])}"
+            lines.append(f"           {section}: {one['tensors']} tensors in {one['buckets']} bucket(s), {bucketed}")
+        if plan["bytes_once"]:
+            lines.append(f"           at the first sync also {_bytes(plan['bytes_once'])} of base weights")
+    lines += [f"caution    {caution}" for caution in plan["cautions"]]
     return "\n".join(lines)
 
 
@@ -124,8 +193,8 @@ def _role(recipe: Recipe, actor: Actor) -> str:
     return "old log-probs beside generation"
 
 
-def _sizes(memory: object) -> dict[str, Any]:
-    return {name: getattr(memory, name) for name in type(memory).__dataclass_fields__}  # type: ignore[attr-defined]
+def _sizes(memory: TrainerMemory | EngineMemory | LogprobMemory) -> Sizes:
+    return asdict(memory)
 
 
 def _size(name: str, value: int) -> str:

@@ -4,12 +4,35 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
 from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, load
+
+if TYPE_CHECKING:
+    from mtpctl.recipe.schema import Recipe
+
+
+class BucketRow(TypedDict):
+    """One bucket of the plan: its bytes, and its first and last tensor."""
+
+    index: int
+    bytes: int
+    tensors: int
+    first: str
+    last: str
+
+
+class Plan(TypedDict):
+    """What `sync-weights --plan` prints. `bytes_once`: of base weights, which only the first sync of an adapter sends."""
+
+    transport: str
+    bucket_bytes: int
+    bytes_once: int
+    bytes: int
+    sections: dict[str, list[BucketRow]]
 
 
 def sync_weights(
@@ -18,44 +41,44 @@ def sync_weights(
     overlay: Overlays = None,
     source: Annotated[str | None, typer.Option("--from", metavar="CKPT|RUN", help="Weights; default: the recipe's model.")] = None,
     to: Annotated[
-        list[str] | None, typer.Option("--to", metavar="URL", help="A vLLM server that runs already; default: start the recipe's engines.")
+        list[str] | None, typer.Option("--to", metavar="URL", help="A running vLLM server; default: start the recipe's engines.")
     ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the buckets and start nothing.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Compare checksums at every sync, not at the first alone.")] = False,
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Syncs, each under a version of its own.")] = 1,
     as_json: Json = False,
 ) -> None:
-    """Send weights to generators and log-prob replicas once, and tell what it took."""
+    """Sync weights to engines and log-prob replicas by hand, and print times and rates."""
     from mtpctl.recipe.checks import validate
 
     loaded = load(recipe, overlay, sets).recipe
     validate(loaded)
     if plan and source is None:
-        _tell(_plan(loaded), as_json)
+        _print(_plan(loaded), as_json)
         return
-    # This imports torch, which a plan of the recipe's own model can do without.
+    # This imports torch, which a plan of the recipe's own model does not need.
     from mtpctl.cli.sync_job import Source, render, sync_by_hand
-    from mtpctl.cli.sync_job import as_json as everything
+    from mtpctl.cli.sync_job import as_json as results_as_json
 
     found = Source.parse(source)
     if plan:
-        _tell(_plan(loaded), as_json)
+        _print(_plan(loaded), as_json)
         return
     if not as_json:
         answer(_rendered(_plan(loaded)))
     done = sync_by_hand(loaded, found, to or [], verify=verify, repeat=repeat, say=partial(print, flush=True))
-    answer(everything(done) if as_json else render(done))
+    answer(results_as_json(done) if as_json else render(done))
 
 
-def _tell(told: dict[str, Any], as_json: bool) -> None:
-    answer(json.dumps(told, indent=1) if as_json else _rendered(told))
+def _print(plan: Plan, as_json: bool) -> None:
+    answer(json.dumps(plan, indent=1) if as_json else _rendered(plan))
 
 
-def _plan(recipe: Any) -> dict[str, Any]:
+def _plan(recipe: Recipe) -> Plan:
     """Buckets by section, from the model's shape alone."""
     from mtpctl.errors import UserError
     from mtpctl.families.reading import shape_of
-    from mtpctl.plan.wire import bytes_beneath, section_buckets
+    from mtpctl.plan.wire import base_weight_bytes, section_buckets
     from mtpctl.recipe.model_source import hf_config
 
     config = hf_config(recipe.model)
@@ -66,7 +89,7 @@ def _plan(recipe: Any) -> dict[str, Any]:
     return {
         "transport": recipe.sync.transport,
         "bucket_bytes": recipe.sync.bucket_bytes,
-        "bytes_once": bytes_beneath(recipe, shape),
+        "bytes_once": base_weight_bytes(recipe, shape),
         "bytes": sum(bucket.nbytes for buckets in sections.values() for bucket in buckets),
         "sections": {
             section: [
@@ -78,14 +101,14 @@ def _plan(recipe: Any) -> dict[str, Any]:
     }
 
 
-def _rendered(told: dict[str, Any]) -> str:
-    count = sum(map(len, told["sections"].values()))
+def _rendered(plan: Plan) -> str:
+    count = sum(map(len, plan["sections"].values()))
     lines = [
-        f"{told['bytes'] / 1e6:,.1f} MB in {count} bucket(s) of at most {told['bucket_bytes'] / 1e6:,.1f} MB, over {told['transport']}"
+        f"{plan['bytes'] / 1e6:,.1f} MB in {count} bucket(s) of at most {plan['bucket_bytes'] / 1e6:,.1f} MB, over {plan['transport']}"
     ]
-    if told["bytes_once"]:
-        lines.append(f"  at the first sync also {told['bytes_once'] / 1e6:,.1f} MB of weights beneath the adapter")
-    for section, buckets in told["sections"].items():
+    if plan["bytes_once"]:
+        lines.append(f"  at the first sync also {plan['bytes_once'] / 1e6:,.1f} MB of base weights")
+    for section, buckets in plan["sections"].items():
         for bucket in buckets:
             ends = bucket["first"] if bucket["first"] == bucket["last"] else f"{bucket['first']} … {bucket['last']}"
             lines.append(f"  {section} {bucket['index']:>4}  {bucket['bytes'] / 1e6:>10,.1f} MB  {bucket['tensors']:>5} tensor(s)  {ends}")

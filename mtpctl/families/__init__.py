@@ -1,3 +1,1 @@
-"""What is particular to a model family, as data: sizes, tensor names and shapes, MTP conventions.
-Runs anywhere; imports nothing but the errors.
-"""
+"""The model families as data: sizes, tensor names and shapes, MTP conventions. Imports nothing of mtpctl but the errors."""

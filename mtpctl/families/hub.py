@@ -1,13 +1,12 @@
-"""Configs of hub models that are known here, so that planning and random weights need no download."""
+"""Configs of a few hub models, so that plans and models with random weights need no download."""
 
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Any
 
 from mtpctl.errors import UserError
 
-_MIMO_7B: dict[str, Any] = {
+_MIMO_7B: dict[str, object] = {
     "architectures": ["MiMoForCausalLM"],
     "model_type": "mimo",
     "hidden_size": 4096,
@@ -30,15 +29,15 @@ _MIMO_7B: dict[str, Any] = {
     "use_cache": True,
 }
 
-HUB_CONFIGS: dict[str, dict[str, Any]] = {
+HUB_CONFIGS: dict[str, dict[str, object]] = {
     "XiaomiMiMo/MiMo-7B-Base": _MIMO_7B,
     "XiaomiMiMo/MiMo-7B-SFT": _MIMO_7B,
     "XiaomiMiMo/MiMo-7B-RL": _MIMO_7B,
 }
 
 
-def hub_config(hub_id: str) -> dict[str, Any]:
-    """The config.json fields of a hub model known without a download. Raises UserError naming those that are."""
+def hub_config(hub_id: str) -> dict[str, object]:
+    """The config.json fields of a hub model in `HUB_CONFIGS`. Raises UserError for another, naming those."""
     if hub_id not in HUB_CONFIGS:
         raise UserError(f"the sizes of {hub_id} are not known without a download; known are {', '.join(HUB_CONFIGS)}")
     return deepcopy(HUB_CONFIGS[hub_id])

@@ -1,10 +1,10 @@
-"""From a Hugging Face config to a `ModelShape`."""
+"""Read a Hugging Face config into a `ModelShape`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import get_args
 
 from mtpctl.errors import UserError
 from mtpctl.families.registry import FAMILIES, Family, Flag, MoeFields
@@ -21,35 +21,33 @@ ROPE_NUMBERS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (),
 }
-"""What each scaling of rotary embeddings cannot do without."""
+"""The numbers that each scaling of rotary embeddings needs."""
 
 ROPE_OPTIONS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")
-"""What YaRN computes or takes as usual where the config does not say."""
+"""The numbers that have a default with YaRN."""
 
 MIMO_7B = {"hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151680}
 MIMO_7B_POSITIONS = 32768
 """The published MiMo-7B config files state another length than the models were trained with."""
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
+def family_of(config: Mapping[str, object]) -> Family:
     """The family of a config, by `architectures`, or by `model_type` where there are none.
 
     Raises UserError naming what the config says and the families that are known.
     """
-    named = config.get("architectures") or []
-    if not isinstance(named, list):
-        raise UserError(f"model config: architectures must be a list, got {named!r}")
+    named = _architectures(config)
     model_type = config.get("model_type")
     for family in FAMILIES:
-        if any(str(a) in family.architectures for a in named) or (not named and model_type in family.model_types):
+        if any(a in family.architectures for a in named) or (not named and model_type in family.model_types):
             return family
     said = f"architectures {named}" if named else f"model_type {model_type!r}"
     known = ", ".join(f"{family.name} ({family.architectures[0]})" for family in FAMILIES)
     raise UserError(f"model config: {said} is not a known family; known are {known}")
 
 
-def mtp_layers_of(config: Mapping[str, Any]) -> int:
-    """MTP layers that a config names, 0 where it names none."""
+def mtp_layers_of(config: Mapping[str, object]) -> int:
+    """The number of MTP layers that a config names, 0 where it names none."""
     for part in (config, _mapping(config, "text_config")):
         for key in MTP_COUNTS:
             if part.get(key):
@@ -57,14 +55,14 @@ def mtp_layers_of(config: Mapping[str, Any]) -> int:
     return 0
 
 
-def shape_of(config: Mapping[str, Any]) -> ModelShape:
+def shape_of(config: Mapping[str, object]) -> ModelShape:
     """Sizes and conventions of the model that `config` (the fields of config.json) describes.
 
     Raises UserError for an unknown family, and for a field that is missing or does not fit.
     """
     family = family_of(config)
     fields = _Fields({**config, **_mapping(config, "text_config")})
-    _check_computed_so(family, fields)
+    _check_supported(family, fields)
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     layers, vocab = fields.whole("num_hidden_layers"), fields.whole("vocab_size")
     kv_heads = heads if family.latent else fields.whole("num_key_value_heads", heads)
@@ -88,7 +86,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         positions = MIMO_7B_POSITIONS
     return ModelShape(
         family=family.name,
-        architecture=next((a for a in config.get("architectures") or [] if a in family.architectures), family.architectures[0]),
+        architecture=next((a for a in _architectures(config) if a in family.architectures), family.architectures[0]),
         prefix=family.prefix,
         hidden=hidden,
         layers=layers,
@@ -115,8 +113,8 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     )
 
 
-def _check_computed_so(family: Family, fields: _Fields) -> None:
-    """Refuse what a config can ask for and no model here computes: other weights would be trained than are served."""
+def _check_supported(family: Family, fields: _Fields) -> None:
+    """Refuse what a config can ask for and the trainer does not compute: the policy that is trained would not be the one that is served."""
     activation = fields.raw.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         raise UserError(f"model config: hidden_act {activation!r} is not supported; silu is")
@@ -125,19 +123,19 @@ def _check_computed_so(family: Family, fields: _Fields) -> None:
     for key in family.output_biases:
         if fields.switch(key, False):
             raise UserError(f"model config: {key} puts a bias on the output projections of {family.name}, which is not supported")
-    for key, value in family.spelled_out:
+    for key, value in family.required_values:
         if (said := fields.raw.get(key)) not in (None, value):
             raise UserError(f"model config: {key} {said!r} is not supported for {family.name}; {value!r} is")
-    if family.moe and not family.moe.free_shares and fields.raw.get("norm_topk_prob") is False:
+    if family.moe and not family.moe.unnormalised_topk and fields.raw.get("norm_topk_prob") is False:
         raise UserError(f"model config: norm_topk_prob false is not supported for {family.name}: the experts' shares sum to 1")
 
 
-def _rope_scaling(rope: _Fields) -> dict[str, Any] | None:
-    """The config's own account of it, where there is one and all of its numbers are."""
+def _rope_scaling(rope: _Fields) -> dict[str, object] | None:
+    """The config's scaling fields, checked for the numbers that its kind needs; None where RoPE is not scaled."""
     kind = rope.raw.get("rope_type", rope.raw.get("type", "default"))
     if kind == "default":
         return None
-    if kind not in ("linear", "llama3", "yarn"):
+    if not isinstance(kind, str) or kind not in ROPE_NUMBERS:
         raise UserError(f"model config: RoPE scaling {kind!r} is not supported; linear, llama3 and yarn are")
     for key in ROPE_NUMBERS[kind]:
         if rope.raw.get(key) is None:
@@ -148,9 +146,9 @@ def _rope_scaling(rope: _Fields) -> dict[str, Any] | None:
 
 
 class _Fields:
-    """Config fields with a message for what is missing."""
+    """Config fields, read by type. The methods raise UserError for a field that is missing or of another type."""
 
-    def __init__(self, raw: Mapping[str, Any]) -> None:
+    def __init__(self, raw: Mapping[str, object]) -> None:
         self.raw = raw
 
     def whole(self, key: str, default: int | None = None) -> int:
@@ -180,7 +178,14 @@ class _Fields:
         return self.switch(flag, False) if isinstance(flag, str) else flag
 
 
-def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _architectures(config: Mapping[str, object]) -> list[str]:
+    named = config.get("architectures") or []
+    if not isinstance(named, list):
+        raise UserError(f"model config: architectures must be a list, got {named!r}")
+    return [str(name) for name in named]
+
+
+def _mapping(config: Mapping[str, object], key: str) -> Mapping[str, object]:
     value = config.get(key)
     if value is not None and not isinstance(value, Mapping):
         raise UserError(f"model config: {key} must be an object, got {value!r}")
@@ -234,17 +239,17 @@ def _delta(family: Family, fields: _Fields) -> DeltaShape | None:
         value_dim=fields.whole("linear_value_head_dim", 128),
         conv=fields.whole("linear_conv_kernel_dim", 4),
         fused_projections=family.delta == "fused",
-        # Qwen3.5's configs ask for it; of Qwen3-Next's engines do not read it.
+        # Engines read this field in Qwen3.5's configs, and ignore it in Qwen3-Next's.
         fp32_state=family.delta != "fused" and fields.raw.get("mamba_ssm_dtype") == "float32",
     )
 
 
 def _layer_kinds(family: Family, fields: _Fields, layers: int) -> tuple[LayerKind, ...]:
-    kinds: list[LayerKind] = ["full_attention"] * layers
+    kinds: object = ["full_attention"] * layers
     if family.delta != "none":
         every = fields.whole("full_attention_interval", 4)
-        kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
-        kinds = fields.raw.get("layer_types") or kinds
+        alternating = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+        kinds = fields.raw.get("layer_types") or alternating
     if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in get_args(LayerKind) for kind in kinds):
         raise UserError(f"model config: layer_types must name full_attention or linear_attention for each of {layers} layers")
     return tuple(kinds)

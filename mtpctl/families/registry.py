@@ -8,30 +8,31 @@ from typing import Literal
 from mtpctl.families.shape import MtpConvention
 
 Flag = bool | str
-"""True or False for all models of a family, or the config field that says."""
+"""True or False for all models of a family, or the name of a config field that has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoeFields:
     """Which experts a family has, and which of its layers are dense: the first ones, or all but every n-th.
 
-    `free_shares`: whether Megatron computes a config whose experts' shares do not sum to 1 (`norm_topk_prob: false`).
+    `unnormalised_topk`: whether routing weights need not sum to 1 (`norm_topk_prob: false`).
     """
 
     shared: Literal["none", "shared_expert", "shared_experts"]
     shared_gate: bool
     router_bias: bool
     dense: Literal["first", "sparse_step"]
-    free_shares: bool = False
+    unnormalised_topk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What all models of a family have in common, and which config field tells what differs.
+    """What all models of a family have in common, and the config fields that say where they differ.
 
-    `output_biases`: fields that put a bias on an output projection, of attention or MLP; no model here computes one.
-    `spelled_out`: fields with the one value that is computed here, and for which an engine takes another where a config has none.
-    `imports`: packages that vLLM's module of the family cannot be imported without, beyond what vLLM itself needs.
+    `output_biases`: config fields that add a bias to an output projection of attention or MLP, which the trainer does not support.
+    `required_values`: config fields and the one value of each that the trainer supports; engines assume another where a config
+    has none, so that it has to be stated.
+    `imports`: packages that vLLM's module of the family imports, beyond what vLLM itself needs.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Family:
     moe: MoeFields | None = None
     mtp: MtpConvention | None = None
     head_dim_follows_hidden: bool = False
-    spelled_out: tuple[tuple[str, str], ...] = ()
+    required_values: tuple[tuple[str, str], ...] = ()
     imports: tuple[str, ...] = ()
 
 
@@ -78,7 +79,7 @@ _DEEPSEEK_MTP = MtpConvention(
     embedding_copy="model.layers.{n}.embed_tokens.weight",
     head_copy="model.layers.{n}.shared_head.head.weight",
 )
-# DeepSeek-V3's layers under the same names; but its drafter hands the state on as the LM head reads it, and GLM-4.5's does not.
+# GLM-4.5's layers have DeepSeek-V3's names. Between depths DeepSeek-V3's drafter passes the normed state on, GLM-4.5's the one before.
 _GLM_MTP = replace(_DEEPSEEK_MTP, recycles_prenorm=True)
 _QWEN_MTP = MtpConvention(
     layer="mtp.layers.{k}.",
@@ -93,8 +94,8 @@ _QWEN_MTP = MtpConvention(
 
 _QWEN2 = Family("qwen2", ("Qwen2ForCausalLM",), ("qwen2",), qkv_bias=True, head_dim_follows_hidden=True)
 _QWEN3 = Family("qwen3", ("Qwen3ForCausalLM",), ("qwen3",), output_biases=("attention_bias",), qk_norm=True)
-_QWEN_MOE = MoeFields(shared="none", shared_gate=False, router_bias=False, dense="sparse_step", free_shares=True)
-_QWEN_NEXT_MOE = replace(_QWEN_MOE, shared="shared_expert", shared_gate=True, free_shares=False)
+_QWEN_MOE = MoeFields(shared="none", shared_gate=False, router_bias=False, dense="sparse_step", unnormalised_topk=True)
+_QWEN_NEXT_MOE = replace(_QWEN_MOE, shared="shared_expert", shared_gate=True, unnormalised_topk=False)
 _DEEPSEEK_MOE = MoeFields(shared="shared_experts", shared_gate=False, router_bias=True, dense="first")
 _QWEN3_NEXT = replace(
     _QWEN3,
@@ -152,7 +153,7 @@ FAMILIES: tuple[Family, ...] = (
         ("deepseek_v3",),
         max_positions=4096,
         latent=True,
-        spelled_out=(("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
+        required_values=(("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
         moe=_DEEPSEEK_MOE,
         mtp=_DEEPSEEK_MTP,
     ),

@@ -12,13 +12,13 @@ Concat = Literal["hidden_embedding", "embedding_hidden"]
 
 @dataclass(frozen=True, slots=True)
 class MtpConvention:
-    """How a family's MTP layers are fed and named.
+    """How a family's MTP layers are named, and what they read.
 
     Names are templates: `{k}` is the MTP layer from 0, `{n}` the same counted on from the decoder's layers. `layer` is the
     prefix of the transformer layer inside; a template without a placeholder names a tensor that all depths share.
     `recycles_prenorm`: the second depth and later ones read the state before the final norm of the depth above, which the LM head
-    reads normed. `blanks_first`: the engines that draft with these layers put 0 in place of the embedding at position 0. Their next steps
-    stand one position further on each, so that this is the first depth's alone.
+    reads normed. `blanks_first`: engines that draft with these layers read 0 in place of the embedding at position 0. Their later
+    steps are at positions further on, so that only the first depth does.
     """
 
     layer: str
@@ -35,7 +35,7 @@ class MtpConvention:
 
     @property
     def shared(self) -> bool:
-        """Whether all depths read through one projection."""
+        """Whether all depths share one projection."""
         return "{" not in self.projection
 
     def name(self, template: str, depth: int, layers: int) -> str:
@@ -83,7 +83,7 @@ class DeltaShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Everything about a model that is not a weight. Widths are in elements, `max_positions` in tokens."""
+    """The sizes and conventions of one model. Widths are in elements, `max_positions` in tokens."""
 
     family: str
     architecture: str

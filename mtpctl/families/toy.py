@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-_TOY: dict[str, Any] = {
+_TOY: dict[str, object] = {
     "architectures": ["MiMoForCausalLM"],
     "model_type": "qwen2",
     "hidden_size": 128,
@@ -20,9 +18,9 @@ _TOY: dict[str, Any] = {
 }
 
 
-def toy_config(**changes: Any) -> dict[str, Any]:
-    """The config.json fields of a MiMo model of two layers and one MTP layer; how large vocabulary and context are, `changes` say.
+def toy_config(**changes: object) -> dict[str, object]:
+    """The config.json fields of a MiMo model of two layers and one MTP layer, with `changes`: vocabulary and context among them.
 
-    `model_type` is one that every vLLM reads without a stand-in.
+    `model_type` is one that vLLM reads without `mtpctl.compat.mimo_config`.
     """
     return {**_TOY, **changes}

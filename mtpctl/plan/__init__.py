@@ -1,1 +1,1 @@
-"""Placement, memory, buckets: pure arithmetic over names, shapes and sizes, without torch."""
+"""Placement, memory and buckets of a run: arithmetic over names, shapes and sizes, without torch."""

@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step: what a rate in FLOP/s, and a share of the card's, is computed from."""
+"""Count the floating-point operations of a training step, from which FLOP/s and the share of a card's peak are computed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PEAKS = {
     "H200": 989e12,
     "B200": 2250e12,
 }
-"""Dense bf16 FLOP/s by NVIDIA's data sheets; the first name that a card's name holds as whole words counts."""
+"""Dense bf16 FLOP/s by NVIDIA's data sheets. The first name that a card's name contains as whole words is taken."""
 
 
 def card_peak(card: str) -> float | None:
@@ -29,7 +29,7 @@ def card_peak(card: str) -> float | None:
 
 
 def countable(shape: ModelShape) -> bool:
-    """Whether `step_flops` counts such a model."""
+    """Whether `step_flops` can count the model: all its layers are dense attention layers."""
     return not (shape.moe or shape.latent or shape.delta)
 
 

@@ -30,8 +30,8 @@ OPTIMIZER_SLICE = 1 << 30
 class TrainerMemory:
     """Bytes of the fullest trainer rank. `host` is what offloading moves to host memory.
 
-    reference: what moves, as a KL penalty's reference policy has it. step: what an optimizer step needs, when activations and
-    workspace are not there. Parameters and gradients that are offloaded are on the device when it is fullest, so they count as held.
+    reference: the trained parameters of a KL penalty's reference policy. step: temporaries of an optimizer step, in which activations
+    and workspace are free. Offloaded parameters and gradients are on the device when it is fullest, so they are counted.
     """
 
     weights: int
@@ -46,17 +46,17 @@ class TrainerMemory:
     @property
     def total(self) -> int:
         """Bytes on the device."""
-        # While the reference scores, what it stands in for is kept aside.
+        # While the reference policy scores, the trained parameters that it replaces are kept beside it.
         phases = self.activations + self.workspace, self.step, self.reference + self.workspace
         return self.weights + self.gradients + self.optimizer + self.reference + max(phases)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Bytes of one rank of a rollout engine; `kv_token` is one token's key-value cache, `kv_cache` None where it is not bounded yet.
+    """Bytes of one rank of a rollout engine. `kv_token`: of one token's key-value cache. `kv_cache`: of all, None where nothing bounds it.
 
-    `sequence_state` is what linear attention keeps for one sequence, however long it is, and `states` that of all in flight: they lie in
-    the cache beside the tokens.
+    `sequence_state`: linear attention's state of one sequence of any length; `states`: of all sequences in flight. States and tokens
+    share the cache.
     """
 
     weights: int
@@ -67,23 +67,26 @@ class EngineMemory:
 
     @property
     def kv_tokens(self) -> int | None:
-        """Tokens that the cache holds, with every sequence in flight."""
+        """Tokens that the cache holds beside the states of all sequences in flight."""
         return None if self.kv_cache is None or not self.kv_token else max(0, self.kv_cache - self.states) // self.kv_token
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobMemory:
-    """Bytes of one rank of a log-prob server. beneath: its parts of the weights that an adapter, synced alone, is merged into."""
+    """Bytes of one rank of a log-prob server.
+
+    base_weights: a copy, without adapter, of the weights that a synced adapter is merged into.
+    """
 
     weights: int
-    beneath: int
+    base_weights: int
     activations: int
     workspace: int
 
     @property
     def total(self) -> int:
         """Bytes on the device."""
-        return self.weights + self.beneath + self.activations + self.workspace
+        return self.weights + self.base_weights + self.activations + self.workspace
 
 
 def trainer_memory(recipe: Recipe, shape: ModelShape) -> TrainerMemory:
@@ -138,12 +141,12 @@ def logprob_memory(recipe: Recipe, shape: ModelShape) -> LogprobMemory:
     width = WEIGHT_BYTES[recipe.train.precision]
     adapted = adapted_weights(shape, lora.targets) if lora is not None and "adapter" in recipe.sync.sections else {}
     merged = stages(shape, server.parallel, depths=_depths(recipe, shape), only=adapted)
-    held = [(stage.parameters, under.parameters) for stage, under in zip(_stages(recipe, shape, server.parallel), merged, strict=True)]
+    held = [(stage.parameters, base.parameters) for stage, base in zip(_stages(recipe, shape, server.parallel), merged, strict=True)]
     copies = 2 if server.keep_previous else 1
-    elements = activation_width(shape, server.parallel) + passing_width(shape, server.parallel)
+    elements = activation_width(shape, server.parallel) + transient_width(shape, server.parallel)
     one_layer = int(server.tokens_per_batch // server.parallel.cp * elements * width)
-    weights, beneath = max(((whole * copies, under) for whole, under in held), key=sum)
-    return LogprobMemory(weights * width, beneath * width, one_layer, _workspace(recipe, shape, server.tokens_per_batch, server.parallel))
+    weights, base = max(((whole * copies, adapted) for whole, adapted in held), key=sum)
+    return LogprobMemory(weights * width, base * width, one_layer, _workspace(recipe, shape, server.tokens_per_batch, server.parallel))
 
 
 def check_fits(recipe: Recipe, shape: ModelShape) -> None:
@@ -168,7 +171,7 @@ def check_fits(recipe: Recipe, shape: ModelShape) -> None:
         shares["logprob.gpus"] = server.gpus
     engine = engine_share(recipe)
     beside = {field: share for field, share in shares.items() if share + engine <= 1 + 1e-9}
-    # Each may find its place on the engine's card, or all of them.
+    # One of them may be on the engine's card, or all of them.
     together = [beside] if sum(beside.values()) + engine <= 1 + 1e-9 else [{field: share} for field, share in beside.items()]
     for held in together:
         if sum(held.values()) + recipe.rollout.gpu_memory > 1 + 1e-9:
@@ -177,10 +180,14 @@ def check_fits(recipe: Recipe, shape: ModelShape) -> None:
 
 
 def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
-    """Elements a token that one decoder layer keeps for its backward pass: a layer of experts where there are any, of full attention.
+    """Elements a token that one decoder layer keeps for its backward pass; of the largest kind: full attention, and experts if any.
 
     After Korthikanti et al. 2022, section 4, for flash attention (nothing quadratic is kept), grouped queries and a gated MLP,
+<<<<<<< ours
     less what is made again from the rest (`mtpctl.model.recompute`). Split over tp only with sequence parallelism: the inputs of
+=======
+    less what the backward pass recomputes (`mtpctl.model.rebuild`). Split over tp only with sequence parallelism: the inputs of
+>>>>>>> theirs
     both norms, and of a latent what all heads share. Split in any case: q, k, v and the attention's output, gate and up. Whole
     on every rank: sine and cosine; and the copies that routed experts read, where tp splits each expert.
     """
@@ -197,8 +204,8 @@ def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     return entry_width + copies + 4 * rotated + (_attention_width(shape) + 2 * _ffn_width(shape)) / parallel.tp
 
 
-def passing_width(shape: ModelShape, parallel: ParallelConfig) -> float:
-    """Elements a token that a layer makes and lets go beside `activation_width`: the normed input and the product of gate and up."""
+def transient_width(shape: ModelShape, parallel: ParallelConfig) -> float:
+    """Elements a token that a layer computes and frees, beside `activation_width`: the normed input and the product of gate and up."""
     return shape.hidden / (parallel.tp if parallel.sequence_parallel else 1) + _ffn_width(shape) / parallel.tp
 
 
@@ -238,7 +245,7 @@ def _attention_width(shape: ModelShape) -> float:
 
 
 def _ffn_width(shape: ModelShape) -> float:
-    """Hidden width of what a token visits."""
+    """Hidden width of the MLP, or of the experts that one token is routed to."""
     moe = shape.moe
     return moe.experts_per_token * moe.ffn + moe.shared_ffn if moe else shape.ffn
 
@@ -264,7 +271,7 @@ def _trainer_stage(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, 
     trains_mtp = buffered and (training == "sft" or train.rl.train_mtp)
     gradients = (moved + (stage.mtp if buffered else 0)) * GRADIENT
     if trains_mtp or (buffered and train.distributed_optimizer):
-        # A distributed optimizer remembers all that has a gradient buffer, MTP layers that stand still among it.
+        # A distributed optimizer has state for all that has a gradient buffer, MTP layers that are not trained included.
         moved, experts = moved + stage.mtp, experts + stage.mtp_experts
     among, experts_among = optimizer_ranks(parallel) if train.distributed_optimizer else (1, 1)
     stepped = (moved - experts) // among + experts // experts_among
@@ -287,10 +294,10 @@ def _trainer_stage(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, 
 def _activations(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, depths: int) -> int:
     train, parallel = recipe.train, recipe.train.parallel
     layers = len(stage.layers) + (depths if stage.has_head else 0)
-    width, passing = activation_width(shape, parallel), passing_width(shape, parallel)
+    width, transient = activation_width(shape, parallel), transient_width(shape, parallel)
     entry = shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
     kept = width * layers if train.recompute != "full" else entry * layers
-    once = passing if train.recompute != "full" else width + passing
+    once = transient if train.recompute != "full" else width + transient
     in_flight = parallel.pp - index  # One forward, one backward: a stage waits for those behind it.
     return int(train.tokens_per_microbatch / parallel.cp * (kept * in_flight + once) * WEIGHT_BYTES[train.precision])
 
@@ -319,7 +326,7 @@ def _routed_sides(shape: ModelShape, layer: int, target: str, parallel: Parallel
 
 
 def _sides(shape: ModelShape, layer: int, target: str, parallel: ParallelConfig) -> float:
-    """The same of all other layers of this name."""
+    """Inputs and outputs of all other layers of this name in one decoder layer, as one rank holds them."""
     if target in ("linear_fc1", "linear_fc2"):
         moe = shape.moe
         sparse = moe is not None and layer not in moe.dense_layers
@@ -334,7 +341,7 @@ def _inner(target: str, ffn: int) -> int:
 
 
 def _mixer_sides(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
-    """Of attention's linear layers: the side that is whole on every rank, and the one that is split over tp."""
+    """For each of attention's linear layers: the width of the side that every rank holds whole, and of the side that tp splits."""
     hidden = shape.hidden
     if shape.layer_kinds[layer] == "linear_attention":
         delta = shape.delta

@@ -1,4 +1,4 @@
-"""Which actor sits where: trainer ranks, rollout engines and log-prob ranks on hosts with CPUs and GPUs.
+"""Place trainer ranks, rollout engines and log-prob ranks on hosts with CPUs and GPUs.
 
 Ranks are placed in order, each group on the first host that has room. Trainer ranks fill hosts from the front, so that
 tensor-parallel neighbours sit together; an engine never spans hosts, nor a share of a card two cards.
@@ -40,7 +40,7 @@ class Actor:
 
     @property
     def name(self) -> str:
-        """As it appears in logs and messages."""
+        """Name in logs and messages."""
         return (
             f"{self.role}-{self.rank}" if self.role == "trainer" else f"{self.role}-{self.index}" + (f".{self.rank}" if self.rank else "")
         )
@@ -48,7 +48,7 @@ class Actor:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """All actors, on which device, over how many hosts in use."""
+    """All actors of a run, their device, and the number of hosts in use."""
 
     device: Device
     actors: tuple[Actor, ...]
@@ -120,7 +120,7 @@ def _groups(recipe: Recipe, device: Device) -> list[Group]:
         card = engine_share(recipe) if cuda else 0.0
         groups += [("rollout", i, rollout.tp, max(1, rollout.threads), card) for i in range(rollout.replicas)]
         if server.standalone:
-            # Where there are only CPUs, scoring comes in bursts between the beats of the others and claims no core of its own.
+            # On CPUs, scoring comes in bursts while the others wait, and claims no core of its own.
             claim = (1, server.gpus) if cuda else (0, 0.0)
             groups += [("logprob", i, server.parallel.world_size, *claim) for i in range(server.replicas)]
     per_node = recipe.cluster.gpus_per_node
@@ -144,7 +144,7 @@ def _groups(recipe: Recipe, device: Device) -> list[Group]:
 
 
 def engine_share(recipe: Recipe) -> float:
-    """Of a card, for each rank of a rollout engine: what the recipe says, or what a log-prob rank beside it leaves."""
+    """Share of a card for each rank of a rollout engine: `rollout.gpus`, or what a log-prob rank on the same card leaves."""
     server = recipe.logprob
     return recipe.rollout.gpus or (1 - server.gpus if server.standalone and server.gpus < 1 else 1.0)
 
@@ -160,11 +160,11 @@ def _planned_hosts(recipe: Recipe, device: Device, cpus: float, ranks: int) -> l
 
 
 Room = tuple[float, list[float]]
-"""CPUs that are free on a host, and what is free of each of its cards."""
+"""CPUs that are free on a host, and the free share of each of its cards."""
 
 
 def _take(free: list[Room], ranks: int, cpus: float, gpus: float) -> int | None:
-    """The first host with room for all ranks, which has it no more."""
+    """Take CPUs and cards for all ranks from the first host that has them. Returns its index, or None."""
     for host, (spare, cards) in enumerate(free):
         left = _without(cards, ranks, gpus)
         if spare >= ranks * cpus and left is not None:
@@ -174,7 +174,10 @@ def _take(free: list[Room], ranks: int, cpus: float, gpus: float) -> int | None:
 
 
 def _without(cards: list[float], ranks: int, gpus: float) -> list[float] | None:
-    """What is left of the cards; None where they do not do. As Ray hands them out: a share comes from the fullest card that has it."""
+    """What is left of the cards after `ranks` ranks took `gpus` each; None where they do not suffice.
+
+    Cards are chosen as Ray does it: a share comes from the fullest card that has room for it.
+    """
     left = list(cards)
     for _ in range(ranks):
         fitting = [card for card, free in enumerate(left) if free + 1e-9 >= min(gpus, 1)]

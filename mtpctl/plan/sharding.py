@@ -1,4 +1,4 @@
-"""How many of a model's parameters one rank holds under a parallel layout."""
+"""Count the parameters that one rank holds under a parallel layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _LAYER = re.compile(r"\.layers\.([0-9]+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one rank of a pipeline stage holds: decoder layers, and parameters of trunk and MTP layers, of each those of routed experts."""
+    """What one rank of a pipeline stage holds: decoder layers, and the parameters of trunk and MTP layers.
+
+    `trunk_experts` and `mtp_experts` are those of routed experts among them.
+    """
 
     layers: range
     trunk: int
@@ -34,14 +37,14 @@ class Stage:
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """Parameters in all."""
         return self.trunk + self.mtp
 
 
 def stage_layers(layers: int, depths: int, parallel: ParallelConfig) -> list[int]:
-    """Decoder layers of each pipeline stage: as the recipe says, or even, an MTP depth counting as a layer of the last stage.
+    """Decoder layers of each pipeline stage: `pp_layout`, or even, where an MTP depth counts as a layer of the last stage.
 
-    Raises UserError where the recipe's do not add up.
+    Raises UserError where `pp_layout` does not add up to `layers`.
     """
     if parallel.pp_layout is not None:
         if len(parallel.pp_layout) != parallel.pp or sum(parallel.pp_layout) != layers:
@@ -95,12 +98,12 @@ def stages(shape: ModelShape, parallel: ParallelConfig, *, depths: int, only: Co
 
 
 def expert_tp(parallel: ParallelConfig) -> int:
-    """Over how many ranks one expert is split: with expert parallelism each is whole."""
+    """Over how many ranks one expert is split: 1 with expert parallelism."""
     return 1 if parallel.ep > 1 else parallel.tp
 
 
 def optimizer_ranks(parallel: ParallelConfig) -> tuple[int, int]:
-    """Over how many ranks a distributed optimizer spreads what it remembers of a parameter, and of a routed expert's."""
+    """Over how many ranks a distributed optimizer shards its state, of dense parameters and of routed experts."""
     copies = parallel.dp * parallel.cp
     return copies, parallel.tp * copies // (expert_tp(parallel) * parallel.ep)
 

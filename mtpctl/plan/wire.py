@@ -1,4 +1,4 @@
-"""What a weight sync moves, section by section, planned from the model's shape alone."""
+"""The tensors and buckets of a weight sync, section by section, from the model's shape alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mtpctl.recipe.model import DTYPES
 from mtpctl.recipe.schema import Recipe
 
 ADAPTER_PREFIX = "base_model.model."
-"""What PEFT puts before the names of the layers that it adapts."""
+"""PEFT's prefix of the names of layers that it adapts."""
 
 ADAPTED = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -26,7 +26,7 @@ ADAPTED = {
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
-"""The layers of a Hugging Face folder that each of `train.lora.targets` is made of, in any family."""
+"""The layers of a Hugging Face folder that make up each Megatron layer of `train.lora.targets`, over all families."""
 
 
 def wire_tensors(shape: ModelShape, section: str, dtype: str) -> list[TensorSpec]:
@@ -63,13 +63,13 @@ def _dtype(recipe: Recipe) -> str:
     return DTYPES[recipe.train.precision if recipe.rollout.dtype == "auto" else recipe.rollout.dtype]
 
 
-def bytes_beneath(recipe: Recipe, shape: ModelShape) -> int:
-    """Of the weights that an adapter lies over, which the first sync brings along."""
+def base_weight_bytes(recipe: Recipe, shape: ModelShape) -> int:
+    """Bytes of the base weights, which the first sync sends with an adapter; 0 where no adapter is synced."""
     return sum(spec.nbytes for spec in wire_tensors(shape, "target", _dtype(recipe))) if "adapter" in recipe.sync.sections else 0
 
 
 def section_buckets(recipe: Recipe, shape: ModelShape) -> dict[str, list[Bucket]]:
-    """Buckets of each section that the recipe syncs. There is no draft where the MTP layers are off."""
+    """Buckets of each section that the recipe syncs; no draft where the MTP layers are off."""
     lora, dtype = recipe.train.lora, _dtype(recipe)
     found: dict[str, list[TensorSpec]] = {}
     for section in recipe.sync.sections:

@@ -339,17 +339,17 @@ def test_a_log_prob_rank_holds_one_layers_activations_and_both_versions_on_deman
     assert one.activations < 4 * GIB
 
 
-def test_a_log_prob_rank_keeps_its_part_of_what_lies_beneath_an_adapter_that_is_synced_alone() -> None:
+def test_a_log_prob_rank_keeps_its_part_of_the_base_weights_of_an_adapter_that_is_synced_alone() -> None:
     lora = ["train.lora={rank: 16}", "sync.sections=[adapter, draft]"]
     merged = logprob_memory(recipe(lora[0]), MIMO)
     alone, split, kept = (logprob_memory(recipe(*lora, *sets), MIMO) for sets in ([], SPLIT, ["logprob.keep_previous=true"]))
     layers = sum(prod(size) for name, size in tensor_shapes(MIMO).items() if name.startswith("model.layers.") and "_proj.weight" in name)
-    assert merged.beneath == 0 and alone.beneath == kept.beneath == 2 * layers
-    assert alone.total == merged.total + alone.beneath
+    assert merged.base_weights == 0 and alone.base_weights == kept.base_weights == 2 * layers
+    assert alone.total == merged.total + alone.base_weights
     # Two ranks of tensors in two stages, of 20 and 16 of the 36 layers.
-    assert split.beneath == 2 * layers * 20 // 36 // 2
+    assert split.base_weights == 2 * layers * 20 // 36 // 2
     some = logprob_memory(recipe("train.lora={rank: 16, targets: [linear_fc2]}", lora[1]), MIMO)
-    assert some.beneath == 2 * MIMO.layers * MIMO.hidden * MIMO.ffn
+    assert some.base_weights == 2 * MIMO.layers * MIMO.hidden * MIMO.ffn
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from mtpctl.families.reading import shape_of
-from mtpctl.plan.wire import adapter_tensors, bytes_beneath, section_buckets, wire_tensors
-from mtpctl.recipe.checks import adapter_targets
+from mtpctl.plan.wire import adapter_tensors, base_weight_bytes, section_buckets, wire_tensors
 from mtpctl.recipe.loading import load_recipe
-from mtpctl.recipe.train import LoraConfig
+from mtpctl.recipe.train import LoraConfig, adapter_targets
 from tests.trainer.cases import MODELS
 from tests.trainer.tiny import engine, mimo
 
@@ -31,5 +30,5 @@ def test_an_adapters_syncs_leave_the_trunk_out_and_its_bytes_are_told_apart() ->
     assert alone.model.config is not None
     shape = shape_of(alone.model.config)
     trunk = sum(spec.nbytes for spec in wire_tensors(shape, "target", "float32"))
-    assert (list(section_buckets(merged, shape)), bytes_beneath(merged, shape)) == (["target", "draft"], 0)
-    assert (list(section_buckets(alone, shape)), bytes_beneath(alone, shape)) == (["adapter", "draft"], trunk)
+    assert (list(section_buckets(merged, shape)), base_weight_bytes(merged, shape)) == (["target", "draft"], 0)
+    assert (list(section_buckets(alone, shape)), base_weight_bytes(alone, shape)) == (["adapter", "draft"], trunk)

@@ -18,7 +18,7 @@ from mtpctl.bench.train_step import samples, shape_folder
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.model.layers import PackedAttention
 from mtpctl.model.packing import Packing
-from mtpctl.plan.memory import activation_width, passing_width
+from mtpctl.plan.memory import activation_width, transient_width
 from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
@@ -143,7 +143,7 @@ def test_what_autograd_keeps_fits_the_plan(tmp_path: Path) -> None:
         peak = torch.cuda.max_memory_allocated() - before
     shape, parallel = folder.shape, ParallelConfig()
     # Beside the five layers: embeddings, both MTP inputs and their concatenation, the head's states and their gradients.
-    elements = 5 * activation_width(shape, parallel) + 2 * passing_width(shape, parallel) + 16 * shape.hidden
+    elements = 5 * activation_width(shape, parallel) + 2 * transient_width(shape, parallel) + 16 * shape.hidden
     assert peak <= 2 * tokens * elements + workspace
 
 
