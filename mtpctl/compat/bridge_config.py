@@ -1,36 +1,45 @@
-"""One look at the config for a whole export (Megatron-Bridge 0.6.2).
+"""Copy the transformer config once for a whole export (Megatron-Bridge 0.6.2).
 
-For each q, k and v that it takes apart, Megatron-Bridge makes a copy of the whole transformer config that could be sent to other
-pipeline stages, which takes longer than taking them apart. The config does not change meanwhile, so the copy is kept.
+For each fused q, k and v that it splits, Megatron-Bridge copies the whole transformer config without what cannot be pickled, which
+takes longer than the split. The config does not change during an export, so one copy serves all.
 """
 
 from __future__ import annotations
 
 import importlib
 from importlib.metadata import version
-from typing import Any
+from typing import Protocol
 
 PINNED = "0.6.2"
 _MAPPING = "megatron.bridge.models.conversion.param_mapping"
 _NAME = "remove_non_pickleables"
 
 
+class _Copy(Protocol):
+    """Megatron-Bridge's function, which makes the copy."""
+
+    def __call__(self, obj: object, max_depth: int = 3, current_depth: int = 0) -> object: ...
+
+
+class _CachedCopy:
+    """The same function, with a cache by object."""
+
+    def __init__(self, upstream: _Copy) -> None:
+        self._upstream = upstream
+        self._copies: dict[tuple[int, int], tuple[object, object]] = {}
+
+    def __call__(self, obj: object, max_depth: int = 3, current_depth: int = 0) -> object:
+        place = (id(obj), max_depth)
+        # The original is kept beside its copy: while it lives, no other object has its id.
+        if place not in self._copies or self._copies[place][0] is not obj:
+            self._copies[place] = (obj, self._upstream(obj, max_depth, current_depth))
+        return self._copies[place][1]
+
+
 def install() -> None:
-    """Keep the copies. May be called again. Raises RuntimeError for another release, to be looked at first."""
+    """Replace Megatron-Bridge's function by one with a cache. May be called again. Raises RuntimeError for another release."""
     if (found := version("megatron-bridge")) != PINNED:
         raise RuntimeError(f"{__name__} was written for megatron-bridge {PINNED}, found {found}: check whether it is still needed")
-    mapping: Any = importlib.import_module(_MAPPING)
-    upstream = getattr(mapping, _NAME)
-    if getattr(upstream, "keeps", False):
-        return
-    kept: dict[tuple[int, int], tuple[Any, Any]] = {}
-
-    def keeping(config: Any, max_depth: int = 3, current_depth: int = 0) -> Any:
-        place = (id(config), max_depth)
-        # The original is kept too: its number cannot become another object's.
-        if place not in kept or kept[place][0] is not config:
-            kept[place] = (config, upstream(config, max_depth, current_depth))
-        return kept[place][1]
-
-    keeping.keeps = True  # type: ignore[attr-defined]
-    setattr(mapping, _NAME, keeping)
+    mapping = vars(importlib.import_module(_MAPPING))
+    if not isinstance(mapping[_NAME], _CachedCopy):
+        mapping[_NAME] = _CachedCopy(mapping[_NAME])

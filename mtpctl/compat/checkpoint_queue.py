@@ -2,7 +2,7 @@
 
 megatron-core's file writer hands its results over through a queue that lives in a process of its own, spawned at the
 first save; spawning runs the caller's main module again, which a Ray actor or a notebook does not survive. The writer
-runs in this process, in threads, so that a plain queue serves as well.
+runs in threads of this process, for which a plain queue is enough.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def install() -> None:
 
 
 def clear() -> None:
-    """Forget results that nobody will fetch: those of a save that failed elsewhere."""
+    """Drop the results of a save that failed on another rank, which nobody will fetch."""
     results = vars(filesystem_async)["_results_queue"]
     while not results.empty():
         results.get()

@@ -11,7 +11,7 @@ MODEL_TYPE = "mimo"
 
 
 def install() -> bool:
-    """Register the configuration class with transformers; returns whether it is ours. May be called again."""
+    """Register the configuration class with transformers. Returns False where one is registered already, which then stays."""
     from transformers import AutoConfig, Qwen2Config
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

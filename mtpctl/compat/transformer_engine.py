@@ -2,7 +2,7 @@
 
 Megatron-Bridge 0.6 imports `transformer_engine.pytorch` at module level in its PEFT code, and nowhere else. While it is
 imported, modules of that name stand in; megatron-core is imported before them, so that it never takes them for the real
-thing, and they are taken out again afterwards.
+package, and they are removed again afterwards.
 """
 
 from __future__ import annotations
