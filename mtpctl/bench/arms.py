@@ -1,8 +1,8 @@
 """Arms of one experiment: the same recipe trained several times from one warm start, each time with a few keys changed.
 
-Every arm is a whole run in a process of its own, through the same command that a user types, and what it did is read
-from its run directory. The supervised stage, where the recipe has one, runs once for each seed and is converted to a Hugging
-Face folder, drafter included: trainer and engines of every arm begin with it.
+Every arm is a whole run in a process of its own, by the command that a user would type, and is evaluated from its run
+directory. The supervised stage, where the recipe has one, runs once for each seed and is converted to a Hugging Face folder,
+drafter included, from which trainer and engines of every arm start.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Literal
 
 from mtpctl.controller.state import ended_stages
 from mtpctl.errors import RuntimeFailure, UserError
@@ -40,12 +40,12 @@ UNREAD_BY_SFT = {
     ("cluster",),
     ("telemetry",),
 }
-"""Of a recipe, what leaves the weights of a supervised stage as they are: what RL alone reads, and where and how often is looked."""
+"""Sections and keys of a recipe that do not change the weights of a supervised stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way of running the recipe: what is changed (`--set` texts), and what that means in a few words."""
+    """One variant of the recipe: the changed keys as `--set` texts, and their meaning in a few words."""
 
     name: str
     meaning: str
@@ -53,9 +53,10 @@ class Arm:
 
 
 def chosen(arms: Sequence[Arm], wanted: Sequence[str] | None, *, own: bool = False) -> list[Arm]:
-    """Those of `arms` that are named, in their own order, or all of them; with `own`, arms that the user makes come after them.
+    """The arms that `wanted` names, in the order of `arms`, or all of them where it names none.
 
-    One's own is `NAME: KEY=VALUE …`, words as in a shell, and may set nothing: `NAME:` is the recipe as it is. Raises UserError.
+    With `own`, `wanted` may also define arms as `NAME: KEY=VALUE …`, quoted as in a shell, which come last; `NAME:` is the recipe as it
+    is. Raises UserError for an unknown name, and for a definition that cannot be read.
     """
     made: list[Arm] = []
     names: list[str] = []
@@ -81,9 +82,9 @@ def chosen(arms: Sequence[Arm], wanted: Sequence[str] | None, *, own: bool = Fal
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One arm's run with one seed, and how many RL updates its recipe asks for: a run that is under way, or was ended, has fewer.
+    """One arm's run with one seed. `wanted`: RL updates that its recipe asks for; a run that has not ended has made fewer.
 
-    `versions`: of the software and the machine that made it (`versions.json`).
+    `versions`: software and machine of the run (`versions.json`). `old_logprobs`: `train.rl.old_logprobs`, with `auto` resolved.
     """
 
     arm: Arm
@@ -91,17 +92,18 @@ class Outcome:
     history: History
     placement: Placement
     wanted: int
-    versions: dict[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, object] = field(default_factory=dict)
+    old_logprobs: Literal["recompute", "behaviour"] = "recompute"
 
     @property
     def updates(self) -> int:
-        """RL updates that were made."""
+        """RL updates that the run made."""
         return sum(row.phase == "rl" and "timing_s/step" in row.metrics for row in self.history.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """A recipe with the options that every arm shares, and the folder that all runs go to."""
+    """A recipe with the options that all arms share, and the folder for all runs."""
 
     recipe: str
     overlays: Sequence[str]
@@ -116,9 +118,9 @@ class Experiment:
         return recipe
 
     def run(self, arms: Sequence[Arm], seeds: Sequence[int], *, together: bool = False, say: Say) -> list[Outcome]:
-        """Train every arm with every seed, or take what is in `out` already, and read what came of it.
+        """Train every arm with every seed, unless `out` already holds its run, and return the outcomes.
 
-        `together` runs the arms of a seed at once: for what does not depend on time. Raises UserError before anything is
+        `together` runs the arms of a seed at once, for results that do not depend on time. Raises UserError before anything is
         started for an arm that the recipe does not allow, and for a finished run that another recipe made; RuntimeFailure with
         the last line of a run that failed.
         """
@@ -141,9 +143,9 @@ class Experiment:
         return outcomes
 
     def measured(self, arms: Sequence[Arm], seeds: Sequence[int] | None, *, say: Say) -> list[Outcome]:
-        """What is in `out` of these arms, ended or not, by each run's own recipe; starts nothing. Without `seeds`: of all that are there.
+        """The outcomes of the runs of these arms in `out`, ended or not; starts nothing. Without `seeds`: of all seeds in `out`.
 
-        A run without an update is told of and left out. Raises UserError where no run is left.
+        A run without an update is left out, and `say` is told. Raises UserError where no run is left.
         """
         outcomes = []
         for seed in sorted(self._seeds(arms)) if seeds is None else seeds:
@@ -164,7 +166,7 @@ class Experiment:
         return {int(ending) for ending in endings if ending.isdecimal()}
 
     def _warm_start(self, seed: int, say: Say) -> list[str]:
-        """The supervised stage, once. Returns what makes a run begin where it ended."""
+        """Run the supervised stage, unless `out` holds its result. Returns the `--set` texts with which a run starts from it."""
         run = f"{WARM}-{seed}"
         recipe = self.load(run, seed)
         if "sft" not in recipe.train.stages:
@@ -178,22 +180,22 @@ class Experiment:
             say(f"seed {seed}: supervised warm start")
             _train([alone])
             with recipe.run_path.with_suffix(".log").open("ab") as log:
-                _finish([(recipe.run_path, _start(["convert-hf", str(recipe.run_path), str(folder)], log))])
+                _wait_for([(recipe.run_path, _start(["convert-hf", str(recipe.run_path), str(folder)], log))])
         return ["model.config=null", "model.init=weights", f"model.path={folder}", "train.stages=[rl]"]
 
 
 def share_of(updates: int, wanted: int) -> str:
-    """For a table: `11 of 30`, or `30` of a run that has them all."""
+    """Updates for a table: `11 of 30`, or `30` for a run that made them all."""
     return str(updates) if updates >= wanted else f"{updates} of {wanted}"
 
 
 def _outcome(arm: Arm, seed: int, recipe: Recipe, path: Path) -> Outcome:
     versions = json.loads(RunDirectory(path).versions.read_text())
-    return Outcome(arm, seed, load_history(path), place(recipe), recipe.train.rl.steps, versions)
+    return Outcome(arm, seed, load_history(path), place(recipe), recipe.train.rl.steps, versions, recipe.old_logprobs)
 
 
 def _train(recipes: Sequence[Recipe]) -> None:
-    """Run each to its end, all at once; one that is there already is left as it is."""
+    """Run the recipes to their ends, all at once; one whose run has ended is left as it is."""
     running = []
     for recipe in recipes:
         home = recipe.run_path
@@ -203,11 +205,11 @@ def _train(recipes: Sequence[Recipe]) -> None:
         file.write_text(dump_resolved(recipe))
         with home.with_suffix(".log").open("ab") as log:
             running.append((home, _start(["train", str(file), "--plain"], log)))
-    _finish(running)
+    _wait_for(running)
 
 
 def _has_ended(recipe: Recipe) -> bool:
-    """By its checkpoint; a run that keeps none has when RL has made all of its updates."""
+    """Whether the run has ended, by its checkpoint; without checkpoints, by the number of RL updates."""
     train, home = recipe.train, recipe.run_path
     if train.keep_checkpoints or train.stages != ["rl"] or not RunDirectory(home).recipe.exists():
         return set(train.stages) <= set(ended_stages(home / "checkpoints"))
@@ -215,9 +217,9 @@ def _has_ended(recipe: Recipe) -> bool:
 
 
 def _check_taken(recipe: Recipe, *made: Path, unread: Collection[tuple[str, ...]] = ()) -> None:
-    """Raise UserError where the run that is there was made by another recipe: its figures would be told as those of this one.
+    """Raise UserError where the existing run was made by another recipe: its figures would be taken for those of this one.
 
-    `made`: what came of the run beside its folder. `unread`: sections and keys in which the two may differ.
+    `made`: what was made from the run, beside its folder. `unread`: sections and keys in which the two may differ.
     """
     file = RunDirectory(recipe.run_path).recipe
     if not file.exists():
@@ -231,8 +233,8 @@ def _check_taken(recipe: Recipe, *made: Path, unread: Collection[tuple[str, ...]
             )
 
 
-def _settings(recipe: Recipe) -> dict[tuple[str, ...], Any]:
-    """Every value of a recipe by its path; where the run lies is none."""
+def _settings(recipe: Recipe) -> dict[tuple[str, ...], object]:
+    """Every value of a recipe by its path, but for the run directory."""
     found = flatten(recipe.model_dump(mode="json", by_alias=True))
     return {key: value for key, value in found.items() if key != ("run_dir",)} | {("model", "path"): path_in_full(recipe.model.path)}
 
@@ -242,8 +244,8 @@ def _start(arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
 
 
-def _finish(running: Sequence[tuple[Path, subprocess.Popen[bytes]]]) -> None:
-    """Wait for all of them. Raises RuntimeFailure with the last line that the first failed one said."""
+def _wait_for(running: Sequence[tuple[Path, subprocess.Popen[bytes]]]) -> None:
+    """Wait for all processes. Raises RuntimeFailure with the last line of the first that failed."""
     try:
         failed = [home for home, process in running if process.wait() != 0]
     finally:

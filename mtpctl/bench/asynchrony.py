@@ -1,17 +1,18 @@
 """`mtpctl bench async`: the same samples and updates on the same cards, from synchronous to asynchronous with a log-prob server.
 
-What counts is how well an arm learns and how soon it holds an accuracy, not the time of an update: samples of older weights may teach
-less, or make a run swing that a first crossing calls fast. Each run is evaluated every few updates, and told by the mean of its late
-evaluations, its worst fall and the area under its curve; seconds and updates count to the point from which a level is held.
+Arms are compared by how well they learn and how soon they hold an accuracy, not by the time of an update: samples of older weights may
+teach less, or let the accuracy swing, so that a run reaches a level early and loses it again. Each run is evaluated every few updates.
+The measures are the mean of its late evaluations, its worst fall, the area under its curve, and the seconds and updates until it holds
+a level.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Literal
 
 from mtpctl.bench.arms import Arm, Experiment, Outcome
 from mtpctl.telemetry.curves import LATE, Point, area, held_at, late_mean, measure
@@ -19,7 +20,7 @@ from mtpctl.telemetry.history import History
 
 _ALONE = "logprob.standalone=false"
 SYNCHRONOUS = "synchronous"
-OWN_RECOMPUTE = "partial"
+WITHOUT_SERVER = "partial"
 BY_SERVER = "partial-server"
 ARMS = (
     Arm(
@@ -33,7 +34,7 @@ ARMS = (
         ("async.staleness_threshold=0", "async.sync_every=4", "async.partial_rollout=false", _ALONE),
     ),
     Arm("stale", "samples ahead by the recipe's threshold; a sync waits for those in flight", ("async.partial_rollout=false", _ALONE)),
-    Arm(OWN_RECOMPUTE, "the same; responses in flight go on under new weights", ("async.partial_rollout=true", _ALONE)),
+    Arm(WITHOUT_SERVER, "the same; responses in flight go on under new weights", ("async.partial_rollout=true", _ALONE)),
     Arm(BY_SERVER, "the same; old log-probs by the log-prob server", ("async.partial_rollout=true", "logprob.standalone=true")),
 )
 TIMER = (
@@ -41,16 +42,16 @@ TIMER = (
     "others until the next, and beside it the wall time with them"
 )
 EVALUATIONS = 16
-"""Over RL, where the recipe asks for none, or one every two updates of a short one: the late ones are then its last quarter."""
+"""Evaluations during RL where the recipe asks for none, at most one every two updates. The late ones are then the last quarter."""
 MARGIN = 0.02
-"""What the default level lies below the synchronous arm's late mean: within it an arm has learned as much."""
+"""How far the default level is below the synchronous arm's late mean; an arm within the margin has learned as much."""
 TOLERANCE = 0.03
 """How far below a held level a later evaluation may lie: about one standard error of 256 problems (2.5 points at 80%)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Held-out accuracy after so many updates, and after so many seconds of RL without and with the time of evaluations before it."""
+    """Held-out accuracy after `update` updates; `seconds` of RL before it, without and with the time of earlier evaluations."""
 
     update: int
     seconds: float
@@ -60,11 +61,11 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One arm with one seed. Accuracies are shares of 1, times in seconds; `units` are whole GPUs, or CPU cores where there are none.
+    """One arm with one seed. Accuracies are shares of 1, times in seconds; `units` are whole GPUs, or CPU cores without GPUs.
 
-    `start` to `area` are None of a run without an evaluation after an update, `held_*` of one that never holds the seed's level.
-    `evaluations` are those after the start, `gain` is the late mean less the start, and `area` a mean height over the updates that all
-    runs of the seed made.
+    `start` to `area` are None for a run without an evaluation after an update, `held_*` for one that never holds the seed's level.
+    `evaluations` counts those after the start. `gain` is the late mean less the start. `area` is the mean height of the curve over the
+    updates that all runs of the seed made.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Result:
     accuracy_after: float | None
     step_s: float
     old_logprob_s: float
+    old_logprobs: Literal["recompute", "behaviour"]
     overlap: float
     trainer_idle: float
     rollout_idle: float
@@ -94,7 +96,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A figure over seeds: its mean, and the least and the most of them."""
+    """A figure over seeds: its mean, least and most."""
 
     mean: float
     least: float
@@ -103,10 +105,10 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class ArmSummary:
-    """One arm over its seeds. `held` counts those that held their level, and `held_*` are over these alone.
+    """One arm over its seeds. `held` counts the seeds that held their level, and `held_*` are over these alone.
 
-    `against` is the late mean less the synchronous arm's of the same seed; a seed in which the arm never holds the level that the
-    synchronous one holds has a speed-up of 0. None where no seed has the figure.
+    `against` is the late mean less the synchronous arm's of the same seed. The speed-up of a seed is 0 where the synchronous arm holds
+    the level and this one never does. A figure that no seed has is None.
     """
 
     name: str
@@ -126,7 +128,7 @@ class ArmSummary:
 
 
 def evaluated(experiment: Experiment) -> Experiment:
-    """With evaluations every few updates, from which the measures are read, where the recipe has none."""
+    """The experiment with an evaluation every few updates, where the recipe has none."""
     train = experiment.load("probe", 0).train
     if train.eval_every:
         return experiment
@@ -134,10 +136,10 @@ def evaluated(experiment: Experiment) -> Experiment:
 
 
 def evaluations_of(history: History) -> list[Evaluation]:
-    """Every evaluation of RL in the order of updates; one whose accuracy is no number is left out.
+    """Every evaluation of RL in the order of updates, without those whose accuracy is not finite.
 
-    Rollouts go on beside an evaluation, and so the update after it finds samples that took nobody's time. Where evaluations are excluded
-    it counts as long as the mean of the others until the next one; where each update is evaluated there are no others.
+    Rollouts continue during an evaluation, so that the update after it finds samples whose time was not counted. Its own time is
+    therefore replaced by the mean of the other updates until the next evaluation, where there are others.
     """
     found = []
     clock = evaluating = seconds = 0.0
@@ -152,7 +154,7 @@ def evaluations_of(history: History) -> list[Evaluation]:
         if "eval/accuracy" not in row.metrics:
             continue
         seconds += sum(times[1:]) * len(times) / (len(times) - 1) if beside and len(times) > 1 else sum(times)
-        # Nothing is generated beside the first one, before RL: the update after it waits as any other.
+        # Nothing is generated during the first evaluation, before RL: the update after it waits as any other.
         beside, times = row.step > 0, []
         if math.isfinite(row.metrics["eval/accuracy"]):
             found.append(Evaluation(row.step, seconds, clock + evaluating, row.metrics["eval/accuracy"]))
@@ -174,7 +176,7 @@ def by_seconds(history: History) -> list[Point]:
 def summarise(
     outcomes: Sequence[Outcome], level: float | None = None, tolerance: float = TOLERANCE
 ) -> tuple[list[Result], dict[int, float]]:
-    """One result a run, and the accuracy to hold for each seed: `level`, or by default what `default_level` says."""
+    """One result for each run, and the accuracy to hold for each seed: `level`, or else the `default_level`."""
     results: list[Result] = []
     levels: dict[int, float] = {}
     for seed in dict.fromkeys(o.seed for o in outcomes):
@@ -189,9 +191,9 @@ def summarise(
 
 
 def default_level(outcomes: Sequence[Outcome]) -> float | None:
-    """Of one seed's runs: the synchronous arm's late mean less the margin; without that arm the lowest late mean less the margin.
+    """The level of one seed: the synchronous arm's late mean less `MARGIN`; without that arm, the lowest late mean less `MARGIN`.
 
-    Arms that were not evaluated after an update set none; None where no arm was.
+    Arms without an evaluation after an update do not count; None where no arm has one.
     """
     means = {o.arm.name: late_mean(points) for o in outcomes if len(points := by_updates(o.history)) > 1}
     found = means.get(SYNCHRONOUS, min(means.values(), default=None))
@@ -199,7 +201,7 @@ def default_level(outcomes: Sequence[Outcome]) -> float | None:
 
 
 def by_arm(results: Sequence[Result]) -> list[ArmSummary]:
-    """One summary an arm, in the order of the results."""
+    """One summary for each arm, in the order of the results."""
     base = {r.seed: r for r in results if r.name == SYNCHRONOUS}
 
     def against(result: Result) -> float | None:
@@ -232,9 +234,9 @@ def by_arm(results: Sequence[Result]) -> list[ArmSummary]:
 
 
 def speedup(base: Result | None, result: Result) -> float | None:
-    """Of seconds to the held level: the synchronous arm's over this one's; 0 where this one never holds it.
+    """Seconds to the held level, the synchronous arm's over this one's; 0 where this one never holds it.
 
-    None where the synchronous arm never does, or begins above it: there nobody can say.
+    None, since not defined, where the synchronous arm never holds it or starts above it.
     """
     if base is None or not base.held_s:
         return None
@@ -251,29 +253,34 @@ def best_speedup(results: Sequence[Result]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class ServerGain:
-    """What the log-prob server wins over the trainer's own recompute, for one seed: ratios of seconds an update and to the held level."""
+    """The arm with the log-prob server against the same without it, for one seed: ratios of seconds an update and to the held level.
+
+    `without`: old log-probs of the arm without the server. With `recompute` its trainer does the work that the server saves; with
+    `behaviour` it takes the engine's own, and the server saves nothing.
+    """
 
     seed: int
+    without: Literal["recompute", "behaviour"]
     update: float
     update_per_unit: float
     to_level: float | None
 
 
 def server_gains(results: Sequence[Result]) -> list[ServerGain]:
-    """One a seed in which both arms ran."""
-    own = {r.seed: r for r in results if r.name == OWN_RECOMPUTE}
+    """One for each seed in which both arms ran."""
+    without = {r.seed: r for r in results if r.name == WITHOUT_SERVER}
     gains = []
     for r in results:
-        if r.name == BY_SERVER and (base := own.get(r.seed)):
+        if r.name == BY_SERVER and (base := without.get(r.seed)):
             update = base.step_s / r.step_s
-            gains.append(ServerGain(r.seed, update, update * base.units / r.units, speedup(base, r)))
+            gains.append(ServerGain(r.seed, base.old_logprobs, update, update * base.units / r.units, speedup(base, r)))
     return gains
 
 
 def as_json(
-    outcomes: Sequence[Outcome], results: Sequence[Result], levels: dict[int, float], tolerance: float, environment: dict[str, Any]
-) -> dict[str, Any]:
-    """Everything that was measured, the evaluations themselves included."""
+    outcomes: Sequence[Outcome], results: Sequence[Result], levels: dict[int, float], tolerance: float, environment: Mapping[str, str]
+) -> dict[str, object]:
+    """All results and evaluations, JSON-ready."""
     return {
         "bench": "async",
         "environment": environment,
@@ -325,6 +332,7 @@ def _result(outcome: Outcome, level: float | None, tolerance: float, end: float)
         accuracy_after=found[-1].accuracy if found else None,
         step_s=statistics.median(m["timing_s/step"] for m in rows),
         old_logprob_s=mean("timing_s/old_log_prob"),
+        old_logprobs=outcome.old_logprobs,
         overlap=mean("async/overlap"),
         trainer_idle=mean("async/trainer_idle"),
         rollout_idle=mean("async/rollout_idle"),

@@ -1,4 +1,4 @@
-"""What `mtpctl bench async` shows: three tables for a terminal and for docs/benchmarks, and two charts."""
+"""The tables and charts of `mtpctl bench async`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,19 @@ from mtpctl.bench.asynchrony import (
 from mtpctl.telemetry.charts import Chart, Phase, Series, render_chart
 from mtpctl.telemetry.curves import LATE, mean_curve
 
+_WITHOUT_SERVER = {
+    "recompute": "the trainer's own recompute",
+    "behaviour": "the engine's own log-probs, where the trainer recomputes nothing",
+}
+
 
 def table(results: Sequence[Result], levels: dict[int, float], tolerance: float, *, asked: bool = False) -> str:
-    """What the arms learned over their seeds, what each run did, and where its time went. `asked`: the levels were asked for."""
+    """Tables of what the arms learned over their seeds, of each run, and of where its time went. `asked`: the user set the level."""
     parts = [_told(results, levels, tolerance, asked), _arms(results), _runs(results), _times(results)]
     for gain in server_gains(results):
         to_level = "" if gain.to_level is None else f", {gain.to_level:.2f}x to the held level"
         ratios = f"{gain.update:.2f}x an update, {gain.update_per_unit:.2f}x per unit{to_level}"
-        parts.append(f"Log-prob server against own recompute (seed {gain.seed}): {ratios}")
+        parts.append(f"Log-prob server against {_WITHOUT_SERVER[gain.without]} (seed {gain.seed}): {ratios}")
     return "\n\n".join(parts)
 
 

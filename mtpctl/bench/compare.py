@@ -1,8 +1,8 @@
 """`mtpctl bench compare`: two JSON results of one bench, figure by figure.
 
-Every number of the two documents is a figure, named by the way to it; entries of lists are told apart by what names them
-(`name`, `what`, `seed` …), so that an order does not matter. Which side is better follows from a figure's name; a figure
-whose name says nothing is shown, and never judged.
+Every number of the two documents is a figure, named by its path. Entries of lists are matched by their keys `name`, `what`,
+`seed` …, so that their order does not matter. Whether higher or lower is better follows from a figure's name; where the name
+does not say, the figure is shown without a verdict.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mtpctl.errors import UserError
 
@@ -24,14 +25,14 @@ _HIGHER = re.compile(
 )
 _TOP = {"environment", "timer", "options", "curves"}
 _FREE = {"folder", "transports", "rounds", "repeats", "singles"}
-"""Options in which two results of the same work may differ: where it was done, how often, and over how many ways."""
+"""Options in which two comparable results may differ."""
 
 _UNITS = {"tokens/s": "tokens_per_s", "ms": "ms", "s": "seconds", "GiB": "gib", "nats": "error"}
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One figure in both documents."""
+    """One figure that both documents have."""
 
     name: str
     before: float
@@ -47,15 +48,15 @@ class Change:
 
     @property
     def worse_by(self) -> float:
-        """How much worse, relative to before, infinitely where that was 0; 0 or less where it is no worse, or nobody can say."""
+        """How much worse, relative to `before`: infinite where that was 0, negative where it is better, 0 where no side is better."""
         if self.better is None or self.before == self.after:
             return 0.0
         more = self.after - self.before if self.better == "lower" else self.before - self.after
         return more / abs(self.before) if self.before else math.copysign(math.inf, more)
 
 
-def read(path: Path) -> Any:
-    """A bench's JSON. Raises UserError where it is none."""
+def read(path: Path) -> object:
+    """Read a benchmark's JSON. Raises UserError where the file is not JSON."""
     try:
         return json.loads(path.read_text())
     except OSError as error:
@@ -64,7 +65,7 @@ def read(path: Path) -> Any:
         raise UserError(f"{path}: not JSON ({error}); give what a bench wrote with --json") from error
 
 
-def changes(before: Any, after: Any) -> list[Change]:
+def changes(before: object, after: object) -> list[Change]:
     """Every figure that both documents hold, in the order of the first. Raises UserError where they share none."""
     first, second = figures(before), figures(after)
     shared = [Change(name, value, second[name], better(name)) for name, value in first.items() if name in second]
@@ -73,15 +74,15 @@ def changes(before: Any, after: Any) -> list[Change]:
     return shared
 
 
-def unlike(before: Any, after: Any) -> list[str]:
-    """What was asked for in one of them and not in the other, each in a few words: figures of unlike work say nothing of each other."""
+def unlike(before: object, after: object) -> list[str]:
+    """The options in which two results differ, each in a few words: their figures cannot be compared."""
     first, second = (each.get("options", {}) if isinstance(each, dict) else {} for each in (before, after))
     shared = [name for name in first if name in second and name not in _FREE and first[name] != second[name]]
     return [f"{name}: {first[name]} and {second[name]}" for name in shared]
 
 
-def figures(document: Any, path: str = "") -> dict[str, float]:
-    """Numbers by the way to them: `results.trained.acceptance`."""
+def figures(document: object, path: str = "") -> dict[str, float]:
+    """The numbers of a document by their paths: `results.trained.acceptance`."""
     found: dict[str, float] = {}
     if isinstance(document, dict):
         for key, value in document.items():
@@ -98,7 +99,7 @@ def figures(document: Any, path: str = "") -> dict[str, float]:
 
 
 def better(name: str) -> Better | None:
-    """Which side of a figure is the better one, as far as its name says."""
+    """Whether higher or lower values of a figure are better, by its name; None where the name does not say."""
     last = name.rsplit(".", 1)[-1]
     if _HIGHER.search(last):
         return "higher"
@@ -106,7 +107,7 @@ def better(name: str) -> Better | None:
 
 
 def table(found: list[Change], tolerance: float) -> str:
-    """For a terminal, and for docs."""
+    """The changes as a Markdown table."""
     lines = ["| figure | A | B | B / A | |", "|---|---|---|---|---|"]
     for change in found:
         verdict = "worse" if change.worse_by > tolerance else "better" if change.worse_by < -tolerance else ""
@@ -114,17 +115,17 @@ def table(found: list[Change], tolerance: float) -> str:
     return "\n".join(lines)
 
 
-def as_json(found: list[Change]) -> list[dict[str, Any]]:
-    """Everything that was compared."""
+def as_json(found: list[Change]) -> list[dict[str, object]]:
+    """All changes, JSON-ready."""
     return [asdict(change) | {"ratio": change.ratio, "worse_by": change.worse_by} for change in found]
 
 
-def _measure(entry: dict[str, Any]) -> str:
-    """What the `value` of an entry is, by its unit; of one without a unit that is to be at least its bound, a share."""
-    return _UNITS.get(entry.get("unit", ""), "share" if entry.get("at_least") else "value")
+def _measure(entry: Mapping[str, object]) -> str:
+    """The name of an entry's `value` by its unit. Without a unit, a value with a lower bound is a share."""
+    return _UNITS.get(str(entry.get("unit", "")), "share" if entry.get("at_least") else "value")
 
 
-def _name(value: Any, index: int) -> str:
+def _name(value: object, index: int) -> str:
     if isinstance(value, dict):
         parts = [str(value[key]) for key in _IDENTITY if key in value]
         if parts:

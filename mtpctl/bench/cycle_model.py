@@ -1,9 +1,9 @@
 """A model of any MiMo shape whose next token is known, and whose MTP layer is right on a chosen share of the vocabulary.
 
-The trunk answers `token + 1`. Its attention and MLP have random weights and write nothing back, so that every matrix is multiplied
-as in a real model. The MTP layer hands on the embedding of the token that it is given, which the head turns into the same answer;
-where a marker in that embedding is set, one neuron of its MLP adds the embedding of another token, and the answer is wrong. The marker
-is set on a random share of the lower half of the vocabulary, and on all of the upper half.
+The trunk predicts `token + 1`. Its attention and MLP have random weights, but their output projections are zero, so that every matrix
+is multiplied as in a real model and changes nothing. The MTP layer passes on the embedding of the token that it reads, from which the
+head predicts the same; where a marker in that embedding is set, one neuron of its MLP adds the embedding of another token, and the
+prediction is wrong. The marker is set on a random share of the lower half of the vocabulary, and on all of the upper half.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -24,17 +23,18 @@ from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import tensor_shapes
 
 WRITERS = 8
+"""Threads that write files."""
 MARKER = 8.0
 """Size of the marker; other elements of an embedding are about 1."""
-SILENT = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+ZERO = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 def answer(token: int, count: int, vocab: int) -> list[int]:
-    """The `count` tokens that the model says after `token`."""
+    """The `count` tokens that the model generates after `token`."""
     return [(token + 1 + place) % vocab for place in range(count)]
 
 
-def write_cycle_model(folder: Path, config: dict[str, Any], *, acceptance: float, device: str, seed: int = 0) -> Path:
+def write_cycle_model(folder: Path, config: dict[str, object], *, acceptance: float, device: str, seed: int = 0) -> Path:
     """Write the model into `folder` unless it is there already. Drafts after tokens of the lower half are right with `acceptance`.
 
     Raises UserError for a shape whose MTP convention is not MiMo's, and for a folder that holds another model.
@@ -50,7 +50,7 @@ def write_cycle_model(folder: Path, config: dict[str, Any], *, acceptance: float
         if "mtpctl_cycle" not in there:
             raise UserError(f"{folder}: holds a model that was not made here, and is not overwritten; name another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    # It comes last: a folder that is half another model's says nothing of what it is.
+    # The config is written last: without it, a half-written folder is not taken for a model.
     (folder / "config.json").unlink(missing_ok=True)
     files: dict[str, str] = {}
 
@@ -67,9 +67,9 @@ def write_cycle_model(folder: Path, config: dict[str, Any], *, acceptance: float
     return folder
 
 
-def _parts(shape: ModelShape, config: dict[str, Any], acceptance: float, device: str, seed: int) -> Iterator[dict[str, Tensor]]:
-    """The tensors in files of a layer each, on the CPU in the config's dtype."""
-    dtype = getattr(torch, config["torch_dtype"])
+def _parts(shape: ModelShape, config: dict[str, object], acceptance: float, device: str, seed: int) -> Iterator[dict[str, Tensor]]:
+    """The tensors in parts of about 0.5 GiB, one for each file, on the CPU and in the config's dtype."""
+    dtype = getattr(torch, str(config["torch_dtype"]))
     special = _special(shape, acceptance, device, seed)
     generator = torch.Generator(device).manual_seed(seed + 1)
     part: dict[str, Tensor] = {}
@@ -79,7 +79,7 @@ def _parts(shape: ModelShape, config: dict[str, Any], acceptance: float, device:
             tensor = special[name]
         elif "norm" in name:
             tensor = torch.ones(dims, device=device)
-        elif name.endswith(SILENT) or name.endswith("bias"):
+        elif name.endswith(ZERO) or name.endswith("bias"):
             tensor = torch.zeros(dims, device=device)
         else:
             tensor = torch.empty(dims, device=device).normal_(0, 0.02, generator=generator)
@@ -93,19 +93,19 @@ def _parts(shape: ModelShape, config: dict[str, Any], acceptance: float, device:
 
 
 def _special(shape: ModelShape, acceptance: float, device: str, seed: int) -> dict[str, Tensor]:
-    """The tensors that make the answers."""
+    """The tensors that determine the predictions."""
     assert shape.mtp is not None
     generator = torch.Generator(device).manual_seed(seed)
     vocab, hidden, layer = shape.vocab, shape.hidden, shape.mtp.layer.format(k=0)
     embedding = torch.randn(vocab, hidden, device=device, generator=generator)
     wrong = torch.rand(vocab, device=device, generator=generator) >= acceptance
     wrong[vocab // 2 :] = True
-    # Other rows have no say in the marker, or in the row that the wrong answer comes from.
+    # The marker is element 0 of every embedding.
     embedding[:, 0] = torch.where(wrong, MARKER, -MARKER)
     gate = torch.zeros(shape.ffn, hidden, device=device)
     gate[0, 0] = 4.0
     down = torch.zeros(hidden, shape.ffn, device=device)
-    # The neuron answers MARKER * silu(4 MARKER) where the marker is set, and nothing where it is not: four times the embedding is added.
+    # The neuron gives MARKER * silu(4 MARKER) where the marker is set, and nothing where it is not: four times the embedding is added.
     down[:, 0] = 4 * embedding[vocab - 1] / (4 * MARKER * MARKER)
     projection = torch.zeros(hidden, 2 * hidden, device=device)
     projection[:, hidden:] = torch.eye(hidden, device=device)

@@ -1,25 +1,27 @@
-"""What a bench answers: JSON, or lines for a terminal."""
+"""Print the results of a benchmark as JSON, or as text for a terminal."""
 
 from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from collections.abc import Mapping
 
 from mtpctl.bench.machine import told
 
 
-def text(document: Any) -> str:
-    """As every reader takes it: JSON has no infinity and no NaN, so that a number that is none becomes null."""
+def text(document: object) -> str:
+    """The document as JSON. Infinity and NaN, which JSON does not have, become null."""
     return json.dumps(_finite(document), indent=1, allow_nan=False)
 
 
-def answer(found: dict[str, Any], table: str, *, as_json: bool) -> str:
-    """All that was found, or what it ran on, what its timer covers, and the table."""
-    return text(found) if as_json else f"{told(found['environment'])}\nThe timer covers: {found['timer']}.\n\n{table}"
+def answer(found: Mapping[str, object], table: str, *, as_json: bool) -> str:
+    """The results as JSON, or environment, timer and table as text."""
+    environment = found["environment"]
+    assert isinstance(environment, Mapping)
+    return text(found) if as_json else f"{told(environment)}\nThe timer covers: {found['timer']}.\n\n{table}"
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

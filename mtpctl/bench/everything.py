@@ -1,8 +1,8 @@
-"""`mtpctl bench all`: every figure of docs/benchmarks on the cards of one machine, as many at a time as there are cards for.
+"""`mtpctl bench all`: the measurements of docs/benchmarks on the cards of one machine, several at a time.
 
-Each measurement is the command that a user types, in a process of its own that sees no other cards than its own. They
-start in the order of the plan, each as soon as there are enough free cards: nothing overtakes a measurement that waits for
-more cards than are free, so that large ones come to their turn. What would not end before the deadline is left out, by name.
+Each measurement is a command as a user would type it, in a process of its own that sees its own cards only. They start in the
+order of the plan, each as soon as enough cards are free. None overtakes one that waits for more cards than are free, so that
+large ones get their turn. Those that would not end before the deadline are left out and named.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GRACE_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One measurement: how many cards it takes, for how long at most, after which others.
+    """One measurement: the number of cards it takes, the minutes it may take, and the measurements that must come before it.
 
     `command` is what follows `mtpctl` on the command line; `{out}` in it is the results' folder.
     """
@@ -40,7 +40,7 @@ class Task:
 
     @property
     def places(self) -> int:
-        """Cards, or the processor as one of them."""
+        """Cards that it occupies; 1 on a processor."""
         return max(self.cards, 1)
 
     def words(self, out: Path) -> list[str]:
@@ -50,7 +50,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one ended: `code` is its exit code, None where it was not run to its end, for the reason that `why` gives."""
+    """How a measurement ended. `code`: its exit code, None where it did not run to its end, for the reason in `why`."""
 
     task: Task
     seconds: float = 0.0
@@ -59,22 +59,25 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """The outcome in words."""
         if self.code is None:
             return self.why
         return {0: "ok", 6: "a bound was missed"}.get(self.code, f"failed ({self.code})")
 
 
 def cards_of(number: int) -> str:
-    """In words."""
+    """`1 card`, `2 cards`."""
     return f"{number} card{'' if number == 1 else 's'}"
 
 
 def chosen(plan: Sequence[Task], wanted: Sequence[str]) -> list[Task]:
-    """The tasks of these names and what they come after, in the plan's order; all where none is named. Raises UserError for a stranger."""
+    """The named tasks and those before which they cannot run, in the plan's order; all where none is named.
+
+    Raises UserError for an unknown name.
+    """
     known = {task.name: task for task in plan}
-    if strangers := [name for name in wanted if name not in known]:
-        raise UserError(f"--only: there is no {strangers[0]}; there are {', '.join(known)}")
+    if unknown := [name for name in wanted if name not in known]:
+        raise UserError(f"--only: there is no {unknown[0]}; there are {', '.join(known)}")
     keep = set(wanted or known)
     for task in reversed(plan):
         if task.name in keep:
@@ -134,7 +137,7 @@ def _left_out(task: Task, cards: int, end: float | None, ended: dict[str, Outcom
 
 
 async def _run(task: Task, cards: list[int], out: Path) -> Outcome:
-    """The command, ended with all that it started once its time is up."""
+    """Run the command; once its time is up, end it and all that it started."""
     environment = dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
     if cards:
         environment["CUDA_VISIBLE_DEVICES"] = visible_cards(cards)
@@ -157,7 +160,7 @@ async def _run(task: Task, cards: list[int], out: Path) -> Outcome:
                 code: int | None = await process.wait()
         except TimeoutError:
             await _end(process)
-            # Whatever it says: one that stops cleanly when it is told to has measured nothing all the same.
+            # Its exit code does not matter: even one that stops cleanly has not measured everything.
             code, why = None, f"ended after its {task.minutes:g} minutes"
         except asyncio.CancelledError:
             await _end(process)
@@ -166,7 +169,7 @@ async def _run(task: Task, cards: list[int], out: Path) -> Outcome:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """A clean stop if it can, and then no process of its session is left."""
+    """Ask the process to stop, then kill what is left of its session."""
     with suppress(ProcessLookupError):
         process.terminate()
     with suppress(TimeoutError):
@@ -178,13 +181,13 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """For a terminal."""
+    """The outcomes as a Markdown table."""
     lines = ["| measurement | cards | seconds | |", "|---|---|---|---|"]
     lines += [f"| {o.task.name} | {o.task.cards} | {o.seconds:.0f} | {o.verdict} |" for o in outcomes]
     return "\n".join(lines)
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:
-    """0; 6 where a bound was missed; 5 where one failed or was left out."""
+    """Exit code of all: 0; 6 where a bound was missed; 5 where one failed or was left out."""
     codes = {outcome.code for outcome in outcomes}
     return 5 if codes - {0, 6} else 6 if 6 in codes else 0

@@ -1,4 +1,4 @@
-"""What `mtpctl bench fused-kernels` runs: this project's kernels at several workspaces, and what others publish for the same work.
+"""The cases of `mtpctl bench fused-kernels`: this project's kernels at several workspaces, and other packages' for the same work.
 
 Every case is a callable that does one whole run and returns what it made. Shape legend: N rows, H hidden size, V vocabulary entries.
 """
@@ -9,21 +9,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mtpctl.kernels.logprob import linear_logprob
 from mtpctl.kernels.policy import linear_policy_loss
+from mtpctl.plan.memory import GIB
 
-GIB = 1 << 30
 What = Literal["forward", "forward+backward", "policy loss", "mtp, detached, half the rows"]
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What a case must reach: a multiple of the floor (for mtp: of the first forward+backward case), GiB, and forward error."""
+    """Upper bounds of a case: time as a multiple of the floor (for mtp: of the first forward+backward case), GiB, and forward error."""
 
     ratio: float
     gib: float | None = None
@@ -32,7 +32,8 @@ class Limit:
 
 @dataclass(frozen=True)
 class Inputs:
-    """hidden [N, H] and weight [V, H] take gradients; upstream [N] is the per-token gradient of the log-prob."""
+    """hidden [N, H] and weight [V, H] require gradients; labels [N]; half [N] masks about half of the rows; upstream [N] is the gradient of
+    each log-prob; old_logprob and advantage [N] are those of the policy loss."""
 
     hidden: Tensor
     weight: Tensor
@@ -44,8 +45,8 @@ class Inputs:
 
 
 @dataclass
-class Made:
-    """What a run produced, by which its error is told: log-probs [N], entropies, gradients of hidden and weight."""
+class Output:
+    """What a run computed: log-probs [N], entropies [N], gradients of hidden and weight; None for what it does not compute."""
 
     logprob: Tensor | None = None
     entropy: Tensor | None = None
@@ -55,9 +56,11 @@ class Made:
 
 @dataclass(frozen=True)
 class Case:
+    """One implementation at one kind of work. `peer`: of another package, and held to no bound."""
+
     what: What
     name: str
-    run: Callable[[Inputs], Made]
+    run: Callable[[Inputs], Output]
     limit: Limit | None = None
     peer: bool = False
 
@@ -70,7 +73,7 @@ def make_inputs(rows: int, hidden: int, vocab: int, dtype: torch.dtype, device: 
         return torch.randn(*shape, device=device, generator=g)
 
     weight = torch.empty(vocab, hidden, device=device, dtype=dtype)
-    for start in range(0, vocab, 8192):  # the fp32 draw of the whole weight would be the peak of the run
+    for start in range(0, vocab, 8192):  # drawn at once, the whole weight in fp32 would be the peak of the run
         part = weight[start : start + 8192]
         part.copy_(normal(*part.shape) * (2 / hidden**0.5))
     labels = torch.randint(0, vocab, (rows,), device=device, generator=g)
@@ -93,7 +96,7 @@ def clipped_loss(logprob: Tensor, entropy: Tensor, old: Tensor, advantage: Tenso
 
 
 def ours(times: float = 1.0) -> Iterator[Case]:
-    """This project's cases, with the bounds they are held to. Workspaces are those of their names `times` over (for more rows)."""
+    """This project's cases, with the bounds they are held to. With more rows, workspaces are `times` as large as their names say."""
     half, one, more, three = (int(times * gib * GIB) for gib in (0.5, 1, 1.5, 3))
     yield Case("forward", "triton, 0.5 GiB", _forward("triton", half), Limit(1.12, 0.5, 5e-5))
     yield Case("forward+backward", "triton, 0.5 GiB", _backward("triton", half), Limit(1.42, 0.5, 5e-5))
@@ -108,7 +111,7 @@ def ours(times: float = 1.0) -> Iterator[Case]:
 
 
 def peers(device: str) -> Iterator[Case]:
-    """torch's own, and what of Liger and cut-cross-entropy is installed (see `missing`)."""
+    """The cases of torch, and those of Liger and cut-cross-entropy where they are installed."""
     yield Case("forward", "torch eager", _torch_forward(_eager), peer=True)
     yield Case("forward+backward", "torch eager", _torch_backward(_eager), peer=True)
     if device != "cuda":
@@ -133,67 +136,67 @@ def missing(device: str) -> list[str]:
     return [name for module, name in packages.items() if find_spec(module) is None] if device == "cuda" else []
 
 
-def _forward(implementation: str, workspace: int) -> Callable[[Inputs], Made]:
-    def run(x: Inputs) -> Made:
+def _forward(implementation: str, workspace: int) -> Callable[[Inputs], Output]:
+    def run(x: Inputs) -> Output:
         with torch.no_grad():
             out = linear_logprob(x.hidden, x.weight, x.labels, entropy=True, workspace_bytes=workspace, implementation=implementation)
-        return Made(out.logprob, out.entropy)
+        return Output(out.logprob, out.entropy)
 
     return run
 
 
-def _backward(implementation: str, workspace: int) -> Callable[[Inputs], Made]:
-    def run(x: Inputs) -> Made:
+def _backward(implementation: str, workspace: int) -> Callable[[Inputs], Output]:
+    def run(x: Inputs) -> Output:
         out = linear_logprob(x.hidden, x.weight, x.labels, entropy=True, workspace_bytes=workspace, implementation=implementation)
         grads = torch.autograd.grad(out.logprob, (x.hidden, x.weight), x.upstream)
-        return Made(out.logprob.detach(), None if out.entropy is None else out.entropy.detach(), *grads)
+        return Output(out.logprob.detach(), None if out.entropy is None else out.entropy.detach(), *grads)
 
     return run
 
 
-def _main_grad(workspace: int) -> Callable[[Inputs], Made]:
-    def run(x: Inputs) -> Made:
-        weight: Any = x.weight
+def _main_grad(workspace: int) -> Callable[[Inputs], Output]:
+    def run(x: Inputs) -> Output:
+        weight = x.weight
         if not hasattr(weight, "main_grad"):
-            weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+            vars(weight)["main_grad"] = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         out = linear_logprob(x.hidden, weight, x.labels, entropy=True, workspace_bytes=workspace, implementation="triton", main_grad=True)
         (hidden_grad, _) = torch.autograd.grad(out.logprob, (x.hidden, weight), x.upstream, allow_unused=True)
-        return Made(out.logprob.detach(), hidden_grad=hidden_grad)
+        return Output(out.logprob.detach(), hidden_grad=hidden_grad)
 
     return run
 
 
-def _policy(workspace: int) -> Callable[[Inputs], Made]:
-    def run(x: Inputs) -> Made:
+def _policy(workspace: int) -> Callable[[Inputs], Output]:
+    def run(x: Inputs) -> Output:
         def token_loss(logprob: Tensor, entropy: Tensor | None, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             assert entropy is not None
             return clipped_loss(logprob, entropy, x.old_logprob[rows], x.advantage[rows]).sum(), {}
 
         out = linear_policy_loss(x.hidden, x.weight, x.labels, token_loss, entropy=True, workspace_bytes=workspace, implementation="triton")
-        return Made(out.logprob, out.entropy, *torch.autograd.grad(out.loss_sum, (x.hidden, x.weight)))
+        return Output(out.logprob, out.entropy, *torch.autograd.grad(out.loss_sum, (x.hidden, x.weight)))
 
     return run
 
 
-def _mtp(workspace: int) -> Callable[[Inputs], Made]:
-    def run(x: Inputs) -> Made:
+def _mtp(workspace: int) -> Callable[[Inputs], Output]:
+    def run(x: Inputs) -> Output:
         out = linear_logprob(
             x.hidden, x.weight, x.labels, rows=x.half, detach_weight=True, hit=True, workspace_bytes=workspace, implementation="triton"
         )
-        return Made(hidden_grad=torch.autograd.grad(out.logprob.sum(), x.hidden)[0])
+        return Output(hidden_grad=torch.autograd.grad(out.logprob.sum(), x.hidden)[0])
 
     return run
 
 
-def _mtp_policy(workspace: int) -> Callable[[Inputs], Made]:
-    def run(x: Inputs) -> Made:
+def _mtp_policy(workspace: int) -> Callable[[Inputs], Output]:
+    def run(x: Inputs) -> Output:
         def token_loss(logprob: Tensor, entropy: Tensor | None, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             return logprob.sum(), {}
 
         out = linear_policy_loss(
             x.hidden, x.weight, x.labels, token_loss, rows=x.half, detach_weight=True, workspace_bytes=workspace, implementation="triton"
         )
-        return Made(hidden_grad=torch.autograd.grad(out.loss_sum, x.hidden)[0])
+        return Output(hidden_grad=torch.autograd.grad(out.loss_sum, x.hidden)[0])
 
     return run
 
@@ -215,18 +218,18 @@ def _cce(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, None]:
 Scores = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
-def _torch_forward(scores: Scores) -> Callable[[Inputs], Made]:
-    def run(x: Inputs) -> Made:
+def _torch_forward(scores: Scores) -> Callable[[Inputs], Output]:
+    def run(x: Inputs) -> Output:
         with torch.no_grad():
-            return Made(*scores(x.hidden, x.weight, x.labels))
+            return Output(*scores(x.hidden, x.weight, x.labels))
 
     return run
 
 
-def _torch_backward(scores: Scores) -> Callable[[Inputs], Made]:
-    def run(x: Inputs) -> Made:
+def _torch_backward(scores: Scores) -> Callable[[Inputs], Output]:
+    def run(x: Inputs) -> Output:
         logprob, entropy = scores(x.hidden, x.weight, x.labels)
         grads = torch.autograd.grad(logprob, (x.hidden, x.weight), x.upstream.to(logprob.dtype))
-        return Made(logprob.detach(), None if entropy is None else entropy.detach(), *grads)
+        return Output(logprob.detach(), None if entropy is None else entropy.detach(), *grads)
 
     return run

@@ -1,14 +1,13 @@
-"""`mtpctl bench fused-kernels`: every implementation of the head's log-probs side by side in one run, with the floor and a verdict.
+"""`mtpctl bench fused-kernels`: time, memory and error of every implementation of the head's log-probs, in one run.
 
 The timer covers one whole call from hidden states and weight to results on the device, forward or forward and backward, argument checks and
 launches included, data creation and compilation excluded; device events on a card, the wall clock on a CPU. Cases take turns for several
 rounds, so that drift of the card's clock falls on all of them.
 
-Floor: the library's matrix products of the same sizes and nothing else, taking their turns like every case; one for the forward pass, all
-three for forward and backward.
-Memory: the peak beyond the inputs and the returned gradients. Error: ‖got − exact‖ / ‖exact‖ against float64 (see `fused_oracle`),
-held to 1.5
-times that of plain torch on the same inputs.
+Floor: only the matrix products of the same sizes, by torch, taking their turns like every case; one product for the forward pass, three
+for forward and backward.
+Memory: the peak beyond the inputs and the returned gradients. Error: ‖got − exact‖ / ‖exact‖ against float64 (`fused_oracle`), at
+most 1.5 times that of plain torch on the same inputs.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ import torch
 from torch import Tensor
 
 from mtpctl.bench import document
-from mtpctl.bench.fused_cases import GIB, Case, Inputs, Made, clipped_loss, make_inputs, missing, ours, peers
+from mtpctl.bench.fused_cases import Case, Inputs, Output, clipped_loss, make_inputs, ours, peers
 from mtpctl.bench.fused_oracle import Exact, distance, exact
+from mtpctl.plan.memory import GIB
 
 ROUNDS, SAMPLES = 3, 5
 SETTLE_MS = 250  # how long a case runs before its turn is timed: a card at its power limit takes that long to find its clock
@@ -41,13 +41,15 @@ TIMER = (
 
 @dataclass(frozen=True)
 class Shape:
+    """Rows N, hidden size H and vocabulary V of the head."""
+
     rows: int
     hidden: int
     vocab: int
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """`8192x4096x151680`: rows, hidden size, vocabulary."""
+        """Read `8192x4096x151680`: rows, hidden size, vocabulary. Raises ValueError for other text."""
         parts = text.lower().split("x")
         if len(parts) != 3 or not all(p.isdigit() and int(p) > 0 for p in parts):
             raise ValueError(
@@ -57,6 +59,7 @@ class Shape:
 
     @property
     def is_reference(self) -> bool:
+        """Whether the bounds were set at this shape."""
         return self == Shape(REFERENCE_ROWS, REFERENCE_HIDDEN, REFERENCE_VOCAB)
 
 
@@ -105,25 +108,25 @@ def _settle(run: Callable[[], object], device: str) -> None:
 
 
 def _floors(x: Inputs) -> list[Case]:
-    """The library's matrix products alone: the logits', and all three (logits, hidden gradient, weight gradient)."""
+    """The matrix products alone: that of the logits, and all three (logits, hidden gradient, weight gradient)."""
     h, w = x.hidden.detach(), x.weight.detach()
     logits = torch.empty(len(h), len(w), dtype=h.dtype, device=h.device)
     hidden_grad, weight_grad = torch.empty_like(h), torch.empty_like(w)
 
-    def forward(_: Inputs) -> Made:
+    def forward(_: Inputs) -> Output:
         torch.mm(h, w.T, out=logits)
-        return Made()
+        return Output()
 
-    def both(_: Inputs) -> Made:
+    def both(_: Inputs) -> Output:
         torch.mm(h, w.T, out=logits)
         torch.mm(logits, w, out=hidden_grad)
         torch.mm(logits.T, h, out=weight_grad)
-        return Made()
+        return Output()
 
     return [Case("forward", "floor", forward, peer=True), Case("forward+backward", "floor", both, peer=True)]
 
 
-def _peak_gib(run: Callable[[], Made], device: str) -> float | None:
+def _peak_gib(run: Callable[[], Output], device: str) -> float | None:
     if device != "cuda":
         return None
     gc.collect()
@@ -137,7 +140,7 @@ def _peak_gib(run: Callable[[], Made], device: str) -> float | None:
 
 
 def _fits(case: Case, x: Inputs) -> bool:
-    """Runs the case once; a peer that runs out of the card's memory is left out."""
+    """Run the case once. Returns False for a peer that runs out of the card's memory."""
     try:
         case.run(x)
     except torch.OutOfMemoryError:
@@ -155,7 +158,7 @@ def _torch_errors(x: Inputs, truth: Exact, device: str) -> dict[str, float | Non
     return {}
 
 
-def _errors(case: Case, made: Made, x: Inputs, truth: Exact) -> dict[str, float | None]:
+def _errors(case: Case, made: Output, x: Inputs, truth: Exact) -> dict[str, float | None]:
     by_logprob: Tensor = x.upstream
     by_entropy: Tensor | None = None
     if case.what == "policy loss":
@@ -175,9 +178,9 @@ def _errors(case: Case, made: Made, x: Inputs, truth: Exact) -> dict[str, float 
 
 
 def _misses(
-    case: Case, shape: Shape, ratio: float, peak: float | None, errors: dict[str, float | None], torch_errors: dict
+    case: Case, shape: Shape, ratio: float, peak: float | None, errors: dict[str, float | None], torch_errors: dict[str, float | None]
 ) -> tuple[str, ...]:
-    """What a case of ours falls short of, each in a few words. Errors are held with `not <=`, so that NaN is a miss."""
+    """The bounds that a case misses, each in a few words. Errors are compared by `not <=`, so that NaN is a miss."""
     found = []
     slack = 1.0 if shape.is_reference else SLACK_ELSEWHERE
     if case.limit is not None:
@@ -199,7 +202,7 @@ def _misses(
 def measure(
     shape: Shape, *, with_peers: bool, dtype: torch.dtype = torch.bfloat16, device: str | None = None, seed: int = 0
 ) -> list[Result]:
-    """Every case at one shape. Cases that a device cannot run (the Triton ones on a CPU) are left out there."""
+    """Measure every case at one shape. Cases that the device cannot run (Triton on a CPU) are left out."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     x = make_inputs(shape.rows, shape.hidden, shape.vocab, dtype, device, seed)
     truth = exact(x.hidden.detach(), x.weight.detach(), x.labels)
@@ -263,7 +266,7 @@ def table(results: list[Result]) -> str:
 
 
 def verdict(results: list[Result]) -> list[str]:
-    """One line a bound that was missed, then how far ahead of the best peer each kind of work is."""
+    """One line for each missed bound, then the time of the best peer over ours for each kind of work."""
     lines = [f"MISSED {r.shape} {r.what} {r.name}: {'; '.join(r.misses)}" for r in results if r.misses]
     for shape in dict.fromkeys(r.shape for r in results):
         for what in ("forward", "forward+backward"):
@@ -292,7 +295,5 @@ def environment(device: str) -> str:
 
 
 def as_json(results: list[Result], device: str) -> str:
+    """Environment and results as JSON."""
     return document.text({"environment": environment(device), "results": [asdict(r) for r in results]})
-
-
-__all__ = ["Result", "Shape", "as_json", "environment", "measure", "missing", "table", "time_runs", "verdict"]

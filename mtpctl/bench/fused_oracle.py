@@ -22,8 +22,8 @@ def distance(got: Tensor, exact: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Exact:
-    """hidden [N, H], weight [V, H], labels [N] at temperature 1, with logprob, entropy, lse [N] in float64, and the sampled rows and
-    entries."""
+    """hidden [N, H], weight [V, H] and labels [N] at temperature 1; in float64 their logprob, entropy and log-sum-exp (lse) [N]; and the
+    sampled rows and vocabulary entries."""
 
     hidden: Tensor
     weight: Tensor
@@ -59,6 +59,7 @@ class Exact:
 
 @torch.no_grad()
 def exact(hidden: Tensor, weight: Tensor, labels: Tensor) -> Exact:
+    """Compute everything but the gradients, and choose the rows and entries for those."""
     wide, rows, parts = weight.double(), len(hidden), []
     for start in range(0, rows, ROWS_AT_ONCE):
         part = slice(start, start + ROWS_AT_ONCE)
@@ -69,5 +70,5 @@ def exact(hidden: Tensor, weight: Tensor, labels: Tensor) -> Exact:
         parts.append((lse, picked, -(logp.exp() * logp).sum(1)))
     lse, logprob, entropy = (torch.cat(x) for x in zip(*parts, strict=True))
     sampled = torch.arange(0, rows, max(1, rows // SAMPLED), device=hidden.device)[:SAMPLED]
-    spread = torch.arange(0, len(weight), max(1, len(weight) // SAMPLED), device=hidden.device)[:SAMPLED]
-    return Exact(hidden, weight, labels, lse, logprob, entropy, sampled, torch.cat([spread, labels[sampled]]).unique())
+    evenly = torch.arange(0, len(weight), max(1, len(weight) // SAMPLED), device=hidden.device)[:SAMPLED]
+    return Exact(hidden, weight, labels, lse, logprob, entropy, sampled, torch.cat([evenly, labels[sampled]]).unique())

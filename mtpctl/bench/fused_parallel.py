@@ -9,28 +9,33 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from mtpctl.bench.fused_cases import GIB, Inputs, clipped_loss, make_inputs
+from mtpctl.bench.fused_cases import Inputs, clipped_loss, make_inputs
 from mtpctl.bench.fused_kernels import Shape, time_runs
 from mtpctl.cluster.meeting import address_of, host_store, join_store
 from mtpctl.kernels.logprob import linear_logprob
 from mtpctl.kernels.policy import linear_policy_loss
+from mtpctl.plan.memory import GIB
+
+if TYPE_CHECKING:
+    from multiprocessing.queues import Queue
 
 WARM, SAMPLES = 3, 12
 MEET_S = 300.0
 """Seconds that a rank waits for the others to import and join."""
-BOUND = 1.15  # of a world-th of one card's time
+BOUND = 1.15
+"""Of one card's time divided by the number of cards, at most."""
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """Milliseconds over `world` cards and on one; `ratio` is to a world-th of the latter."""
+    """Milliseconds over `world` cards, and on one card with the whole vocabulary."""
 
     shape: str
     world: int
@@ -40,6 +45,7 @@ class Parallel:
 
     @property
     def ratio(self) -> float:
+        """Time over one card's time divided by `world`; 1 is a perfect split."""
         return self.ms / (self.single_ms / self.world)
 
 
@@ -68,7 +74,7 @@ def _work(x: Inputs, weight: Tensor, group: dist.ProcessGroup | None) -> dict[st
     }
 
 
-def _rank(rank: int, world: int, shape: Shape, meeting: str, device: str, answers: Any) -> None:
+def _rank(rank: int, world: int, shape: Shape, meeting: str, device: str, answers: Queue[tuple[str, float, float]]) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -105,7 +111,7 @@ def _rank(rank: int, world: int, shape: Shape, meeting: str, device: str, answer
 
 
 def measure_parallel(shape: Shape, world: int, device: str | None = None) -> list[Parallel]:
-    """One process a rank. Raises ValueError where the vocabulary does not divide, or the host has fewer cards."""
+    """Measure at one shape, one process a rank. Raises ValueError where ranks do not divide the vocabulary, or the host has fewer cards."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if shape.vocab % world:
         raise ValueError(f"--tp: {world} ranks do not divide the vocabulary of {shape.vocab}")
@@ -113,13 +119,14 @@ def measure_parallel(shape: Shape, world: int, device: str | None = None) -> lis
         raise ValueError(f"--tp: {world} ranks, and this host has {torch.cuda.device_count()} cards")
     meeting = host_store("127.0.0.1")
     context = mp.get_context("spawn")
-    answers = context.Queue()
+    answers: Queue[tuple[str, float, float]] = context.Queue()
     mp.spawn(_rank, args=(world, shape, address_of(meeting), device, answers), nprocs=world)
     name = f"{shape.rows}x{shape.hidden}x{shape.vocab}"
     return [Parallel(name, world, *answers.get(timeout=10)) for _ in range(4)]
 
 
 def parallel_table(results: list[Parallel]) -> str:
+    """The results as a Markdown table."""
     lines = ["| shape | ranks | what | ms | one card, ms | × one card's share |", "|---|---|---|---|---|---|"]
     lines += [f"| {r.shape} | {r.world} | {r.what} | {r.ms:.2f} | {r.single_ms:.2f} | {r.ratio:.2f} |" for r in results]
     return "\n".join(lines)

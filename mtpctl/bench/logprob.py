@@ -1,7 +1,7 @@
-"""`mtpctl bench logprob`: what the log-prob server costs beside the engine's bare pass, and what it keeps through a weight update.
+"""`mtpctl bench logprob`: the log-prob server against a forward pass of its engine alone, and its answers during a weight update.
 
-One replica in a Ray actor, as in training. The bare pass runs in that same actor on the same weights, so that one card holds
-the model once; the two take turns. Through the server means from the caller's process: queue, batches, Ray and back.
+One replica runs in a Ray actor, as in training. The bare pass runs in the same actor on the same weights, so that one card holds
+the model once; the two take turns. Times through the server are taken in the caller's process: queue, batches and Ray included.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from mtpctl.bench.logprob_rank import GIB, BenchRank
+from mtpctl.bench.logprob_rank import BenchRank
+from mtpctl.bench.machine import Environment
+from mtpctl.families.toy import toy_config
 from mtpctl.logprob.dispatch import ServerLimits
 from mtpctl.logprob.guard import HttpBounds
 from mtpctl.logprob.protocol import Scored, ScoreRequest
@@ -29,6 +30,7 @@ from mtpctl.logprob.rank import ReplicaConfig
 from mtpctl.logprob.replica import Replica, start_replica
 from mtpctl.logprob.serve import listen, web
 from mtpctl.logprob.server import LogprobServer
+from mtpctl.plan.memory import GIB
 from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
@@ -43,37 +45,34 @@ MOST_LOGITS_GIB = 1.0
 MOST_ADDED_MS = 5.0
 MOST_DIFFERENCE = {"fp32": 1e-6, "bf16": 1e-2}
 MOST_SYNC_COPY = 0.5
-"""Of the model's own memory, beyond which an update is said to have made a second copy of it."""
+"""Memory that an update may take, as a share of the model's own: less than a second copy of the weights."""
 CLEARLY = 10.0
-"""How many times closer an answer must be to its own version's than to the other's."""
+"""How many times closer an answer must be to those of its own version than to those of the other."""
 SHARPER = 3.0
-"""Of the second version's logits, so that its log-probs spread as those of a trained model do."""
+"""Factor of the second version's logits, which spreads its log-probs like those of a trained model."""
 PROMPT_SHARE = 0.25
 
-TOY: dict[str, Any] = {
-    "architectures": ["MiMoForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "intermediate_size": 768,
-    "vocab_size": 2048,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "max_position_embeddings": 1024,
-    "num_nextn_predict_layers": 1,
-    "tie_word_embeddings": False,
-}
-"""The shape on a machine without a card."""
+TOY = toy_config(
+    hidden_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=32,
+    intermediate_size=768,
+    vocab_size=2048,
+    rope_theta=10000.0,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=1024,
+)
+"""The model on a machine without a card."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked. lengths: shortest and longest request; in_flight: requests at once; requests: of one turn; rounds: turns of
-    each kind; single: tokens of the request to an idle server, and how often it is sent."""
+    """The requests to send. lengths: tokens of the shortest and the longest; in_flight: requests at once; requests: of one round.
+
+    single: tokens of the request to an idle server; singles: how often it is sent.
+    """
 
     lengths: tuple[int, int]
     in_flight: int = 64
@@ -99,7 +98,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Finding:
-    """One figure, and the bound that it is held against, where there is one."""
+    """One figure, and its bound where it has one."""
 
     what: str
     value: float | None
@@ -110,7 +109,7 @@ class Finding:
 
     @property
     def missed(self) -> bool:
-        """Whether the bound is."""
+        """Whether the bound is missed."""
         if self.bound is None or self.value is None:
             return False
         # `not`, so that NaN is a miss.
@@ -126,7 +125,7 @@ class Report:
 
 
 async def measure(folder: Path, precision: str, load: Load, scratch: Path, *, gpus: float) -> Report:
-    """Everything, on a replica of the model whose config lies in `folder`, weights drawn where it runs."""
+    """Run all measurements on a replica of the model whose config is in `folder`, with random weights."""
     config = ReplicaConfig(
         model=str(folder),
         parallel=ParallelConfig(),
@@ -147,7 +146,7 @@ async def measure(folder: Path, precision: str, load: Load, scratch: Path, *, gp
         await bench.throughput()
         await bench.latency()
         await bench.update(scratch)
-        await bench.company()
+        await bench.batching()
     finally:
         await server.close()
     return bench.report
@@ -163,11 +162,13 @@ class Bench:
         ((_, self.replica),) = server.replicas.live()
         self.vocab = server.bounds.vocab
 
-    async def _bare(self, requests: list[ScoreRequest], method: str = "bare") -> Any:
-        return await self.replica.ranks.call(method, [r.token_ids for r in requests], [r.prompt_length for r in requests])
+    async def _bare(self, requests: list[ScoreRequest]) -> float:
+        """Seconds of a bare pass over the requests."""
+        seconds: float = await self.replica.ranks.call("bare", *_as_lists(requests))
+        return seconds
 
     async def throughput(self) -> None:
-        """Tokens/s with many in flight, beside one bare pass over the same requests; and memory for logits."""
+        """Measure tokens/s with many requests in flight, against one bare pass over the same requests; and memory for logits."""
         load = self.load
         requests = load.drawn(self.vocab, load.requests, seed=0)
         tokens = sum(r.tokens for r in requests)
@@ -175,7 +176,7 @@ class Bench:
         await self._through(requests[: load.in_flight])
         bare, served = [], []
         for turn in range(load.rounds):
-            # Who goes first changes: a card that grows warm slows whoever comes second.
+            # The order alternates, since a card slows down as it gets warm.
             for kind in ("bare", "served") if turn % 2 == 0 else ("served", "bare"):
                 if kind == "bare":
                     bare.append(await self._bare(requests))
@@ -187,10 +188,10 @@ class Bench:
         self._found("through the server", tokens / statistics.median(served), "tokens/s", detail=f"{load.in_flight} in flight")
         share = statistics.median(bare) / statistics.median(served)
         self._found("share of the bare pass", share, "", LEAST_SHARE, at_least=True, detail=f"turn by turn {shares}")
-        self._found("memory for logits", await self._bare(requests, "logits_gib"), "GiB", MOST_LOGITS_GIB)
+        self._found("memory for logits", await self.replica.ranks.call("logits_gib", *_as_lists(requests)), "GiB", MOST_LOGITS_GIB)
 
     async def _through(self, requests: list[ScoreRequest]) -> float:
-        """Seconds to answer all, as many in flight as the load says."""
+        """Seconds until the server has answered all requests, `load.in_flight` at once."""
         left = iter(requests)
 
         async def client() -> None:
@@ -202,7 +203,7 @@ class Bench:
         return time.perf_counter() - began
 
     async def latency(self) -> None:
-        """One request at a time on an idle server, beside the bare pass."""
+        """Measure the latency of one request at a time on an idle server, against the bare pass."""
         (request,) = self.load.drawn(self.vocab, 1, seed=1)
         request = Load.of((request.token_ids * self.load.single)[: self.load.single])
         times: dict[str, list[float]] = {"bare": [], "server": [], "HTTP": []}
@@ -227,7 +228,7 @@ class Bench:
             self._found(f"added by the {name}", middle[name] - middle["bare"], "ms", MOST_ADDED_MS, detail=detail)
 
     async def update(self, scratch: Path) -> None:
-        """Weights change while requests wait; every answer must be that of the version that it names."""
+        """Update the weights while requests wait; every answer must be that of the version that it names."""
         requests = self.load.drawn(self.vocab, self.load.in_flight, seed=2)
         weights = await self.replica.ranks.call("weights_gib")
         root = default_root(f"bench-{os.getpid()}", int(weights * GIB), scratch / "versions")
@@ -246,7 +247,7 @@ class Bench:
         calm[1] = await self._answers(requests)
         wrong = 0
         for place, answer in enumerate(answers):
-            own, other = (_apart(answer, calm[version][place]) for version in (answer.version, 1 - answer.version))
+            own, other = (_difference(answer, calm[version][place]) for version in (answer.version, 1 - answer.version))
             wrong += not own * CLEARLY <= other
         under = [sum(answer.version == version for answer in answers) for version in (0, 1)]
         detail = f"{under[0]} under the old weights, {under[1]} under the new"
@@ -256,11 +257,11 @@ class Bench:
         self._found("publishing before it", published, "s")
         self._found("memory beyond the weights in an update", more, "GiB", MOST_SYNC_COPY * weights, detail=f"weights: {weights:.2f} GiB")
 
-    async def company(self) -> None:
-        """Each request alone, then all at once."""
+    async def batching(self) -> None:
+        """Compare the answers to requests sent one by one with those to the same requests sent at once."""
         requests = self.load.drawn(self.vocab, self.load.in_flight, seed=3)
         alone = [await self.server.score(request) for request in requests]
-        worst = _largest([_apart(a, b) for a, b in zip(alone, await self._answers(requests), strict=True)])
+        worst = _largest([_difference(a, b) for a, b in zip(alone, await self._answers(requests), strict=True)])
         values = torch.tensor([x for answer in alone for x in answer.logprobs])
         detail = f"log-probs: mean {values.mean():.2f}, std {values.std():.2f}"
         self._found("alone or in a mixed batch, largest difference", worst, "nats", self.limit, detail=detail)
@@ -274,27 +275,32 @@ class Bench:
         self.report.findings.append(Finding(what, value, unit, bound, at_least, detail))
 
 
-def _apart(a: Scored, b: Scored) -> float:
-    """Largest difference of two answers, log-probs and entropy; NaN where there is one."""
+def _as_lists(requests: list[ScoreRequest]) -> tuple[list[list[int]], list[int]]:
+    """Token ids and prompt lengths, as the ranks take them."""
+    return [r.token_ids for r in requests], [r.prompt_length for r in requests]
+
+
+def _difference(a: Scored, b: Scored) -> float:
+    """Largest difference of two answers in log-probs and entropy; NaN where one holds a NaN."""
     pairs: Iterator[tuple[float, float]] = zip([*a.logprobs, *a.entropy], [*b.logprobs, *b.entropy], strict=True)
     return _largest([abs(x - y) for x, y in pairs])
 
 
 def _largest(values: list[float]) -> float:
-    """`max` loses a NaN that is not the first."""
+    """The largest value; NaN where there is one, which `max` would lose."""
     return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 @contextlib.asynccontextmanager
 async def _http(server: LogprobServer) -> AsyncIterator[int]:
-    """The server's HTTP face on a free port of this host."""
+    """Serve over HTTP on a free port of this host, which is returned."""
     with contextlib.closing(listen("127.0.0.1", 0)) as bound:
-        face = web(server, None, "bench", key=None, bounds=HttpBounds())
-        serving = asyncio.create_task(face.serve(sockets=[bound]))
+        http_server = web(server, None, "bench", key=None, bounds=HttpBounds())
+        serving = asyncio.create_task(http_server.serve(sockets=[bound]))
         try:
             yield bound.getsockname()[1]
         finally:
-            face.should_exit = True
+            http_server.should_exit = True
             await serving
 
 
@@ -308,7 +314,7 @@ def _ask(connection: http.client.HTTPConnection, body: bytes) -> float:
 
 
 def table(report: Report) -> str:
-    """For a terminal, and for docs/benchmarks/logprob-server.md."""
+    """The findings as a Markdown table."""
     lines = ["| what | measured | bound | measured / bound | |", "|---|---|---|---|---|"]
     for f in report.findings:
         value = "not counted on a CPU"
@@ -321,7 +327,7 @@ def table(report: Report) -> str:
     return "\n".join(lines)
 
 
-def as_json(report: Report, environment: dict[str, Any], load: Load) -> dict[str, Any]:
-    """Everything that was measured, and on what."""
+def as_json(report: Report, environment: Environment, load: Load) -> dict[str, object]:
+    """Environment, options and results, JSON-ready."""
     findings = [{**asdict(f), "missed": f.missed} for f in report.findings]
     return {"environment": environment, "timer": TIMER, "options": asdict(load), "findings": findings, "seconds": report.times}

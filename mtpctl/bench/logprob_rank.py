@@ -14,18 +14,19 @@ from mtpctl.kernels.logprob import LogProbOut
 from mtpctl.logprob.rank import ScoreRank
 from mtpctl.model.build import TORCH_DTYPES
 from mtpctl.plan.buckets import TensorSpec
+from mtpctl.plan.memory import GIB
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.publisher import Publisher
 from mtpctl.sync.store import VersionStore
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.head import Head
 
-GIB = 1 << 30
 STD = 0.02
+"""Standard deviation of the random weights."""
 
 
 class _Metered(Head):
-    """Notes the most memory that taking log-probs from hidden states needed beyond what was there before."""
+    """A head that records the peak of memory that log-probs of hidden states need beyond what is allocated before."""
 
     logits_bytes = 0
 
@@ -40,7 +41,7 @@ class _Metered(Head):
 
 
 class BenchRank(ScoreRank):
-    """`ScoreRank` with what it is measured against."""
+    """`ScoreRank` with a bare pass to compare it with, and random versions to update it to."""
 
     def bare(self, sequences: list[list[int]], prompt_lengths: list[int]) -> float:
         """Seconds of one `MegatronEngine.score` over all of them: packing, passes with fused log-probs and entropy, lists of numbers."""
@@ -62,7 +63,7 @@ class BenchRank(ScoreRank):
         return metered.logits_bytes / GIB
 
     def publish(self, root: str, version: int, bucket_bytes: int, sharper: float) -> tuple[Manifest, float]:
-        """Other random weights as a version in the store at `root`, logits `sharper` times as large; also the seconds it took."""
+        """Publish other random weights, with logits `sharper` times as large, in the store at `root`. Returns also the seconds it took."""
         shape = self.engine.folder.shape
         dtype = TORCH_DTYPES[self.config.precision]
         generator = torch.Generator(self.engine.device).manual_seed(version)
@@ -84,14 +85,14 @@ class BenchRank(ScoreRank):
         return manifest, time.perf_counter() - began
 
     def start_memory(self) -> None:
-        """Start counting memory anew."""
+        """Reset the peak of allocated memory."""
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             self._allocated = torch.cuda.memory_allocated()
 
     def more_memory_gib(self) -> float | None:
-        """GiB beyond what was allocated at `start_memory`, at the most."""
+        """Peak of GiB beyond what was allocated at `start_memory`; None on a CPU."""
         return (torch.cuda.max_memory_allocated() - self._allocated) / GIB if self.engine.device.type == "cuda" else None
 
     def weights_gib(self) -> float:

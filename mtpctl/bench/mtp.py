@@ -1,17 +1,17 @@
-"""`mtpctl bench mtp`: what it is worth to train the drafter, and to sync it, in four arms of one RL run.
+"""`mtpctl bench mtp`: the gain by training the drafter, and by syncing it, in four arms of one RL run.
 
-The arms differ in nothing but what happens to the MTP layers: not used, kept as they were, trained and synced with the
-target, trained while only the target is synced. Acceptance is counted by the engine over the drafts of the last updates,
-where policies and drafters have moved furthest; and once more on the held-out problems after the last update.
+The arms differ only in the MTP layers: not used, frozen, trained and synced with the target, trained while only the target is
+synced. The engine counts acceptance over the drafts of the last updates, where policies and drafters have changed most, and on
+the held-out problems after the last update.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from mtpctl.bench.arms import Arm, Outcome, share_of
+from mtpctl.bench.machine import Environment
 from mtpctl.telemetry.charts import Chart, Phase, Series, render_chart
 from mtpctl.telemetry.curves import mean_curve
 from mtpctl.telemetry.history import History
@@ -31,7 +31,7 @@ TIMER = (
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One arm over the last updates of its runs, seeds pooled. Rates are shares, `None` where nothing was drafted."""
+    """One arm over the last updates of its runs, seeds pooled. Acceptances are shares of 1, None where nothing was drafted."""
 
     name: str
     meaning: str
@@ -79,7 +79,7 @@ def gain(results: list[Result]) -> Gain | None:
 
 
 def table(results: list[Result], last: int) -> str:
-    """For a terminal, and for docs/benchmarks."""
+    """The results as a Markdown table."""
     plain = next((r for r in results if r.name == "none"), None)
     lines = [
         f"Over the last {last} updates of each run:",
@@ -120,8 +120,8 @@ def figures(outcomes: list[Outcome]) -> str:
     return f'<section class="charts">{"".join(parts)}</section>'
 
 
-def as_json(results: list[Result], environment: dict[str, Any], last: int) -> dict[str, Any]:
-    """Everything that was measured."""
+def as_json(results: list[Result], environment: Environment, last: int) -> dict[str, object]:
+    """All results, JSON-ready."""
     found = gain(results)
     return {
         "bench": "mtp",

@@ -1,4 +1,4 @@
-"""What `mtpctl bench all` measures, with how many cards and for how many minutes at most: what takes many cards comes first."""
+"""The plans of `mtpctl bench all`: its measurements, with their cards and minutes; those that take many cards come first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _RL_7B = (
     "--set train.checkpoint_every=0 --set train.keep_checkpoints=0 --set train.eval_every=100 "
     "--set rollout.max_tokens=256 --set rollout.context=1024 --set rollout.eager=true --set async.sync_every=2 --seed 0 --json"
 )
-"""RL on the model of known answers, whose rewards are all alike: prompts of 300 tokens, responses of 197 that end by themselves."""
+"""RL on the cycle model, whose rewards are all equal: prompts of 300 tokens, responses of 197 that end by themselves."""
 
 _X4 = f"bench async mimo7b_mtp --overlay h200x4 --out {{out}}/rl-7b-x4 --arm partial --arm partial-server --set train.rl.steps=6 {_RL_7B}"
 _DP = (
@@ -20,7 +20,7 @@ _DP = (
     "--set 'train.parallel={tp: 1, dp: 2, sequence_parallel: false}' --set train.distributed_optimizer=true "
     f"--set train.tokens_per_microbatch=8192 {_RL_7B}"
 )
-"""The trainer's two cards side by side on whole samples, where the overlay has them share each."""
+"""The trainer's two cards are data-parallel, where the overlay makes them tensor-parallel."""
 _X2 = f"bench async mimo7b_mtp --overlay h200x2 --out {{out}}/rl-7b-x2 --arm partial-server --set train.rl.steps=4 {_RL_7B}"
 _X8_ON_4 = (
     "bench async mimo7b_mtp --overlay h200x8 --out {out}/rl-7b-x8-on-4 --arm partial-server --set train.rl.steps=6 "
@@ -56,7 +56,7 @@ ON_CARDS = [
     Task("fused-kernels", 1, 3, "bench fused-kernels --json"),
     Task("sync-weights-shared", 1, 4, "bench sync-weights --shared --eager --repeats 5 --json"),
 ]
-"""For H200s."""
+"""Measurements on H200s."""
 
 _SHORT = "--set train.rl.steps=6 --set train.eval_every=3 --json"
 
@@ -68,4 +68,4 @@ ON_A_LAPTOP = [
     Task("mtp", 0, 15, f"bench mtp tiny_mtp --out {{out}}/mtp {_SHORT}"),
     Task("async", 0, 15, f"bench async tiny_mtp --out {{out}}/async --seed 0 --least-speedup 0 {_SHORT}"),
 ]
-"""At toy size: whether everything runs, and what it prints."""
+"""Measurements at toy size on a CPU: they show that everything runs, and what it prints."""

@@ -1,9 +1,9 @@
-"""`mtpctl bench rollout`: what mtpctl's way to an engine costs, and what speculation is worth on this card.
+"""`mtpctl bench rollout`: the throughput of mtpctl's pool against vLLM alone, and the gain by speculation.
 
-`path`: the same requests through vLLM's offline `LLM.generate` and through mtpctl's pool and actor, same model, settings and card, in
-turn; and, at full load with a queue, the share of the engine's places that stood empty.
+`path`: the same requests through vLLM's offline `LLM.generate` and through mtpctl's pool and actor, in turns, with the same model,
+settings and card; and, at full load with a queue, the share of the engine's slots that were empty.
 
-`speculation`: an engine without speculation beside one that may draft up to k tokens, held at 0, 1, … k and then left to choose
+`speculation`: an engine without speculation against one that drafts 0, 1, … k tokens, and then chooses how many
 (`rollout.speculation.auto`), at every batch size; with a drafter that is right on a chosen share of tokens, and with one that never is.
 """
 
@@ -12,11 +12,10 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import asdict, dataclass, replace
 
-from mtpctl.bench.rollout_engines import Bench, Once, Options, all_of
+from mtpctl.bench.rollout_engines import Bench, Offline, Once, Options, all_of
 from mtpctl.bench.rollout_load import Load, Run
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.heap import settle_heap
@@ -28,7 +27,7 @@ PATH_BOUND = 0.95
 """Throughput through mtpctl over vLLM's own, at least."""
 IDLE_BOUND = 0.03
 AUTO_BOUND = 0.98
-"""Throughput of speculation.auto, once it has looked, over no speculation, at least."""
+"""Throughput of speculation.auto, after its first measurement, over no speculation, at least."""
 GAIN_BOUND = 0.9
 """Share of `allowed_gain` that one draft reaches up to `GAIN_BATCH` requests, at least."""
 GAIN_BATCH = 64
@@ -43,10 +42,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One row: the median of the rounds, and of the rounds' ratios to what it is held against, with the bound that it missed, if any.
+    """One row: medians over the rounds of throughput and of its ratio to the baseline, and the bounds that it misses.
 
-    `rates` and `ratios` are the rounds' own. `draft_s`: seconds of device time that a step spends on all its drafts. `steps` and
-    `step_s`: how many steps a round took, and the time of one that only decodes, where the engine tells.
+    `rates` and `ratios` are those of each round. `draft_s`: seconds of device time that a step spends on all its drafts. `steps` and
+    `step_s`: steps of a round, and seconds of a step that only decodes, where the engine reports them. `allowed`: see `allowed_gain`.
+    `wrong`: answers that are not the model's.
     """
 
     what: str
@@ -68,12 +68,12 @@ class Result:
 
 
 def allowed_gain(tokens: float, draft_s: float, step_s: float) -> float:
-    """What speculation gains where checking drafts is free: `tokens` of a step, over what drafting adds to a step of `step_s` without."""
+    """Speed-up if verifying drafts were free: `tokens` a step, over the time of a step of `step_s` seconds lengthened by `draft_s`."""
     return tokens / (1 + draft_s / step_s)
 
 
 async def in_turn(load: Load, ways: Mapping[str, Once], rounds: int, *, warm: bool = True) -> dict[str, list[Run]]:
-    """The load sent each way, `rounds` times after one that warms up; every other round goes backwards, so that drift falls on all."""
+    """Send the load each way `rounds` times, after one round to warm up. Every other round is in reverse order, against drift."""
     found: dict[str, list[Run]] = {name: [] for name in ways}
     for number in range(-1 if warm else 0, rounds):
         names = list(ways)[:: 1 if number % 2 == 0 else -1]
@@ -84,8 +84,8 @@ async def in_turn(load: Load, ways: Mapping[str, Once], rounds: int, *, warm: bo
     return found
 
 
-def row(what: str, load: Load, runs: list[Run], against: list[Run] | None = None, bound: float | None = None, **more: Any) -> Result:
-    """A row from its rounds, those `against` which it is held, round by round, and the bounds that it misses."""
+def row(what: str, load: Load, runs: list[Run], against: list[Run] | None = None, bound: float | None = None) -> Result:
+    """A row from its rounds and those of its baseline `against`. `bound`: the least ratio of the two."""
     rates = tuple(run.tokens_per_s for run in runs)
     ratios = tuple(run.tokens_per_s / other.tokens_per_s for run, other in zip(runs, against, strict=True)) if against else ()
     ratio = statistics.median(ratios) if ratios else None
@@ -100,20 +100,30 @@ def row(what: str, load: Load, runs: list[Run], against: list[Run] | None = None
     if idle is not None and idle > IDLE_BOUND:
         misses.append(f"places empty {idle:.1%} of the time, bound {IDLE_BOUND:.0%}")
     stats = runs[-1].stats
-    if stats.drafted:
-        more |= {"accept_rate": stats.accept_rate, "accept_length": stats.accept_length}
-    return Result(what, load.name, statistics.median(rates), rates, ratio, ratios, idle=idle, wrong=wrong, misses=tuple(misses), **more)
+    return Result(
+        what,
+        load.name,
+        statistics.median(rates),
+        rates,
+        ratio,
+        ratios,
+        accept_rate=stats.accept_rate if stats.drafted else None,
+        accept_length=stats.accept_length if stats.drafted else None,
+        idle=idle,
+        wrong=wrong,
+        misses=tuple(misses),
+    )
 
 
 class Table:
-    """Rows, each of which is said as it is measured."""
+    """The rows so far; each is printed as soon as it is measured."""
 
     def __init__(self, say: Say) -> None:
         self.rows: list[Result] = []
         self.say = say
 
     def add(self, result: Result) -> None:
-        """One more."""
+        """Add a row, and print it."""
         self.rows.append(result)
         self.say(line(result))
 
@@ -122,8 +132,8 @@ THEIRS, OURS, BARE = "vLLM LLM.generate", "mtpctl", "vLLM LLM.generate, no log-p
 OFF = "no speculation"
 
 
-async def measure_path(bench: Bench, table: Table, loads: list[Load], offline: Any, plain: ReplicaPool) -> None:
-    """vLLM's own offline generation, and the same through the pool."""
+async def measure_path(bench: Bench, table: Table, loads: list[Load], offline: Offline, plain: ReplicaPool) -> None:
+    """Measure vLLM's offline generation, and the same through the pool."""
     both: dict[str, Once] = {THEIRS: lambda load: offline(load, True), OURS: bench.through(plain)}
     largest = bench.loads()[-1]
     for load in loads:
@@ -134,7 +144,7 @@ async def measure_path(bench: Bench, table: Table, loads: list[Load], offline: A
 
 
 async def measure_speculation(bench: Bench, table: Table, plain: ReplicaPool, drafting: ReplicaPool) -> None:
-    """No speculation in one engine; 0 to k drafts, and the engine's own choice, in another."""
+    """Measure an engine without speculation, and another with 0 to k drafts and with a number that it chooses."""
     for load in bench.loads():
         await _fixed(bench, table, load, plain, drafting)
     for hopeless in (False, True):
@@ -143,8 +153,8 @@ async def measure_speculation(bench: Bench, table: Table, plain: ReplicaPool, dr
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """What the engine's own account says of one round with a number of drafts. See `Result`."""
+class _Steps:
+    """What the engine reports about the steps of one round. See `Result`."""
 
     draft_s: float
     steps: int
@@ -153,7 +163,7 @@ class _Told:
 
 async def _fixed(bench: Bench, table: Table, load: Load, plain: ReplicaPool, drafting: ReplicaPool) -> None:
     numbers = range(bench.options.drafts + 1)
-    told: dict[int, list[_Told]] = {drafts: [] for drafts in numbers}
+    reported: dict[int, list[_Steps]] = {drafts: [] for drafts in numbers}
     once = bench.through(drafting)
 
     def with_drafts(drafts: int) -> Once:
@@ -161,7 +171,7 @@ async def _fixed(bench: Bench, table: Table, load: Load, plain: ReplicaPool, dra
             await drafting.speculate(drafts)
             run = await once(load)
             state = (await drafting.speculate())[0]
-            told[drafts].append(_Told(state["draft_s"][drafts] if drafts else 0.0, state["steps"][drafts], state["step_s"][drafts]))
+            reported[drafts].append(_Steps(state["draft_s"][drafts] if drafts else 0.0, state["steps"][drafts], state["step_s"][drafts]))
             return run
 
         return send
@@ -172,27 +182,24 @@ async def _fixed(bench: Bench, table: Table, load: Load, plain: ReplicaPool, dra
     table.add(off := row(OFF, load, found[OFF]))
     for drafts in numbers:
         runs = found[named[drafts]]
-        account = told[drafts][-len(runs) :]
-        draft_s = statistics.median(each.draft_s for each in account)
+        steps = reported[drafts][-len(runs) :]
+        draft_s = statistics.median(each.draft_s for each in steps)
         allowed = allowed_gain(runs[-1].stats.accept_length, draft_s, load.batch / off.tokens_per_s)
+        bound = GAIN_BOUND * allowed if drafts == 1 and load.batch <= GAIN_BATCH else None
         table.add(
-            row(
-                named[drafts],
-                load,
-                runs,
-                found[OFF],
-                GAIN_BOUND * allowed if drafts == 1 and load.batch <= GAIN_BATCH else None,
+            replace(
+                row(named[drafts], load, runs, found[OFF], bound),
                 allowed=allowed,
                 draft_s=draft_s,
                 drafts=drafts,
-                steps=statistics.median(each.steps for each in account),
-                step_s=statistics.median(each.step_s for each in account),
+                steps=statistics.median(each.steps for each in steps),
+                step_s=statistics.median(each.step_s for each in steps),
             )
         )
 
 
 async def _auto(bench: Bench, table: Table, load: Load, plain: ReplicaPool, drafting: ReplicaPool, what: str) -> None:
-    """The engine's own choice: the round in which it looks, then what it settles on."""
+    """Measure the engine's own choice: a round in which it compares numbers of drafts, then rounds with the number that it settles on."""
     ways = {OFF: bench.through(plain), what: bench.through(drafting)}
     await drafting.speculate(-1)
     looking = await in_turn(load, ways, 1, warm=False)
@@ -203,29 +210,33 @@ async def _auto(bench: Bench, table: Table, load: Load, plain: ReplicaPool, draf
     state = (await drafting.speculate())[0]
     steps: dict[int, int] = state["steps"]
     most = max(steps, key=lambda drafts: steps[drafts])
-    account = {"steps": sum(steps.values()) / rounds, "step_s": state["step_s"].get(most)}
-    table.add(row(what, load, found[what], found[OFF], AUTO_BOUND, drafts=state["drafts"], **account))
+    measured = row(what, load, found[what], found[OFF], AUTO_BOUND)
+    table.add(replace(measured, drafts=state["drafts"], steps=sum(steps.values()) / rounds, step_s=state["step_s"].get(most)))
     numbers = ", ".join(f"{count} with {drafts}" for drafts, count in sorted(steps.items()))
     table.say(f"  steps by their drafts: {numbers}; {state['told'] or 'no look came to its end'}")
 
 
 def run(options: Options, parts: list[str], say: Say) -> list[Result]:
-    """Measure the parts that are named. Every row is said as it is measured."""
+    """Measure the named parts. Every row is printed as soon as it is measured."""
     path, speculation = "path" in parts, "speculation" in parts
     bench = Bench(options, say, at_once=1 + path + speculation)
     table = Table(say)
 
     async def measure() -> None:
-        wanted = [bench.pool(0), *([bench.offline()] if path else []), *([bench.pool(options.drafts)] if speculation else [])]
-        async with all_of(*wanted) as (plain, *others):
+        wanted: list[AbstractAsyncContextManager[ReplicaPool | Offline]] = [bench.pool(0)]
+        wanted += [bench.offline()] if path else []
+        wanted += [bench.pool(options.drafts)] if speculation else []
+        async with all_of(*wanted) as engines:
             settle_heap()
-            if path:
-                await measure_path(bench, table, bench.loads(), others[0], plain)
+            pools = [engine for engine in engines if isinstance(engine, ReplicaPool)]
+            offlines = [engine for engine in engines if not isinstance(engine, ReplicaPool)]
+            for offline in offlines:
+                await measure_path(bench, table, bench.loads(), offline, pools[0])
             if speculation:
-                await measure_speculation(bench, table, plain, others[-1])
-            if path:
-                # The longest, and the least in doubt.
-                await measure_path(bench, table, [bench.queued()], others[0], plain)
+                await measure_speculation(bench, table, pools[0], pools[1])
+            for offline in offlines:
+                # The longest measurement is last.
+                await measure_path(bench, table, [bench.queued()], offline, pools[0])
 
     with _cluster(options, bench.at_once):
         asyncio.run(measure())
@@ -247,7 +258,7 @@ RULE = "|---" * HEAD.count(" | ") + "|---|"
 
 
 def line(result: Result) -> str:
-    """A row of the table."""
+    """The result as a row of the table."""
 
     def number(value: float | None, form: str) -> str:
         return "–" if value is None else format(value, form)
@@ -275,6 +286,6 @@ def verdict(results: list[Result]) -> list[str]:
     return lines
 
 
-def as_dict(options: Options, results: list[Result]) -> dict[str, Any]:
-    """Everything that was measured."""
+def as_dict(options: Options, results: list[Result]) -> dict[str, object]:
+    """Options and results, JSON-ready."""
     return {"options": {**asdict(options), "folder": str(options.folder)}, "timer": TIMER, "results": [asdict(r) for r in results]}

@@ -1,17 +1,17 @@
-"""The engines that `mtpctl bench rollout` holds side by side: on one card, of one model, ready all the time.
+"""The engines of `mtpctl bench rollout`, all of one model, on one card and loaded at the same time.
 
-What a host does beside us changes from minute to minute, by more than the bounds are wide. So engines are not measured one after the
-other: all stand ready, and the same load goes to each in turn.
+Other work on a host changes from minute to minute, and with it a throughput by more than the bounds allow. Engines are therefore
+not measured one after the other: all are loaded, and the same load goes to each in turn.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mtpctl.bench.cycle_model import write_cycle_model
 from mtpctl.bench.rollout_load import Load, Run, make_load, send, start_offline
@@ -30,15 +30,17 @@ from mtpctl.rollout.vllm.settings import engine_settings
 
 START_S = 420.0
 CARD_SHARE = 0.9
-"""Of the card, for all engines together."""
+"""Share of the card for all engines together."""
 
 Once = Callable[[Load], Awaitable[Run]]
-"""Sends a load and waits for it."""
+"""Sends a load and waits for its answers."""
+Offline = Callable[[Load, bool], Awaitable[Run]]
+"""The same through vLLM's offline generation, with log-probs or without."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to measure. `tokens` of an answer, `prompt` tokens before it; `drafts` the most a step may draft."""
+    """What to measure: `prompt` tokens of each request, `tokens` of its answer, at most `drafts` draft tokens a step."""
 
     shape: Literal["mimo7b", "tiny"]
     folder: Path
@@ -64,13 +66,13 @@ def known_shape(text: str) -> Literal["mimo7b", "tiny"]:
     raise UserError(f"--shape: must be mimo7b or tiny, got {text}")
 
 
-def config_of(shape: Literal["mimo7b", "tiny"]) -> dict[str, Any]:
-    """config.json fields; `model_type` is one that every vLLM reads without a stand-in."""
+def config_of(shape: Literal["mimo7b", "tiny"]) -> dict[str, object]:
+    """The config.json fields of a shape, with a `model_type` that vLLM reads without `mtpctl.compat.mimo_config`."""
     return TINY if shape == "tiny" else hub_config("XiaomiMiMo/MiMo-7B-RL") | {"model_type": "qwen2"}
 
 
 class Bench:
-    """Model, loads and engines. `at_once` engines are on the card together."""
+    """Makes the model, its loads and its engines, `at_once` of which share the card."""
 
     def __init__(self, options: Options, say: Callable[[str], None], at_once: int) -> None:
         self.options, self.at_once = options, at_once
@@ -90,11 +92,11 @@ class Bench:
     # --------------------------------------------------------------------------------------------------------- loads
 
     def loads(self, *, hopeless: bool = False) -> list[Load]:
-        """All at once, for every batch size."""
+        """For every batch size, a load of so many requests at once."""
         return [self._load(f"batch {batch}", batch, batch, 0.0, hopeless) for batch in self.options.batches]
 
     def queued(self) -> Load:
-        """Four times the largest batch, answers of different lengths: places are refilled all the time."""
+        """Four times the largest batch, with answers of different lengths, so that slots are refilled all the time."""
         most = max(self.options.batches)
         return self._load(f"{most} in flight, {4 * most} in all", most, 4 * most, 0.5, False)
 
@@ -107,11 +109,13 @@ class Bench:
     # ------------------------------------------------------------------------------------------------------- engines
 
     def recipe(self, drafts: int) -> Recipe:
-        """One engine for the largest batch. CUDA graphs are captured for the batches used, a few below, and as vLLM itself would for
-        steps that take in prompts beside them."""
+        """A recipe of one engine for the largest batch.
+
+        CUDA graphs are captured for the batches of the loads, for smaller ones as requests end, and for steps with prompts in them.
+        """
         options = self.options
         most = max(options.batches)
-        rollout: dict[str, Any] = {
+        rollout: dict[str, object] = {
             "engine": "vllm",
             "max_in_flight": most,
             "max_tokens": 2 * options.tokens,
@@ -141,7 +145,7 @@ class Bench:
 
     @property
     def context(self) -> int:
-        """Tokens of the longest prompt and answer, and a little."""
+        """Tokens of the longest prompt and answer, and some to spare."""
         return self.options.prompt + 2 * self.options.tokens + 64
 
     @property
@@ -150,7 +154,7 @@ class Bench:
 
     @asynccontextmanager
     async def pool(self, drafts: int) -> AsyncIterator[ReplicaPool]:
-        """A pool of one engine, and its end; with any drafts, how many it makes is its own choice until somebody says."""
+        """A pool of one engine, closed at the end of the block. With `drafts` the engine chooses how many, until `speculate` sets it."""
         seat = Actor("rollout", 0, 0, 0, 1.0, self._gpus)
         placement = Placement(self.options.device, (seat,), 1)
         pool = await start_pool(self.recipe(drafts), model=str(self.options.folder), context=self.context, placement=placement)
@@ -160,8 +164,8 @@ class Bench:
             await pool.close()
 
     @asynccontextmanager
-    async def offline(self) -> AsyncIterator[Callable[[Load, bool], Awaitable[Run]]]:
-        """vLLM's own offline generation with the settings of `pool(0)`, and its end: a load, and whether log-probs are wanted."""
+    async def offline(self) -> AsyncIterator[Offline]:
+        """vLLM's offline generation with the settings of `pool(0)`, closed at the end of the block."""
         import ray
 
         recipe = self.recipe(0)
@@ -171,7 +175,7 @@ class Bench:
             precision=recipe.train.precision,
             device=self.options.device,
         )
-        actor = start_offline(settings, {"num_cpus": 1, "num_gpus": self._gpus})
+        actor = start_offline(settings, cpus=1, gpus=self._gpus)
 
         async def once(load: Load, logprobs: bool) -> Run:
             run: Run = await actor.send.remote(load, self.shape.vocab, logprobs)
@@ -184,19 +188,24 @@ class Bench:
             ray.kill(actor)
 
     def through(self, pool: ReplicaPool) -> Once:
-        """The way through a pool."""
+        """Send loads through a pool."""
         return lambda load: send(pool, load, self.shape.vocab)
 
 
 @asynccontextmanager
-async def all_of(*managers: Any) -> AsyncIterator[list[Any]]:
-    """Enter the managers at once, since engines take a minute or two to start, and leave them all."""
+async def all_of[T](*managers: AbstractAsyncContextManager[T]) -> AsyncIterator[list[T]]:
+    """Enter all managers at the same time, since engines take a minute or two to start, and leave them at the end of the block.
+
+    Raises what the first manager raised that could not be entered, once it has left the others.
+    """
     entered = await asyncio.gather(*(manager.__aenter__() for manager in managers), return_exceptions=True)
-    async with AsyncExitStack() as began:
+    async with AsyncExitStack() as stack:
         for manager, found in reversed(list(zip(managers, entered, strict=True))):
             if not isinstance(found, BaseException):
-                began.push_async_exit(manager)
+                stack.push_async_exit(manager)
+        ready = []
         for found in entered:
             if isinstance(found, BaseException):
                 raise found
-        yield entered
+            ready.append(found)
+        yield ready

@@ -1,4 +1,4 @@
-"""The two ways that `mtpctl bench rollout` sends the same requests: vLLM's own offline generation, and mtpctl's pool of actors."""
+"""The two ways in which `mtpctl bench rollout` sends requests: vLLM's offline generation, and mtpctl's pool of actors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mtpctl.samples import GenerationRequest, Sample
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests that are sent at once, with at most `batch` in flight: prompts, and how many tokens each answer has."""
+    """Requests to send, with at most `batch` in flight: prompts, and the number of tokens of each answer."""
 
     name: str
     batch: int
@@ -47,8 +47,11 @@ def make_load(name: str, batch: int, count: int, *, prompt: int, tokens: int, sp
 
 @dataclass(slots=True)
 class Run:
-    """One load sent once. `seconds` from the first request to the last answer; `idle` is the share of the places for requests in the
-    engine that stood empty while there were more requests to send, None where all were sent at once."""
+    """One load sent once: `seconds` from the first request to the last answer.
+
+    `idle`: share of the engine's slots that were empty while more requests waited, None where all were sent at once. `wrong`: answers
+    that are not the model's.
+    """
 
     seconds: float
     tokens: int
@@ -63,7 +66,7 @@ class Run:
 
 
 class OfflineEngine:
-    """vLLM's `LLM` in a process of its own; made a Ray actor by `start_offline`."""
+    """vLLM's `LLM` in a process of its own, which `start_offline` starts as a Ray actor."""
 
     def __init__(self, settings: VllmSettings) -> None:
         os.environ.update(settings.environment)
@@ -76,8 +79,8 @@ class OfflineEngine:
         self._llm = LLM(**{name: value for name, value in settings.args.items() if name not in ours})
 
     def send(self, load: Load, vocab: int, logprobs: bool) -> Run:
-        """Send one load and wait for it."""
-        from vllm import SamplingParams
+        """Send one load and wait for its answers."""
+        from vllm import SamplingParams, TokensPrompt
 
         settings = [
             SamplingParams(
@@ -91,7 +94,7 @@ class OfflineEngine:
             )
             for number, length in enumerate(load.lengths)
         ]
-        prompts: Any = [{"prompt_token_ids": prompt} for prompt in load.prompts]
+        prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in load.prompts]
         began = time.perf_counter()
         outputs = self._llm.generate(prompts, settings, use_tqdm=False)
         seconds = time.perf_counter() - began
@@ -99,16 +102,16 @@ class OfflineEngine:
         return Run(seconds, sum(map(len, answers)), _wrong(load, answers, vocab))
 
 
-def start_offline(settings: VllmSettings, options: dict[str, Any]) -> Any:
-    """The engine as an actor, loaded."""
+def start_offline(settings: VllmSettings, *, cpus: float, gpus: float) -> Any:
+    """Start `OfflineEngine` as a Ray actor, and return its handle."""
     import ray
 
-    actor = ray.remote(OfflineEngine).options(runtime_env={"env_vars": settings.environment}, **options).remote(settings)
-    return actor
+    environment = {"env_vars": settings.environment}
+    return ray.remote(OfflineEngine).options(num_cpus=cpus, num_gpus=gpus, runtime_env=environment).remote(settings)
 
 
 async def send(pool: ReplicaPool, load: Load, vocab: int, replicas: int = 1) -> Run:
-    """Send one load through the pool and wait for it."""
+    """Send one load through the pool and wait for its answers."""
     clock = time.perf_counter
     full: list[tuple[float, float]] = []
 
@@ -141,9 +144,6 @@ async def send(pool: ReplicaPool, load: Load, vocab: int, replicas: int = 1) -> 
 
 
 def _wrong(load: Load, answers: list[list[int]], vocab: int) -> int:
-    """Answers that are not the cycle's."""
+    """How many answers are not those of the cycle model."""
     wanted = (answer(prompt[-1], length, vocab) for prompt, length in zip(load.prompts, load.lengths, strict=True))
     return sum(found != right for found, right in zip(answers, wanted, strict=True))
-
-
-__all__ = ["Load", "OfflineEngine", "Run", "make_load", "send", "start_offline"]

@@ -1,4 +1,4 @@
-"""The two ends between which `bench sync-weights` measures: a trainer in a process of its own, and an engine under load."""
+"""The two ends of the syncs that `mtpctl bench sync-weights` measures: a trainer in a process of its own, and an engine under load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections import deque
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtpctl.bench.sync_results import Options
 from mtpctl.errors import RuntimeFailure
@@ -22,13 +22,20 @@ from mtpctl.sync.sender import Sender
 from mtpctl.sync.session import SyncReport
 from mtpctl.sync.transports.base import Sent
 
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from mtpctl.rollout.vllm.engine import VllmEngine
+
 BACK = 0.9
-"""Share of the rate before a sync at which throughput counts as back."""
+"""Share of the rate before a sync at which throughput counts as recovered."""
 
 # ------------------------------------------------------------------------------------------------------------- trainer
 
 
-def _trainer(pipe: Any, recipe_json: str, folder: str, visible: str) -> None:
+def _trainer(pipe: Connection, recipe_json: str, folder: str, visible: str) -> None:
     if visible:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     from mtpctl.compat import cpu_device
@@ -38,18 +45,21 @@ def _trainer(pipe: Any, recipe_json: str, folder: str, visible: str) -> None:
     from mtpctl.trainer.sending import WeightSource
 
     class Drawn(WeightSource):
-        """Weights that are drawn on their device, and that go out by one transport after another."""
+        """The trainer's weights, sent by one transport after another."""
 
-        def take(self, transport: str) -> None:
+        def use(self, transport: str) -> None:
+            """Send the next versions by this transport."""
             if isinstance(self._sender, Sender):
                 self._sender.close()
             sync = self.recipe.sync.model_copy(update={"transport": transport})
             super().__init__(self.recipe.model_copy(update={"sync": sync}), self.rank, self.engine)
 
         def probe(self, number: int) -> Sent:
+            """Send buckets that nobody packs, to measure the link."""
             return self._pusher.probe(number)
 
         def memory(self, reset: bool = False) -> dict[str, int]:
+            """Read the memory of the trainer's card."""
             from mtpctl.sync.memory import card_memory
 
             return card_memory(reset=reset)
@@ -78,7 +88,7 @@ def _trainer(pipe: Any, recipe_json: str, folder: str, visible: str) -> None:
 
 
 class Trainer:
-    """The trainer's process, called as `TrainerGroup` is."""
+    """The trainer's process, with the methods of `TrainerGroup` that `WeightSync` calls."""
 
     def __init__(self, recipe: Recipe, folder: Path, visible: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -90,11 +100,11 @@ class Trainer:
         self._lock = asyncio.Lock()
 
     async def ready(self) -> None:
-        """Return once the model is there."""
+        """Return once the model is loaded."""
         await self._answer("making the model")
 
-    async def call(self, method: str, *arguments: Any, deadline_s: float | None = None) -> Any:
-        """What `method` returns. Raises what it raises."""
+    async def call(self, method: str, *arguments: object, deadline_s: float | None = None) -> Any:
+        """Call a method of the trainer's weights, and return or raise what it does."""
         async with self._lock:
             self._pipe.send((method, arguments))
             return await self._answer(method)
@@ -121,9 +131,9 @@ class Trainer:
 
 
 class Alone:
-    """The one engine as `WeightSync` sees a pool."""
+    """One engine, with the methods of `ReplicaPool` that `WeightSync` calls."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: VllmEngine) -> None:
         self.engine = engine
 
     def standing(self, mode: PauseMode) -> AbstractAsyncContextManager[None]:
@@ -140,9 +150,9 @@ class Alone:
 
 
 class Load:
-    """Requests that are always in flight, and when each of their tokens came."""
+    """Keeps requests in flight all the time, and records when each of their tokens came."""
 
-    def __init__(self, llm: Any, options: Options) -> None:
+    def __init__(self, llm: AsyncLLM, options: Options) -> None:
         self._llm, self._options = llm, options
         self.came: deque[tuple[float, int]] = deque()
         self._tasks = [asyncio.create_task(self._forever(place)) for place in range(options.batch)]
@@ -163,7 +173,7 @@ class Load:
             turn += 1
 
     def check(self) -> None:
-        """Raise what ended one of the requests: a measurement beside fewer is another one."""
+        """Raise what ended one of the requests, since with fewer of them the load would be another."""
         for task in self._tasks:
             if task.done():
                 task.result()
@@ -173,14 +183,14 @@ class Load:
         return sum(count for at, count in self.came if start <= at < stop) / (stop - start)
 
     def last(self, seconds: float) -> float:
-        """Tokens a second of late. Raises RuntimeFailure where none came: beside no generation a sync stalls nothing."""
+        """Tokens a second over the last `seconds`. Raises RuntimeFailure where none came, since a sync would then stall nothing."""
         now = time.perf_counter()
         if rate := self.rate(now - seconds, now):
             return rate
         raise RuntimeFailure(f"the engine generated nothing in {seconds:g} s, with {self._options.batch} requests in flight")
 
     def back(self, since: float, rate: float) -> float:
-        """Seconds from `since` until a window's rate is `BACK` of `rate`; infinite where it was not yet."""
+        """Seconds from `since` until the rate over a window is `BACK` of `rate`; infinite where it is not yet."""
         window = self._options.window_s
         last = self.came[-1][0]
         at = since

@@ -1,25 +1,27 @@
-"""What `bench sync-weights` is asked for, what it found, and which bounds that misses."""
+"""Options, results and bounds of `mtpctl bench sync-weights`."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from mtpctl.bench.machine import Environment
+from mtpctl.plan.memory import GIB
 from mtpctl.sync.transports.base import PUSHED
 
-GIB = 1 << 30
 TIMER = "announcement to last resume: export, packing, transfer, both update sessions; a stall from pause to resume"
 BOUNDS = {"wire": 2.0, "seconds": 0.5, "stall": 0.6, "memory_gib": 1.0, "tiny_seconds": 0.05}
-"""Wire over link; seconds of a sync and of a stall at the shape of MiMo-7B; GiB beside two buckets; seconds on a CPU."""
+"""wire: over link time. seconds, stall: of a sync of MiMo-7B. memory_gib: beyond two buckets. tiny_seconds: of a sync on a CPU."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. `config` are a model's config.json fields; `shared`: trainer and engine on one card."""
+    """What to measure. `config`: a model's config.json fields; `shared`: trainer and engine share a card."""
 
-    config: dict[str, Any]
+    config: dict[str, object]
     device: Literal["cpu", "cuda"]
     transports: tuple[str, ...]
     repeats: int
@@ -32,27 +34,27 @@ class Options:
     folder: Path
 
     @property
-    def told(self) -> dict[str, Any]:
-        """What was asked for, without where it was measured."""
+    def as_json(self) -> dict[str, object]:
+        """The options but for the folder, JSON-ready."""
         return {name: value for name, value in asdict(self).items() if name != "folder"}
 
     @property
     def precision(self) -> Literal["fp32", "bf16"]:
-        """Of trainer and engine."""
+        """Precision of trainer and engine."""
         return "bf16" if self.device == "cuda" else "fp32"
 
     @property
     def window_s(self) -> float:
-        """Seconds over which throughput is told."""
+        """Seconds over which throughput is averaged."""
         return 0.1 if self.device == "cuda" else 1.0
 
 
 @dataclass(frozen=True)
 class Extra:
-    """GiB that syncs needed on one card beyond what was there before.
+    """GiB of one card that syncs needed beyond what was allocated before.
 
-    `tensors`: at most at a time. `kept`: what torch's allocator took beyond them, since free memory lay in other pieces. `beside`:
-    what is nobody's tensor (NCCL's buffers, CUDA's kernels), told only where a process has the card alone.
+    `tensors`: the peak of tensors. `kept`: what torch's allocator reserved beyond them, because free memory was fragmented.
+    `beside`: NCCL's buffers and CUDA's kernels, known only where a process has the card for itself.
     """
 
     tensors: float = 0.0
@@ -61,7 +63,7 @@ class Extra:
 
     @classmethod
     def between(cls, before: dict[str, int], after: dict[str, int], *, alone: bool) -> Extra:
-        """From two readings of `card_memory`, the first of which reset its peaks."""
+        """The difference of two readings of `card_memory`, the first of which reset its peaks."""
         tensors = after["peak"] - before["allocated"]
         reserved = after["peak_reserved"] - before["reserved"]
         beside = (after["used"] - after["reserved"]) - (before["used"] - before["reserved"]) if alone else 0
@@ -69,7 +71,7 @@ class Extra:
 
     @property
     def total(self) -> float:
-        """All of it. Tensors that found room in what the allocator had already count in full."""
+        """GiB in all. Tensors count in full even where the allocator had memory reserved for them."""
         return self.tensors + self.kept + self.beside
 
     def __str__(self) -> str:
@@ -78,7 +80,7 @@ class Extra:
 
 @dataclass
 class Result:
-    """Syncs over one transport: each list has an entry a sync. Rates in GB/s."""
+    """Syncs over one transport; each list has one entry for each sync. Rates in GB/s."""
 
     transport: str
     nbytes: int
@@ -103,7 +105,7 @@ class Result:
 
 
 def misses(result: Result, options: Options) -> list[str]:
-    """Which bounds are missed, each in words."""
+    """The bounds that a result misses, each in a few words."""
     found = []
 
     def held(what: str, value: float, bound: float, unit: str) -> None:
@@ -125,7 +127,7 @@ def misses(result: Result, options: Options) -> list[str]:
 
 
 def table(results: list[Result]) -> str:
-    """For a terminal, and for docs/benchmarks. Medians, with the least and the most."""
+    """The results as a Markdown table: medians, with the least and the most."""
 
     def spread(values: list[float]) -> str:
         return f"{statistics.median(values):.3f} ({min(values):.3f}–{max(values):.3f})"
@@ -145,10 +147,10 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def as_json(results: list[Result], environment: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Everything that was measured, on what, and what was asked for."""
-    told = [{**asdict(r), "link_seconds": r.link_seconds, "median": _medians(r)} for r in results]
-    return {"environment": environment, "timer": TIMER, "options": options, "results": told}
+def as_json(results: list[Result], environment: Environment, options: Mapping[str, object]) -> dict[str, object]:
+    """Environment, options and results, JSON-ready."""
+    rows = [{**asdict(r), "link_seconds": r.link_seconds, "median": _medians(r)} for r in results]
+    return {"environment": environment, "timer": TIMER, "options": options, "results": rows}
 
 
 def _medians(result: Result) -> dict[str, float]:

@@ -1,13 +1,12 @@
-"""`mtpctl bench sync-weights`: how long a weight sync takes, and what generation loses by it.
+"""`mtpctl bench sync-weights`: how long a weight sync takes, and how long generation stalls.
 
-A trainer in a process of its own and a vLLM engine that speculates, both with weights drawn at random. While requests are in
-flight the trainer's weights are synced several times, over one transport after the other, target and draft under one version.
+The trainer runs in a process of its own, beside a vLLM engine that speculates, both with random weights. While requests are in
+flight, the trainer's weights are synced several times over one transport after the other, target and draft under one version.
 
-A sync's timer covers everything from the announcement of a version to the last engine resumed: export, packing, transfer, both
-update sessions. The stall is the engine's, from the call that pauses it to the return of the one that resumes it. The wire's
-time is the one in which a bucket was under way, and the link's the same for buckets that nobody packs, over the same
-communicator, in the same run. Throughput is back, counted from the pause, when tokens come at 90% of the rate before the sync, over a
-window after the resume.
+The time of a sync is from the announcement of a version until the engine has resumed: export, packing, transfer and both update
+sessions. The stall is from the call that pauses the engine to the return of the call that resumes it. The wire time is that in
+which a bucket is being sent; the link's is the same for buckets that need no packing, over the same communicator in the same run.
+The time until throughput is back is from the pause until tokens come at 90% of the rate before the sync, averaged over a window.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from mtpctl.bench.machine import visible_cards
 from mtpctl.bench.sync_ends import Alone, Load, Trainer
@@ -29,9 +28,12 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.transports.base import PUSHED, Sent
 
+if TYPE_CHECKING:
+    from mtpctl.rollout.vllm.engine import VllmEngine
+
 
 def recipe_of(options: Options) -> Recipe:
-    """What trainer and engine are told."""
+    """The recipe of trainer and engine."""
     return Recipe.model_validate(
         {
             "name": "bench-sync-weights",
@@ -59,21 +61,21 @@ def recipe_of(options: Options) -> Recipe:
 
 
 def cards(options: Options) -> tuple[str, str]:
-    """`CUDA_VISIBLE_DEVICES` of trainer and engine: of the cards that this process may see the first, and the second unless they share."""
+    """`CUDA_VISIBLE_DEVICES` of trainer and engine: this process's first card, and its second unless they share one."""
     if options.device == "cpu":
         return "", ""
     return visible_cards([0]), visible_cards([0 if options.shared else 1])
 
 
 async def measure(options: Options, say: Callable[[str], None]) -> list[Result]:
-    """Start both ends once, and sync over every transport in turn."""
+    """Start trainer and engine once, and sync over every transport in turn."""
     from mtpctl.rollout.vllm.engine import VllmEngine
     from mtpctl.rollout.vllm.settings import engine_settings
 
     model = options.folder / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(options.config))
-    # Names without weights: the mapping to Hugging Face wants to know which there are.
+    # The mapping to Hugging Face reads the names of tensors from the index; there are no weights.
     names = tensor_shapes(shape_of(options.config))
     index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -83,7 +85,7 @@ async def measure(options: Options, say: Callable[[str], None]) -> list[Result]:
     trainers, engines = cards(options)
     trainer = Trainer(recipe, model, trainers)
     if cuda:
-        # This process may have looked at the cards before it tells the engine's which one is its own.
+        # This process may have initialised CUDA before it sets the engine's card, so the engine must not be forked.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         os.environ["CUDA_VISIBLE_DEVICES"] = engines
     try:
@@ -108,21 +110,21 @@ async def measure(options: Options, say: Callable[[str], None]) -> list[Result]:
 
 
 async def _one(
-    options: Options, recipe: Recipe, trainer: Trainer, engine: Any, transport: str, version: int, say: Callable[[str], None]
+    options: Options, recipe: Recipe, trainer: Trainer, engine: VllmEngine, transport: str, version: int, say: Callable[[str], None]
 ) -> tuple[Result, int]:
     from mtpctl.controller.weights import WeightSync
 
     recipe = recipe.model_copy(update={"sync": recipe.sync.model_copy(update={"transport": transport})})
-    await trainer.call("take", transport)
+    await trainer.call("use", transport)
     store = options.folder / f"versions-{transport}"
     if transport == "shm":
         from mtpctl.sync.store import default_root
 
-        store = default_root(f"bench-{os.getpid()}", 3 * sum_bytes(options), store)
+        store = default_root(f"bench-{os.getpid()}", 3 * model_bytes(options), store)
     sync = WeightSync(recipe, trainer, Alone(engine), None, store)
     load = Load(engine._llm, options)
     try:
-        # What generation takes is no part of a sync.
+        # Memory that generation takes at its start is not to be counted as the sync's.
         await _steady(load, options)
         before = await _memory(trainer, engine, reset=True)
         await sync(version := version + 1, verify=True)
@@ -160,7 +162,7 @@ async def _one(
         if transport == "shm":
             from mtpctl.sync.store import VersionStore
 
-            # It may lie in memory that outlives this process.
+            # The store may be in shared memory, which outlives this process.
             VersionStore(store).close()
     result.trainer_gib, result.engine_gib = (
         Extra.between(*readings, alone=not options.shared) for readings in zip(before, after, strict=True)
@@ -170,19 +172,19 @@ async def _one(
     return result, version
 
 
-def sum_bytes(options: Options) -> int:
-    """Bytes of the model."""
+def model_bytes(options: Options) -> int:
+    """Bytes of the model's weights."""
     return count_parameters(shape_of(options.config))["total"] * WEIGHT_BYTES[options.precision]
 
 
-async def _memory(trainer: Trainer, engine: Any, *, reset: bool = False) -> tuple[dict[str, int], dict[str, int]]:
+async def _memory(trainer: Trainer, engine: VllmEngine, *, reset: bool = False) -> tuple[dict[str, int], dict[str, int]]:
     theirs: dict[str, int] = await trainer.call("memory", reset)
     ours: dict[str, int] = (await engine._llm.collective_rpc("mtpctl_memory", args=("reset" if reset else "",)))[0]
     return theirs, ours
 
 
-async def _link(options: Options, trainer: Trainer, engine: Any, manifest: Manifest) -> float:
-    """GB/s of the transport with nothing to pack: the best of three."""
+async def _link(options: Options, trainer: Trainer, engine: VllmEngine, manifest: Manifest) -> float:
+    """GB/s of the transport without packing, the best of three."""
     if manifest.transport not in PUSHED:
         from mtpctl.sync.memory import copy_rate
 
@@ -224,6 +226,5 @@ async def _back(load: Load, since: float, rate: float, options: Options) -> floa
 
 
 def run(options: Options, say: Callable[[str], None]) -> list[Result]:
-    """`measure` in a loop of its own."""
-    step: Awaitable[list[Result]] = measure(options, say)
-    return asyncio.run(step)  # type: ignore[arg-type]
+    """Run `measure` in an event loop of its own."""
+    return asyncio.run(measure(options, say))

@@ -1,7 +1,7 @@
-"""`mtpctl bench train-step`: forward and backward of a policy update on packed samples, by every way to its loss.
+"""`mtpctl bench train-step`: forward and backward of a policy update on packed samples, by three ways to compute the loss.
 
-One pass makes loss and gradients of the head together, as updates do; two passes make log-probs first, as a loss that couples tokens
-needs; the baseline materialises every logit.
+One pass computes loss and gradients of the head together, as updates do. Two passes compute log-probs first, as a loss that couples
+tokens needs. The baseline materialises every logit.
 
 The timer covers one forward and backward pass of the whole model with policy and MTP loss, gradients into the fp32
 buffers, packing included; no optimizer step. The rate it is held against is a large bf16 matrix product, measured in the
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtpctl.bench.machine import Environment
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.families.reading import shape_of
 from mtpctl.kernels.logprob import LogProbOut
 from mtpctl.model.packing import Packing
+from mtpctl.plan.memory import GIB
 from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
@@ -34,13 +37,12 @@ from mtpctl.trainer.head import Head
 from mtpctl.trainer.objective import NextToken, Sums
 from mtpctl.trainer.utilisation import update_flops
 
-GIB = 1 << 30
 WARMUP, ROUNDS, STEPS = 2, 3, 3
 TIMER = "one forward and backward pass, policy and MTP loss, gradients into fp32 buffers; no optimizer step"
 
 
 class TwoPasses(Head):
-    """Log-probs first, then their loss; most logits are made a second time in the backward pass."""
+    """Computes log-probs first, then their loss; the backward pass computes most logits a second time."""
 
     def loss(self, *args: Any, couples_tokens: bool = True, **options: Any) -> tuple[Tensor, Sums]:
         return super().loss(*args, couples_tokens=True, **options)
@@ -66,9 +68,11 @@ WAYS: dict[str, type[Head]] = {"two passes": TwoPasses, "one pass": Head, "mater
 
 @dataclass(frozen=True)
 class Result:
-    """One way from hidden states to a loss and its gradients. Times in ms over the steps; `share` is of the measured matrix-product rate;
-    memory in GiB; `gradient` is how far the gradients of head and embedding, between which all others lie, are from those of the first
-    way, as a share of their norm, whichever is further."""
+    """One way from hidden states to a loss and its gradients: ms of a step, GiB, and `share` of the measured matrix-product rate.
+
+    `gradient`: how far the gradients of LM head and embedding are from those of the first way, relative to their norm; the larger of
+    the two.
+    """
 
     name: str
     median_ms: float
@@ -95,7 +99,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def matmul_tflops(device: torch.device, size: int) -> float:
-    """Rate of a square bf16 product on random data, in TFLOP/s; the best of five turns."""
+    """TFLOP/s of a square bf16 matrix product on random data, the best of five turns."""
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     b = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     best = float("inf")
@@ -124,7 +128,7 @@ def samples(vocab: int, tokens: int, count: int, prompt_share: float) -> list[Se
 def measure(
     folder: HfFolder, *, tokens: int, count: int, prompt_share: float, precision: str, mtp: MtpConfig
 ) -> tuple[list[Result], float]:
-    """All ways, in turns that follow each other, and the matrix-product rate (TFLOP/s)."""
+    """Measure all ways, in turns, and the rate of matrix products in TFLOP/s."""
     cuda = torch.cuda.is_available()
     config = EngineConfig(
         parallel=ParallelConfig(),
@@ -147,7 +151,7 @@ def measure(
     first: list[Tensor] = []
     for turn in range(ROUNDS):
         for name, kind in WAYS.items():
-            # The same weights and buffers serve all: only the way from hidden states to a loss differs.
+            # All ways use the same weights and buffers.
             engine.head = kind(config.kernels, folder.shape, config.parallel, sequence_parallel=False)
             for step in range(STEPS + (WARMUP if turn == 0 else 1)):
                 synchronize(engine.device)
@@ -189,7 +193,7 @@ def measure(
 
 
 def table(results: list[Result], rate: float) -> str:
-    """For a terminal, and for docs/benchmarks."""
+    """The results as Markdown."""
     lines = [
         f"Large bf16 matrix product: {rate:.0f} TFLOP/s.",
         "",
@@ -204,14 +208,14 @@ def table(results: list[Result], rate: float) -> str:
     return "\n".join(lines)
 
 
-def as_json(results: list[Result], rate: float, environment: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Everything that was measured, on what, and what was asked for."""
+def as_json(results: list[Result], rate: float, environment: Environment, options: Mapping[str, object]) -> dict[str, object]:
+    """Environment, options and results, JSON-ready."""
     found = [asdict(r) for r in results]
     return {"environment": environment, "timer": TIMER, "options": options, "matmul_tflops": rate, "results": found}
 
 
-def shape_folder(config: dict[str, Any], at: Path) -> HfFolder:
-    """A folder with a config alone: weights are drawn on the device."""
+def shape_folder(config: dict[str, object], at: Path) -> HfFolder:
+    """Make a folder with a config and no weights, which the engine then draws on its device."""
     at.mkdir(parents=True, exist_ok=True)
     (at / "config.json").write_text(json.dumps(config))
     return HfFolder(at, config, shape_of(config))

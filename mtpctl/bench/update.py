@@ -1,20 +1,22 @@
-"""`mtpctl bench update`: whole updates, optimizer included, with an adapter or with what is offloaded: time and memory.
+"""`mtpctl bench update`: time and memory of whole updates, optimizer included, with an adapter or with offloading.
 
-The timer covers one update: micro-batches packed, forward and backward with policy and MTP loss, gradients measured and
-clipped, Adam, masters to parameters, and all moves to and from host memory.
+The timer covers one update: packing, forward and backward with policy and MTP loss, gradient norm and clipping, Adam, the copy of
+master weights to parameters, and all moves to and from host memory.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
-from mtpctl.bench.train_step import GIB, samples, synchronize
+from mtpctl.bench.machine import Environment
+from mtpctl.bench.train_step import samples, synchronize
 from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.plan.memory import GIB
 from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.optimizer import OptimizerConfig
@@ -30,7 +32,7 @@ TIMER = "one update: packing, forward and backward with policy and MTP loss, cli
 
 @dataclass(frozen=True)
 class Result:
-    """Times in ms, memory of the device in GiB: `peak` of an update, `between` updates, `optimizer_ms` of clipping, Adam and moves."""
+    """Times in ms, memory of the device in GiB: the peak of an update, and between updates. `optimizer_ms`: clipping, Adam and moves."""
 
     trained: int
     parameters: int
@@ -54,7 +56,7 @@ def measure(
     workspace_bytes: int = 1 << 30,
     recompute: str = "none",
 ) -> Result:
-    """Updates on random samples and weights, on one device."""
+    """Measure updates on random samples and weights, on one device."""
     config = EngineConfig(
         parallel=ParallelConfig(),
         precision=precision,
@@ -103,7 +105,7 @@ def measure(
 
 
 def table(result: Result) -> str:
-    """For a terminal, and for docs."""
+    """The result as Markdown."""
     r = result
     return "\n".join(
         [
@@ -117,6 +119,6 @@ def table(result: Result) -> str:
     )
 
 
-def as_json(result: Result, environment: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Everything that was measured, on what, and what was asked for."""
+def as_json(result: Result, environment: Environment, options: Mapping[str, object]) -> dict[str, object]:
+    """Environment, options and result, JSON-ready."""
     return {"environment": environment, "timer": TIMER, "options": options, **asdict(result)}

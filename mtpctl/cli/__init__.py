@@ -1,3 +1,4 @@
-"""The command line: one thin module a command, and beside it the job that it runs (`rollout_job`, `sync_job`).
-Nothing heavy is imported before a command runs.
+"""The command line: one thin module for each command. Long jobs of a command are beside it (`rollout_job`, `sync_job`).
+
+Heavy packages are imported only once a command runs.
 """

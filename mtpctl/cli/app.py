@@ -6,7 +6,7 @@ import signal
 import sys
 import traceback
 import warnings
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -14,14 +14,17 @@ from typer.core import TyperGroup
 from mtpctl.cli import bench, clean, convert_hf, doctor, logprob_serve, recipe, report, rollout, sync_weights, train
 from mtpctl.errors import MtpctlError
 
+if TYPE_CHECKING:
+    from typer._click import Context
+
 INTERRUPTED = 130
 
 
 class _Commands(TyperGroup):
-    """Tells what this package raises in one line. Mistakes on the command line itself are the parser's, with exit code 2."""
+    """Prints errors of this package in one line. The parser itself reports mistakes on the command line, with exit code 2."""
 
-    def invoke(self, ctx: Any) -> Any:
-        # A scheduler's SIGTERM ends a command as Ctrl-C does: what it has started ends with it.
+    def invoke(self, ctx: Context) -> object:
+        # A scheduler's SIGTERM ends a command as Ctrl-C does, with everything that it has started.
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             return super().invoke(ctx)
@@ -52,7 +55,7 @@ app = typer.Typer(
 def _everywhere(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error. May stand anywhere on the line.")] = False,
 ) -> None:
-    # Read by `_Commands`; declared here for the parser and for --help.
+    # `_Commands` reads it; this declares it to the parser, and for --help.
     pass
 
 
@@ -75,8 +78,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if "--debug" not in arguments:
-        # At import megatron-core tells what it could use if it were installed; a user who asked for something else need not hear it.
-        # A compiler's warnings come with the file's path in the module's place.
+        # megatron-core warns at import of optional packages that are missing. Warnings of its compiled code name a path, not a module.
         warnings.filterwarnings("ignore", module=r"(.*/)?megatron[./]")
     else:
         arguments = ["--debug", *(argument for argument in arguments if argument != "--debug")]

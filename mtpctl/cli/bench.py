@@ -13,12 +13,12 @@ from mtpctl.cli.options import Json
 if TYPE_CHECKING:
     from mtpctl.bench.fused_kernels import Shape
 
-app = typer.Typer(help="Measure, side by side with the best there is.", no_args_is_help=True)
+app = typer.Typer(help="Measure throughput, latency, memory and learning.", no_args_is_help=True)
 
 
 @app.callback()
 def _group() -> None:
-    # Keeps `mtpctl bench NAME` a group while it has one command only.
+    # Typer makes a group of `mtpctl bench` only where it has a callback.
     pass
 
 
@@ -29,10 +29,11 @@ def fused_kernels(
     tp: Annotated[int, typer.Option("--tp", min=1, help="Instead: the vocabulary sharded over that many cards of this host.")] = 1,
     json: Json = False,
 ) -> None:
-    """Log-probs and policy loss from hidden states: times, memory, errors, against the floor. Exit code 6 when a bound is missed."""
+    """Log-probs and policy loss from hidden states: time, memory and error of each kernel. Exit code 6 when a bound is missed."""
     import torch
 
     from mtpctl.bench import fused_kernels as bench
+    from mtpctl.bench.fused_cases import missing
     from mtpctl.errors import ThresholdMissed, UserError
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,8 +51,8 @@ def fused_kernels(
         answer(f"{bench.environment(device)}\nThe timer covers: {bench.TIMER}\n\n{bench.table(results)}\n")
         for line in bench.verdict(results):
             answer(line)
-        if peers and bench.missing(device):
-            answer(f"not installed, not measured: {', '.join(bench.missing(device))}")
+        if peers and (lacking := missing(device)):
+            answer(f"not installed, not measured: {', '.join(lacking)}")
     missed = [r for r in results if r.misses]
     if missed:
         raise ThresholdMissed(

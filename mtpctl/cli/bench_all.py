@@ -1,8 +1,7 @@
-"""`mtpctl bench all` and what it needs: the model of known answers."""
+"""`mtpctl bench all`, and `mtpctl bench cycle-model`, which makes a model that some of its measurements run on."""
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,19 +12,24 @@ from mtpctl.cli.options import made, say
 
 
 def everything(
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Logs, JSON and runs; runs that are there already are taken.")] = Path(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Logs, JSON and runs; runs that it already holds are reused.")] = Path(
         "runs/bench"
     ),
     only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="NAME", help="This measurement and what it needs; may be repeated.")
+        list[str] | None, typer.Option("--only", metavar="NAME", help="This measurement and those that it depends on; may be repeated.")
     ] = None,
-    minutes: Annotated[float | None, typer.Option("--minutes", min=0, help="Start nothing that would not end by then.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option("--minutes", min=0, help="Start nothing that would not end within so many minutes.")
+    ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the commands and stop.")] = False,
     on: Annotated[
-        Literal["cards", "cpu"] | None, typer.Option("--on", help="What H200s measure, or a CPU at toy size; default: by this machine.")
+        Literal["cards", "cpu"] | None,
+        typer.Option("--on", help="The plan for H200s, or the one for a CPU at toy size; default: by this machine."),
     ] = None,
 ) -> None:
-    """Every figure of docs/benchmarks on the cards there are (on a CPU: toys). Exit code 6 when a bound is missed, 5 on failures."""
+    """All measurements of docs/benchmarks on this machine's cards, or toys on a CPU. Exit code 6 when a bound is missed, 5 on failures."""
+    import asyncio
+
     import torch
 
     from mtpctl.bench import everything as bench
@@ -41,19 +45,19 @@ def everything(
         return
     outcomes = asyncio.run(bench.run_all(tasks, cards=cards, out=made(out, "--out"), minutes=minutes, say=say))
     print(bench.table(outcomes))
-    told = ", ".join(f"{o.task.name}: {o.verdict}" for o in outcomes if o.code != 0)
+    failed = ", ".join(f"{o.task.name}: {o.verdict}" for o in outcomes if o.code != 0)
     if (code := bench.exit_code(outcomes)) == 6:
-        raise ThresholdMissed(f"{told}; see {out}")
+        raise ThresholdMissed(f"{failed}; see {out}")
     if code:
-        raise RuntimeFailure(f"{told}; logs in {out}")
+        raise RuntimeFailure(f"{failed}; logs in {out}")
 
 
 def cycle_model(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where it goes; one that is there already is left.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the model is written; one that it already holds is left.")],
     shape: Annotated[str, typer.Option("--shape", help="mimo7b, or tiny; default: mimo7b, on a CPU tiny.")] = "",
-    acceptance: Annotated[float, typer.Option("--acceptance", min=0, max=1, help="Share of tokens that the drafter knows.")] = 0.75,
+    acceptance: Annotated[float, typer.Option("--acceptance", min=0, max=1, help="Share of drafts that are right.")] = 0.75,
 ) -> None:
-    """Make the model whose answers and acceptance are known: token t is followed by t + 1."""
+    """Make a model whose answers and draft acceptance are known: token t is followed by t + 1."""
     import torch
 
     from mtpctl.bench.cycle_model import write_cycle_model

@@ -1,9 +1,9 @@
-"""`mtpctl bench mtp`, `bench async`: experiments of whole runs; `bench compare`: two measurements beside each other."""
+"""`mtpctl bench mtp` and `bench async`, which compare whole runs, and `bench compare`, which compares two results."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from mtpctl.bench.arms import Arm, Experiment, Outcome
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe that every arm is a variant of.")]
-Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where every arm's run goes; arms that are there already are taken.")]
+Out = Annotated[
+    Path, typer.Option("--out", metavar="DIR", help="Where the runs of all arms are written; runs that it already holds are reused.")
+]
 Seeds = Annotated[list[int] | None, typer.Option("--seed", help="May be repeated; default: the recipe's.")]
 Arms = Annotated[list[str] | None, typer.Option("--arm", metavar="NAME", help="Only this arm; may be repeated.")]
 ArmsOrOwn = Annotated[
@@ -24,9 +26,7 @@ ArmsOrOwn = Annotated[
     typer.Option("--arm", metavar="NAME[: KEY=VALUE …]", help="Only this arm, or one of your own by the keys it sets; may be repeated."),
 ]
 ThreeSeeds = Annotated[list[int] | None, typer.Option("--seed", help="May be repeated; default: three, from the recipe's on.")]
-MeasuredOnly = Annotated[
-    bool, typer.Option("--measured-only", help="Start nothing: read the runs that DIR holds, ended or not, by their own recipes.")
-]
+MeasuredOnly = Annotated[bool, typer.Option("--measured-only", help="Start nothing: evaluate the runs that DIR holds, ended or not.")]
 
 
 def mtp(
@@ -34,13 +34,15 @@ def mtp(
     out: Out = Path("runs/bench-mtp"),
     seed: Seeds = None,
     arm: Arms = None,
-    last: Annotated[int, typer.Option("--last", min=1, help="Updates at the end of RL that count.")] = 10,
+    last: Annotated[int, typer.Option("--last", min=1, help="Updates at the end of RL that are evaluated.")] = 10,
     measured_only: MeasuredOnly = False,
     together: Annotated[
-        bool, typer.Option("--together", help="Run a seed's arms at once: acceptance is the same, and tokens/s mean nothing.")
+        bool, typer.Option("--together", help="Run the arms of a seed at once: acceptance is the same, but tokens/s are not comparable.")
     ] = False,
-    least_gain: Annotated[float, typer.Option("--least-gain", help="Points of acceptance that training the drafter must win.")] = 0.0,
-    least_relative: Annotated[float, typer.Option("--least-relative", help="The same, relative to the frozen drafter's acceptance.")] = 0.0,
+    least_gain: Annotated[float, typer.Option("--least-gain", help="Least gain of acceptance by training the drafter, in points.")] = 0.0,
+    least_relative: Annotated[
+        float, typer.Option("--least-relative", help="Least gain relative to the frozen drafter's acceptance.")
+    ] = 0.0,
     sets: Sets = None,
     overlay: Overlays = None,
     json: Json = False,
@@ -80,21 +82,23 @@ def asynchrony(
     arm: ArmsOrOwn = None,
     measured_only: MeasuredOnly = False,
     level: Annotated[
-        float | None, typer.Option("--accuracy", help="Held-out accuracy to hold; default: the synchronous arm's late mean less 2 points.")
+        float | None,
+        typer.Option("--accuracy", help="Held-out accuracy to reach and hold; default: the synchronous arm's late mean less 2 points."),
     ] = None,
     tolerance: Annotated[
         float | None,
         typer.Option("--tolerance", min=0, help="How far under a held level a later evaluation may lie; default: 0.03."),
     ] = None,
     least_speedup: Annotated[
-        float, typer.Option("--least-speedup", help="The best arm against the synchronous one, in seconds to the held level.")
+        float,
+        typer.Option("--least-speedup", help="Least speed-up of the best arm over the synchronous one, in seconds to the held level."),
     ] = 1.0,
     sets: Sets = None,
     overlay: Overlays = None,
     json: Json = False,
 ) -> None:
-    """Synchronous, streaming, stale, partial rollouts, log-prob server: how well each learns, how steadily, and in what time it holds the
-    synchronous arm's accuracy. Exit code 6 below the bound."""
+    """Synchronous, streaming, stale, partial rollouts, log-prob server: how well and how steadily each learns, and how soon it holds
+    the synchronous arm's accuracy. Exit code 6 below the bound."""
     from mtpctl.bench import asynchrony as bench
     from mtpctl.bench import asynchrony_tables as shown
     from mtpctl.bench import document
@@ -116,12 +120,12 @@ def asynchrony(
 
 
 def compare(
-    before: Annotated[Path, typer.Argument(metavar="A.json", help="A bench's JSON.")],
-    after: Annotated[Path, typer.Argument(metavar="B.json", help="The same bench's, later or elsewhere.")],
+    before: Annotated[Path, typer.Argument(metavar="A.json", help="JSON of a benchmark.")],
+    after: Annotated[Path, typer.Argument(metavar="B.json", help="JSON of the same benchmark, later or elsewhere.")],
     tolerance: Annotated[float, typer.Option("--tolerance", min=0, help="How much worse a figure may be, relative.")] = 0.05,
     json: Json = False,
 ) -> None:
-    """Figure by figure, B against A. Exit code 6 where a figure whose better side is known got worse by more than the tolerance."""
+    """Compare B with A, figure by figure. Exit code 6 where one got worse by more than the tolerance."""
     from mtpctl.bench import compare as bench
     from mtpctl.bench import document
     from mtpctl.errors import ThresholdMissed, UserError
@@ -164,7 +168,7 @@ def _seed(experiment: Experiment) -> int:
     return load_recipe(experiment.recipe, overlays=list(experiment.overlays), sets=list(experiment.sets)).recipe.seed
 
 
-def _write(out: Path, title: str, subtitle: str, found: dict[str, Any], figures: str) -> None:
+def _write(out: Path, title: str, subtitle: str, found: dict[str, object], figures: str) -> None:
     from mtpctl.bench import document
     from mtpctl.telemetry.page import page, write_page
 

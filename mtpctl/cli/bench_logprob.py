@@ -1,10 +1,7 @@
-"""`mtpctl bench logprob`: the log-prob server beside the engine's bare pass."""
+"""`mtpctl bench logprob`: the log-prob server compared with a forward pass of its engine alone."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -24,14 +21,18 @@ def logprob(
         str, typer.Option("--lengths", metavar="LEAST:MOST", help="Tokens of a request; default: 512:4096, on a CPU 64:512.")
     ] = "",
     in_flight: Annotated[int, typer.Option("--in-flight", min=1, help="Requests at once.")] = 64,
-    requests: Annotated[int, typer.Option("--requests", min=1, help="Requests of one turn.")] = 128,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Turns of each kind.")] = 3,
+    requests: Annotated[int, typer.Option("--requests", min=1, help="Requests of one round.")] = 128,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds.")] = 3,
     tokens_per_batch: Annotated[
         int | None, typer.Option("--tokens-per-batch", min=64, help="logprob.tokens_per_batch; default: 16384, on a CPU 2048.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Tokens/s, latency, memory and answers of the log-prob server beside the engine's bare pass. Exit code 6 when a bound is missed."""
+    """Tokens/s, latency, memory and answers of the log-prob server, against its engine alone. Exit code 6 when a bound is missed."""
+    import asyncio
+    import contextlib
+    import tempfile
+
     from mtpctl.errors import ThresholdMissed, UserError
 
     if precision not in ("", "fp32", "bf16"):

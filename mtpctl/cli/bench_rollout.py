@@ -1,4 +1,4 @@
-"""`mtpctl bench rollout`: throughput through mtpctl beside the engine's own, and what speculation is worth."""
+"""`mtpctl bench rollout`: throughput through mtpctl against vLLM's own, and the gain by speculation."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ def rollout(
     shape: Annotated[str, typer.Option("--shape", help="mimo7b, or tiny for a CPU.")] = "",
     model: Annotated[
         Path | None,
-        typer.Option("--model", metavar="FOLDER", help="Where the model is made, or was made before; default: a temporary folder."),
+        typer.Option(
+            "--model", metavar="FOLDER", help="Where the model is written, unless it is there already; default: a temporary folder."
+        ),
     ] = None,
     part: Annotated[list[str] | None, typer.Option("--part", metavar="path|speculation", help="Measure this; default: both.")] = None,
     batch: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Requests at once; default: 8, 64, 256.")] = None,
     drafts: Annotated[int, typer.Option("--drafts", min=1, max=8, help="Most draft tokens a step.")] = 3,
-    acceptance: Annotated[float, typer.Option("--acceptance", min=0, max=1, help="Share of tokens that the drafter knows.")] = 0.75,
+    acceptance: Annotated[float, typer.Option("--acceptance", min=0, max=1, help="Share of drafts that are right.")] = 0.75,
     prompt: Annotated[int, typer.Option("--prompt", min=2, help="Prompt tokens.")] = 128,
     tokens: Annotated[int | None, typer.Option("--tokens", min=8, help="Response tokens; default: 256, of tiny 192.")] = None,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds that count, after one that warms up.")] = 3,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Measured rounds, after one that warms up.")] = 3,
     eager: Annotated[bool, typer.Option("--eager", help="No compilation and no CUDA graphs.")] = False,
     json: Json = False,
 ) -> None:
-    """Tokens/s through mtpctl's pool beside vLLM's own, idle places, and speculation at k drafts. Exit code 6 when a bound is missed."""
+    """Tokens/s through mtpctl's pool and through vLLM alone, idle slots, and the gain by k drafts. Exit code 6 when a bound is missed."""
     from mtpctl.errors import ThresholdMissed, UserError
 
     parts = part or ["path", "speculation"]

@@ -1,4 +1,4 @@
-"""`mtpctl bench sync-weights`: the time of a weight sync, and what generation loses by it."""
+"""`mtpctl bench sync-weights`: the time of a weight sync, and how long generation stalls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sync_weights(
         list[str] | None, typer.Option("--transport", help="May be repeated; default: nccl and ipc; shm on a CPU.")
     ] = None,
     shared: Annotated[bool, typer.Option("--shared", help="Trainer and engine on one card (ipc, shm).")] = False,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Syncs that count over each transport.")] = 3,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Measured syncs over each transport.")] = 3,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Requests in flight.")] = 64,
     prompt: Annotated[int, typer.Option("--prompt", min=0, help="Prompt tokens of each.")] = 0,
     tokens: Annotated[int, typer.Option("--tokens", min=0, help="Response tokens of each.")] = 0,
@@ -68,7 +68,7 @@ def sync_weights(
             folder=Path(scratch),
         )
         results = bench.run(options, say)
-    answer(document.answer(as_json(results, machine(), options.told), table(results), as_json=json))
+    answer(document.answer(as_json(results, machine(), options.as_json), table(results), as_json=json))
     missed = [f"{result.transport}: {miss}" for result in results for miss in result.misses]
     if missed:
         raise ThresholdMissed("; ".join(missed))

@@ -1,4 +1,4 @@
-"""`mtpctl bench update`."""
+"""`mtpctl bench update`, and the checks of options that it shares with `bench train-step`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PRECISIONS = ("fp32", "bf16")
 
 
 def check_step(precision: str, tokens: int, samples: int) -> None:
-    """Raise UserError for options of one update that do not fit, before anything is imported for it."""
+    """Raise UserError for options of an update that do not fit together."""
     from mtpctl.errors import UserError
 
     if precision not in PRECISIONS:
@@ -30,12 +30,12 @@ def update(
     samples: Annotated[int, typer.Option("--samples", min=1, help="Samples of equal length that fill them.")] = 8,
     precision: Annotated[str, typer.Option("--precision", help="fp32 or bf16.")] = "bf16",
     lora: Annotated[int, typer.Option("--lora", min=0, help="Rank of the adapter that is trained; 0: all weights.")] = 0,
-    offload: Annotated[str, typer.Option("--offload", help="What lives in host memory: params, optimizer, grads, by commas.")] = "",
+    offload: Annotated[str, typer.Option("--offload", help="What is kept in host memory, by commas: params, optimizer, grads.")] = "",
     recompute: Annotated[str, typer.Option("--recompute", help="none, selective or full.")] = "none",
     workspace_gib: Annotated[float, typer.Option("--workspace-gib", min=0.01, help="kernels.workspace_bytes.")] = 1.0,
     json: Json = False,
 ) -> None:
-    """Whole updates with MTP on one device, weights random: time and memory, with an adapter or with what is offloaded."""
+    """Whole updates with MTP on one device, weights random: time and memory, with an adapter or with offloading."""
     check_step(precision, tokens, samples)
     import tempfile
     from pathlib import Path

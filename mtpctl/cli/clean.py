@@ -1,4 +1,4 @@
-"""`mtpctl clean`: what killed runs left on this machine, removed."""
+"""`mtpctl clean`: remove what killed runs left on this machine."""
 
 from __future__ import annotations
 

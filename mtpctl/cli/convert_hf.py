@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -25,18 +25,24 @@ SIDES = ("megatron", "hf")
 def convert_hf(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A Hugging Face folder, a Megatron checkpoint, or a run directory.")],
     target: Annotated[Path | None, typer.Argument(metavar="DST", help="The folder to make.")] = None,
-    to: Annotated[str | None, typer.Option("--to", metavar="megatron|hf", help="Checked against SRC, which says the direction.")] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", metavar="fp32|bf16|fp16", help="Of weights; without it, as in SRC.")] = None,
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="megatron|hf", help="What DST is; checked against SRC, from which it follows.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="fp32|bf16|fp16", help="Dtype of the weights; default: as in SRC.")
+    ] = None,
     model: Annotated[
-        Path | None, typer.Option("--model", metavar="FOLDER", help="The model folder of a checkpoint that does not tell its own.")
+        Path | None, typer.Option("--model", metavar="FOLDER", help="The model folder, for a checkpoint that does not name one.")
     ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare every tensor, and logits and MTP logits on a fixed prompt.")] = False,
-    merge: Annotated[bool, typer.Option("--merge", help="Of an adapter: the whole model with it merged, not a PEFT folder.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace DST, once what replaces it is whole.")] = False,
-    inspect: Annotated[bool, typer.Option("--inspect", help="Tell what SRC holds and what it lacks; DST is not given then.")] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="For an adapter: write the model with the adapter merged in, not a PEFT folder.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace DST, once its replacement is complete.")] = False,
+    inspect: Annotated[bool, typer.Option("--inspect", help="Print what SRC holds and what it lacks; takes no DST.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Convert weights, MTP layers included, one parameter at a time. An interrupted conversion goes on at the next call."""
+    """Convert weights, MTP layers included, one parameter at a time. Called again, it resumes an interrupted conversion."""
     for name, value, known in (("--to", to, SIDES), ("--dtype", dtype, DTYPES)):
         if value is not None and value not in known:
             raise UserError(f"{name}: {value!r} is not one of {', '.join(known)}")
@@ -44,7 +50,7 @@ def convert_hf(
         raise UserError("--inspect takes no DST" if inspect else "DST is missing; name the folder to make")
     if not source.is_dir():
         raise UserError(f"{source}: there is no such folder")
-    # It reads and writes, and takes no card from anybody.
+    # A conversion needs no card, and must not take memory of one.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if target is None:
         from mtpctl.convert.inspection import inspect as look
@@ -71,7 +77,7 @@ def convert_hf(
         answer(f"verified: {made.verified.tensors} tensors bit-equal; logits differ by {made.verified.logits:.1e}{drafts}")
 
 
-def _listed(found: dict[str, Any]) -> str:
+def _listed(found: Mapping[str, object]) -> str:
     lines = [f"{name:14} {', '.join(map(str, value)) if isinstance(value, list) else value}" for name, value in found.items()]
     return "\n".join(lines)
 
@@ -92,7 +98,7 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 
 
 class _Lines:
-    """Tells every tenth of the way once."""
+    """Prints a line once for every tenth of the way."""
 
     def __init__(self) -> None:
         self.told = 0

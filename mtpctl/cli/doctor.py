@@ -1,4 +1,4 @@
-"""`mtpctl doctor`: whether this machine is fit to run, and what is live on it."""
+"""`mtpctl doctor`: check whether this machine can run mtpctl, and which parts of it work here."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def logprob_serve(
         print(f"warning: {host} can be reached from elsewhere, and no key is asked for; set {KEY_VARIABLE} or --key-file", flush=True)
     chosen, run = _recipe(recipe, model, sets, overlay)
     if recipe is None and model is None and run is None and tp is not None:
-        chosen = _reheaded(chosen, tp)
+        chosen = _with_heads_for(chosen, tp)
     chosen = _laid_out(chosen, tp, pp, replicas)
     bound = listen(host, port)
     with tempfile.TemporaryDirectory(prefix="mtpctl-logprob-") as scratch:
@@ -76,7 +76,7 @@ def _recipe(given: str | None, model: str | None, sets: list[str] | None, overla
     source = str(run / "recipe.resolved.yaml") if run is not None else given or FALLBACK
     loaded = load(source, overlays, sets).recipe
     if model is not None:
-        # Of the recipe that is left, only how to serve matters: the model brings its own tokenizer and sizes.
+        # The recipe says only how to serve: the model has its own tokenizer and sizes.
         named = loaded.model.model_copy(update={"path": os.path.expanduser(model), "config": None, "tokenizer": None, "init": "weights"})
         return loaded.model_copy(update={"model": named}), None
     if run is None and _is_run(loaded.run_path):
@@ -93,10 +93,13 @@ def _newest_run() -> Path | None:
     return max(runs, key=lambda path: (path / "recipe.resolved.yaml").stat().st_mtime, default=None)
 
 
-def _reheaded(recipe: Recipe, tp: int) -> Recipe:
-    """The fallback recipe with as many attention heads as `tp` ranks can share: its weights are drawn afresh anyhow."""
+def _with_heads_for(recipe: Recipe, tp: int) -> Recipe:
+    """The fallback recipe with a number of attention heads that `tp` divides; its weights are random in any case."""
+    from mtpctl.families.reading import shape_of
+
     config = dict(recipe.model.config or {})
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    shape = shape_of(config)
+    hidden, heads = shape.hidden, shape.heads
     fits = next((n for n in range(tp, hidden + 1, tp) if n >= heads and hidden % n == 0), heads)
     if heads % tp == 0 or fits == heads:
         return recipe

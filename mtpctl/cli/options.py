@@ -1,4 +1,4 @@
-"""Arguments that several commands share."""
+"""Arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ Json = Annotated[bool, typer.Option("--json", callback=_alone, help="Print JSON 
 
 
 def load(recipe: str | Path, overlays: list[str] | None, sets: list[str] | None) -> Loaded:
-    """The recipe that the shared arguments name, values checked one by one."""
+    """Load the recipe that the shared arguments name. Raises UserError for a wrong value; see `checks.validate` for the rest."""
     from mtpctl.recipe.loading import load_recipe
 
     return load_recipe(recipe, overlays=overlays or [], sets=sets or [])
 
 
 def made(folder: Path, option: str) -> Path:
-    """The folder, made where it is not there. Raises UserError where it cannot be."""
+    """Make the folder where it does not exist, and return it. Raises UserError where it cannot be made."""
     from mtpctl.errors import UserError
 
     try:
@@ -49,5 +49,5 @@ def made(folder: Path, option: str) -> Path:
 
 
 def say(line: str) -> None:
-    """Tell of progress, beside what a command prints."""
+    """Print a line of progress to stderr."""
     print(line, file=sys.stderr, flush=True)

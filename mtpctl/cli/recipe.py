@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -12,8 +12,8 @@ from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, load
 
 app = typer.Typer(help="List, show, check and compare recipes.", no_args_is_help=True, rich_markup_mode=None)
 
-Resolved = Annotated[bool, typer.Option("--resolved", help="Every key, defaults too.")]
-Origin = Annotated[bool, typer.Option("--origin", help="Where each value comes from.")]
+Resolved = Annotated[bool, typer.Option("--resolved", help="Print every key, defaults included.")]
+Origin = Annotated[bool, typer.Option("--origin", help="Print the origin of each value.")]
 
 
 @app.command("ls")
@@ -43,7 +43,7 @@ def show(
     origin: Origin = False,
     as_json: Json = False,
 ) -> None:
-    """What a recipe says, overlays and sets applied."""
+    """Print a recipe with overlays and sets applied."""
     from mtpctl.recipe import yaml12
     from mtpctl.recipe.loading import flatten
 
@@ -53,8 +53,8 @@ def show(
     if not resolved:
         values = {key: value for key, value in values.items() if loaded.origins[key] != "default"}
     if as_json:
-        told = {key: {"value": value, "origin": loaded.origins[key]} for key, value in values.items()} if origin else _nested(values, tree)
-        answer(json.dumps(told, indent=2))
+        shown = {key: {"value": value, "origin": loaded.origins[key]} for key, value in values.items()} if origin else _nested(values, tree)
+        answer(json.dumps(shown, indent=2))
     elif origin:
         lines = {key: f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()}
         width = min(60, max(map(len, lines.values()), default=0))
@@ -75,7 +75,7 @@ def schema() -> None:
 @app.command("check", hidden=True, help="The same as `validate`.")
 @app.command()
 def validate(recipe: RecipeArgument, sets: Sets = None, overlay: Overlays = None, as_json: Json = False) -> None:
-    """Check a recipe, and tell what in it is known to learn badly. Nothing is started, and the network is not asked."""
+    """Check a recipe, and warn of settings that are known to learn badly. Starts nothing, and does not use the network."""
     from mtpctl.recipe.cautions import cautions_of
     from mtpctl.recipe.checks import validate as check
 
@@ -96,7 +96,7 @@ def diff(
     second: Annotated[str, typer.Argument(metavar="RECIPE", help="The other one.")],
     as_json: Json = False,
 ) -> None:
-    """Keys whose values differ between two recipes, defaults included."""
+    """Print the keys whose values differ between two recipes, defaults included."""
     from mtpctl.recipe.loading import flatten
 
     trees = [flatten(load(name, None, None).recipe.model_dump(mode="json", by_alias=True)) for name in (first, second)]
@@ -119,7 +119,7 @@ def diff(
 _ABSENT = object()
 
 
-def _differ(trees: list[dict[tuple[str, ...], Any]], key: tuple[str, ...]) -> bool:
+def _differ(trees: list[dict[tuple[str, ...], object]], key: tuple[str, ...]) -> bool:
     return trees[0].get(key, _ABSENT) != trees[1].get(key, _ABSENT)
 
 
@@ -133,9 +133,9 @@ def _about(text: str) -> str:
     return " ".join(lines)
 
 
-def _nested(values: dict[str, Any], tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _nested(values: dict[str, object], tree: dict[str, object], prefix: str = "") -> dict[str, object]:
     """The part of `tree` whose dotted keys are among `values`."""
-    kept: dict[str, Any] = {}
+    kept: dict[str, object] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if key in values:

@@ -1,4 +1,4 @@
-"""`mtpctl report`: a run directory as one page."""
+"""`mtpctl report`: show a run as one HTML page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mtpctl rollout`: answers to a file of prompts, from the recipe's model through its engines."""
+"""`mtpctl rollout`: answer a file of prompts with the recipe's model and engines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,7 @@ from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, load, say
 
 if TYPE_CHECKING:
+    from mtpctl.cli.rollout_job import Summary
     from mtpctl.rollout.offline import Progress
     from mtpctl.rollout.sample_file import Tally
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 def rollout(
     recipe: RecipeArgument,
     prompts: Annotated[Path, typer.Option("--prompts", metavar="FILE", help="JSONL or Parquet with `prompt`, and `answer` where known.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="JSONL to write, or to go on with.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="JSONL file to write, or to complete.")],
     n: Annotated[int, typer.Option("--n", metavar="N", help="Responses to each prompt.", min=1)] = 1,
     sets: Sets = None,
     overlay: Overlays = None,
@@ -32,7 +33,7 @@ def rollout(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Generate with the recipe's engines, from the newest weights of its run. The same command again makes what is missing in the file."""
+    """Generate with the recipe's engines, from the newest weights of its run. Called again, it adds what is missing in the file."""
     from mtpctl.errors import UserError
 
     loaded = load(recipe, overlay, sets)
@@ -44,11 +45,11 @@ def rollout(
 
     with _progress() as progress:
         found = generate(loaded.recipe, prompts, out, n=n, say=say, progress=progress, start=start)
-    answer(json.dumps(found, indent=2) if as_json else _told(found))
+    answer(json.dumps(found, indent=2) if as_json else _rendered(found))
 
 
-def _told(found: dict[str, Any]) -> str:
-    """The summary in lines."""
+def _rendered(found: Summary) -> str:
+    """The summary for a person to read."""
     lines = [f"{found['samples']} samples in {found['out']}, {found['made']} of them made now"]
     if found["tokens_per_s"] is not None:
         lines.append(f"{found['tokens_per_s']:,.0f} tokens/s over {found['seconds']:.1f} s")

@@ -1,4 +1,4 @@
-"""`mtpctl rollout`: the recipe's model and engines, without a trainer, answer a file of prompts."""
+"""The job of `mtpctl rollout`: start the recipe's engines without a trainer, and answer a file of prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.heap import settle_heap
@@ -35,9 +35,29 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 
+class Summary(TypedDict):
+    """What `rollout` returns. `made`, `seconds` and `tokens_per_s` are of this call, the rest of the whole file; None: nothing to count."""
+
+    model: str
+    out: str
+    samples: int
+    made: int
+    seconds: float
+    tokens_per_s: float | None
+    tokens: int
+    length_mean: float | None
+    reward_mean: float | None
+    rewarded: int
+    drafted: int
+    accepted: int
+    accept_rate: float | None
+    accept_length: float | None
+    finish_reasons: dict[str, int]
+
+
 @dataclass(frozen=True)
 class Source:
-    """The weights to sample from: a folder, and where a run has trained them further, the checkpoint."""
+    """The weights to sample from: a model folder, and the checkpoint of a run that trained them further."""
 
     model: HfFolder
     tokenizer: Tokenizer
@@ -46,14 +66,14 @@ class Source:
     version: int = 0
 
     @property
-    def told(self) -> str:
-        """In a few words."""
+    def name(self) -> str:
+        """The weights in a few words."""
         if self.checkpoint is None:
             return f"the weights of {self.model.path}"
         return f"checkpoint {self.checkpoint} (weight version {self.version})"
 
 
-def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progress: Progress, start: str | None = None) -> dict[str, Any]:
+def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progress: Progress, start: str | None = None) -> Summary:
     """Answer every prompt `n` times into `out`, or what is missing there. Returns the summary.
 
     `start` names the weights: a run (its newest checkpoint), a checkpoint, or a model's folder. Without it they are the newest checkpoint
@@ -63,7 +83,7 @@ def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progr
     vLLM, ClusterResources and RuntimeFailure as the cluster and the engines raise them.
     """
     validate(_without_training(recipe))
-    recipe = _whole(recipe)
+    recipe = _with_merged_sync(recipe)
     if n < 1:
         raise UserError(f"--n: must be at least 1, got {n}")
     problems = read_problems(prompts, "--prompts", answers=False)
@@ -72,7 +92,7 @@ def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progr
     with tempfile.TemporaryDirectory(prefix="mtpctl-rollout-") as made, contextlib.ExitStack() as stack:
         folder = Path(made)
         source = _source(recipe, start, folder)
-        say(f"model: {source.told}")
+        say(f"model: {source.name}")
         asked = [
             Prompt(
                 number,
@@ -99,23 +119,24 @@ def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progr
         else:
             say(f"{out} holds all {made_before[0]} samples; nothing is missing")
         made_now = (file.tally.samples - made_before[0], file.tally.tokens - made_before[1])
-        return summary(file.tally, made=made_now[0], tokens=made_now[1], seconds=seconds) | {"model": source.told, "out": str(out)}
+        counts = summary(file.tally, made=made_now[0], tokens=made_now[1], seconds=seconds)
+        return cast(Summary, counts | {"model": source.name, "out": str(out)})
 
 
 def _without_training(recipe: Recipe) -> Recipe:
-    """The recipe as its checks should see it: samples that nobody trains on may be drawn with top-p and top-k."""
+    """The recipe for its checks: samples that are not trained on may be drawn with top-p and top-k."""
     train = recipe.train.model_copy(update={"stages": ["sft"], "sft": recipe.train.sft.model_copy(update={"steps": 1})})
     return recipe.model_copy(update={"train": train})
 
 
-def _whole(recipe: Recipe) -> Recipe:
-    """The recipe for engines that take a checkpoint in once: from this host's memory, with an adapter merged in."""
+def _with_merged_sync(recipe: Recipe) -> Recipe:
+    """The recipe with a sync of whole weights, an adapter merged in, through this host's shared memory."""
     sync = recipe.sync.model_copy(update={"transport": "shm", "sections": ["target", "draft"]})
     return recipe.model_copy(update={"sync": sync})
 
 
 def _source(recipe: Recipe, start: str | None, made: Path) -> Source:
-    """Find model, tokenizer and checkpoint; what has to be made on the way goes to the folder `made`."""
+    """Find model, tokenizer and checkpoint. A model or tokenizer that has to be made is written to the folder `made`."""
     run, checkpoint, version = recipe.run_path.absolute(), None, 0
     if start is not None and (Path(start) / "config.json").is_file():
         model = recipe.model.model_copy(update={"path": str(Path(start).absolute()), "config": None, "init": "weights"})
@@ -159,14 +180,14 @@ def _origin(recipe: Recipe, source: Source) -> Origin:
 def _generate(
     recipe: Recipe, source: Source, missing: list[tuple[Prompt, int]], file: SampleFile, folder: Path, progress: Progress
 ) -> float:
-    """Start the engines, have `missing` answered, and end them. Returns the seconds of generation alone."""
+    """Start the engines, generate `missing`, and end the engines. Returns the seconds of generation alone."""
     check_engine_installed(recipe)
     placement = _engines(recipe)
     checker = make_checker(recipe.data.checker)
 
     async def drive(store: VersionStore) -> float:
         async with contextlib.AsyncExitStack() as stack:
-            # Another stream of random numbers than the one that made what is there already.
+            # The engines must not repeat the random numbers of the samples that the file holds.
             seed = recipe.seed + 7919 * file.tally.samples
             starting = start_pool(
                 recipe,
@@ -210,19 +231,19 @@ def _generate(
 
 
 def _engines(recipe: Recipe) -> Placement:
-    """Where the engines sit when there is nothing else; whether the cluster has room is seen once it is up."""
+    """The placement of the engines without a trainer. Whether the cluster has room shows once it is started."""
     train = recipe.train.model_copy(update={"stages": ["rl"]})
     alone = place(recipe.model_copy(update={"train": train}), hosts=[Host(float("inf"), float("inf"))])
     return Placement(alone.device, alone.of("rollout"), 1)
 
 
 async def _published(recipe: Recipe, source: Source, store: VersionStore) -> Manifest | None:
-    """The checkpoint's weights in `store`, None where the folder's own are wanted."""
+    """Publish the checkpoint's weights in `store`. None without a checkpoint: the folder's weights are used."""
     if source.checkpoint is None:
         return None
     import ray
 
-    # On the CPU, whatever the engines run on: it reads and writes, and takes no card from them.
+    # On the CPU, whatever the engines run on: reading a checkpoint must not take a card from them.
     environment = {"env_vars": {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}}
     actor: Any = ray.remote(CheckpointReader).options(num_cpus=0, runtime_env=environment).remote()
     try:
@@ -236,10 +257,10 @@ async def _published(recipe: Recipe, source: Source, store: VersionStore) -> Man
 
 
 class CheckpointReader:
-    """Reads a trainer's checkpoint, of any parallel layout, in one process; made a Ray actor by `_published`."""
+    """Reads a trainer's checkpoint, of any parallel layout, in one process. `_published` runs it as a Ray actor."""
 
     def publish(self, recipe_json: str, folder: str, checkpoint: str, version: int, store: str) -> Manifest:
-        """Publish the checkpoint's weights as `version`. Raises UserError for a checkpoint that is of another model."""
+        """Publish the checkpoint's weights as `version`. Raises UserError for a checkpoint of another model."""
         from mtpctl.convert.hf_folder import HfFolder
         from mtpctl.recipe.parallel import ParallelConfig
         from mtpctl.trainer.config import EngineConfig

@@ -1,4 +1,4 @@
-"""`mtpctl train`: run a recipe, or say what would run."""
+"""`mtpctl train`: run a recipe, or print what would run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def train(
     profile: Annotated[bool, typer.Option("--profile", help="The same as --set telemetry.profile=true.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live panel.")] = False,
 ) -> None:
-    """Train as the recipe says. The same command on the same run directory resumes."""
+    """Train by a recipe. The same command on the same run directory resumes."""
     from mtpctl.errors import UserError
     from mtpctl.recipe.checks import validate
 

@@ -183,11 +183,7 @@ def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     """Elements a token that one decoder layer keeps for its backward pass; of the largest kind: full attention, and experts if any.
 
     After Korthikanti et al. 2022, section 4, for flash attention (nothing quadratic is kept), grouped queries and a gated MLP,
-<<<<<<< ours
-    less what is made again from the rest (`mtpctl.model.recompute`). Split over tp only with sequence parallelism: the inputs of
-=======
-    less what the backward pass recomputes (`mtpctl.model.rebuild`). Split over tp only with sequence parallelism: the inputs of
->>>>>>> theirs
+    less what the backward pass recomputes (`mtpctl.model.recompute`). Split over tp only with sequence parallelism: the inputs of
     both norms, and of a latent what all heads share. Split in any case: q, k, v and the attention's output, gate and up. Whole
     on every rank: sine and cosine; and the copies that routed experts read, where tp splits each expert.
     """

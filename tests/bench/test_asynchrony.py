@@ -6,6 +6,7 @@ import json
 import math
 import random
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -230,8 +231,18 @@ def test_the_log_prob_server_is_compared_with_own_recompute_per_update_and_per_u
     results, levels = summarise(outcomes)
     (gain,) = server_gains(results)
     assert (gain.update, gain.update_per_unit, gain.to_level) == pytest.approx((1.25, 0.9375, 1.25))
-    assert "1.25x an update, 0.94x per unit, 1.25x to the held level" in table(results, levels, TOLERANCE)
+    ratios = "(seed 0): 1.25x an update, 0.94x per unit, 1.25x to the held level"
+    assert f"Log-prob server against the trainer's own recompute {ratios}" in table(results, levels, TOLERANCE)
     assert server_gains(results[:1]) == []
+
+
+def test_without_a_recompute_the_server_is_compared_with_the_engines_own_log_probs() -> None:
+    partial = replace(outcome("partial", run(5, [0, 1.0, 1.0])), old_logprobs="behaviour")
+    results, levels = summarise([partial, outcome("partial-server", run(4, [0, 1.0, 1.0]))])
+    assert server_gains(results)[0].without == "behaviour"
+    assert "Log-prob server against the engine's own log-probs, where the trainer recomputes nothing (seed 0)" in table(
+        results, levels, TOLERANCE
+    )
 
 
 def test_an_arm_that_never_holds_it_has_won_nothing() -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 from typer.testing import CliRunner
 
-from mtpctl.bench.logprob import LEAST_SHARE, Finding, Load, Report, _apart, as_json, table
+from mtpctl.bench.logprob import LEAST_SHARE, Finding, Load, Report, _difference, as_json, table
 from mtpctl.cli.app import app
 from mtpctl.logprob.protocol import Scored
 
@@ -23,7 +23,7 @@ def test_no_number_holds_no_bound() -> None:
     assert Finding("difference", math.nan, "nats", 0.1).missed and Finding("share", math.nan, "", 0.8, at_least=True).missed
     right, wrong = ([-1.0, value, -3.0] for value in (-2.0, math.nan))
     answers = [Scored(0, logprobs, [1.0], 0) for logprobs in (right, wrong)]
-    assert math.isnan(_apart(*answers)) and _apart(answers[0], answers[0]) == 0
+    assert math.isnan(_difference(*answers)) and _difference(answers[0], answers[0]) == 0
 
 
 def test_the_table_tells_bound_ratio_and_what_was_not_counted() -> None:

@@ -70,7 +70,7 @@ def test_a_store_in_memory_is_gone_when_a_sync_fails(tmp_path: Path, monkeypatch
 
     class Trainer:
         async def call(self, method: str, *given: Any, **more: Any) -> None:
-            if method != "take":
+            if method != "use":
                 (memory / "v00000001").mkdir(parents=True)
                 raise RuntimeError("out of memory")
 
@@ -81,7 +81,7 @@ def test_a_store_in_memory_is_gone_when_a_sync_fails(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("mtpctl.sync.store.default_root", lambda *given: memory)
     monkeypatch.setattr(sync_weights, "_steady", steady)
-    monkeypatch.setattr(sync_weights, "sum_bytes", lambda options: 0)
+    monkeypatch.setattr(sync_weights, "model_bytes", lambda options: 0)
     with pytest.raises(RuntimeError, match="out of memory"):
         options = replace(CARD, device="cpu", folder=tmp_path, batch=1)
         asyncio.run(sync_weights._one(options, sync_weights.recipe_of(options), Trainer(), Engine(), "shm", 0, print))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Is this machine fit to run: the pinned stack, devices, kernels, transports, Ray, and one round of sample and score.
+"""Check whether this machine can run mtpctl: packages, devices, kernels, transports, Ray, and one round of sampling and scoring.
 
-Needs no torch: whatever imports a heavy package runs in a process of its own, with a deadline (`part`).
+Needs no torch: what imports a heavy package runs in a process of its own, with a deadline (`part`).
 """

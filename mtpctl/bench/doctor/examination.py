@@ -1,4 +1,4 @@
-"""The examination: one check after the other, each with its finding in a sentence, its data, and its seconds."""
+"""Run all checks of the doctor. Each has a finding in a sentence, its data, and the seconds it took."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from mtpctl.bench.doctor import stack
 from mtpctl.bench.doctor.part import NoAnswer, run_part
 from mtpctl.bench.doctor.self_check import Agreement
 from mtpctl.cluster import leftovers
 from mtpctl.errors import EnvironmentMissing, MtpctlError, ThresholdMissed
+
+if TYPE_CHECKING:
+    from mtpctl.bench.doctor.live import Trial
 
 LANES = 2
 """Checks that run at a time."""
@@ -27,14 +30,14 @@ DEADLINE_S = {"kernels": 240.0, "transports": 120.0, "ray": 120.0, "families": 1
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found, in a sentence and as data. `absent` is something that need not be there; a `failed` one has its error.
+    """What a check found, in a sentence and as JSON-ready data. `absent`: something that need not be there.
 
-    `loaded`: it failed by taking too long, on a machine that others keep busy, which tells nothing of the machine; it has an error too.
+    `failed` has an error. So has `loaded`: the check took too long on a machine that is busy, which says nothing about the machine.
     """
 
     state: Literal["ok", "absent", "skipped", "loaded", "failed"]
     told: str
-    data: Any = None
+    data: object = None
     error: MtpctlError | None = None
 
 
@@ -71,7 +74,7 @@ class Diagnosis:
         first = failed[0][1]
         return type(first)(f"{first} (also wrong: {', '.join(name for name, _ in failed[1:])})") if failed[1:] else first
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """JSON-ready: every check by its name, the seconds in all, and the exit code."""
         checks = {}
         for check in self.checks:
@@ -87,7 +90,7 @@ Report = Callable[[Check], None]
 
 
 def examine(*, quick: bool = False, done: Report = lambda check: None) -> Diagnosis:
-    """Run every check; `quick` leaves out the self-check. `done` hears of each check as it ends.
+    """Run every check; `quick` leaves out the self-check. `done` is called with each check as it ends.
 
     A check that fails is recorded, and the others go on. Raises EnvironmentMissing where the project is not installed.
     """
@@ -132,7 +135,7 @@ async def _one_by_one(lane: dict[str, Callable[[], Awaitable[Finding]]], done: R
 
 
 def _finding(error: MtpctlError) -> Finding:
-    """Of a check that failed. What took too long says little where others keep the machine busy."""
+    """The finding of a check that failed; `loaded` where it took too long on a busy machine."""
     load, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
     # Ray has a deadline of its own for its processes, and says so in its own words.
     slow = isinstance(error, NoAnswer) or "timed out" in str(error)
@@ -151,21 +154,21 @@ async def python() -> Finding:
 
 
 async def machine() -> Finding:
-    """CPUs and memory, and what killed runs left; nothing here is right or wrong by itself."""
-    found, left = stack.machine(), leftovers.find()
+    """How many CPUs and how much memory are there, and what did killed runs leave? This check never fails."""
+    host, left = stack.machine(), leftovers.find()
     size = sum(each.nbytes for each in left) / 2**30
-    found["leftovers"] = [{"path": str(each.path), "bytes": each.nbytes} for each in left]
+    found = {**host, "leftovers": [{"path": str(each.path), "bytes": each.nbytes} for each in left]}
     told = (
-        f"{found['cpus']} CPUs, {found['memory_gib']:g} GiB memory, {found['memory_available_gib']:g} of it free, "
-        f"{found['shared_memory_free_gib']:g} GiB free in /dev/shm; {found['system']}, {found['arch']}"
+        f"{host['cpus']} CPUs, {host['memory_gib']:g} GiB memory, {host['memory_available_gib']:g} of it free, "
+        f"{host['shared_memory_free_gib']:g} GiB free in /dev/shm; {host['system']}, {host['arch']}"
     )
     if left:
         told += f"; killed runs left {len(left)} folder(s), {size:.3g} GiB: the next start removes them, or mtpctl clean"
     return Finding("ok", told, found)
 
 
-async def gpus(cards: list[dict[str, Any]], why_none: str) -> Finding:
-    """The cards, by kind."""
+async def gpus(cards: list[stack.Card], why_none: str) -> Finding:
+    """Which cards are there?"""
     if not cards:
         return Finding("absent", f"none ({why_none}): everything runs on the CPU", [])
     kinds = [(card["name"], card["memory_gib"]) for card in cards]
@@ -200,7 +203,7 @@ async def kernels(folder: Path) -> Finding:
 
 
 async def transports(folder: Path) -> Finding:
-    """Which ways do weights have from the trainer to the engines here?"""
+    """Which transports work between trainer and engines here?"""
     rows = (await run_part("transports", folder, DEADLINE_S["transports"]))["transports"]
     text = _live(rows)
     if not any(row["live"] for row in rows):
@@ -250,6 +253,6 @@ async def self_check(folder: Path, quick: bool) -> Finding:
     return Finding("ok", told, data)
 
 
-def _live(rows: list[dict[str, Any]]) -> str:
+def _live(rows: list[Trial]) -> str:
     live = [row["name"] for row in rows if row["live"]]
     return "; ".join([f"{', '.join(live) or 'none'} live", *(f"{row['name']} {row['reason']}" for row in rows if not row["live"])])

@@ -1,22 +1,35 @@
-"""What works here, found out by using it: kernels, transports, Ray, vLLM's models."""
+"""Try out kernels, transports, Ray and vLLM's models, and report which of them work here."""
 
 from __future__ import annotations
 
 import logging
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, NotRequired, TypedDict, get_args
 
 from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.sync import IpcConfig, NcclConfig, ShmConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 """How far a kernel's log-probs may be from the float64 reference, for inputs of this dtype."""
 _RAY_S = 60.0
 
 
-def kernels(folder: Path) -> dict[str, Any]:
+class Trial(TypedDict):
+    """One implementation, transport or family: whether it works here, and if not, why. `lacks`: a package that it cannot import."""
+
+    name: str
+    live: bool
+    reason: NotRequired[str]
+    max_abs_error: NotRequired[float]
+    lacks: NotRequired[str | None]
+
+
+def kernels(folder: Path) -> dict[str, object]:
     """Every `linear_logprob` implementation on this device, on a small problem: live, how far from the reference, or why not."""
     import torch
 
@@ -32,24 +45,24 @@ def kernels(folder: Path) -> dict[str, Any]:
     rows = []
     names = [name for name in get_args(KernelsConfig.model_fields["linear_logprob"].annotation) if name != "auto"]
     for name in names:
-        row: dict[str, Any] = {"name": name, "live": False}
+        row: Trial = {"name": name, "live": False}
         try:
             error = float((linear_logprob(hidden, weight, labels, implementation=name).logprob - exact).abs().max())
         except ValueError as refusal:
             row["reason"] = str(refusal).removeprefix(f"implementation: {name!r} ")
-        except Exception as failure:  # A backend that does not compile or launch here is what is asked for; the others go on.
+        except Exception as failure:  # Whether a backend compiles and launches here is the question; the others are tried all the same.
             row["reason"] = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0] if str(failure).strip() else 'no message'}"
         else:
             bound = TOLERANCE[str(dtype).removeprefix("torch.")]
-            row |= {"live": error <= bound, "max_abs_error": error}
+            row["live"], row["max_abs_error"] = error <= bound, error
             if error > bound:
                 row["reason"] = f"is {error:.1e} off the reference, beyond {bound:g}"
         rows.append(row)
     return {"device": device, "auto": _auto(hidden, weight, labels), "implementations": rows}
 
 
-def _auto(hidden: Any, weight: Any, labels: Any) -> str:
-    """What `auto` takes, in the words of its own log line."""
+def _auto(hidden: Tensor, weight: Tensor, labels: Tensor) -> str:
+    """The implementation that `auto` chooses, as its log line names it."""
     from mtpctl.kernels.logprob import linear_logprob
 
     told: list[str] = []
@@ -66,7 +79,7 @@ def _auto(hidden: Any, weight: Any, labels: Any) -> str:
     return told[-1].removeprefix("linear_logprob: auto runs ")
 
 
-def families(folder: Path) -> dict[str, Any]:
+def families(folder: Path) -> dict[str, object]:
     """Every family's module of the installed vLLM, imported: live, or what it cannot be imported without."""
     from vllm import ModelRegistry
 
@@ -74,17 +87,18 @@ def families(folder: Path) -> dict[str, Any]:
 
     rows = []
     for family in FAMILIES:
-        row: dict[str, Any] = {"name": family.name, "live": True, "reason": "", "lacks": None}
+        row: Trial = {"name": family.name, "live": True, "reason": "", "lacks": None}
         try:
             ModelRegistry.models[family.architectures[0]].load_model_cls()
         except ImportError as error:
-            row |= {"live": False, "reason": str(error), "lacks": error.name if isinstance(error, ModuleNotFoundError) else None}
+            row["live"], row["reason"] = False, str(error)
+            row["lacks"] = error.name if isinstance(error, ModuleNotFoundError) else None
         rows.append(row)
     return {"families": rows}
 
 
-def transports(folder: Path) -> dict[str, Any]:
-    """Every transport that a recipe may name. `shm` carries a tensor; the CUDA ones are live where their needs are met."""
+def transports(folder: Path) -> dict[str, object]:
+    """Every transport that a recipe may name. A tensor is sent through `shm`; the CUDA ones are live where their requirements are met."""
     import torch
 
     rows = []
@@ -93,7 +107,7 @@ def transports(folder: Path) -> dict[str, Any]:
         if find_spec(f"mtpctl.sync.transports.{name}") is None:
             reason = "is not part of this version"
         elif config is ShmConfig:
-            reason = _carry(folder / "versions")
+            reason = _send_through_shm(folder / "versions")
         elif not torch.cuda.is_available():
             reason = "needs CUDA"
         elif name == "nccl" and not torch.distributed.is_nccl_available():
@@ -104,8 +118,8 @@ def transports(folder: Path) -> dict[str, Any]:
     return {"transports": rows}
 
 
-def _carry(fallback: Path) -> str:
-    """Publish a tensor and read it back as a receiver does. Returns what went wrong, or nothing."""
+def _send_through_shm(fallback: Path) -> str:
+    """Publish a tensor and read it back as a receiver does. Returns what went wrong, or an empty text."""
     import os
 
     import torch
@@ -126,7 +140,7 @@ def _carry(fallback: Path) -> str:
     return "" if torch.equal(torch.cat(parts).view(torch.float32), sent) else "what was read is not what was sent"
 
 
-def ray(folder: Path) -> dict[str, Any]:
+def ray(folder: Path) -> dict[str, object]:
     """Start Ray on this machine and have one task answered."""
     import ray
 

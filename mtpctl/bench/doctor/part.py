@@ -1,7 +1,7 @@
-"""One part of the examination in a process of its own: `python -m mtpctl.bench.doctor.part NAME FOLDER`.
+"""Run one part of the examination in a process of its own: `python -m mtpctl.bench.doctor.part NAME FOLDER`.
 
-A part leaves `NAME.json` in the folder; what it prints goes to `NAME.log`. Processes of their own let a part hang, crash
-or patch torch without the others noticing.
+A part writes `NAME.json` into the folder; its output goes to `NAME.log`. In a process of its own a part may hang, crash or
+patch torch without an effect on the others.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ async def run_part(name: str, folder: Path, deadline_s: float) -> dict[str, Any]
 
 def main(name: str, folder: Path) -> None:
     """Run one part here and write its result. Errors that are not the project's own end the process with their traceback."""
-    part: Callable[[Path], dict[str, Any]] = getattr(import_module(f"mtpctl.bench.doctor.{PARTS[name]}"), name)
+    part: Callable[[Path], dict[str, object]] = getattr(import_module(f"mtpctl.bench.doctor.{PARTS[name]}"), name)
     try:
         told = part(folder)
     except MtpctlError as error:

@@ -1,8 +1,8 @@
-"""Sampled here, scored there: vLLM's log-probs of its own tokens against the trainer's, on a small MiMo with MTP speculation.
+"""Compare vLLM's log-probs of its own tokens with the trainer's, on a small MiMo with MTP speculation.
 
-What a policy gradient leans on is that the engine's `processed_logprobs` and Megatron's log-probs are those of one
-distribution, at the sampling temperature, through draft and rejection. `sample` and `score` run in two processes: the
-stand-ins that let either engine run on a CPU do not belong in one.
+A policy gradient is right only if the engine's `processed_logprobs` and Megatron's log-probs are of one distribution, at the
+sampling temperature and with speculation. `sample` and `score` run in two processes, since the patches that let either engine
+run on a CPU exclude each other.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mtpctl.errors import ThresholdMissed
 from mtpctl.families.toy import toy_config
@@ -21,12 +21,13 @@ RESPONSES = 64
 TEMPERATURE = 0.7
 BOUNDS = {"fp32": 1e-4, "bf16": 2e-2}
 """Mean absolute difference of log-probs (nats) that passes, by the precision of the weights."""
-MODEL = toy_config(vocab_size=16, max_position_embeddings=256, head_dim=32, initializer_range=0.1, bos_token_id=1, eos_token_id=2)
+VOCAB = 16
+MODEL = toy_config(vocab_size=VOCAB, max_position_embeddings=256, head_dim=32, initializer_range=0.1, bos_token_id=1, eos_token_id=2)
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far the two engines are apart over `tokens` response tokens (nats), and what the drafter did meanwhile."""
+    """Difference of the two engines' log-probs over `tokens` response tokens (nats), and the drafts proposed and accepted."""
 
     responses: int
     tokens: int
@@ -47,8 +48,8 @@ class Agreement:
             )
 
 
-def sample(folder: Path) -> dict[str, Any]:
-    """Make the model in `folder`, have vLLM answer on it, and leave the samples beside it."""
+def sample(folder: Path) -> dict[str, object]:
+    """Make the model in `folder`, sample from it with vLLM, and write the samples beside it."""
     import torch
 
     from mtpctl.convert.hf_folder import create_hf_folder
@@ -82,7 +83,7 @@ async def _responses(model: Path, device: Literal["cpu", "cuda"], precision: Lit
     # Prompts and responses of many lengths, so that every step of the engine mixes prefill, drafts and single tokens.
     requests = [
         GenerationRequest(
-            Sample(f"p{i}", f"g{i}", [(7 * i + 3 * j) % MODEL["vocab_size"] for j in range(1 + i % 9)]),
+            Sample(f"p{i}", f"g{i}", [(7 * i + 3 * j) % VOCAB for j in range(1 + i % 9)]),
             max_tokens=16 + i % 33,
             temperature=TEMPERATURE,
             seed=i,
@@ -95,7 +96,7 @@ async def _responses(model: Path, device: Literal["cpu", "cuda"], precision: Lit
         await engine.shutdown()
 
 
-def score(folder: Path) -> dict[str, Any]:
+def score(folder: Path) -> dict[str, object]:
     """Score the samples in `folder` with the Megatron engine, and compare. Returns an `Agreement` as a dict."""
     from mtpctl.convert.hf_folder import HfFolder
     from mtpctl.recipe.model import MtpConfig

@@ -1,4 +1,4 @@
-"""What is installed against what the project asks for, and the machine under it. Imports none of the packages it names."""
+"""Compare the installed packages with the project's requirements, and describe the machine. Imports none of the packages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -23,8 +23,27 @@ SPEEDS_UP = {
     "flash-linear-attention": "linear attention of Qwen3-Next and Qwen3.5 in the trainer, which is plain PyTorch without it",
     "liger-kernel": "one implementation of the log-probs",
 }
-"""What packages are for that nothing needs, and that add speed on cards."""
+"""Optional packages that add speed on cards, and what each is for."""
 _NVIDIA_SMI_S = 20.0
+
+
+class Card(TypedDict):
+    """One NVIDIA card: its name, memory in GiB and driver."""
+
+    name: str
+    memory_gib: float
+    driver: str
+
+
+class Machine(TypedDict):
+    """CPUs that this process may use, memory in GiB, and free shared memory in GiB, where published weights go."""
+
+    cpus: int
+    memory_gib: float
+    memory_available_gib: float
+    shared_memory_free_gib: float
+    system: str
+    arch: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +114,8 @@ def python() -> Package:
     return Package("Python", str(SpecifierSet(metadata("mtpctl")["Requires-Python"] or "")), platform.python_version())
 
 
-def machine() -> dict[str, Any]:
-    """CPUs that this process may use, memory in GiB, and room for published weights in shared memory."""
+def machine() -> Machine:
+    """The machine that this process runs on."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -111,8 +130,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def gpus() -> tuple[list[dict[str, Any]], str]:
-    """NVIDIA cards (name, memory in GiB, driver) and, where there is none, why."""
+def gpus() -> tuple[list[Card], str]:
+    """NVIDIA cards and, where there is none, why."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return [], "no nvidia-smi on PATH"
@@ -124,7 +143,7 @@ def gpus() -> tuple[list[dict[str, Any]], str]:
     except subprocess.CalledProcessError as error:
         lines = (error.stdout or error.stderr).strip().splitlines()
         return [], f"nvidia-smi: {lines[0] if lines else f'exit code {error.returncode}'}"
-    cards = []
+    cards: list[Card] = []
     for line in told.strip().splitlines():
         name, memory, driver = (part.strip() for part in line.split(","))
         cards.append({"name": name, "memory_gib": round(float(memory) / 1024, 1), "driver": driver})
