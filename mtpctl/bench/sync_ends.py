@@ -136,13 +136,13 @@ class Alone:
     def __init__(self, engine: VllmEngine) -> None:
         self.engine = engine
 
-    def standing(self, mode: PauseMode) -> AbstractAsyncContextManager[None]:
+    def quiesce(self, mode: PauseMode) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
     def members(self, ranks: int) -> list[str]:
         return [f"engine {rank}" for rank in range(ranks)]
 
-    async def take_in(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
+    async def apply_update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
         from mtpctl.sync.session import or_cancel
 
         report: SyncReport = await or_cancel(manifest, self.engine.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s))

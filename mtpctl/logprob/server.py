@@ -137,8 +137,8 @@ class LogprobServer:
         return self._dispatcher.resume()
 
     @asynccontextmanager
-    async def standing(self, deadline_s: float = 120.0) -> AsyncIterator[None]:
-        """No batch is under way, and no replica comes, while the block runs; `take_in` or its end has the server go on.
+    async def quiesce(self, deadline_s: float = 120.0) -> AsyncIterator[None]:
+        """Have no batch under way and start no replica while the block runs. `apply_update`, or the end of the block, resumes serving.
 
         A replica whose pass does not end within `deadline_s` counts as dead, and its requests go to another one.
         """
@@ -154,10 +154,10 @@ class LogprobServer:
             finally:
                 self.resume_serving()
 
-    async def take_in(self, manifest: Manifest, *, verify: bool = False, deadline_s: float = 120.0) -> list[SyncReport]:
-        """Take every replica of a server that stands to the version of `manifest`; one that dies over it is restarted with it.
+    async def apply_update(self, manifest: Manifest, *, verify: bool = False, deadline_s: float = 120.0) -> list[SyncReport]:
+        """Within `quiesce`: update all replicas to the version of `manifest`. One that dies on the way is restarted with it.
 
-        Serves again at its end, whatever that is. Raises SyncError where a replica refuses the update and still has its old weights.
+        Resumes serving, whether it succeeds or fails. Raises SyncError where a replica refuses the update and still has its old weights.
         """
         try:
             reports = await self.replicas.apply_update(
@@ -172,13 +172,13 @@ class LogprobServer:
 
     async def update(self, manifest: Manifest, *, verify: bool = False, deadline_s: float = 120.0) -> list[SyncReport]:
         """Quiesce, and apply the update."""
-        async with self.standing(deadline_s):
-            return await self.take_in(manifest, verify=verify, deadline_s=deadline_s)
+        async with self.quiesce(deadline_s):
+            return await self.apply_update(manifest, verify=verify, deadline_s=deadline_s)
 
     def members(self, version: int, ranks: int) -> list[str]:
-        """A name for each rank of each live replica that lacks `version`, of `ranks` each; never given again.
+        """A name for each rank of each live replica that lacks `version`, which has `ranks` of them; no name is ever used twice.
 
-        In `standing`, these are whom `take_in` asks.
+        Within `quiesce`, `apply_update` goes to exactly these replicas.
         """
         return self.replicas.members("log-prob", ranks, lambda replica: replica.version < version)
 

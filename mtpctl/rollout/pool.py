@@ -75,7 +75,7 @@ class ReplicaPool:
         self._room = asyncio.Condition()
         self._paused: PauseMode | None = None
         self._version = 0
-        self._taking_in, self._taken_in_at = False, float("-inf")
+        self._updating, self._updated_at = False, float("-inf")
 
     @classmethod
     async def start(
@@ -197,7 +197,7 @@ class ReplicaPool:
         until = clock() + wait_s + request.deadline_s + GRACE_S
         try:
             while not (await asyncio.wait([answer], timeout=until - clock()))[0]:
-                until = (clock() if self._taking_in else self._taken_in_at) + GRACE_S
+                until = (clock() if self._updating else self._updated_at) + GRACE_S
                 if until <= clock():
                     raise TimeoutError(f"no answer within {GRACE_S:g} s of its deadline")
             return answer.result()
@@ -269,10 +269,11 @@ class ReplicaPool:
     # ------------------------------------------------------------------------------------------------- control
 
     @asynccontextmanager
-    async def standing(self, mode: PauseMode = "keep") -> AsyncIterator[None]:
-        """No replica comes while the block runs, and with `wait` no response is under way: new ones are begun when it ends.
+    async def quiesce(self, mode: PauseMode = "keep") -> AsyncIterator[None]:
+        """Start no replica while the block runs, and with `wait` no response either, once those under way have ended.
 
-        Responses are waited for here, where each has its own deadline, goes on elsewhere if its replica dies, and may have turns to come.
+        The pool waits for those responses, not the engines: in the pool each has its own deadline, moves to another replica if its own
+        dies, and may have further turns.
         """
         if mode == "wait":
             self._admitting.clear()
@@ -286,18 +287,21 @@ class ReplicaPool:
                 self._admitting.set()
 
     def members(self, ranks: int) -> list[str]:
-        """A name for each rank of each live replica, of `ranks` each; never given again. In `standing`, these are whom `take_in` asks."""
+        """A name for each rank of each live replica, which has `ranks` of them; no name is ever used twice.
+
+        Within `quiesce`, `apply_update` goes to exactly these replicas.
+        """
         return self._replicas.members("rollout", ranks)
 
-    async def take_in(
+    async def apply_update(
         self, manifest: Manifest, *, mode: PauseMode = "keep", verify: bool = False, deadline_s: float = 120.0
     ) -> list[SyncReport]:
-        """In `standing`: take every replica to the version of `manifest`, at once. One that dies on the way is restarted with it.
+        """Within `quiesce`: update all replicas to the version of `manifest`, at once. One that dies on the way is restarted with it.
 
         Raises SyncError where a replica refuses the update and still has its old weights.
         """
 
-        async def take_in(replica: Replica) -> SyncReport:
+        async def update(replica: Replica) -> SyncReport:
             # As long for the update as for a way back from it, and a while to pause and to resume.
             seconds = 2 * deadline_s + GRACE_S
             try:
@@ -305,11 +309,11 @@ class ReplicaPool:
             except TimeoutError as error:
                 raise EngineDead(f"the update to version {manifest.version} had no answer within {seconds:g} s") from error
 
-        self._taking_in = True
+        self._updating = True
         try:
-            reports = await self._replicas.apply_update(lambda replica: or_cancel(manifest, take_in(replica)))
+            reports = await self._replicas.apply_update(lambda replica: or_cancel(manifest, update(replica)))
         finally:
-            self._taking_in, self._taken_in_at = False, asyncio.get_running_loop().time()
+            self._updating, self._updated_at = False, asyncio.get_running_loop().time()
         self._version = manifest.version
         return reports
 
@@ -317,8 +321,8 @@ class ReplicaPool:
         self, manifest: Manifest, *, mode: PauseMode = "keep", verify: bool = False, deadline_s: float = 120.0
     ) -> list[SyncReport]:
         """Quiesce, and apply the update."""
-        async with self.standing(mode):
-            return await self.take_in(manifest, mode=mode, verify=verify, deadline_s=deadline_s)
+        async with self.quiesce(mode):
+            return await self.apply_update(manifest, mode=mode, verify=verify, deadline_s=deadline_s)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Pause every replica, as `Generator.pause` says. Aborted requests wait in the pool for `resume`."""

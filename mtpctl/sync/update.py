@@ -66,15 +66,15 @@ class Trainer(Protocol):
 class Generators(Protocol):
     """The engines: a `ReplicaPool`, or servers that somebody else started."""
 
-    def standing(self, mode: PauseMode) -> AbstractAsyncContextManager[None]:
+    def quiesce(self, mode: PauseMode) -> AbstractAsyncContextManager[None]:
         """Quiesce: no engine joins while the block runs, and with `wait` no response is under way."""
         ...
 
     def members(self, ranks: int) -> list[str]:
-        """A name for each rank of each engine that serves, of `ranks` each: those whom `take_in` asks."""
+        """A name for each rank of each engine that serves, of `ranks` each: those whom `apply_update` asks."""
         ...
 
-    async def take_in(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
+    async def apply_update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
         """Pause every engine, apply the update, resume. Raises SyncError where one refuses and still has its old weights."""
         ...
 
@@ -82,15 +82,15 @@ class Generators(Protocol):
 class LogprobReplicas(Protocol):
     """The replicas of a `LogprobServer`."""
 
-    def standing(self, deadline_s: float) -> AbstractAsyncContextManager[None]:
+    def quiesce(self, deadline_s: float) -> AbstractAsyncContextManager[None]:
         """Quiesce: no pass is under way, and no replica joins, while the block runs."""
         ...
 
     def members(self, version: int, ranks: int) -> list[str]:
-        """A name for each rank of each replica that lacks `version`, of `ranks` each: those whom `take_in` asks."""
+        """A name for each rank of each replica that lacks `version`, of `ranks` each: those whom `apply_update` asks."""
         ...
 
-    async def take_in(self, manifest: Manifest, *, verify: bool, deadline_s: float) -> list[SyncReport]:
+    async def apply_update(self, manifest: Manifest, *, verify: bool, deadline_s: float) -> list[SyncReport]:
         """Apply the update to every replica. Raises SyncError where one refuses and still has its old weights."""
         ...
 
@@ -145,9 +145,9 @@ class WeightUpdate:
         for those.
         """
         async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(self.parties.generators.standing(self.pause))
+            await stack.enter_async_context(self.parties.generators.quiesce(self.pause))
             if self.parties.logprob is not None:
-                await stack.enter_async_context(self.parties.logprob.standing(self.options.deadline_s))
+                await stack.enter_async_context(self.parties.logprob.quiesce(self.options.deadline_s))
             yield
 
     def _members(self) -> list[str]:
@@ -188,9 +188,9 @@ class WeightUpdate:
     async def _commit(self) -> list[SyncReport]:
         """Have every target receive the sections and go live with them. Returns what the engines report."""
         parties, deadline_s = self.parties, self.options.deadline_s
-        targets = [parties.generators.take_in(self.manifest, mode=self.pause, verify=self.verify, deadline_s=deadline_s)]
+        targets = [parties.generators.apply_update(self.manifest, mode=self.pause, verify=self.verify, deadline_s=deadline_s)]
         if parties.logprob is not None:
-            targets.append(parties.logprob.take_in(self.manifest, verify=self.verify, deadline_s=deadline_s))
+            targets.append(parties.logprob.apply_update(self.manifest, verify=self.verify, deadline_s=deadline_s))
         # All of them end before any error is raised: a transfer that is tried again must find nobody in the one before.
         results = await asyncio.gather(*targets, return_exceptions=True)
         reports = []

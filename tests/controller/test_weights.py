@@ -67,10 +67,10 @@ class Engine:
     def members(self, ranks: int) -> list[str]:
         return [f"rollout 0.0.{rank}" for rank in range(ranks)]
 
-    def standing(self, mode: str) -> contextlib.AbstractAsyncContextManager[None]:
+    def quiesce(self, mode: str) -> contextlib.AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
 
-    async def take_in(self, sent: Manifest, **options: Any) -> list[SyncReport]:
+    async def apply_update(self, sent: Manifest, **options: Any) -> list[SyncReport]:
         self.paused_at.append(time.monotonic())
         if self.refusals:
             self.refusals -= 1

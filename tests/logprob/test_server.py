@@ -54,11 +54,11 @@ async def test_weights_that_are_not_what_was_sent_end_the_sync_and_score_no_more
 async def test_what_waits_for_weights_that_are_not_what_was_sent_is_refused_and_the_sync_says_why() -> None:
     server = await serve(Started(), 1)
     sent = Manifest(1, "shm", "nowhere", {"target": SectionPlan((), {"w": "this"})})
-    async with server.standing():
+    async with server.quiesce():
         waiting = [asyncio.ensure_future(server.score(request())) for _ in range(2)]
         await asyncio.sleep(0.01)
         with pytest.raises(WeightsDiffer, match="version 1 these tensors differ from what was sent: w"):
-            await server.take_in(sent, verify=True)
+            await server.apply_update(sent, verify=True)
     for answer in waiting:
         with pytest.raises(TargetDirty, match="not what was sent"):
             await asyncio.wait_for(answer, 1)

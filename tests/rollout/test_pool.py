@@ -222,11 +222,11 @@ async def test_a_replica_that_comes_back_while_a_push_is_announced_takes_no_part
     fleet.live[1].die()
     await pool.speculate()  # notices it
     with pushed(1) as announce:
-        async with pool.standing():
+        async with pool.quiesce():
             members = pool.members(1)
             while len(fleet.made[1]) < 2:
                 await asyncio.sleep(0.001)
-            reports = await pool.take_in(manifest := announce(members))
+            reports = await pool.apply_update(manifest := announce(members))
     assert members == ["rollout 0.0.0"] and [report.version for report in reports] == [1]
     fleet.published.there = [replace(manifest, transport="shm")]
     while not all(health.alive for health in await pool.health()):
@@ -241,12 +241,12 @@ async def test_nobody_waits_for_a_named_replica_that_died_before_the_push() -> N
     pool = await fleet.pool(2)
     began = time.monotonic()
     with pushed(1, deadline_s=60.0) as announce:
-        async with pool.standing():
+        async with pool.quiesce():
             manifest = announce(pool.members(1))
             fleet.live[1].die()
             await pool.speculate()  # notices it
             with pytest.raises(SyncError, match="a receiver of the weights gave up: the fake was killed"):
-                await pool.take_in(manifest)
+                await pool.apply_update(manifest)
     assert time.monotonic() - began < 5
     assert (await pool.health())[0].version == 0
 

@@ -38,7 +38,7 @@ class World:
         return Sent(3, 1.0) if method == "transfer_weights" else None
 
     @contextlib.asynccontextmanager
-    async def standing(self, mode: PauseMode) -> AsyncIterator[None]:
+    async def quiesce(self, mode: PauseMode) -> AsyncIterator[None]:
         self.note("quiesce")
         yield
         self.note("resume")
@@ -46,7 +46,7 @@ class World:
     def members(self, ranks: int) -> list[str]:
         return [f"engine {rank}" for rank in range(ranks)]
 
-    async def take_in(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
+    async def apply_update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
         self.note("apply")
         await asyncio.sleep(0.02)
         self.note("applied")

@@ -191,15 +191,15 @@ class ServedEngines:
         """The newest version that one of them has."""
         return max(engine.target.version for engine in self.engines)
 
-    def standing(self, mode: PauseMode) -> contextlib.AbstractAsyncContextManager[None]:
-        """Servers come with the command that names them, and none later. Whose requests they answer, they know: `take_in` pauses them."""
+    def quiesce(self, mode: PauseMode) -> contextlib.AbstractAsyncContextManager[None]:
+        """The servers are those that the command names. Each knows whose requests it answers, so `apply_update` pauses it."""
         return contextlib.nullcontext()
 
     def members(self, ranks: int) -> list[str]:
         """A name for each rank of each server; the recipe's number of ranks does not matter here."""
         return [f"{engine.client.url} {rank}" for engine in self.engines for rank in range(engine.ranks)]
 
-    async def take_in(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
+    async def apply_update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
         """Take every server to the version. Raises the first error, after all have answered."""
         calls = (or_cancel(manifest, e.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s)) for e in self.engines)
         found = await asyncio.gather(*calls, return_exceptions=True)
