@@ -26,7 +26,7 @@ from mtpctl.sync.manifest import SectionPlan
 from mtpctl.sync.names import Renamer, resolve
 from mtpctl.sync.places import Misfit, Ranks, find_place
 from mtpctl.sync.protocol import PlanMismatch
-from mtpctl.sync.receiver import BucketsInOrder, pieces
+from mtpctl.sync.receiver import BucketReceiver, pieces
 
 _MATRIX = re.compile(rf"^{re.escape(ADAPTER_PREFIX)}(?P<layer>.+)\.lora_(?P<which>[AB])\.weight$")
 
@@ -103,8 +103,8 @@ def check_fits(plan: SectionPlan, model: nn.Module, *, rename: Renamer | None, r
         raise PlanMismatch("the adapter does not fit the live model: " + "; ".join(wrong[:8]))
 
 
-class AdapterReceiver(BucketsInOrder):
-    """Takes in the buckets of section `adapter`, and keeps its tensors on `device`. Raises PlanMismatch where the plan is no adapter."""
+class AdapterReceiver(BucketReceiver):
+    """Receives section `adapter`, and keeps its tensors on `device`. Raises PlanMismatch where the plan is no adapter."""
 
     def __init__(self, plan: SectionPlan, device: torch.device | str = "cpu") -> None:
         self.layers = layers_of(plan)
@@ -112,16 +112,12 @@ class AdapterReceiver(BucketsInOrder):
         self.device = device
         self.tensors: dict[str, torch.Tensor] = {}
 
-    def receive(self, bucket: Bucket, data: torch.Tensor) -> None:
-        """Copy a bucket's tensors out of `data`. Raises SyncError for a bucket out of order."""
-        self.check_due(bucket)
+    def _use(self, bucket: Bucket, data: torch.Tensor) -> None:
         for entry, piece in pieces(bucket, data):
             whole = self.tensors.setdefault(entry.name, torch.empty(entry.shape, dtype=piece.dtype, device=self.device))
             whole.view(-1)[entry.part_start : entry.part_stop].copy_(piece)
-        self.taken += 1
 
     def sums(self) -> dict[str, list[Part]]:
-        """Of every tensor, as `SectionReceiver.sums`."""
         return {name: [summed(t.reshape(1, -1), t.numel(), t.numel(), 0)] for name, t in self.tensors.items()}
 
     def write(self, folder: Path) -> None:

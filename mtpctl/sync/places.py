@@ -1,14 +1,14 @@
 """Where the elements of a wire tensor lie in a live model: which runs of rows or columns this rank holds, and where.
 
-A wire tensor is whole; a rank of a tensor-parallel engine holds a part of most of them, cut along one dimension. What is held
-is told by `Run`s along that dimension. Parts of a tensor that was split over buckets go straight to their places.
+A wire tensor is whole. A rank of a tensor-parallel engine holds a part of most tensors, cut along one dimension; `Run`s along that
+dimension say which. Parts of a tensor that was split over buckets go straight to their places.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -88,20 +88,52 @@ class Ranks:
     size: int = 1
 
 
+ALONE = Ranks()
+
+
+class _VocabularyShard(Protocol):
+    org_vocab_start_index: int
+    org_vocab_end_index: int
+
+
+class _VocabularyLayer(Protocol):
+    """Of an engine's embedding or head, what says which rows a rank holds."""
+
+    org_vocab_size: int
+    shard_indices: _VocabularyShard
+
+
+class _MoeConfig(Protocol):
+    tp_size: int
+    tp_rank: int
+
+
+class ExpertsLayer(Protocol):
+    """Of an engine's layer of experts, what says which experts a rank holds, and which part of them."""
+
+    moe_config: _MoeConfig
+    global_num_experts: int
+
+
 def find_place(model: nn.Module, live: torch.Tensor, slot: Slot, shape: tuple[int, ...], ranks: Ranks) -> Place:
     """The place of a wire tensor of `shape` in the live parameter `live` that `slot` names. Raises Misfit."""
     owner = model.get_submodule(slot.parameter.rpartition(".")[0])
     if slot.expert is not None:
-        return _expert_place(owner, live, slot, shape)
+        return _expert_place(cast(ExpertsLayer, owner), live, slot, shape)
     shape, data = (shape, live) if shape else ((1,), live.reshape(1))
     if hasattr(owner, "shard_indices"):
-        return _vocabulary_place(owner, data, shape)
+        return _vocabulary_place(cast(_VocabularyLayer, owner), data, shape)
     sizes = part_sizes(owner, slot.parameter)
-    if slot.parts is not None or (len(sizes) > 1 and getattr(owner, "tp_size", 1) > 1):
+    if slot.parts is not None or (len(sizes) > 1 and _ranks_of(owner).size > 1):
         return _packed_place(owner, data, slot, shape, sizes)
     if sections := _convolution_sections(model, slot.parameter):
         return _sections_place(owner, data, slot.parameter, shape, sections)
-    return _cut_place(data, slot.parameter, shape, Ranks(getattr(owner, "tp_rank", ranks.rank), getattr(owner, "tp_size", ranks.size)))
+    return _cut_place(data, slot.parameter, shape, _ranks_of(owner, ranks))
+
+
+def _ranks_of(owner: nn.Module, default: Ranks = ALONE) -> Ranks:
+    """As the layer says, where it says anything."""
+    return Ranks(getattr(owner, "tp_rank", default.rank), getattr(owner, "tp_size", default.size))
 
 
 def part_sizes(owner: nn.Module, parameter: str) -> list[int]:
@@ -121,7 +153,7 @@ def _cut_place(live: torch.Tensor, parameter: str, shape: tuple[int, ...], ranks
     return Place(live, shape, dim, (Run(ranks.rank * length, 0, length),))
 
 
-def _vocabulary_place(owner: Any, live: torch.Tensor, shape: tuple[int, ...]) -> Place:
+def _vocabulary_place(owner: _VocabularyLayer, live: torch.Tensor, shape: tuple[int, ...]) -> Place:
     """Rows of the vocabulary that this rank holds. Rows beyond it are padding and take nothing in."""
     if (shape[0], *shape[1:]) != (owner.org_vocab_size, *live.shape[1:]):
         raise Misfit(f"has shape {shape}, its place in an embedding {(owner.org_vocab_size, *live.shape[1:])}")
@@ -130,16 +162,15 @@ def _vocabulary_place(owner: Any, live: torch.Tensor, shape: tuple[int, ...]) ->
     return Place(live, shape, 0, (Run(start, 0, stop - start),) if stop > start else ())
 
 
-def _packed_place(owner: Any, live: torch.Tensor, slot: Slot, shape: tuple[int, ...], sizes: list[int]) -> Place:
-    size, rank = getattr(owner, "tp_size", 1), getattr(owner, "tp_rank", 0)
-    runs, wire = [], 0
+def _packed_place(owner: nn.Module, live: torch.Tensor, slot: Slot, shape: tuple[int, ...], sizes: list[int]) -> Place:
+    ranks, runs, wire = _ranks_of(owner), [], 0
     for part in slot.parts if slot.parts is not None else range(len(sizes)):
         if part >= len(sizes):
             raise Misfit(f"is part {part} of {slot.parameter}, which packs {len(sizes)}")
         # Key and value heads fewer than ranks are held by several ranks each, and counted once for every one of them.
         copies = getattr(owner, "num_kv_head_replicas", 1) if part and len(sizes) == 3 else 1
-        length = sizes[part] // size
-        runs.append(Run(wire + rank // copies * length, sum(sizes[:part]) // size, length))
+        length = sizes[part] // ranks.size
+        runs.append(Run(wire + ranks.rank // copies * length, sum(sizes[:part]) // ranks.size, length))
         wire += sizes[part] // copies
     if shape != (wire, *live.shape[1:]):
         raise Misfit(f"has shape {shape}, its place in {slot.parameter} {(wire, *live.shape[1:])}")
@@ -151,12 +182,13 @@ def _convolution_sections(model: nn.Module, parameter: str) -> list[int]:
     layer, _, rest = parameter.rpartition(".conv1d.")
     if not layer or rest not in ("weight", "base_layer.weight"):
         return []
-    parent: Any = model.get_submodule(layer)
-    return [parent.key_dim, parent.key_dim, parent.value_dim] if hasattr(parent, "key_dim") and hasattr(parent, "value_dim") else []
+    parent = model.get_submodule(layer)
+    key, value = getattr(parent, "key_dim", None), getattr(parent, "value_dim", None)
+    return [key, key, value] if key is not None and value is not None else []
 
 
-def _sections_place(owner: Any, live: torch.Tensor, parameter: str, shape: tuple[int, ...], sections: list[int]) -> Place:
-    size, rank = getattr(owner, "tp_size", 1), getattr(owner, "tp_rank", 0)
+def _sections_place(owner: nn.Module, live: torch.Tensor, parameter: str, shape: tuple[int, ...], sections: list[int]) -> Place:
+    rank, size = _ranks_of(owner).rank, _ranks_of(owner).size
     if shape != (sum(sections), *live.shape[1:]) or live.shape[0] * size != sum(sections):
         raise Misfit(f"has shape {shape}, its place in {parameter} {(sum(sections), *live.shape[1:])}")
     runs = tuple(
@@ -165,7 +197,7 @@ def _sections_place(owner: Any, live: torch.Tensor, parameter: str, shape: tuple
     return Place(live, shape, 0, runs)
 
 
-def _expert_place(owner: Any, live: torch.Tensor, slot: Slot, shape: tuple[int, ...]) -> Place:
+def _expert_place(owner: ExpertsLayer, live: torch.Tensor, slot: Slot, shape: tuple[int, ...]) -> Place:
     assert slot.expert is not None and slot.parts is not None
     local = local_expert(owner, slot.expert)
     wide = slot.parameter.rpartition(".")[2].startswith("w13")
@@ -181,7 +213,7 @@ def _expert_place(owner: Any, live: torch.Tensor, slot: Slot, shape: tuple[int, 
     return Place(live[local], shape, 0 if wide else len(shape) - 1, (run,))
 
 
-def local_expert(owner: Any, expert: int) -> int | None:
+def local_expert(owner: ExpertsLayer, expert: int) -> int | None:
     """The row that an expert has on this rank, or None where another rank holds it."""
     mapping = getattr(owner, "expert_map", None)
     if mapping is None:

@@ -1,15 +1,16 @@
 """The receiver's end inside an engine: writes wire tensors into the parameters of a live model, in place.
 
-Parameters keep their memory, so whatever holds on to them (CUDA graphs, tied layers) sees the new weights. Everything
-that can be wrong about a plan is found by `match` before the first byte is written.
+Parameters keep their memory, so whatever refers to them (CUDA graphs, tied layers) sees the new weights. Everything that can be wrong
+about a plan is found by `match` before the first byte is written.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 import torch
 from torch import nn
@@ -18,12 +19,11 @@ from mtpctl.plan.buckets import Bucket, Entry
 from mtpctl.sync.checksums import Part
 from mtpctl.sync.manifest import SectionPlan
 from mtpctl.sync.names import Renamer, Slot, resolve
-from mtpctl.sync.places import Misfit, Place, Ranks, find_place, local_expert, part_sizes
+from mtpctl.sync.places import ExpertsLayer, Misfit, Place, Ranks, find_place, local_expert, part_sizes
 from mtpctl.sync.protocol import PlanMismatch, SyncError
 
 Portion = tuple[int | None, int | None]
 """One expert, or None, and one packed part, or None for all."""
-
 
 PlainWeight = Callable[[nn.Module, str], torch.Tensor]
 """Memory of a layer's parameter, by its name there, in the layout of loading. Raises Misfit where there is none."""
@@ -50,13 +50,13 @@ def match(
 ) -> dict[str, Place]:
     """The place of every tensor of `plan` in `model`.
 
-    A tensor has the dtype of its place; of a model of `dtype`, one may also have that where the model keeps a wider one (the
-    decays of a gated delta net are float32 under bfloat16).
-    `plain_weight` finds a parameter that the engine keeps in a layout of its kernel's own, and `derived` are the names, inside a
-    layer, of parameters that the engine makes from others: no update brings those.
-    Parameters that `elsewhere` holds too (a drafter's embedding and head are its target's) need not be in the plan.
-    Raises PlanMismatch with everything that is wrong: names that resolve to nothing, shapes, dtypes, parameters that
-    nothing fills.
+    rename: the model's own rule from wire names to its parameters'. elsewhere: a module whose parameters need not be in the plan (a
+    drafter's embedding and head are its target's). ranks: this rank's number, for layers that do not say it. dtype: the model's; a
+    tensor may have it where its parameter has a wider one (the decays of a gated delta net are float32 under bfloat16), else both
+    have the same. plain_weight: finds a parameter that the engine keeps in a layout of its kernel's own. derived: names, inside a
+    layer, of parameters that the engine makes from others, so that no update brings them.
+
+    Raises PlanMismatch with everything that is wrong: names that resolve to nothing, shapes, dtypes, parameters that nothing fills.
     """
     live = dict(model.named_parameters(remove_duplicate=False))
     shared = {id(parameter) for parameter in elsewhere.parameters()} if elsewhere is not None else set()
@@ -100,56 +100,60 @@ def _place(model: nn.Module, slot: Slot, entry: Entry, ranks: Ranks, own: torch.
 def _wanted(model: nn.Module, name: str, parameter: torch.Tensor) -> set[Portion]:
     """Everything that has to come for a parameter to be filled, unless it comes whole."""
     path, _, leaf = name.rpartition(".")
-    owner: Any = model.get_submodule(path)
+    owner = model.get_submodule(path)
     if leaf.startswith(("w13_", "w2_")):
-        experts = [expert for expert in range(owner.global_num_experts) if local_expert(owner, expert) is not None]
+        layer = cast(ExpertsLayer, owner)
+        experts = [expert for expert in range(layer.global_num_experts) if local_expert(layer, expert) is not None]
         return {(expert, part) for expert in experts for part in ((0, 1) if leaf.startswith("w13_") else (0,))}
     return {(None, part) for part in range(len(part_sizes(owner, name)))}
 
 
-class BucketsInOrder:
-    """Which bucket of a section is due, and whether all of them came."""
+class BucketReceiver(ABC):
+    """Receives the buckets of one section, in the plan's order."""
 
     def __init__(self, plan: SectionPlan) -> None:
         self.plan = plan
         self.taken = 0
 
-    def check_due(self, bucket: Bucket) -> None:
-        """Raise SyncError unless this bucket is the next one."""
+    @torch.no_grad()
+    def receive(self, bucket: Bucket, data: torch.Tensor) -> None:
+        """Use a bucket's bytes `data [nbytes]` (uint8), which are there until this returns. Raises SyncError for one out of order."""
         if self.complete or bucket.index != self.plan.buckets[self.taken].index:
             raise SyncError(f"bucket {bucket.index} came where bucket {self.taken} of {len(self.plan.buckets)} was due")
+        self._use(bucket, data)
+        self.taken += 1
 
     @property
     def complete(self) -> bool:
         """Whether every bucket came."""
         return self.taken == len(self.plan.buckets)
 
-    def finish(self) -> None:
+    def check_complete(self) -> None:
         """Raise SyncError unless every bucket came."""
         if not self.complete:
             raise SyncError(f"only {self.taken} of {len(self.plan.buckets)} buckets came")
 
+    @abstractmethod
+    def _use(self, bucket: Bucket, data: torch.Tensor) -> None:
+        """Copy what is needed of the bucket that was due."""
 
-class SectionReceiver(BucketsInOrder):
-    """Takes in the buckets of one section, after `match` has found every place."""
+    @abstractmethod
+    def sums(self) -> dict[str, list[Part]]:
+        """What this rank adds to the checksum of every tensor of the section, as it lies here now."""
+
+
+class SectionReceiver(BucketReceiver):
+    """Writes a section into a live model, after `match` has found every place; parts of a split tensor go straight to theirs."""
 
     def __init__(self, plan: SectionPlan, places: dict[str, Place]) -> None:
         super().__init__(plan)
         self.places = places
 
-    @torch.no_grad()
-    def receive(self, bucket: Bucket, data: torch.Tensor) -> None:
-        """Copy a bucket's bytes `data [nbytes]` (uint8) to their places; parts of a split tensor straight to theirs.
-
-        Raises SyncError for a bucket out of order.
-        """
-        self.check_due(bucket)
+    def _use(self, bucket: Bucket, data: torch.Tensor) -> None:
         for entry, piece in pieces(bucket, data):
             self.places[entry.name].write(piece, entry.part_start, entry.part_stop)
-        self.taken += 1
 
     def sums(self) -> dict[str, list[Part]]:
-        """What this rank adds to the checksum of every tensor of the section, read from the live parameters."""
         return {name: place.sums() for name, place in self.places.items()}
 
 
@@ -157,19 +161,19 @@ SCRATCH = 64 << 20
 """Bytes."""
 
 
-class Scratch(SectionReceiver):
-    """Lets a section pass that this receiver has no use for: piece after piece into the same memory, at the pace of a copy."""
+class Scratch(BucketReceiver):
+    """Drops a section that this engine has no use for: each piece is copied over the one before, at the pace of a copy."""
 
     def __init__(self, plan: SectionPlan, device: torch.device | str) -> None:
-        super().__init__(plan, {})
+        super().__init__(plan)
         self._memory = torch.empty(min(SCRATCH, plan.largest), dtype=torch.uint8, device=device)
 
-    @torch.no_grad()
-    def receive(self, bucket: Bucket, data: torch.Tensor) -> None:
-        """See `SectionReceiver`."""
+    def _use(self, bucket: Bucket, data: torch.Tensor) -> None:
         for piece in data[: bucket.nbytes].split(SCRATCH):
             self._memory[: len(piece)].copy_(piece)
-        self.taken += 1
+
+    def sums(self) -> dict[str, list[Part]]:
+        return {}
 
 
 def pieces(bucket: Bucket, data: torch.Tensor) -> Iterator[tuple[Entry, torch.Tensor]]:

@@ -9,29 +9,30 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mtpctl.sync.protocol import PlanMismatch, SyncError
+from mtpctl.sync.steps import RankSums, UpdateStep
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 LOADER = "mtpctl.rollout.sglang.receiver.take"
 """What SGLang calls with a step of a weight update (`custom_weight_loader`)."""
 
 
 class SglangClient:
-    """See `EngineClient`; `manager` is the engine's tokenizer manager."""
+    """An `EngineClient`; `manager` is the engine's tokenizer manager."""
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: TokenizerManager) -> None:
         self._manager = manager
         self._selector = "target"
-        self._calls = 0
 
     async def start(self, *, draft: bool) -> None:
-        """See `EngineClient`."""
         self._selector = "draft" if draft else "target"
         await self._begin(self._selector)
 
-    async def step(self, info: dict[str, Any]) -> None:
-        """See `EngineClient`. An error closes the session."""
+    async def step(self, info: UpdateStep) -> None:
         try:
             await self._send(info)
         except BaseException:
@@ -39,24 +40,23 @@ class SglangClient:
             raise
 
     async def finish(self, version: int) -> None:
-        """See `EngineClient`. The cache is dropped with it, and requests that wait know the new version."""
+        """Close the session. The cache is dropped with it, and requests that wait go on under `version`."""
         try:
-            await self._send({"action": "finish"}, flush=True, version=str(version))
+            await self._send(UpdateStep(action="finish"), flush=True, version=str(version))
         finally:
             await self._end()
 
-    async def rpc(self, method: str, *args: str) -> list[Any]:
-        """See `EngineClient`: `mtpctl_sums` of target and drafter alone."""
+    async def rpc(self, method: str, *args: str) -> list[object]:
+        """`mtpctl_sums` of target and drafter; there is no other."""
         if method != "mtpctl_sums":
             raise SyncError(f"SGLang engines do not take adapters in: {method}")
         await self._begin("all")
         try:
-            return await self._send({"action": "sums"}, selector="all")
+            return list(await self._send(UpdateStep(action="sums"), selector="all"))
         finally:
             await self._end()
 
     async def load_adapter(self, name: str, number: int, folder: str) -> None:
-        """See `EngineClient`."""
         raise SyncError("SGLang engines do not take adapters in; train the whole weights, or set rollout.engine: vllm")
 
     async def _begin(self, selector: str) -> None:
@@ -70,9 +70,9 @@ class SglangClient:
         _check(await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
 
     async def _send(
-        self, info: dict[str, Any], *, selector: str | None = None, flush: bool = False, version: str | None = None
-    ) -> list[Any]:
-        """Have every rank take a step, and return what each says. Raises SyncError or PlanMismatch with the first complaint."""
+        self, info: UpdateStep, *, selector: str | None = None, flush: bool = False, version: str | None = None
+    ) -> list[RankSums | None]:
+        """Have every rank carry out a step, and return what each says. Raises SyncError or PlanMismatch with the first complaint."""
         import torch
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer

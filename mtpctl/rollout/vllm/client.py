@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+from mtpctl.sync.steps import UpdateStep
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 
 class VllmClient:
-    """An `AsyncLLM` in this process."""
+    """An `EngineClient` of an `AsyncLLM` in this process."""
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
 
     async def start(self, *, draft: bool) -> None:
-        """See `EngineClient`."""
         await (self._llm.start_draft_weight_update() if draft else self._llm.start_weight_update())
 
-    async def step(self, info: dict[str, Any]) -> None:
-        """See `EngineClient`."""
+    async def step(self, info: UpdateStep) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(info)))
 
     async def finish(self, version: int) -> None:
-        """See `EngineClient`."""
         await self._llm.finish_weight_update(str(version))
 
-    async def rpc(self, method: str, *args: str) -> list[Any]:
-        """See `EngineClient`."""
+    async def rpc(self, method: str, *args: str) -> list[object]:
         return list(await self._llm.collective_rpc(method, args=args))
 
     async def load_adapter(self, name: str, number: int, folder: str) -> None:
-        """See `EngineClient`."""
         await self._llm.add_lora(adapter_request(name, number, folder, replaces=True))
 
 
-def adapter_request(name: str, number: int, folder: str, *, replaces: bool = False) -> Any:
+def adapter_request(name: str, number: int, folder: str, *, replaces: bool = False) -> LoRARequest:
     """vLLM's name for an adapter, in requests and, where it `replaces` the one of this number, when it is loaded."""
     from vllm.lora.request import LoRARequest
 

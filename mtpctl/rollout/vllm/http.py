@@ -18,14 +18,14 @@ import urllib.parse
 import urllib.request
 from collections.abc import Awaitable, Collection
 from dataclasses import replace
-from typing import Any
 
 from mtpctl.errors import UserError
 from mtpctl.sync.adapter import adapter_root
 from mtpctl.sync.engine_target import EngineTarget
-from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.manifest import JsonObject, Manifest
 from mtpctl.sync.protocol import PauseMode, Section, SyncError
 from mtpctl.sync.session import SyncReport, or_cancel, update_target
+from mtpctl.sync.steps import UpdateStep
 
 _ANSWER_S = 300.0
 _WORKER = re.compile(r"Worker failed with error '(?P<error>.*)', please check the stack trace", re.DOTALL)
@@ -49,7 +49,7 @@ def _reason(told: str) -> str:
 
 
 class HttpClient:
-    """See `EngineClient`. Raises SyncError for what the server refuses, UserError for one that is not there or lacks the routes."""
+    """An `EngineClient` of a server. Raises SyncError for what it refuses, UserError where it is not there or lacks the routes."""
 
     def __init__(self, url: str) -> None:
         parts = urllib.parse.urlsplit(url)
@@ -57,11 +57,14 @@ class HttpClient:
             raise UserError(f"--to: {url} is no URL; give http://HOST:PORT of a vLLM server")
         self.url = f"{parts.scheme}://{parts.netloc}"
 
-    async def ask(self, path: str, body: dict[str, Any] | None = None, *, method: str = "POST", needs: str = "") -> Any:
-        """What the server answers. `needs`: how it has to be started to have this route, where more than always."""
+    async def ask(self, path: str, body: dict[str, object] | None = None, *, method: str = "POST", needs: str = "") -> JsonObject:
+        """The JSON object that the server answers with; empty where it answers with text.
+
+        `needs`: how the server has to be started to have this route, where that is more than always.
+        """
         return await asyncio.to_thread(self._ask, path, body, method, needs or STARTED_WITH)
 
-    def _ask(self, path: str, body: dict[str, Any] | None, method: str, needs: str) -> Any:
+    def _ask(self, path: str, body: dict[str, object] | None, method: str, needs: str) -> JsonObject:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"}, method=method)
         try:
@@ -76,27 +79,24 @@ class HttpClient:
             raise SyncError(f"{self.url}{path}: no answer within {_ANSWER_S:g} s") from error
         except (urllib.error.URLError, OSError) as error:
             raise UserError(f"--to: {self.url} does not answer: {getattr(error, 'reason', error)}") from error
-        return json.loads(text) if kind == "application/json" else text.decode()
+        found = json.loads(text) if kind == "application/json" else {}
+        return found if isinstance(found, dict) else {}
 
     async def start(self, *, draft: bool) -> None:
-        """See `EngineClient`."""
         await self.ask("/start_draft_weight_update" if draft else "/start_weight_update")
 
-    async def step(self, info: dict[str, Any]) -> None:
-        """See `EngineClient`."""
+    async def step(self, info: UpdateStep) -> None:
         await self.ask("/update_weights", {"update_info": info})
 
     async def finish(self, version: int) -> None:
-        """See `EngineClient`."""
         await self.ask("/finish_weight_update", {"weight_version": str(version)})
 
-    async def rpc(self, method: str, *args: str) -> list[Any]:
-        """See `EngineClient`."""
+    async def rpc(self, method: str, *args: str) -> list[object]:
         answer = await self.ask("/collective_rpc", {"method": method, "args": list(args)})
-        return list(answer["results"]) if answer else []
+        return list(answer.get("results", []))
 
     async def load_adapter(self, name: str, number: int, folder: str) -> None:
-        """See `EngineClient`. The server gives adapters numbers of its own."""
+        """Load the adapter under this name: the server gives adapters numbers of its own."""
         await self.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder, "load_inplace": True}, needs=ADAPTERS_WITH)
 
 
@@ -137,42 +137,43 @@ class ServedEngine:
         known = int(version) if version.isdigit() else 0
         return cls(client, known, int(ranks["world_size"]), str(found[0]) == "True", release_kv=release_kv)
 
-    async def _within(self, step: Awaitable[Any], what: str) -> Any:
+    async def _within[T](self, step: Awaitable[T], what: str) -> T:
         try:
             return await asyncio.wait_for(step, _ANSWER_S)
         except TimeoutError as error:
             raise SyncError(f"{self.client.url}: {what} took longer than {_ANSWER_S:g} s") from error
 
     async def update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> SyncReport:
-        """Pause, take the version in, resume.
+        """Pause, apply the update, resume.
 
-        A server that stood before may hold what a sync left behind that was killed: it goes on with whole weights alone.
+        A server that is paused already may hold what a killed sync left behind: it is resumed only under whole weights.
         """
         began = time.monotonic()
         query = urllib.parse.urlencode({"mode": mode, "clear_cache": "true"})
-        stood, released, whole = bool((await self.client.ask("/is_paused", method="GET"))["is_paused"]), False, False
+        was_paused = bool((await self.client.ask("/is_paused", method="GET"))["is_paused"])
+        released = applied = False
         try:
-            if stood:
+            if was_paused:
                 # Also its session, which would let no other begin.
                 with contextlib.suppress(SyncError):
-                    await self.client.step({"action": "abort", "section": ""})
-            # A server that does not answer this may pause all the same, at once or later: then too it is told to go on.
+                    await self.client.step(UpdateStep(action="abort", section=""))
+            # A server that does not answer this may pause all the same, at once or later: then too it is resumed.
             await self.client.ask(f"/pause?{query}")
             self._paused = True
             if self._release_kv:
                 await self.client.ask("/release_kv_cache_memory", needs=SLEEPS_WITH)
                 released = True
             report = await update_target(self.target, manifest, verify=verify, deadline_s=deadline_s, holds=self._holds)
-            whole = True
+            applied = True
         except SyncError as error:
-            if stood:
+            if was_paused:
                 raise SyncError(
                     f"{error}; {self.client.url} was paused before, and stays so until a sync succeeds or it is resumed"
                 ) from error
             raise
         finally:
-            # A server whose weights are no one version's stands until it is restarted.
-            if not self.target.dirty and (whole or not stood):
+            # A server whose weights are no version's stays paused until it is restarted.
+            if not self.target.dirty and (applied or not was_paused):
                 if released:
                     await self.client.ask("/wake_up?tags=kv_cache", needs=SLEEPS_WITH)
                 await self.client.ask("/resume")
@@ -181,7 +182,7 @@ class ServedEngine:
 
 
 class ServedEngines:
-    """Servers as `WeightSync` sees a pool."""
+    """Servers in place of a pool: the `Generators` of a `WeightUpdate`."""
 
     def __init__(self, engines: list[ServedEngine]) -> None:
         self.engines = engines

@@ -1,18 +1,16 @@
 """Weights into a live vLLM engine, as a transfer engine of vLLM's own weight-update sessions.
 
-vLLM calls this inside each worker between `start_weight_update` (or `start_draft_weight_update`) and
-`finish_weight_update`. The updates that it is handed say what to do: `begin` announces a section, `buckets` has some of its
-buckets taken in. The bytes come through the transport, never through vLLM's control channel, and so does the plan of a section
-only once: later versions name it.
+vLLM calls this inside each worker between `start_weight_update` (or `start_draft_weight_update`) and `finish_weight_update`. The
+updates that it passes on are the steps of `mtpctl.sync.steps`; the bytes come through the transport, never through vLLM's control
+channel.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -23,12 +21,17 @@ from mtpctl.rollout.vllm.patches import derived, names, packed
 from mtpctl.rollout.vllm.patches.draft_times import TIMES
 from mtpctl.sync.adapter import AdapterReceiver, check_fits
 from mtpctl.sync.engine_target import ADAPTER, ADAPTER_ID, HELD
-from mtpctl.sync.manifest import SectionPlan, buckets_from
+from mtpctl.sync.manifest import SectionPlan
 from mtpctl.sync.memory import card_memory
 from mtpctl.sync.places import Place, Ranks
 from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SyncError
-from mtpctl.sync.receiver import Scratch, SectionReceiver, match
-from mtpctl.sync.transports.base import Readers
+from mtpctl.sync.receiver import SectionReceiver, match
+from mtpctl.sync.steps import Inbox, RankSums, StepReceiver, UpdateStep
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.lora.request import LoRARequest
 
 
 @dataclass
@@ -38,20 +41,16 @@ class NoInit(WeightTransferInitInfo):
 
 @dataclass
 class Step(WeightTransferUpdateInfo):
-    """`begin` of a section, `buckets` from `first` on, `count` of them, or `abort`.
+    """An `UpdateStep` as vLLM wants it: a dataclass."""
 
-    `begin` comes with the version, transport and address, the plan's short name and, the first time, its JSON; `config` is an
-    adapter's; of a section to `discard` everything passes by.
-    """
-
-    action: str
+    action: Literal["begin", "buckets", "abort"]
     section: str
     version: int = 0
     transport: str = ""
     address: str = ""
     plan_name: str = ""
     plan: str = ""
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, object] = field(default_factory=dict)
     discard: bool = False
     first: int = 0
     count: int = 0
@@ -63,13 +62,9 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
     init_info_cls = NoInit
     update_info_cls = Step
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._receivers: dict[str, SectionReceiver | AdapterReceiver] = {}
-        self._section = ""
-        self._plans: dict[str, SectionPlan] = {}
-        self._places: dict[tuple[str, str], dict[str, Place]] = {}
-        self._readers = Readers(self.device)
+    def __init__(self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._steps = StepReceiver(Inbox(device))
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to set up."""
@@ -79,42 +74,21 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
 
     def receive_weights(self, update_info: Step) -> None:
         """One step. Raises PlanMismatch in `begin`, SyncError in `buckets`, and in `abort` always: vLLM ends a failed session."""
+        step = cast(UpdateStep, asdict(update_info))
         try:
-            if update_info.action == "begin":
-                self._begin(update_info)
-            elif update_info.action == "buckets":
-                self._receive(update_info)
-            else:
+            if update_info.action == "abort":
                 raise SyncError(ABORTED_BY_SENDER)
+            if update_info.action == "buckets":
+                self._steps.receive(step)
+            elif update_info.section == "adapter":
+                self._steps.begin_with(step, lambda plan: self._adapter_receiver(SectionPlan(plan.buckets, config=update_info.config)))
+            else:
+                self._steps.begin(step, self._match)
         except BaseException as error:
-            # The others of a group wait for this receiver unless it says that it gives up.
-            self._readers.fail(str(error))
-            self._receivers = {name: receiver for name, receiver in self._receivers.items() if receiver.complete}
+            self._steps.fail(str(error))
             raise
 
-    def _begin(self, step: Step) -> None:
-        # Met before anything is checked: a receiver that finds fault can then say so to all.
-        reader = self._readers.open(step.transport, step.address)
-        if step.plan:
-            self._plans[step.plan_name] = SectionPlan(buckets_from(json.loads(step.plan)))
-        plan = self._plans[step.plan_name]
-        if step.discard:
-            self._current: SectionReceiver | AdapterReceiver | Scratch = Scratch(plan, self.device)
-        elif step.section == "adapter":
-            self._current = self._receivers[step.section] = self._adapter(SectionPlan(plan.buckets, config=step.config))
-        else:
-            self._current = self._receivers[step.section] = SectionReceiver(plan, self._places_of(step, plan))
-        self._section = step.section
-        reader.begin(step.version, step.section)
-        self._reader = reader
-
-    def _places_of(self, step: Step, plan: SectionPlan) -> dict[str, Place]:
-        key = (step.section, step.plan_name)
-        if key not in self._places:
-            self._places[key] = self._match(plan)
-        return self._places[key]
-
-    def _adapter(self, plan: SectionPlan) -> AdapterReceiver:
+    def _adapter_receiver(self, plan: SectionPlan) -> AdapterReceiver:
         receiver, lora = AdapterReceiver(plan), self.vllm_config.lora_config
         room = None if lora is None else int(lora.max_lora_rank)
         check_fits(plan, self.model, rename=names.renamer(self.model), ranks=_ranks(), room=room)
@@ -138,25 +112,15 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
             derived=derived.DERIVED,
         )
 
-    def _receive(self, step: Step) -> None:
-        receiver = self._current
-        if step.section != self._section:
-            raise SyncError(f"buckets of section {step.section} came while section {self._section} is under way")
-        buckets = receiver.plan.buckets[step.first : step.first + step.count]
-        for bucket, data in self._reader.stream(step.section, buckets):
-            receiver.receive(bucket, data)
-
     def finish_weight_update(self) -> None:
         """Close the session's section. Raises SyncError where buckets are missing."""
-        self._current.finish()
-        if isinstance(self._current, SectionReceiver) and self._current.places:
+        if isinstance(self._steps.finish(), SectionReceiver):
             packed.repack(self.model)
             derived.refresh(self.model, self.model_config.dtype)
-        self._readers.settle()
 
     def write_adapter(self, folder: str) -> None:
-        """Write the adapter taken in last to a folder, on the first rank: the others read it too."""
-        receiver = self._receivers["adapter"]
+        """Write the adapter received last to a folder, on the first rank: the others read it too."""
+        receiver = self._steps.received["adapter"]
         assert isinstance(receiver, AdapterReceiver)
         if get_tensor_model_parallel_rank() == 0:
             receiver.write(Path(folder))
@@ -168,43 +132,52 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
                 if folder != Path(kept) and folder.is_dir():
                     shutil.rmtree(folder)
 
-    def sums(self) -> dict[str, list[dict[str, int]]]:
-        """This rank's part of the checksum of every tensor taken in so far, read from the live parameters."""
-        found: dict[str, list[dict[str, int]]] = {}
-        for receiver in self._receivers.values():
-            found |= {name: [asdict(part) for part in parts] for name, parts in receiver.sums().items()}
-        return found
+    def sums(self) -> RankSums:
+        """This rank's part of the checksum of every tensor received so far, read from the live parameters."""
+        return self._steps.sums()
 
     def shutdown(self) -> None:
         """Release the transport's buffers and connections."""
-        self._readers.close()
+        self._steps.inbox.readers.close()
 
 
 def _ranks() -> Ranks:
     return Ranks(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
 
 
+class _LoraManager(Protocol):
+    """What of vLLM's manager of adapters makes room for one."""
+
+    def add_dummy_lora(self, request: LoRARequest, rank: int) -> bool: ...
+
+    def get_dummy_lora_warmup_rank(self, default_rank: int) -> int: ...
+
+
+class _ModelRunner(Protocol):
+    lora_manager: _LoraManager
+
+
 class WorkerExtension:
-    """Methods that vLLM adds to its worker class (`worker_extension_cls`)."""
+    """Methods that vLLM adds to its worker class (`worker_extension_cls`), for `EngineClient.rpc`."""
 
     weight_transfer_engine: ManifestTransferEngine
-    vllm_config: Any
-    model_runner: Any
+    vllm_config: VllmConfig
+    model_runner: _ModelRunner
 
-    def mtpctl_sums(self) -> dict[str, list[dict[str, int]]]:
-        """See `ManifestTransferEngine.sums`."""
+    def mtpctl_sums(self) -> RankSums:
+        """This rank's part of every tensor's checksum."""
         return self.weight_transfer_engine.sums()
 
     def mtpctl_write_adapter(self, folder: str) -> None:
-        """See `ManifestTransferEngine.write_adapter`."""
+        """Write the adapter received last to `folder`."""
         self.weight_transfer_engine.write_adapter(folder)
 
     def mtpctl_drop_adapters(self, kept: str) -> None:
-        """See `ManifestTransferEngine.drop_adapters`."""
+        """Remove all adapters' folders but this one."""
         self.weight_transfer_engine.drop_adapters(kept)
 
     def mtpctl_hold_adapter(self) -> None:
-        """Load an adapter of zeros, see `EngineTarget.hold_adapter`."""
+        """Load an adapter of zeros: `EngineTarget.hold_adapter` says what for."""
         adapters = self.model_runner.lora_manager
         adapters.add_dummy_lora(adapter_request(ADAPTER, ADAPTER_ID, str(HELD)), adapters.get_dummy_lora_warmup_rank(1))
 
@@ -213,9 +186,9 @@ class WorkerExtension:
         return self.vllm_config.speculative_config is not None
 
     def mtpctl_draft_s(self) -> dict[int, float]:
-        """See `DraftTimes.take`."""
+        """Median seconds of a step since the last call, by its number of draft tokens."""
         return TIMES.take()
 
     def mtpctl_memory(self, reset: str = "") -> dict[str, int]:
-        """See `card_memory`."""
+        """Bytes on this worker's card. `reset`: count the peaks anew."""
         return card_memory(reset=bool(reset))
