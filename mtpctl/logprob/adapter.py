@@ -1,7 +1,7 @@
-"""An adapter on its way into a replica, which scores with merged weights: W + (alpha / rank) B A.
+"""An adapter that a log-prob replica receives. It scores with merged weights: W + (alpha / rank) B A.
 
-What comes over the wire is the adapter alone; W, which merging would lose, is kept by `HeldWeights`. The product is added in fp32 and
-rounded once, as the trainer's own export does.
+The adapter alone is sent. Merging would lose the base weights W, so `HeldWeights` keeps them. The product is added in fp32 and rounded
+once, as in the trainer's own export.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mtpctl.sync.protocol import PlanMismatch
 
 
 class MergedAdapter(AdapterReceiver):
-    """Takes in the buckets of section `adapter`, on `device`, for a model whose weights have these `shapes` by their Hugging Face names.
+    """Receives section `adapter` on `device`, for a model whose weights have these `shapes`, by Hugging Face names.
 
     Raises PlanMismatch where the section is no adapter, or one for other weights.
     """
@@ -38,8 +38,8 @@ class MergedAdapter(AdapterReceiver):
         self._scale = alpha / rank_of(plan)
 
     @torch.no_grad()
-    def over(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """The weight `[rows, columns]` of this name as the adapter makes it, in its dtype; itself where the adapter has no such layer."""
+    def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """The weight `[rows, columns]` with the adapter merged in, in its own dtype; unchanged where the adapter leaves its layer out."""
         layer = self.layers.get(name)
         if layer is None:
             return weight
@@ -47,5 +47,5 @@ class MergedAdapter(AdapterReceiver):
         return torch.addmm(weight.float(), b, a, alpha=self._scale).to(weight.dtype)
 
     def checksums(self) -> dict[str, str]:
-        """Of the adapter's tensors as they came."""
+        """Checksums of the adapter's tensors as they were received."""
         return {name: checksum(tensor) for name, tensor in self.tensors.items()}

@@ -244,7 +244,7 @@ class ScoreRank:
         if self._finished == set(self._manifest.sections):
             whole = "target" in self._finished
             if whole:
-                self.held.forget_beneath()
+                self.held.forget_base()
             if self._incoming_adapter is not None:
                 self._merge(self._incoming_adapter)
             if whole or self._incoming_adapter is not None:
@@ -266,14 +266,14 @@ class ScoreRank:
         from mtpctl.convert.upstream import names_of
 
         tasks = self.map.tasks
-        self.held.keep_beneath(task.param_weight for task in tasks if not adapter.layers.keys().isdisjoint(names_of(task)))
+        self.held.keep_base(task.param_weight for task in tasks if not adapter.layers.keys().isdisjoint(names_of(task)))
         # Also the weights that an earlier adapter has changed and this one does not.
-        names = {name for task in tasks if self.held.adapted(task.param_weight) for name in names_of(task)}
+        names = {name for task in tasks if self.held.has_base(task.param_weight) for name in names_of(task)}
         stream = WeightStream(self.map, names, self.held.destination)
-        with self.held.showing_beneath():
+        with self.held.showing_base():
             for name, weight in self.engine.export(("target",), merged=False):
                 if name in names:
-                    stream.add(name, adapter.over(name, weight))
+                    stream.add(name, adapter.merged(name, weight))
         self._close(stream)
 
     def abort_update(self) -> None:
@@ -295,10 +295,10 @@ class ScoreRank:
         if self._adapter is None:
             return found
         wrong = []
-        with self.held.showing_beneath():
+        with self.held.showing_base():
             for name, weight in self.engine.export(("target",), merged=False):
                 if name in self._adapter.layers:
-                    if checksum(self._adapter.over(name, weight)) != found[name]:
+                    if checksum(self._adapter.merged(name, weight)) != found[name]:
                         wrong.append(name)
                     found[name] = checksum(weight)
         if wrong:

@@ -1,11 +1,11 @@
-"""The weights of one rank, by version: the current ones, on option those before, and an update on its way in.
+"""The weights of one log-prob rank, by version: the current ones, on option the previous ones, and an update that is being received.
 
-With `keep_previous` a second set of tensors exists. It holds the version before, and an update is written into it while the
-current version goes on answering; when the update is whole, the sets change places. Without it an update goes straight into
-the live tensors, and one that breaks off leaves them mixed.
+With `keep_previous` there is a second set of tensors. It holds the previous version; an update is written into it while the current
+version goes on answering, and when the update is complete the two sets are exchanged. Without it an update is written straight into
+the live tensors, and one that breaks off leaves two versions mixed.
 
-An adapter is merged into what is live, and the next one must not lie over it. So of parameters that an adapter changes, what is
-beneath is kept from the first one on, as this rank holds it.
+An adapter is merged into the live weights, and the next adapter must be merged into the same base weights. So a copy of the base
+weights is kept of every parameter that an adapter changes, from the first adapter on, as this rank holds it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mtpctl.sync.protocol import TargetDirty, VersionConflict
 
 
 class HeldWeights:
-    """Versions of a module's parameters, and of the buffers that some weights are. `current` is live except within `using`."""
+    """Versions of a module's parameters and buffers (some weights are buffers). `current` is live except within `using`."""
 
     def __init__(self, module: torch.nn.Module, version: int, *, keep_previous: bool) -> None:
         self.parameters: list[Tensor] = [*module.parameters(), *module.buffers()]
@@ -30,10 +30,11 @@ class HeldWeights:
         self.spare = [torch.empty_like(p.data) for p in self.parameters] if keep_previous else None
         self.incoming: int | None = None
         self.touched = False
-        # By place; of the current version, of the one on its way in (else the same), and what is live when these are shown instead.
-        self._beneath: dict[int, Tensor] = {}
-        self._beneath_incoming: dict[int, Tensor] = {}
-        self._aside: dict[int, Tensor] = {}
+        # By place in `parameters`: base weights of the current version; of the incoming one (without one, the same); and the merged
+        # weights, while `showing_base` has the base weights in their place.
+        self._base: dict[int, Tensor] = {}
+        self._incoming_base: dict[int, Tensor] = {}
+        self._merged: dict[int, Tensor] = {}
 
     @property
     def versions(self) -> list[int]:
@@ -42,98 +43,98 @@ class HeldWeights:
 
     @contextmanager
     def using(self, version: int) -> Iterator[None]:
-        """These weights live while the block runs. Raises VersionConflict where they are not held."""
+        """Have this version live while the block runs. Raises VersionConflict where it is not held."""
         if version not in self.versions:
             raise VersionConflict(f"weight version {version} is not held; there are {self.versions}")
         if version != self.current:
-            self._change_places()
+            self._exchange_sets()
         try:
             yield
         finally:
             if version != self.current:
-                self._change_places()
+                self._exchange_sets()
 
     @torch.no_grad()
     def begin(self, version: int) -> None:
-        """An update to `version` starts, or goes on with another section. Raises VersionConflict where it does not grow."""
+        """Start an update to `version`, or another section of it. Raises VersionConflict where the version does not grow."""
         if version <= self.current or (self.incoming is not None and version != self.incoming):
             raise VersionConflict(f"weight version {version} does not follow {self.incoming or self.current}")
         if self.incoming is None and self.spare is not None:
-            # What the update leaves out stays as it is now.
+            # Tensors that the update does not bring keep their current values.
             self.previous = None
             for spare, parameter in zip(self.spare, self.parameters, strict=True):
                 spare.copy_(parameter.data)
         self.incoming = version
 
     def destination(self, parameter: Tensor) -> Tensor:
-        """Where the incoming value of a live parameter is written."""
+        """The tensor to which the incoming value of a live parameter is to be written."""
         self.touched = True
-        return self._arriving(self._places[id(parameter)])
+        return self._incoming_tensor(self._places[id(parameter)])
 
-    def _arriving(self, place: int) -> Tensor:
-        """Where the incoming version lies, whatever is shown."""
+    def _incoming_tensor(self, place: int) -> Tensor:
+        """The incoming version of a parameter, also while `showing_base`."""
         if self.spare is not None:
             return self.spare[place]
-        return self._aside.get(place, self.parameters[place].data)
+        return self._merged.get(place, self.parameters[place].data)
 
-    def forget_beneath(self) -> None:
-        """The incoming version has brought all weights anew, without an adapter so far."""
-        self._beneath_incoming = {}
+    def forget_base(self) -> None:
+        """Drop the copies: the incoming version has brought all weights anew, with no adapter merged so far."""
+        self._incoming_base = {}
 
-    def keep_beneath(self, parameters: Iterable[Tensor]) -> None:
-        """An adapter is about to change these live parameters in the incoming version: copy those that none has changed before."""
+    def keep_base(self, parameters: Iterable[Tensor]) -> None:
+        """Copy these live parameters, before an adapter is merged into them, unless an adapter before it changed them already."""
         for parameter in parameters:
             place = self._places[id(parameter)]
-            if place not in self._beneath_incoming:
-                self._beneath_incoming[place] = self._arriving(place).clone()
+            if place not in self._incoming_base:
+                self._incoming_base[place] = self._incoming_tensor(place).clone()
 
-    def adapted(self, parameter: Tensor) -> bool:
-        """Whether something is kept beneath this live parameter."""
-        return self._places[id(parameter)] in self._beneath_incoming
+    def has_base(self, parameter: Tensor) -> bool:
+        """Whether base weights of this live parameter are kept."""
+        return self._places[id(parameter)] in self._incoming_base
 
     @contextmanager
-    def showing_beneath(self) -> Iterator[None]:
-        """What is kept beneath adapters is live while the block runs. What it writes goes where it would without."""
-        self._aside = {place: self.parameters[place].data for place in self._beneath_incoming}
+    def showing_base(self) -> Iterator[None]:
+        """Have the base weights live while the block runs. `destination` goes on to name the merged weights."""
+        self._merged = {place: self.parameters[place].data for place in self._incoming_base}
         try:
-            for place, tensor in self._beneath_incoming.items():
+            for place, tensor in self._incoming_base.items():
                 self.parameters[place].data = tensor
             yield
         finally:
-            for place, tensor in self._aside.items():
+            for place, tensor in self._merged.items():
                 self.parameters[place].data = tensor
-            self._aside = {}
+            self._merged = {}
 
     @contextmanager
     def showing_incoming(self) -> Iterator[None]:
-        """The incoming version is live while the block runs: for what works on the module itself."""
+        """Have the incoming version live while the block runs, for what works on the module itself."""
         if self.spare is None:
-            yield  # it is
+            yield  # it is live already
             return
-        self._change_places()
+        self._exchange_sets()
         try:
             yield
         finally:
-            self._change_places()
+            self._exchange_sets()
 
     def commit(self) -> None:
-        """The incoming version is whole: it becomes the current one."""
+        """Make the incoming version, which is complete, the current one."""
         assert self.incoming is not None
         if self.spare is not None:
-            self._change_places()
+            self._exchange_sets()
             self.previous = self.current
         self.current, self.incoming, self.touched = self.incoming, None, False
-        self._beneath = dict(self._beneath_incoming)
+        self._base = dict(self._incoming_base)
 
     def abort(self) -> None:
         """Give up the incoming version. Raises TargetDirty where it has been written over the current one in part."""
         incoming, mixed = self.incoming, self.touched and self.spare is None
         self.incoming, self.touched = None, False
-        self._beneath_incoming = dict(self._beneath)
+        self._incoming_base = dict(self._base)
         if mixed:
             raise TargetDirty(f"parts of version {incoming} lie over version {self.current}")
 
-    def _change_places(self) -> None:
+    def _exchange_sets(self) -> None:
         assert self.spare is not None
         for i, parameter in enumerate(self.parameters):
             self.spare[i], parameter.data = parameter.data, self.spare[i]
