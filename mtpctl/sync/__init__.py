@@ -1,3 +1,4 @@
-"""How weights travel: publisher, sender and version store at the trainer's end, matching of names and receivers at the other.
-Knows no engine: each takes its weights in behind an `EngineClient` of its own.
+"""How weights travel from the trainer to engines and log-prob replicas. `update.py` has the whole way, with a picture.
+
+No engine is named here: each receives its weights behind an `EngineClient` in its own package.
 """

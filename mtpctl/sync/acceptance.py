@@ -1,7 +1,7 @@
-"""Whether drafts are still accepted after a sync: a drafter that was left behind shows itself here first.
+"""Whether drafts are still accepted after a sync: a drafter with old or wrong weights is rejected almost always.
 
-Acceptance is told in windows of `WINDOW` drafts. Its running mean is that of the last `REMEMBERED` windows. The first window
-under a new version that falls under half of it is a collapse: a drafter with old or wrong weights is rejected almost always.
+Acceptance is measured in windows of `WINDOW` drafts. Its running mean is that of the last `REMEMBERED` windows. If the first window
+under a new version has less than half of the running mean, that is a collapse.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ WINDOW = 200
 REMEMBERED = 10
 SHARE = 0.5
 EXPECTED = 20
-"""Accepted drafts that a window must lead one to expect before its lack of them means anything."""
+"""Accepted drafts that a window at the running mean has, at least, for a collapse to be reported: fewer prove nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Collapse:
 
 
 class AcceptanceWatch:
-    """Fed with finished samples, and told of syncs."""
+    """Counts the drafts of finished samples, and compares the first window after each sync with the running mean."""
 
     def __init__(self) -> None:
         self._windows: deque[float] = deque(maxlen=REMEMBERED)
@@ -48,12 +48,12 @@ class AcceptanceWatch:
         return sum(self._windows) / len(self._windows) if self._windows else 0.0
 
     def synced(self, version: int) -> None:
-        """From now on `version` is live: its first window will be judged."""
+        """`version` is live from now on. Its first window is compared with the running mean."""
         self._version, self._judged = version, False
         self._drafted = self._accepted = 0
 
     def take(self, sample: Sample) -> Collapse | None:
-        """Count a sample most of whose tokens the live version drafted. Returns a collapse once, when it is certain."""
+        """Count a sample if the live version drafted most of its tokens. A version's first window may be a collapse."""
         new = sum(span.end - span.start for span in sample.version_spans if span.version >= self._version)
         if 2 * new <= len(sample.response_ids):
             return None

@@ -1,7 +1,7 @@
-"""LoRA adapters on their way into an engine: gathered over buckets, handed over whole.
+"""A LoRA adapter on its way into an engine: collected over the buckets, loaded whole.
 
-An adapter is taken in at once or not at all, so its tensors are copied out of the transport's buffers until the last one is
-there, and written as PEFT writes them to a folder in memory, which the engine loads.
+An engine loads an adapter at once or not at all. So its tensors are copied out of the transport's buffers until the last one is there,
+and then written to a folder in memory as PEFT writes them, which the engine loads.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def rank_of(plan: SectionPlan) -> int:
 def layers_of(plan: SectionPlan) -> dict[str, Layer]:
     """The layers of an adapter by the Hugging Face names of their weights.
 
-    Raises PlanMismatch with everything because of which the plan is no LoRA adapter of the rank that its config names.
+    Raises PlanMismatch with every reason why the plan is not a LoRA adapter of the rank that its config names.
     """
     rank = rank_of(plan)
     pairs: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
@@ -79,7 +79,7 @@ def layers_of(plan: SectionPlan) -> dict[str, Layer]:
 def check_fits(plan: SectionPlan, model: nn.Module, *, rename: Renamer | None, ranks: Ranks, room: int | None) -> None:
     """Compare an adapter with a live model that keeps `room` for adapters, a rank (None: it takes none).
 
-    Raises PlanMismatch with every layer that the model does not have, keeps no adapter for, or has in another shape.
+    Raises PlanMismatch with every layer that the model does not have, takes no adapter for, or has in another shape.
     """
     if room is None:
         raise PlanMismatch("this engine was started without room for adapters (enable_lora, max_lora_rank)")
@@ -134,7 +134,7 @@ class AdapterReceiver(BucketReceiver):
 
 
 def adapter_root(store: str, name: str) -> Path:
-    """Where an engine of this name keeps its adapters: with the versions in `store`, or without one in memory where there is some."""
+    """Where an engine of this name keeps its adapters: beside the versions in `store`; without a store in shared memory if there is any."""
     if store:
         return Path(store) / "adapters" / name
     return (SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())) / f"{PREFIX}adapter-{name}"

@@ -1,4 +1,4 @@
-"""What a process has on its card, for those who measure what a sync takes."""
+"""Memory in use on a process's card, and how fast this machine copies memory: what measurements of a sync compare with."""
 
 from __future__ import annotations
 

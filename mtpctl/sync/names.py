@@ -1,8 +1,8 @@
-"""From the Hugging Face names on the wire to what a live engine model holds.
+"""From the Hugging Face names on the wire to the parameters of an engine's live model.
 
-A live model packs what travels apart (`q_proj`, `k_proj`, `v_proj` lie in `qkv_proj`, the experts of a layer in two tensors),
-wraps a layer that has an adapter (`.base_layer`), and renames by rules of its own. The way here is from a name and the live
-names to a `Slot`, once for each plan: what is taken in carries its wire name until it is copied, so no name can be mapped twice.
+A live model packs tensors that travel apart (`q_proj`, `k_proj` and `v_proj` in `qkv_proj`, the experts of a layer in two tensors),
+wraps a layer that has an adapter (`.base_layer`), and renames by rules of its own. `resolve` finds the `Slot` of a name among the
+live names, once for each plan. A tensor has its wire name until it is copied, so no name can be mapped twice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a place that takes in weights must offer, and the errors it may raise.
+"""What a receiver of weights has to offer, and the errors that an update may raise.
 
-An update has two sections, `target` (the policy) and `draft` (its MTP layers), which may go in one after the other under
-one version. The plan of a section is known before its first byte, so a target checks everything that can be checked
-(names, shapes, dtypes, completeness, the version) in `begin_update`, where nothing has changed yet.
+A version has sections, `target` (the policy, or in its place `adapter`) and `draft` (its MTP layers), which are received one after the
+other. The plan of a section is known before its first byte, so a target checks everything that can be checked (names, shapes, dtypes,
+completeness, the version) in `begin_update`, where nothing has changed yet.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class TargetDirty(RuntimeFailure):
 
 
 class WeightsDiffer(RuntimeFailure):
-    """What is live after an update is not what was sent. Nothing may be served from it, and starting anew would hide the reason."""
+    """The weights after an update are not those that were sent. The target serves no more, and a restart would hide the reason."""
 
 
 class Published(Protocol):
-    """Where a replica that starts late finds the weights that its fellows serve: a `VersionStore`."""
+    """Where a replica that starts late finds the weights that the others serve: a `VersionStore`."""
 
     def versions(self) -> list[int]:
         """Versions that are there, oldest first."""
         ...
 
     def open(self, version: int) -> Manifest:
-        """One of them."""
+        """The manifest of one of them."""
         ...
 
 
@@ -63,7 +63,7 @@ class WeightTarget(Protocol):
         ...
 
     async def receive(self, *buckets: Bucket) -> None:
-        """Take in buckets of the section begun last, which follow each other. All come once, in the plan's order."""
+        """Receive buckets of the section begun last, which follow each other. All come once, in the plan's order."""
         ...
 
     async def finish_update(self) -> None:
@@ -75,9 +75,9 @@ class WeightTarget(Protocol):
         ...
 
     async def checksums(self) -> dict[str, str]:
-        """Checksum of every tensor taken in so far, by its wire name."""
+        """Checksum of every tensor received so far, by its wire name."""
         ...
 
     def distrust(self) -> None:
-        """What is live is not known to be what was sent: serve nothing from it any more."""
+        """The live weights are not known to be those that were sent: serve nothing from them any more."""
         ...

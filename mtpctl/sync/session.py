@@ -6,13 +6,10 @@ import asyncio
 import time
 from collections.abc import Awaitable, Collection
 from dataclasses import dataclass
-from typing import TypeVar
 
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import Section, SyncError, TargetDirty, WeightsDiffer, WeightTarget
 from mtpctl.sync.transports.base import cancel
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +24,7 @@ class SyncReport:
 
 
 def check_checksums(manifest: Manifest, found: dict[str, str], holds: Collection[str] = ("target", "draft", "adapter")) -> int:
-    """Compare a target's checksums with the publisher's, of the sections that it holds; returns how many tensors agree.
+    """Compare a target's checksums with the sender's, for the sections that it holds. Returns the number of tensors that agree.
 
     Raises WeightsDiffer that names the tensors that differ or are missing, SyncError where the publisher took no checksums.
     """
@@ -46,7 +43,7 @@ def _published_checksums(manifest: Manifest, holds: Collection[str]) -> dict[str
 
 
 async def or_cancel[T](manifest: Manifest, update: Awaitable[T]) -> T:
-    """The result of a target's update. Where it fails, those that go through the same transfer are told, and need not wait."""
+    """The result of a target's update. Where it fails, the others in the same transfer are told, so that they need not wait."""
     try:
         return await update
     except BaseException as error:
@@ -62,30 +59,31 @@ async def update_target(
     deadline_s: float = 120.0,
     holds: Collection[Section] = ("target", "draft", "adapter"),
 ) -> SyncReport:
-    """Take `target` to the version of `manifest`, all sections, or leave it where it was. `holds`: sections whose checksums it can tell.
+    """Have `target` receive all sections of `manifest` and go live with them, or leave it at the version that it had.
 
-    The caller has paused a target that generates. A fault at any point aborts the update, and so does `deadline_s`, which the way back
-    is given once more.
-    Raises SyncError (the old version is live again), or TargetDirty where the target could not return to it; and with `verify`
-    WeightsDiffer where the new version is live and not what was sent: the target serves no more.
+    A target that generates has been paused by the caller. A fault at any point aborts the update, and so does `deadline_s`; returning to
+    the version before may take as long again. `holds`: the sections whose checksums the target can tell, for `verify`.
+
+    Raises SyncError where the version before is live again, TargetDirty where the target could not return to it, and with `verify`
+    WeightsDiffer where the new version is live and is not what was sent: the target serves no more.
     """
     started = time.monotonic()
     if verify:
         _published_checksums(manifest, holds)
 
-    async def within(step: Awaitable[T]) -> T:
+    async def within[T](step: Awaitable[T]) -> T:
         return await asyncio.wait_for(step, deadline_s - (time.monotonic() - started))
 
     try:
         for name, section in manifest.sections.items():
-            await within(target.begin_update(manifest, manifest.version, name))  # type: ignore[arg-type]
+            await within(target.begin_update(manifest, manifest.version, name))
             await within(target.receive(*section.buckets))
             await within(target.finish_update())
     except BaseException as error:
         try:
             await asyncio.wait_for(target.abort_update(), deadline_s)
         except (TimeoutError, asyncio.CancelledError) as late:
-            # Wherever it was on its way back, it is not known to be at the end of it.
+            # How far it came on its way back is not known.
             target.distrust()
             if isinstance(late, asyncio.CancelledError):
                 raise
@@ -99,7 +97,7 @@ async def update_target(
         raise
     verified = 0
     if verify:
-        # Too late to give the update up: it is whole, and live.
+        # The update is complete and live, and cannot be given up any more.
         try:
             verified = check_checksums(manifest, await within(target.checksums()), holds)
         except BaseException as error:

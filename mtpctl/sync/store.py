@@ -26,15 +26,15 @@ _MANIFEST = "manifest.json"
 
 
 def name_of(folder: Path) -> str:
-    """A name for the versions of what is made in `folder`. By its whole path: folders of one name share a machine's memory, not weights."""
+    """A name for the versions of the run in `folder`, made of its whole path: two runs may have folders of one name on one machine."""
     return f"{folder.name}-{zlib.crc32(str(folder.resolve()).encode()):08x}"
 
 
 def default_root(name: str, needed_bytes: int, fallback: Path) -> Path:
     """Where versions of `needed_bytes` belong: shared memory where the kept ones and the one being written fit, else `fallback`.
 
-    Whoever reads them is on this machine, or sees `fallback`. What a process of the same name left in memory, killed, is removed. What
-    another container keeps there under this name, its run directory having the same path, stays: the root is another one then.
+    Their readers are on this machine, or can read `fallback`. What a killed process of the same name left in shared memory is removed.
+    Another container whose run directory has the same path may use this name in the same shared memory: the root has another name then.
     """
     roots = [SHARED_MEMORY / f"{PREFIX}{name}", SHARED_MEMORY / f"{PREFIX}{name}-{leftovers.namespace()}"]
     free = [root for root in roots if leftovers.vacate(root)]
@@ -101,10 +101,10 @@ class VersionStore:
             shutil.rmtree(folder)
 
     def claim(self) -> None:
-        """Empty the folder, and mark it as this process's, so that it is known for a leftover should the process be killed.
+        """Empty the folder, and mark it as this process's, so that it is recognised as a leftover if the process is killed.
 
-        What lies on disk is emptied whoever made it: it is in a run's directory, and whoever claims it has that. Raises EnvironmentMissing
-        where the folder cannot be made, or is in memory and another process may use it.
+        On disk it is emptied whoever made it: it is in the run directory, which this process has for itself. Raises EnvironmentMissing
+        where the folder cannot be made, or is in shared memory and another process may use it.
         """
         if self.root.parent != SHARED_MEMORY:
             self.close()

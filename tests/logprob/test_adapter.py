@@ -147,7 +147,7 @@ def test_a_sync_that_breaks_off_leaves_the_old_version_or_ends_the_replica(
     sent = publish(2, new | others, ("adapter", "target", "draft"))
     with monkeypatch.context() as patch:
         if fault == "merge":
-            patch.setattr(MergedAdapter, "over", breaks_off_at(MergedAdapter.over, "model.layers.1.mlp.up_proj.weight"))
+            patch.setattr(MergedAdapter, "merged", breaks_off_at(MergedAdapter.merged, "model.layers.1.mlp.up_proj.weight"))
         else:
             lost = Path(sent.address) / f"{fault}-{sent.sections[fault].buckets[-1].index:05d}.bin"
             lost.rename(lost.with_suffix(".lost"))

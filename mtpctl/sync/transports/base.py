@@ -1,7 +1,7 @@
 """What every transport offers, and how a receiver finds the one that a manifest names.
 
-`shm` is drawn from: the buckets lie where receivers fetch them, when they like. `ipc` and `nccl` push: sender and receivers
-work through the same buckets at the same time, and what one of them cannot do ends it for all.
+With `shm` the buckets are files, which receivers read when they like. `ipc` and `nccl` push: sender and receivers work through the same
+buckets at the same time, and a failure of one of them ends the transfer for all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mtpctl.sync.transports.control import Control
 
 PUSHED = ("ipc", "nccl")
-"""Transports whose sender and receivers meet."""
+"""Transports whose sender and receivers take part at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class BucketWriter(ABC):
 
     @abstractmethod
     def send(self, section: str, bucket: Bucket) -> None:
-        """Let the filled buffer go. It must not be written to afterwards."""
+        """Send the filled buffer. It must not be written to afterwards."""
 
 
 class PushWriter(BucketWriter):
@@ -71,7 +71,7 @@ class PushWriter(BucketWriter):
 
     @abstractmethod
     def fail(self, why: str) -> None:
-        """End the transfer for all. The writer is of no more use."""
+        """End the transfer for all. The writer cannot be used any more."""
 
     @abstractmethod
     def close(self) -> None:
@@ -94,7 +94,7 @@ class BucketReader(ABC):
 
     @abstractmethod
     def fail(self, why: str) -> None:
-        """Tell the sender that this receiver gives up. The reader is of no more use."""
+        """Tell the sender that this receiver gives up. The reader cannot be used any more."""
 
     @abstractmethod
     def close(self) -> None:
@@ -118,13 +118,13 @@ class Readers:
         return self._reader
 
     def fail(self, why: str) -> None:
-        """Give up what is open, and say so to its sender."""
+        """Close the reader, and tell its sender that this receiver gives up."""
         if self._reader is not None:
             self._reader.fail(why)
             self.close()
 
     def settle(self) -> None:
-        """A version is in: release what will not serve the next one."""
+        """A section is received: close the reader unless the next version comes through it too."""
         if self._place is not None and self._place[0] not in PUSHED:
             self.close()
 
@@ -148,7 +148,7 @@ def open_writer(transport: str, control: Control, device: torch.device, largest:
 
 
 def cancel(manifest: Manifest, why: str) -> None:
-    """End a transfer that is under way for all who take part in it: one of them is gone and cannot say so itself."""
+    """End a transfer for all who take part in it, in place of one of them that is gone and cannot say so itself."""
     if manifest.transport in PUSHED:
         from mtpctl.sync.transports.control import report
 

@@ -1,8 +1,8 @@
 """How the sender of a pushing transport and its receivers find each other, and how a fault of one reaches the others.
 
-The sender holds a small key-value store. Receivers join a group by its name; once all have, the group is complete and stays so
-until something fails: a fault is written down where everyone looks while waiting, and the next transfer has a group of another
-name. A sender that dies takes the store along, which its receivers notice as fast.
+The sender hosts a small key-value store. Receivers join a group by its name; once all have, the group is complete and is used until
+something fails. A fault is written to a key that everyone reads while waiting, and the next transfer has a group of another name. If
+the sender dies the store is gone too, which its receivers notice as fast.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Control:
         return int(self.store.add(self.key(*parts), 0))
 
     def fail(self, why: str) -> None:
-        """Tell everyone of the group that it is over. Says nothing where the store is gone, since then everyone knows."""
+        """Tell everyone in the group that it is over. Without the store nobody need be told: everyone notices."""
         with contextlib.suppress(RuntimeError):
             self.store.set(self.key("fault"), why)
 
     def look(self) -> None:
-        """Raise SyncError where a fault was told, or the sender's store is gone."""
+        """Raise SyncError where a fault was reported, or the sender's store is gone."""
         try:
             if self.store.check([self.key("fault")]):
                 raise SyncError(self.store.get(self.key("fault")).decode())

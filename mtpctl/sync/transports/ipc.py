@@ -44,7 +44,7 @@ class _Shared:
         self.path, self.buffers = path, [whole[:nbytes], whole[nbytes:]]
 
     def handles(self) -> bytes:
-        """For one receiver: a handle counts its users."""
+        """What one receiver needs to map the buffers. Each gets its own: a handle of CUDA counts its users."""
         if not self.cuda:
             return pickle.dumps((self.path, self.buffers[0].numel()))
         from torch.multiprocessing.reductions import reduce_tensor
@@ -57,22 +57,22 @@ class _Shared:
 
 
 def _mapped(handles: bytes, device: torch.device) -> list[torch.Tensor]:
-    told = pickle.loads(handles)
+    found = pickle.loads(handles)
     if device.type != "cuda":
-        path, nbytes = told
+        path, nbytes = found
         with open(path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 2 * nbytes, access=mmap.ACCESS_READ)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             whole = torch.frombuffer(mapped, dtype=torch.uint8)
         return [whole[:nbytes], whole[nbytes:]]
-    found = []
+    buffers = []
     with torch.cuda.device(device):
-        for rebuild, arguments in told:
+        for rebuild, arguments in found:
             here = [*arguments]
             here[_DEVICE_AT] = torch.cuda.current_device()
-            found.append(rebuild(*here))
-    return found
+            buffers.append(rebuild(*here))
+    return buffers
 
 
 class Writer(PushWriter):
