@@ -145,7 +145,8 @@ def _drawn_from(tree: Mapping[str, object]) -> dict[Keys, object]:
     """The values of a resolved recipe that its random weights depend on, by key."""
     values = flatten(tree)
     found = {key: value for key, value in values.items() if key == ("seed",) or key[:2] == ("model", "config")}
-    return {**found, ("model", "path"): path_in_full(values["model", "path"])}
+    path = values["model", "path"]
+    return {**found, ("model", "path"): path_in_full(None if path is None else str(path))}
 
 
 def changed_old_logprobs(recipe: Recipe, run: RunDirectory) -> str:
