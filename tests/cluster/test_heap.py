@@ -37,7 +37,7 @@ def test_what_is_loaded_is_left_alone_and_what_comes_after_is_not() -> None:
 
 IMPORT = """
 import gc
-from mtpctl.cluster import importing
+from mtpctl.cluster.heap import importing
 
 class Node: pass
 

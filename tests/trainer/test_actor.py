@@ -17,6 +17,7 @@ from mtpctl.samples import Sample
 from mtpctl.trainer.actor import TrainerRank, threads_in
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.scores import TokenScores
+from mtpctl.trainer.sending import WeightSource
 
 
 class Engine:
@@ -157,20 +158,15 @@ def test_a_response_that_the_context_cuts_is_at_its_limit(context: int | None) -
     assert [s.columns["advantage"][0] for s in engine.batches[0]] == [-0.25, 0.25]
 
 
-def test_mismatch_under_one_version_is_told_where_the_trainer_scores_with_that_version() -> None:
+def test_mismatch_under_one_version_is_told_where_the_trainer_scores_with_that_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two syncs its weights have moved on, and the difference is not the engines'."""
     rank, _ = recorder(old_logprobs="recompute")
-    rank.weights = Weights()  # type: ignore[assignment]
+    monkeypatch.setattr(WeightSource, "plan_weights", lambda *_: None)
     name = "rollout_corr/abs_diff_same_version"
     assert rank.rl_step(batch(2, 2), 1)[name] == 0.5
     assert name not in rank.rl_step(batch(2, 2), 1)
-    rank.publish(2, "", False, ("target",))
+    rank.plan_weights(2, "", [], False, ("target",))
     assert rank.rl_step(batch(2, 2), 1)[name] == 0.5
-
-
-class Weights:
-    def publish(self, *args: Any) -> None:
-        pass
 
 
 def test_an_update_that_recomputes_nothing_compares_policies_in_its_first_part() -> None:

@@ -11,14 +11,12 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtpctl.rollout.sglang.settings import LOADER
 from mtpctl.sync.protocol import PlanMismatch, SyncError
 from mtpctl.sync.steps import RankSums, UpdateStep
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
-
-LOADER = "mtpctl.rollout.sglang.receiver.take"
-"""What SGLang calls with a step of a weight update (`custom_weight_loader`)."""
 
 
 class SglangClient:

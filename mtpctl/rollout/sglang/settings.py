@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from mtpctl.recipe.model import DTYPES
 from mtpctl.recipe.rollout import SglangConfig
-from mtpctl.rollout.sglang.client import LOADER
 
+LOADER = "mtpctl.rollout.sglang.receiver.take"
+"""What SGLang calls with a step of a weight update (`custom_weight_loader`)."""
 Arguments = dict[str, Any]
 """Keyword arguments of SGLang's `Engine`."""
 
