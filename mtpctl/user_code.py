@@ -1,0 +1,111 @@
+"""Code of the user's own that a recipe names, such as a reward, an environment or a loss: `FILE.py:NAME` or `MODULE:NAME`.
+
+Every process that needs the object loads it by the same text. Mistakes are reported as `UserError` with the recipe field and, where the
+user's code itself is at fault, with its file and line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+
+from mtpctl.errors import UserError
+
+
+def is_reference(text: str) -> bool:
+    """Whether `text` names an object of the user's own, and not one that comes with mtpctl: those have no colon."""
+    return ":" in text
+
+
+def load(text: str, field: str) -> object:
+    """The object that `text` names, for the recipe field `field`.
+
+    The folder of a file is put at the end of `sys.path`, so that the file can import its neighbours. Raises UserError for a text of
+    another form, a file or module that is missing or cannot be imported, and a name that it does not define.
+    """
+    source, _, name = text.rpartition(":")
+    if not source or not name.isidentifier():
+        raise UserError(f"{field}: {text!r} is neither FILE.py:NAME nor MODULE:NAME")
+    module = _from_file(Path(source).expanduser(), field) if source.endswith(".py") else _from_module(source, field)
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, [known for known in vars(module) if not known.startswith("_")], 1)
+        raise UserError(f"{field}: {source} defines no {name}" + (f"; did you mean {near[0]}?" if near else ""))
+    found: object = getattr(module, name)
+    return found
+
+
+def check_call(function: Callable[..., object], positional: tuple[str, ...], options: Mapping[str, object], field: str) -> None:
+    """Raise UserError where `function` cannot be called with these positional arguments and with `options` as keyword arguments.
+
+    `positional` are the names under which the message lists them.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # built in C: its arguments cannot be known
+        return
+    try:
+        signature.bind(*positional, **options)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        called = ", ".join([*positional, *(f"{key}={value!r}" for key, value in options.items())])
+        raise UserError(f"{field}: {name}{signature} cannot be called as {name}({called}): {error}") from error
+
+
+def describe_error(error: BaseException, text: str) -> str:
+    """`judge.py:12: ValueError: …`: an error that the object named `text` raised, at the innermost line of its own file."""
+    source = text.rpartition(":")[0]
+    own = os.path.realpath(os.path.expanduser(source)) if source.endswith(".py") else getattr(sys.modules.get(source), "__file__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if own and os.path.realpath(frame.filename) == os.path.realpath(own)] or frames
+    where = f"{Path(inside[-1].filename).name}:{inside[-1].lineno}: " if inside else ""
+    return f"{where}{type(error).__name__}: {error}".rstrip(": ")
+
+
+def _from_file(path: Path, field: str) -> ModuleType:
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], 1) if path.parent.is_dir() else []
+        raise UserError(f"{field}: there is no file {path}" + (f"; did you mean {path.with_name(near[0])}?" if near else ""))
+    path = path.resolve()
+    # Under a name of its own, so that two files of one name stay apart; registered, so that its classes can be pickled.
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "the suffix is .py"
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise UserError(f"{field}: {_import_error(error, path)}") from error
+    return module
+
+
+def _from_module(source: str, field: str) -> ModuleType:
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return importlib.import_module(source)
+    except ModuleNotFoundError as error:
+        if error.name and (source == error.name or source.startswith(f"{error.name}.")):
+            raise UserError(f"{field}: there is no module {error.name}; install it, or name a file as FILE.py:NAME") from error
+        raise UserError(f"{field}: {describe_error(error, f'{source}:')}") from error
+    except Exception as error:
+        raise UserError(f"{field}: importing {source}: {describe_error(error, f'{source}:')}") from error
+
+
+def _import_error(error: Exception, path: Path) -> str:
+    if isinstance(error, SyntaxError):
+        return f"{Path(error.filename or path).name}:{error.lineno}: {error.msg}"
+    return describe_error(error, f"{path}:")

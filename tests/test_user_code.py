@@ -1,0 +1,84 @@
+"""Objects of the user's own: found by file or module, and every mistake told with the field, or with the file and line."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+
+from mtpctl.errors import UserError
+from mtpctl.user_code import check_call, describe_error, is_reference, load
+
+
+def written(folder: Path, text: str, name: str = "judge.py") -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def test_a_name_with_a_colon_is_the_users_own() -> None:
+    assert is_reference("judge.py:score") and is_reference("package.module:score")
+    assert not is_reference("math")
+
+
+def test_a_function_of_a_file_is_loaded_and_its_neighbours_can_be_imported(tmp_path: Path) -> None:
+    written(tmp_path, "POINTS = 3", "points_of_judge.py")
+    file = written(tmp_path, "from points_of_judge import POINTS\ndef score(): return POINTS\n")
+    score = load(f"{file}:score", "reward.function")
+    assert callable(score) and score() == 3
+
+
+def test_two_files_of_one_name_stay_apart_and_their_classes_can_be_pickled(tmp_path: Path) -> None:
+    one, two = (load(f"{written(tmp_path / n, f'class Echo: mark = {n!r}')}:Echo", "f") for n in ("one", "two"))
+    assert isinstance(one, type) and isinstance(two, type)
+    assert (one.mark, two.mark) == ("one", "two")  # type: ignore[attr-defined]
+    assert type(pickle.loads(pickle.dumps(two()))) is two
+
+
+def test_a_function_of_a_module_is_loaded() -> None:
+    assert load("json:dumps", "reward.function") is sys.modules["json"].dumps
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("judge.py:", "neither FILE.py:NAME nor MODULE:NAME"),
+        (":score", "neither FILE.py:NAME nor MODULE:NAME"),
+        ("{dir}/jugde.py:score", "there is no file {dir}/jugde.py; did you mean {dir}/judge.py?"),
+        ("{dir}/judge.py:scroe", "defines no scroe; did you mean score?"),
+        ("no_such_package.judge:score", "there is no module no_such_package; install it, or name a file as FILE.py:NAME"),
+        ("{dir}/broken.py:score", "broken.py:2: invalid syntax"),
+        ("{dir}/raises.py:score", "raises.py:2: ValueError: no key"),
+        ("{dir}/needs.py:score", "needs.py:1: ModuleNotFoundError: No module named 'no_such_library'"),
+    ],
+)
+def test_what_cannot_be_loaded_is_told_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    written(tmp_path, "def score(): ...")
+    written(tmp_path, "\nx = = 1\n", "broken.py")
+    written(tmp_path, "def score(): ...\nraise ValueError('no key')\n", "raises.py")
+    written(tmp_path, "import no_such_library\n", "needs.py")
+    with pytest.raises(UserError) as found:
+        load(text.format(dir=tmp_path), "reward.function")
+    assert str(found.value).startswith("reward.function: ") and message.format(dir=tmp_path) in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+def test_a_wrong_signature_is_told_with_the_call_that_would_be_made() -> None:
+    def score(response: str, problem: object, sample: object, bonus: float = 0.0) -> float:
+        return bonus
+
+    check_call(score, ("response", "problem", "sample"), {"bonus": 1}, "reward.function")
+    with pytest.raises(UserError, match=r"score\(response: .* cannot be called as score\(response, problem, sample, malus=1\): .*malus"):
+        check_call(score, ("response", "problem", "sample"), {"malus": 1}, "reward.args")
+
+
+def test_an_error_is_told_with_the_line_of_the_users_file_and_not_of_the_library_that_it_called(tmp_path: Path) -> None:
+    file = written(tmp_path, "import json\n\ndef score(text):\n    return json.loads(text)\n")
+    score = load(f"{file}:score", "reward.function")
+    assert callable(score)
+    try:
+        score("{")
+    except ValueError as error:
+        assert describe_error(error, f"{file}:score").startswith("judge.py:4: JSONDecodeError: Expecting property name")
