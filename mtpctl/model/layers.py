@@ -19,8 +19,6 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 from mtpctl.model.packing import Packing
@@ -91,19 +89,6 @@ class GatedMlp(MLP):
         with recomputed(product, partial(gated_product, both.detach(), scale)):
             result: tuple[Tensor, Tensor | None] = self.linear_fc2(product)
         return result
-
-
-class SharedExperts(SharedExpertMLP, GatedMlp):
-    """Experts that every token visits; their products are recomputed as in `GatedMlp`."""
-
-
-class Experts(SequentialMLP):
-    """Routed experts, run one after another; their products are recomputed as in `GatedMlp`."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)
-        for expert in self.local_experts:
-            expert.__class__ = GatedMlp  # upstream makes its own MLP here, and offers no choice
 
 
 class PackedAttention(torch.nn.Module):

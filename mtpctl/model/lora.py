@@ -16,7 +16,7 @@ none, since no inference engine puts adapters on its drafter: their own weights 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from mtpctl.errors import UserError
+from mtpctl.kernels.grouped import grouped_linear
 from mtpctl.model.delta_net import GatedDeltaNet
 from mtpctl.model.latent import ReplicatedLinear
 from mtpctl.model.layers import LayerNormColumnParallelLinear
@@ -129,6 +130,15 @@ class LoraReplicatedLinear(ReplicatedLinear):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         out, bias = super().forward(x)
         return torch.add(out, F.linear(F.linear(x, self.adapter.lora_a), self.adapter.lora_b), alpha=self.adapter.scale), bias
+
+
+def adapted_grouped(out: Tensor, rows: Tensor, ends: Tensor, linears: Sequence[torch.nn.Module]) -> Tensor:
+    """What a grouped product of experts gave, with their adapters' parts added where they have some; arguments as in `grouped_linear`."""
+    adapters = [linear.adapter for linear in linears if isinstance(linear, _Adapted)]
+    if not adapters:
+        return out
+    low = grouped_linear(rows, ends, [adapter.lora_a for adapter in adapters])
+    return torch.add(out, grouped_linear(low, ends, [adapter.lora_b for adapter in adapters]), alpha=adapters[0].scale)
 
 
 type _Linear = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear

@@ -12,7 +12,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
@@ -25,7 +25,8 @@ from megatron.core.transformer.transformer_layer import MlpBuilder, TransformerL
 from mtpctl.families.shape import LatentShape, LayerKind, ModelShape
 from mtpctl.model.delta_net import GatedDeltaNet
 from mtpctl.model.latent import LatentAttention
-from mtpctl.model.layers import Experts, GatedMlp, LayerNormColumnParallelLinear, PackedAttention, RMSNorm, SharedExperts
+from mtpctl.model.experts import Experts, MixtureOfExperts, SharedExperts
+from mtpctl.model.layers import GatedMlp, LayerNormColumnParallelLinear, PackedAttention, RMSNorm
 from mtpctl.model.mtp import MtpLayer
 
 
@@ -53,7 +54,7 @@ def _mlp() -> MlpBuilder:
 def _experts() -> MlpBuilder:
     linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     parts = MoESubmodules(experts=partial(Experts, submodules=linear), shared_experts=partial(SharedExperts, submodules=linear))
-    return partial(MoELayer, submodules=parts)
+    return partial(MixtureOfExperts, submodules=parts)
 
 
 def _mixer(config: TransformerConfig, shape: ModelShape, kind: LayerKind) -> ModuleSpec:

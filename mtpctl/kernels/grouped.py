@@ -1,0 +1,108 @@
+"""Linear layers of many experts at once: rows are sorted by expert, and each group of rows is multiplied with its expert's weight.
+
+    y[rows of e] = x[rows of e] @ W[e].T          x [R, in], W[e] [out, in], y [R, out]
+
+Weights stay parameters of their own, one an expert, since checkpoints, syncs and adapters name them so. Gradient buffers lay parameters
+out backwards, at equal distances; where all weights of a call lie like this, the products read them where they are, and weight gradients
+are added to the fp32 buffers (`main_grad`) in one step. Weights that lie otherwise are copied into one tensor first.
+
+The products are `torch.nn.functional.grouped_mm`, which needs rows at multiples of 16 bytes; other widths are multiplied expert by expert.
+Group borders stay on the device: nothing here waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtpctl.kernels.autograd import AutogradContext
+
+ROW_BYTES = 16
+"""Rows of `grouped_mm`'s operands start at multiples of this."""
+
+
+def grouped_linear(x: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """x [R, in], sorted by group → [R, out]. `ends` [E] int32: where each group's rows end, on x's device. `weights`: E of [out, in].
+
+    Where all weights have a `main_grad`, their gradients are added to it, and autograd gets none.
+    """
+    if not len(x):
+        # No kernel takes zero rows in all. The product keeps the result in the graph, so that gradients flow on to earlier layers.
+        return x @ weights[0].t()
+    out: Tensor = _GroupedLinear.apply(x, ends, *weights)
+    return out
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors, all of one shape, as one [E, …]: a view where they lie in one storage at equal distances, else a copy."""
+    first = tensors[0]
+    places = [each.data_ptr() for each in tensors]
+    step = places[1] - places[0] if len(places) > 1 else first.nbytes
+    size = first.element_size()
+    regular = all(b - a == step for a, b in zip(places, places[1:], strict=False)) and step >= first.nbytes and step % size == 0
+    storage = first.untyped_storage()
+    inside = places[-1] + first.nbytes <= storage.data_ptr() + storage.nbytes()
+    if not (regular and inside and all(each.is_contiguous() for each in tensors)):
+        return torch.stack(list(tensors))
+    return first.detach().as_strided((len(tensors), *first.shape), (step // size, *first.stride()))
+
+
+class _Context(AutogradContext, Protocol):
+    weights: tuple[Tensor, ...]
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, ends)
+        ctx.weights = weights  # parameters, which live longer than the graph
+        return _products(x, stacked(weights).mT, ends)
+
+    @staticmethod
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad, weights = grads[0].contiguous(), ctx.weights
+        x, ends = ctx.saved_tensors
+        x_grad = _products(grad, stacked(weights), ends) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[2]:
+            return x_grad, None, *[None] * len(weights)
+        weight_grads = _outer_products(grad, x, ends)
+        buffers = [getattr(weight, "main_grad", None) for weight in weights]
+        if any(buffer is None for buffer in buffers):
+            return x_grad, None, *weight_grads.unbind()
+        _add(weight_grads, [buffer for buffer in buffers if buffer is not None])
+        return x_grad, None, *[None] * len(weights)
+
+
+def _add(found: Tensor, buffers: list[Tensor]) -> None:
+    """Add found [E, …] to the buffers, in one step where they lie at equal distances."""
+    whole = stacked(buffers)
+    if whole.untyped_storage().data_ptr() == buffers[0].untyped_storage().data_ptr():
+        whole.add_(found)
+    else:
+        torch._foreach_add_(buffers, list(found.unbind()))
+
+
+def _products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x [R, in] times weight [E, in, out] by groups."""
+    if _aligned(x, *weight.shape[1:]):
+        return F.grouped_mm(x, weight, offs=ends)
+    return torch.cat([rows @ each for rows, each in zip(_groups(x, ends), weight, strict=True)])
+
+
+def _outer_products(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """grad [R, out], x [R, in] → the sum of outer products over each group's rows, [E, out, in]. A group without rows has zeros."""
+    if _aligned(x, grad.shape[1], x.shape[1]):
+        return F.grouped_mm(grad.t(), x, offs=ends)
+    return torch.stack([a.t() @ b for a, b in zip(_groups(grad, ends), _groups(x, ends), strict=True)])
+
+
+def _aligned(like: Tensor, *widths: int) -> bool:
+    return all(width * like.element_size() % ROW_BYTES == 0 for width in widths)
+
+
+def _groups(x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+    return x.tensor_split(ends[:-1].cpu().long())

@@ -1,0 +1,76 @@
+"""Grouped experts: what one expert after another would give, from weights that are read where they lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.kernels.grouped import stacked
+from mtpctl.model import spec
+from mtpctl.model.experts import MixtureOfExperts, _sorted_by_expert
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.train import LoraConfig
+from mtpctl.trainer.engine import MegatronEngine
+from mtpctl.trainer.objective import NextToken
+from tests.families.toys import TOYS, toy_folder
+from tests.trainer.cases import MODELS
+from tests.trainer.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
+
+SPARSE = [name for name, config in TOYS.items() if "moe_intermediate_size" in config]
+
+
+@pytest.mark.parametrize("family", SPARSE)
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, targets=["linear_fc1", "linear_fc2"])], ids=["all-weights", "adapters"])
+def test_loss_and_every_gradient_are_those_of_one_expert_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, lora: LoraConfig | None
+) -> None:
+    folder = HfFolder.open(toy_folder(TOYS[family], tmp_path / "model", 0, "fp32"))
+    mode = "off" if lora or not folder.shape.mtp_layers else "joint"
+
+    def updated() -> tuple[float, dict[str, torch.Tensor]]:
+        with engine(folder, mtp=MtpConfig(mode=mode, clip_grad=0), lora=lora) as made:
+            made.set_optimizer(GENTLE)
+            return made.update(sequences(), NextToken())["sft/loss"], gradients(made)
+
+    found = updated()
+    monkeypatch.setattr(spec, "MixtureOfExperts", MoELayer)
+    monkeypatch.setattr(spec, "Experts", SequentialMLP)
+    right = updated()
+    assert found[0] == pytest.approx(right[0], rel=1e-6)
+    assert any(".experts." in name and value.abs().max() > 0 for name, value in right[1].items())
+    assert_close(found[1], right[1], 1e-5)
+
+
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+def test_weights_and_gradient_buffers_of_experts_are_read_where_they_lie(tmp_path: Path, distributed_optimizer: bool) -> None:
+    """Copies would cost a model's worth of memory, and its traffic at every layer."""
+    folder = mimo(tmp_path / "model", **MODELS["qwen3-moe"] | {"moe_intermediate_size": 32})
+    with engine(folder, mtp=MtpConfig(mode="off"), distributed_optimizer=distributed_optimizer) as made:
+        assert isinstance(made, MegatronEngine)
+        made.set_optimizer(GENTLE)
+        layers = [module for module in made.module.modules() if isinstance(module, MixtureOfExperts)]
+        assert layers
+        for layer in layers:
+            for name in ("linear_fc1", "linear_fc2"):
+                weights = [getattr(expert, name).weight for expert in reversed(layer.experts.local_experts)]
+                for tensors in (weights, [weight.main_grad for weight in weights]):
+                    assert stacked(tensors).data_ptr() == tensors[0].data_ptr()
+
+
+def test_rows_are_sorted_by_expert_and_every_token_finds_its_own() -> None:
+    torch.manual_seed(0)
+    tokens, total, k = 23, 6, 2
+    chosen = torch.rand(tokens, total - 1).topk(k, dim=1).indices  # nobody visits the last expert
+    routes = torch.zeros(tokens, total, dtype=torch.bool).scatter_(1, chosen, True)
+    experts, row_of, token_of, ends = _sorted_by_expert(routes, k)
+    assert experts.tolist() == chosen.sort(dim=1).values.tolist()
+    assert sorted(row_of.flatten().tolist()) == list(range(tokens * k))
+    assert all(token_of[row] == token for token in range(tokens) for row in row_of[token])
+    of_row = torch.empty(tokens * k, dtype=torch.long).scatter_(0, row_of.flatten(), experts.flatten())
+    assert of_row.tolist() == sorted(of_row.tolist(), reverse=True)
+    assert ends.tolist() == [int((of_row >= total - 1 - place).sum()) for place in range(total)]
