@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mtpctl.bench.machine import Environment
 from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.kernels.logprob import LogProbOut
 from mtpctl.model.packing import Packing
@@ -126,7 +127,7 @@ def samples(vocab: int, tokens: int, count: int, prompt_share: float) -> list[Se
 
 
 def measure(
-    folder: HfFolder, *, tokens: int, count: int, prompt_share: float, precision: str, mtp: MtpConfig
+    folder: HfFolder, *, tokens: int, count: int, prompt_share: float, precision: str, mtp: MtpConfig, recompute: str = "none"
 ) -> tuple[list[Result], float]:
     """Measure all ways, in turns, and the rate of matrix products in TFLOP/s."""
     cuda = torch.cuda.is_available()
@@ -136,6 +137,7 @@ def measure(
         mtp=mtp,
         kernels=KernelsConfig(),
         tokens_per_microbatch=tokens,
+        recompute=recompute,
         random_seed=0,
     )
     engine = MegatronEngine(folder, config)
@@ -212,6 +214,15 @@ def as_json(results: list[Result], rate: float, environment: Environment, option
     """Environment, options and results, JSON-ready."""
     found = [asdict(r) for r in results]
     return {"environment": environment, "timer": TIMER, "options": options, "matmul_tflops": rate, "results": found}
+
+
+def with_layers(config: Mapping[str, object], layers: int) -> dict[str, object]:
+    """The config with its first `layers` decoder layers alone. Raises UserError where the model has fewer."""
+    whole = shape_of(config).layers
+    if layers > whole:
+        raise UserError(f"--layers: the model has {whole}, got {layers}")
+    kinds = config.get("layer_types")
+    return {**config, "num_hidden_layers": layers, **({"layer_types": kinds[:layers]} if isinstance(kinds, list) else {})}
 
 
 def shape_folder(config: dict[str, object], at: Path) -> HfFolder:

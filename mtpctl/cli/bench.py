@@ -84,17 +84,27 @@ def train_step(
     samples: Annotated[int, typer.Option("--samples", min=1, help="Samples of equal length that fill them.")] = 8,
     prompt_share: Annotated[float, typer.Option("--prompt-share", min=0, max=0.9, help="Share of each sample that is prompt.")] = 0.25,
     precision: Annotated[str, typer.Option("--precision", help="fp32 or bf16.")] = "bf16",
+    layers: Annotated[int, typer.Option("--layers", min=0, help="Only so many decoder layers; 0: all.")] = 0,
+    mtp: Annotated[str, typer.Option("--mtp", help="mtp.mode: off, joint or isolated.")] = "isolated",
+    recompute: Annotated[str, typer.Option("--recompute", help="none, selective or full.")] = "none",
     json: Json = False,
 ) -> None:
     """Forward and backward of an update with MTP on one device, weights random: one pass, two passes, and every logit materialised."""
-    bench_update.check_step(precision, tokens, samples)
+    bench_update.check_step(precision, tokens, samples, recompute)
     import tempfile
     from pathlib import Path
+
+    from pydantic import ValidationError
 
     from mtpctl.compat import cpu_device
     from mtpctl.errors import UserError
     from mtpctl.recipe.model import ModelConfig, MtpConfig
     from mtpctl.recipe.model_source import hf_config
+
+    try:
+        trained = MtpConfig.model_validate({"mode": mtp})
+    except ValidationError as error:
+        raise UserError(f"--mtp: {mtp} is none of off, joint, isolated") from error
 
     cpu = cpu_device.install()
     config = hf_config(ModelConfig(path=model or "XiaomiMiMo/MiMo-7B-RL"), fetch=False)
@@ -107,9 +117,22 @@ def train_step(
     from mtpctl.bench.machine import machine
 
     with tempfile.TemporaryDirectory() as scratch:
-        folder = bench.shape_folder(config, Path(scratch))
-        results, rate = bench.measure(folder, tokens=tokens, count=samples, prompt_share=prompt_share, precision=precision, mtp=MtpConfig())
-    options = {"model": model, "tokens": tokens, "samples": samples, "prompt_share": prompt_share, "precision": precision}
+        folder = bench.shape_folder(bench.with_layers(config, layers) if layers else config, Path(scratch))
+        if not folder.shape.mtp_layers:
+            trained = MtpConfig(mode="off")
+        results, rate = bench.measure(
+            folder, tokens=tokens, count=samples, prompt_share=prompt_share, precision=precision, mtp=trained, recompute=recompute
+        )
+    options = {
+        "model": model,
+        "tokens": tokens,
+        "samples": samples,
+        "prompt_share": prompt_share,
+        "precision": precision,
+        "layers": layers,
+        "mtp": trained.mode,
+        "recompute": recompute,
+    }
     answer(document.answer(bench.as_json(results, rate, machine(), options), bench.table(results, rate), as_json=json))
 
 

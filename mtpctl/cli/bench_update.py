@@ -14,12 +14,14 @@ _RECOMPUTE = ("none", "selective", "full")
 PRECISIONS = ("fp32", "bf16")
 
 
-def check_step(precision: str, tokens: int, samples: int) -> None:
+def check_step(precision: str, tokens: int, samples: int, recompute: str) -> None:
     """Raise UserError for options of an update that do not fit together."""
     from mtpctl.errors import UserError
 
     if precision not in PRECISIONS:
         raise UserError(f"--precision: {precision} is none of {', '.join(PRECISIONS)}")
+    if recompute not in _RECOMPUTE:
+        raise UserError(f"--recompute: {recompute} is none of {', '.join(_RECOMPUTE)}")
     if tokens < 4 * samples:
         raise UserError(f"--samples: {tokens} tokens are too few for {samples} samples of prompt and response; at most {tokens // 4} fit")
 
@@ -36,7 +38,7 @@ def update(
     json: Json = False,
 ) -> None:
     """Whole updates with MTP on one device, weights random: time and memory, with an adapter or with offloading."""
-    check_step(precision, tokens, samples)
+    check_step(precision, tokens, samples, recompute)
     import tempfile
     from pathlib import Path
 
@@ -49,8 +51,6 @@ def update(
     parts = [part for part in offload.split(",") if part]
     if unknown := [part for part in parts if part not in _PARTS]:
         raise UserError(f"--offload: {unknown[0]} is none of {', '.join(_PARTS)}")
-    if recompute not in _RECOMPUTE:
-        raise UserError(f"--recompute: {recompute} is none of {', '.join(_RECOMPUTE)}")
     cpu = cpu_device.install()
     config = hf_config(ModelConfig(path=model or "XiaomiMiMo/MiMo-7B-RL"), fetch=False)
     if config is None:

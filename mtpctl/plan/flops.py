@@ -28,38 +28,57 @@ def card_peak(card: str) -> float | None:
     return next((peak for name, peak in _PEAKS.items() if re.search(rf"\b{name}\b", card)), None)
 
 
-def countable(shape: ModelShape) -> bool:
-    """Whether `step_flops` can count the model: all its layers are dense attention layers."""
-    return not (shape.moe or shape.latent or shape.delta)
+def attention_weights(shape: ModelShape) -> int:
+    """Weights of one layer's full attention, grouped-query or latent, that take part in matrix products."""
+    if (latent := shape.latent) is None:
+        queries = shape.heads * (2 if shape.gated_attention else 1)
+        return shape.hidden * shape.head_dim * (shape.heads + queries + 2 * shape.kv_heads)
+    width = shape.heads * (latent.nope_dim + latent.rope_dim)
+    queries = shape.hidden * width if latent.q_rank is None else latent.q_rank * (shape.hidden + width)
+    keys_and_values = shape.hidden * (latent.kv_rank + latent.rope_dim) + latent.kv_rank * shape.heads * (latent.nope_dim + latent.value_dim)
+    return queries + keys_and_values + shape.heads * latent.value_dim * shape.hidden
 
 
-def layer_weights(shape: ModelShape) -> int:
-    """Weights of one dense decoder layer that take part in matrix products."""
-    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-    return attention + 3 * shape.hidden * shape.ffn
+def delta_weights(shape: ModelShape) -> int:
+    """The same of one layer of linear attention, with what its recurrence multiplies for each token: the state is read with the key,
+    written, and read with the query (Gated DeltaNet, arXiv 2412.06464, equation 10)."""
+    delta = shape.delta
+    assert delta is not None
+    keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
+    projections = shape.hidden * (2 * keys + 3 * values + 2 * delta.value_heads)
+    return projections + delta.conv * (2 * keys + values) + 3 * values * delta.key_dim
+
+
+def mlp_weights(shape: ModelShape, *, sparse: bool) -> int:
+    """Weights of one layer's MLP that one token visits: all of a dense one; router, chosen and shared experts of a mixture."""
+    if not sparse or (moe := shape.moe) is None:
+        return 3 * shape.hidden * shape.ffn
+    experts = 3 * shape.hidden * (moe.experts_per_token * moe.ffn + moe.shared_ffn)
+    return experts + shape.hidden * (moe.experts + moe.shared_gate)
 
 
 def attention_flops(shape: ModelShape, lengths: Sequence[int]) -> int:
     """Forward operations of one layer's causal attention over samples of these lengths: scores and values, half of the square."""
-    return sum(2 * 2 * shape.heads * shape.head_dim * length * length // 2 for length in lengths)
+    values = shape.latent.value_dim if shape.latent else shape.head_dim
+    return sum(2 * shape.heads * (shape.head_dim + values) * length * length // 2 for length in lengths)
 
 
 def step_flops(shape: ModelShape, lengths: Sequence[int], rows: int, mtp_rows: Sequence[int], *, isolated: bool) -> int:
     """Forward and backward operations of one step, recomputation not counted.
 
     lengths: tokens of each packed sample; rows: tokens whose log-prob is taken; mtp_rows: the same for each MTP depth.
-    An isolated MTP head computes no gradient of the LM head's weight. Embedding look-ups are no products.
-
-    Raises ValueError for a family whose layers are not all dense attention layers.
+    An isolated MTP head computes no gradient of the LM head's weight. Embedding look-ups are no products. Tokens that a mixture's router
+    sends to experts are counted for the experts that they visit.
     """
-    if not countable(shape):
-        raise ValueError(f"operations of {shape.family} are not counted here: dense attention layers alone are")
     whole = _FORWARD + _INPUT_GRADIENT + _WEIGHT_GRADIENT
-    tokens = sum(lengths)
-    layers = shape.layers + len(mtp_rows)
-    flops = whole * tokens * layers * layer_weights(shape)
-    flops += 3 * layers * attention_flops(shape, lengths)
-    flops += whole * tokens * len(mtp_rows) * 2 * shape.hidden * shape.hidden
+    tokens, full = sum(lengths), shape.full_attention_layers + len(mtp_rows)
+    dense = shape.moe.dense_layers if shape.moe else range(shape.layers)
+    weights = full * attention_weights(shape)
+    if linear := shape.layers - shape.full_attention_layers:
+        weights += linear * delta_weights(shape)
+    weights += sum(mlp_weights(shape, sparse=layer not in dense) for layer in range(shape.layers))
+    weights += len(mtp_rows) * (mlp_weights(shape, sparse=shape.moe is not None) + 2 * shape.hidden * shape.hidden)
+    flops = whole * tokens * weights + 3 * full * attention_flops(shape, lengths)
     flops += whole * rows * shape.hidden * shape.vocab
     draft = whole - _WEIGHT_GRADIENT if isolated else whole
     return flops + sum(draft * n * shape.hidden * shape.vocab for n in mtp_rows)

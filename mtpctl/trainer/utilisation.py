@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mtpctl.families.shape import ModelShape
-from mtpctl.plan.flops import card_peak, countable, step_flops
+from mtpctl.plan.flops import card_peak, step_flops
 from mtpctl.trainer.batch import Sequence
 
 
@@ -12,10 +12,10 @@ def utilisation(
 ) -> float | None:
     """Share of the bf16 peak of `cards` cards that an update of all weights on `sequences` used in `seconds`; recomputation does not count.
 
-    `depths`: MTP depths that are trained. None for a card whose peak is not known, and for a model whose operations are not counted.
+    `depths`: MTP depths that are trained. None for a card whose peak is not known.
     """
     peak = card_peak(card)
-    if peak is None or not countable(shape):
+    if peak is None:
         return None
     return update_flops(shape, sequences, depths, isolated=isolated) / (seconds * cards * peak)
 

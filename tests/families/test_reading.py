@@ -76,7 +76,7 @@ def test_every_name_of_the_mtp_count_is_found(key: str, nested: bool) -> None:
     assert shape_of(plain).mtp_concat is None
 
 
-@pytest.mark.parametrize("hub_id", HUB_CONFIGS)
+@pytest.mark.parametrize("hub_id", [name for name in HUB_CONFIGS if "MiMo" in name])
 def test_mimo_7b_has_the_length_it_was_trained_with_whatever_its_file_says(hub_id: str) -> None:
     config = hub_config(hub_id)
     assert shape_of(config).max_positions == 32768
