@@ -7,12 +7,16 @@ out backwards, at equal distances; where all weights of a call lie like this, th
 are added to the fp32 buffers (`main_grad`) in one step. Weights that lie otherwise are copied into one tensor first.
 
 The products are `torch.nn.functional.grouped_mm`, which needs rows at multiples of 16 bytes; other widths are multiplied expert by expert.
-Group borders stay on the device: nothing here waits for it.
+On a card a kernel of ours adds weight gradients to the buffers, which spares writing and reading them once more. Group borders stay on
+the device: nothing here waits for it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -43,7 +47,7 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     places = [each.data_ptr() for each in tensors]
     step = places[1] - places[0] if len(places) > 1 else first.nbytes
     size = first.element_size()
-    regular = all(b - a == step for a, b in zip(places, places[1:], strict=False)) and step >= first.nbytes and step % size == 0
+    regular = all(b - a == step for a, b in itertools.pairwise(places)) and step >= first.nbytes and step % size == 0
     storage = first.untyped_storage()
     inside = places[-1] + first.nbytes <= storage.data_ptr() + storage.nbytes()
     if not (regular and inside and all(each.is_contiguous() for each in tensors)):
@@ -69,21 +73,37 @@ class _GroupedLinear(torch.autograd.Function):
         x_grad = _products(grad, stacked(weights), ends) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[2]:
             return x_grad, None, *[None] * len(weights)
-        weight_grads = _outer_products(grad, x, ends)
         buffers = [getattr(weight, "main_grad", None) for weight in weights]
         if any(buffer is None for buffer in buffers):
-            return x_grad, None, *weight_grads.unbind()
-        _add(weight_grads, [buffer for buffer in buffers if buffer is not None])
+            return x_grad, None, *_outer_products(grad, x, ends).unbind()
+        _add_outer_products([buffer for buffer in buffers if buffer is not None], grad, x, ends)
         return x_grad, None, *[None] * len(weights)
 
 
-def _add(found: Tensor, buffers: list[Tensor]) -> None:
-    """Add found [E, …] to the buffers, in one step where they lie at equal distances."""
+def _add_outer_products(buffers: list[Tensor], grad: Tensor, x: Tensor, ends: Tensor) -> None:
+    """Add the sum of outer products over each group's rows, grad [R, out] and x [R, in], to E buffers of [out, in]."""
     whole = stacked(buffers)
-    if whole.untyped_storage().data_ptr() == buffers[0].untyped_storage().data_ptr():
-        whole.add_(found)
+    if whole.data_ptr() != buffers[0].data_ptr():  # a copy: they lie apart
+        torch._foreach_add_(buffers, list(_outer_products(grad, x, ends).unbind()))
+    elif x.is_cuda and _triton().refusal(grad, x, whole) is None:
+        _triton().add_weight_grads(whole, grad, x, ends)
     else:
-        torch._foreach_add_(buffers, list(found.unbind()))
+        whole.add_(_outer_products(grad, x, ends))
+
+
+def row_sums(rows: Tensor, row_of: Tensor) -> Tensor:
+    """rows [R, H], row_of [T, k] int32 → [T, H]: the sum of each token's rows, added up in fp32. Not differentiable."""
+    if row_of.shape[1] == 1:
+        return rows.index_select(0, row_of.flatten())
+    return _triton().summed(rows, row_of) if rows.is_cuda else F.embedding_bag(row_of, rows, mode="sum")
+
+
+@cache
+def _triton() -> ModuleType:
+    """Triton is there on cards alone."""
+    from mtpctl.kernels import grouped_triton
+
+    return grouped_triton
 
 
 def _products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

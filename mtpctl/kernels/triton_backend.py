@@ -97,7 +97,7 @@ class Triton:
             out = partial if kept is None else kept.logits[rows, :columns]
             self._head_tiles(problem, rows, out, 0, problem.valid, columns, scale, None, partial, entropy)
             count = rows.stop - rows.start
-            with _on(h):
+            with on_device_of(h):
                 join_tiles[(triton.cdiv(count, 32),)](
                     partial, stats[:, rows], count, tiles, n, ENTROPY=entropy, BLOCK=32, TILES=16, num_warps=4
                 )
@@ -188,7 +188,7 @@ class Triton:
         if grads is not None:
             per_row = [part if x is None else x for x in (grads.lse, grads.logprob, grads.entropy, grads.row_entropy)]
         programs = t.programs or torch.cuda.get_device_properties(h.device).multi_processor_count
-        with _on(h):
+        with on_device_of(h):
             head_tiles[(programs,)](
                 a,
                 b,
@@ -216,7 +216,7 @@ class Triton:
     def _kept_grads(self, problem: Problem, rows: RowGrads, kept: KeptLogits, scale: Tensor) -> None:
         n, tiles = kept.tops.shape
         entropy = rows.entropy is not None
-        with _on(problem.hidden):
+        with on_device_of(problem.hidden):
             kept_grads[(n * triton.cdiv(tiles, TILES_A_PROGRAM),)](
                 kept.logits,
                 kept.tops,
@@ -235,7 +235,7 @@ class Triton:
             )
 
 
-def _on(x: Tensor) -> contextlib.AbstractContextManager[object]:
+def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Kernels launch on the current device; this makes it the tensor's."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 

@@ -24,8 +24,8 @@ from megatron.core.transformer.transformer_layer import MlpBuilder, TransformerL
 
 from mtpctl.families.shape import LatentShape, LayerKind, ModelShape
 from mtpctl.model.delta_net import GatedDeltaNet
-from mtpctl.model.latent import LatentAttention
 from mtpctl.model.experts import Experts, MixtureOfExperts, SharedExperts
+from mtpctl.model.latent import LatentAttention
 from mtpctl.model.layers import GatedMlp, LayerNormColumnParallelLinear, PackedAttention, RMSNorm
 from mtpctl.model.mtp import MtpLayer
 

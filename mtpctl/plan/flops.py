@@ -35,7 +35,9 @@ def attention_weights(shape: ModelShape) -> int:
         return shape.hidden * shape.head_dim * (shape.heads + queries + 2 * shape.kv_heads)
     width = shape.heads * (latent.nope_dim + latent.rope_dim)
     queries = shape.hidden * width if latent.q_rank is None else latent.q_rank * (shape.hidden + width)
-    keys_and_values = shape.hidden * (latent.kv_rank + latent.rope_dim) + latent.kv_rank * shape.heads * (latent.nope_dim + latent.value_dim)
+    keys_and_values = shape.hidden * (latent.kv_rank + latent.rope_dim) + latent.kv_rank * shape.heads * (
+        latent.nope_dim + latent.value_dim
+    )
     return queries + keys_and_values + shape.heads * latent.value_dim * shape.hidden
 
 

@@ -96,3 +96,30 @@ def test_what_the_kernels_cannot_take_is_refused() -> None:
         linear_logprob(torch.randn(2, 8).half(), torch.randn(9, 12).half()[:, 2:10], labels, implementation="triton")
     with pytest.raises(ValueError, match="does not do topk"):
         linear_logprob(torch.randn(2, 8).half(), torch.randn(9, 8).half(), labels, topk=2, implementation="triton")
+
+
+@pytest.mark.parametrize("counts", [[5, 0, 40, 17, 3, 0], [16], [0, 0, 1]])
+def test_weight_gradients_are_added_group_by_group(counts: list[int]) -> None:
+    """Widths and groups that fill no tile, groups without rows, buffers that lie apart at equal distances."""
+    from mtpctl.kernels.grouped_triton import Tiles, add_weight_grads, refusal
+
+    torch.manual_seed(0)
+    rows, m, n = sum(counts), 56, 40
+    grad, x = torch.randn(rows, m, dtype=HALF), torch.randn(rows, n, dtype=HALF)
+    before = torch.randn(len(counts), m * n + 24)
+    into = before.clone()
+    places = into[:, : m * n].unflatten(1, (m, n))
+    assert refusal(grad, x, places) is None
+    add_weight_grads(places, grad, x, torch.tensor(counts).cumsum(0).to(torch.int32), Tiles(16, 32, 16, 1, 1))
+    right = before.clone()
+    for e, (a, b) in enumerate(zip(grad.float().split(counts), x.float().split(counts), strict=True)):
+        right[e, : m * n] += (a.t() @ b).flatten()
+    assert relative(into, right) < 1e-6
+
+
+def test_rows_of_a_token_are_added_up_in_fp32() -> None:
+    from mtpctl.kernels.grouped_triton import summed
+
+    torch.manual_seed(0)
+    rows, row_of = torch.randn(20, 1030, dtype=HALF), torch.randint(0, 20, (7, 3), dtype=torch.int32)
+    assert relative(summed(rows, row_of).float(), rows.float()[row_of.long()].sum(1)) < 5e-4

@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.kernels.grouped import stacked
 from mtpctl.model import spec
-from mtpctl.model.experts import MixtureOfExperts, _sorted_by_expert
+from mtpctl.model.experts import MixtureOfExperts
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.trainer.engine import MegatronEngine
@@ -60,17 +60,3 @@ def test_weights_and_gradient_buffers_of_experts_are_read_where_they_lie(tmp_pat
                 weights = [getattr(expert, name).weight for expert in reversed(layer.experts.local_experts)]
                 for tensors in (weights, [weight.main_grad for weight in weights]):
                     assert stacked(tensors).data_ptr() == tensors[0].data_ptr()
-
-
-def test_rows_are_sorted_by_expert_and_every_token_finds_its_own() -> None:
-    torch.manual_seed(0)
-    tokens, total, k = 23, 6, 2
-    chosen = torch.rand(tokens, total - 1).topk(k, dim=1).indices  # nobody visits the last expert
-    routes = torch.zeros(tokens, total, dtype=torch.bool).scatter_(1, chosen, True)
-    experts, row_of, token_of, ends = _sorted_by_expert(routes, k)
-    assert experts.tolist() == chosen.sort(dim=1).values.tolist()
-    assert sorted(row_of.flatten().tolist()) == list(range(tokens * k))
-    assert all(token_of[row] == token for token in range(tokens) for row in row_of[token])
-    of_row = torch.empty(tokens * k, dtype=torch.long).scatter_(0, row_of.flatten(), experts.flatten())
-    assert of_row.tolist() == sorted(of_row.tolist(), reverse=True)
-    assert ends.tolist() == [int((of_row >= total - 1 - place).sum()) for place in range(total)]
