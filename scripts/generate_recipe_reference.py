@@ -15,7 +15,7 @@ from pathlib import Path
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 
-from mtpctl.recipe.fields import Key, children, type_text
+from mtpctl.recipe.fields import Key, children, element, type_text
 from mtpctl.recipe.schema import DEFAULT_VARIANTS, Recipe
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipe.md"
@@ -52,6 +52,8 @@ def _section(model: type[BaseModel], path: tuple[str, ...], title: str, about: s
     for key in keys.values():
         if key.models:
             yield from _below(key)
+        elif (below := element(key)) is not None:
+            yield from _section(below, (*key.path, "NAME"), f"`{key.dotted}.NAME`", key.field.description or "")
 
 
 def _below(key: Key) -> Iterator[str]:

@@ -15,7 +15,8 @@ from mtpctl.cluster.heap import settle_heap
 from mtpctl.cluster.local import cluster
 from mtpctl.controller.prepare import model_of, store_in, tokenizer_of
 from mtpctl.controller.state import newest_version, version_named
-from mtpctl.data.files import NO_ANSWER, read_problems
+from mtpctl.data.files import read_problems
+from mtpctl.data.problems import NO_ANSWER
 from mtpctl.data.prompts import encode_prompt
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model
 from mtpctl.errors import UserError

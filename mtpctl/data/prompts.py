@@ -1,21 +1,27 @@
-"""Token ids of a problem: its prompt, and its target for the supervised stage."""
+"""Token ids of a problem: its prompt, and what the supervised stage trains on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from mtpctl.data.problems import Problem
+from mtpctl.data.conversations import Imitated, encode_conversation
+from mtpctl.data.problems import Message, Problem
 from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.errors import UserError
 from mtpctl.recipe.data import DataConfig
 
 
-def encode_prompt(tokenizer: Tokenizer, problem: Problem, config: DataConfig) -> list[int]:
-    """Ids of the prompt: as plain text, or with `data.chat_template` as a conversation that begins with the system prompt."""
+def encode_prompt(tokenizer: Tokenizer, problem: Problem, config: DataConfig, tools: Sequence[object] = ()) -> list[int]:
+    """Ids of the prompt: plain text as it is, chat messages and with `data.chat_template` all prompts in the chat template.
+
+    The system prompt of the recipe precedes a conversation that has none. `tools`: JSON schemas of what the environment lets the model
+    call, for the template, beside those of the row.
+    """
+    if problem.messages:
+        return tokenizer.chat([*_system(problem, config), *problem.messages], [*(problem.tools or ()), *tools])
     if not config.chat_template:
         return tokenizer.encode(problem.prompt, special=True)
-    system = [] if config.system_prompt is None else [{"role": "system", "content": config.system_prompt}]
-    return tokenizer.chat([*system, {"role": "user", "content": problem.prompt}])
+    return tokenizer.chat([*_system(problem, config), {"role": "user", "content": problem.prompt}], [*(problem.tools or ()), *tools])
 
 
 def encode_target(tokenizer: Tokenizer, problem: Problem) -> list[int]:
@@ -23,13 +29,44 @@ def encode_target(tokenizer: Tokenizer, problem: Problem) -> list[int]:
     return [*tokenizer.encode(problem.target), tokenizer.eos_id]
 
 
-def fit_problems(tokenizer: Tokenizer, problems: Iterable[Problem], config: DataConfig, *, context: int, targets: bool = False) -> None:
+def encode_imitated(tokenizer: Tokenizer, problem: Problem, config: DataConfig, tools: Sequence[object] = ()) -> Imitated:
+    """What the supervised stage trains on: of a conversation the assistant's turns, else the target behind the prompt."""
+    if problem.imitated:
+        return encode_conversation(tokenizer, problem, _system(problem, config))
+    target = encode_target(tokenizer, problem)
+    return Imitated(encode_prompt(tokenizer, problem, config, tools), target, [1] * len(target))
+
+
+def _system(problem: Problem, config: DataConfig) -> list[Message]:
+    """The recipe's system message, where the conversation does not begin with one of its own."""
+    if config.system_prompt is None or (problem.messages and problem.messages[0]["role"] in ("system", "developer")):
+        return []
+    return [{"role": "system", "content": config.system_prompt}]
+
+
+def fit_problems(
+    tokenizer: Tokenizer,
+    problems: Iterable[Problem],
+    config: DataConfig,
+    *,
+    context: int,
+    targets: bool = False,
+    tools: Sequence[object] = (),
+) -> None:
     """Raise UserError for the first prompt that leaves no room for a response in `context` tokens.
 
-    With `targets`, for the first prompt and solution that do not fit together.
+    With `targets`, for the first prompt and solution, or conversation, that do not fit together.
     """
     for problem in problems:
-        prompt = len(encode_prompt(tokenizer, problem, config))
+        if targets and problem.imitated:
+            length = sum(map(len, encode_imitated(tokenizer, problem, config)[:2]))
+            if length > context:
+                raise UserError(
+                    f"{problem.prompt_id}: the conversation has {length} tokens and the context holds {context}; "
+                    "shorten or remove it, or raise rollout.context"
+                )
+            continue
+        prompt = len(encode_prompt(tokenizer, problem, config, tools))
         if prompt >= context:
             raise UserError(
                 f"{problem.prompt_id}: the prompt has {prompt} tokens and the context holds {context}; "

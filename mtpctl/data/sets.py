@@ -1,54 +1,108 @@
-"""The problems of a run, generated or from files, as the `data` section of the recipe says."""
+"""The problems of a run, generated or from files, as the sections `data` and `evaluation` of the recipe say."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from mtpctl.data.files import read_problems
+from mtpctl.data.columns import Reading
+from mtpctl.data.files import Rows
 from mtpctl.data.problems import Problem
 from mtpctl.data.tasks import generate
 from mtpctl.errors import UserError
 from mtpctl.recipe.data import DataConfig
+from mtpctl.recipe.evaluation import EvaluationConfig
+
+UNNAMED = ""
+"""The name of the held-out set of the section `data`: its metrics are `eval/…` without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProblemSets:
-    """Problems that RL trains on, held-out ones (which may be none), and those that the supervised stage trains on."""
+    """Problems that RL trains on, held-out ones (which may be none), those that the supervised stage trains on, held-out sets by name."""
 
     train: list[Problem]
     evaluation: list[Problem]
     supervised: list[Problem]
+    named: Mapping[str, list[Problem]] = field(default_factory=dict)
+
+    @property
+    def held_out(self) -> dict[str, list[Problem]]:
+        """All held-out sets that hold problems, by name; that of the section `data` is `UNNAMED`."""
+        return {name: problems for name, problems in {UNNAMED: self.evaluation, **self.named}.items() if problems}
 
     def seen_in(self, stages: Sequence[str]) -> int:
         """How many held-out problems have a prompt that one of the stages trains on, so that accuracy on them measures memory."""
         trained = {"rl": self.train, "sft": self.supervised}
         prompts = {problem.prompt.strip() for stage in stages for problem in trained[stage]}
-        return sum(problem.prompt.strip() in prompts for problem in self.evaluation)
+        return sum(problem.prompt.strip() in prompts for problems in self.held_out.values() for problem in problems)
 
 
-def load_problem_sets(config: DataConfig, seed: int) -> ProblemSets:
-    """Read or generate the problems of the recipe's `data` section.
+def load_problem_sets(
+    config: DataConfig, seed: int, evaluation: EvaluationConfig | None = None, *, stages: Sequence[str] = ("sft", "rl")
+) -> ProblemSets:
+    """Read or generate the problems of the recipe's `data` and `evaluation` sections, for a run of these stages.
 
     The supervised stage trains on the problems of RL unless the section names others for it. Problems that are generated for it are left
     out where they are held out, since tasks of the same kind can draw the same problem. Raises UserError where the section names neither
     files nor a task, or both, and what reading the files raises.
     """
+    rows = rows_of(config, evaluation, stages)
     if config.task is not None:
         if config.path is not None or config.eval_path is not None:
             raise UserError("data.task: problems are generated or read, not both; remove data.task or data.path")
-        train, evaluation = generate(config.task, seed)
+        train, held_out = generate(config.task, seed)
     elif config.path is None:
-        raise UserError("data.path: name a .jsonl or .parquet file, or generate problems with data.task")
+        raise UserError("data.path: name a file, a folder or a dataset's id, or generate problems with data.task")
     else:
-        train = read_problems(config.path, "data.path")
-        evaluation = read_problems(config.eval_path, "data.eval_path") if config.eval_path else []
+        train = rows["train"].read()
+        held_out = rows["eval"].read() if "eval" in rows else []
     supervised = train
     if config.sft_task is not None:
-        held_out = {problem.prompt for problem in evaluation}
-        supervised = [problem for problem in generate(config.sft_task, seed)[0] if problem.prompt not in held_out]
+        unseen = {problem.prompt for problem in held_out}
+        supervised = [problem for problem in generate(config.sft_task, seed)[0] if problem.prompt not in unseen]
         if not supervised:
             raise UserError("data.sft_task: all its problems are held out by data.task; raise its train_size or max_digits")
-    elif config.sft_path is not None:
-        supervised = read_problems(config.sft_path, "data.sft_path")
-    return ProblemSets(train, evaluation, supervised)
+    elif "sft" in rows:
+        supervised = rows["sft"].read()
+    return ProblemSets(train, held_out, supervised, dict(_named(rows, evaluation)))
+
+
+def load_held_out(config: DataConfig, seed: int, evaluation: EvaluationConfig) -> ProblemSets:
+    """The held-out problems alone, of which there may be none. Raises as `load_problem_sets` does."""
+    rows = rows_of(config, evaluation, ("rl",))
+    held_out = generate(config.task, seed)[1] if config.task is not None else rows["eval"].read() if "eval" in rows else []
+    return ProblemSets([], held_out, [], dict(_named(rows, evaluation)))
+
+
+def rows_of(config: DataConfig, evaluation: EvaluationConfig | None, stages: Sequence[str]) -> dict[str, Rows]:
+    """Everything that a run of these stages reads: `train`, `eval`, `sft`, and `eval/NAME` for the sets by name."""
+    columns, found = config.columns, {}
+    if config.path is not None:
+        # A run that does not sample may train on conversations, which are no prompts.
+        reading = Reading(columns, supervised="rl" not in stages)
+        found["train"] = Rows(config.path, reading, "data.path", config.subset, config.split)
+    if config.eval_path is not None:
+        found["eval"] = Rows(config.eval_path, Reading(columns), "data.eval_path")
+    if config.sft_path is not None:
+        key = "data.columns" if config.sft_columns is None else "data.sft_columns"
+        reading = Reading(config.sft_columns or columns, key, supervised=True)
+        found["sft"] = Rows(config.sft_path, reading, "data.sft_path", config.sft_subset, config.sft_split, "data.sft_")
+    for name, each in (evaluation.sets if evaluation else {}).items():
+        assert each.path is not None, "the recipe's checks let no set without a path through"
+        key = f"evaluation.sets.{name}"
+        reading = Reading(each.columns or columns, "data.columns" if each.columns is None else f"{key}.columns")
+        found[f"eval/{name}"] = Rows(each.path, reading, f"{key}.path", each.subset, each.split, f"{key}.")
+    return found
+
+
+def _named(rows: Mapping[str, Rows], evaluation: EvaluationConfig | None) -> Iterator[tuple[str, list[Problem]]]:
+    for name, each in (evaluation.sets if evaluation else {}).items():
+        problems = rows[f"eval/{name}"].read()
+        yield name, problems if each.limit is None else spread(problems, each.limit)
+
+
+def spread(problems: Sequence[Problem], limit: int) -> list[Problem]:
+    """`limit` of the problems, evenly spaced; all where there are fewer."""
+    count = len(problems)
+    return [problems[i * count // limit] for i in range(limit)] if limit < count else list(problems)

@@ -8,9 +8,12 @@ token by itself.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from mtpctl.data.problems import Message
 from mtpctl.errors import EnvironmentMissing, UserError
 
 if TYPE_CHECKING:
@@ -30,6 +33,10 @@ class Tokenizer(Protocol):
     def pad_id(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def special_ids(self) -> AbstractSet[int]:
+        """Ids of tokens that are no text, such as those that end a turn."""
+        ...
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Ids of the text; with `special`, after the special tokens that the tokenizer itself puts before a prompt (bos, for some)."""
@@ -39,8 +46,19 @@ class Tokenizer(Protocol):
         """Text of the ids, without special tokens and without ids that the tokenizer does not know."""
         ...
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Ids of a conversation in the chat template of the tokenizer, up to the beginning of the assistant's answer."""
+    def encode_places(self, text: str) -> tuple[list[int], list[int]]:
+        """Ids of the text, and for each where its own text begins, in characters. Raises UserError for a tokenizer that cannot tell."""
+        ...
+
+    def chat(self, messages: Sequence[Message], tools: Sequence[object] = ()) -> list[int]:
+        """Ids of a conversation in the chat template of the tokenizer, up to the beginning of the assistant's answer.
+
+        `tools` are JSON schemas of what the model may call.
+        """
+        ...
+
+    def chat_text(self, messages: Sequence[Message], tools: Sequence[object] = (), *, opened: bool = True) -> str:
+        """A conversation in the chat template as text; with `opened`, up to the beginning of the assistant's next answer."""
         ...
 
 
@@ -55,6 +73,7 @@ class HfTokenizer:
         self.eos_id: int = inner.eos_token_id
         self.pad_id: int = inner.eos_token_id if inner.pad_token_id is None else inner.pad_token_id
         self.vocab_size: int = max(inner.get_vocab().values()) + 1
+        self.special_ids: frozenset[int] = frozenset([self.eos_id, *inner.all_special_ids, *_added_specials(inner)])
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         ids: list[int] = self.inner.encode(text, add_special_tokens=special)
@@ -68,20 +87,35 @@ class HfTokenizer:
         assert isinstance(text, str)
         return text
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_places(self, text: str) -> tuple[list[int], list[int]]:
+        if not self.inner.is_fast:
+            raise UserError(f"model.tokenizer: {self.name} does not tell the text of a token, which conversations need; name another")
+        found = self.inner(text, add_special_tokens=False, return_offsets_mapping=True)
+        return cast("list[int]", found["input_ids"]), [begin for begin, _ in cast("list[tuple[int, int]]", found["offset_mapping"])]
+
+    def chat(self, messages: Sequence[Message], tools: Sequence[object] = ()) -> list[int]:
+        return cast("list[int]", self._templated(messages, tools, opened=True, tokenize=True))
+
+    def chat_text(self, messages: Sequence[Message], tools: Sequence[object] = (), *, opened: bool = True) -> str:
+        return cast(str, self._templated(messages, tools, opened=opened, tokenize=False))
+
+    def _templated(self, messages: Sequence[Message], tools: Sequence[object], *, opened: bool, tokenize: bool) -> object:
         from jinja2 import TemplateError
 
         if self.inner.chat_template is None:
-            raise UserError(f"data.chat_template: the tokenizer {self.name} has no chat template; set it to false")
+            raise UserError(
+                f"data.chat_template: the tokenizer {self.name} has no chat template; set it to false and give prompts as plain text, "
+                "or name a tokenizer that has one in model.tokenizer"
+            )
+        given, schemas = cast(Any, [dict(message) for message in messages]), cast(Any, list(tools) or None)
         try:
-            ids = self.inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-        except TemplateError as error:
-            roles = " and ".join(message["role"] for message in messages)
+            return self.inner.apply_chat_template(given, tools=schemas, add_generation_prompt=opened, tokenize=tokenize, return_dict=False)
+        except (TemplateError, TypeError, KeyError) as error:
+            roles = " and ".join(dict.fromkeys(str(message["role"]) for message in messages))
             raise UserError(
                 f"data.chat_template: the template of {self.name} does not take a conversation of {roles} ({_line(error)}); "
                 "leave data.system_prompt out, or set chat_template: false"
             ) from error
-        return cast("list[int]", ids)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -137,6 +171,11 @@ def _byte_characters() -> list[str]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     stand_ins = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(256)]
+
+
+def _added_specials(inner: PreTrainedTokenizerBase) -> list[int]:
+    """Added tokens that are marked as special: in many tokenizers the end of a turn is one, and no named special token."""
+    return [number for number, token in inner.added_tokens_decoder.items() if token.special]
 
 
 def _line(error: Exception) -> str:

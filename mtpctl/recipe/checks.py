@@ -15,6 +15,7 @@ from mtpctl.families.serving import missing_fields, unsupported_by_vllm_cpu
 from mtpctl.families.shape import ModelShape
 from mtpctl.recipe.cluster import address_fits
 from mtpctl.recipe.data import data_fits
+from mtpctl.recipe.evaluation import CHECKERS, evaluation_fits
 from mtpctl.recipe.model import BYTE_VOCAB_SIZE
 from mtpctl.recipe.model_source import hf_config, model_fits, model_folder, tensor_names
 from mtpctl.recipe.parallel import parallel_fits
@@ -55,6 +56,7 @@ def complaints_of(recipe: Recipe) -> Complaints:
     yield from _sections(recipe, shape)
     yield from _bytes_tokenizer(recipe, shape)
     yield from _mtp(recipe, shape)
+    yield from _answers(recipe)
     yield from _objective(recipe)
     yield from _sync(recipe)
     yield from _adapter_sync(recipe, shape)
@@ -77,6 +79,7 @@ def _sections(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     yield from sglang_fits(rollout) if isinstance(rollout, SglangConfig) else vllm_fits(rollout)
     yield from sections_fit(recipe.sync)
     yield from data_fits(recipe.data)
+    yield from evaluation_fits(recipe.evaluation, recipe.data, recipe.rollout)
     yield from address_fits(recipe.cluster)
     yield from run_dir_fits(recipe)
     if shape is None:
@@ -117,6 +120,20 @@ def _mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
         yield f"rollout.speculation.num_tokens: {k} needs the MTP layers that mtp.mode: off leaves out; set it to 0, or mtp.mode: load"
     if shape is not None and recipe.mtp.repeat > 1 and shape.mtp_layers > 1:
         yield f"mtp.repeat: {recipe.mtp.repeat} depths share one MTP layer, and the model has {shape.mtp_layers} of its own; set it to 1"
+
+
+def _answers(recipe: Recipe) -> Complaints:
+    """Rows without answers, for rewards that compare a response with one: an empty response would be right."""
+    data, function = recipe.data, recipe.data.checker
+    if data.columns.answer is None and function in CHECKERS and "rl" in recipe.train.stages:
+        yield f"data.columns.answer: null leaves the reward {function} nothing to compare a response with; name the column"
+    for name, each in recipe.evaluation.sets.items():
+        columns, own = each.columns or data.columns, each.reward.function if each.reward else function
+        if columns.answer is None and own in CHECKERS:
+            yield (
+                f"evaluation.sets.{name}.columns.answer: null leaves the reward {own} nothing to compare a response with; name the column, "
+                f"or set evaluation.sets.{name}.reward.function"
+            )
 
 
 def _objective(recipe: Recipe) -> Complaints:

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from mtpctl.recipe.section import Complaints, HomePath, PositiveFloat, PositiveInt, Section
+
+ROW_FILES = (".jsonl", ".json", ".parquet")
+"""Kinds of files that rows are read from, by their suffix."""
+_DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+Column = Annotated[str, Field(min_length=1)]
+
+
+class ColumnsConfig(Section):
+    """The columns that problems are made of; a dot leads into a nested one (`reward_model.ground_truth`). All others ride along."""
+
+    prompt: Column = Field("prompt", description="What is asked: text, or chat messages, which go through the tokenizer's chat template.")
+    answer: Column | None = Field("answer", description="What the reward compares a response with; null: rows have no answer.")
+    solution: Column = Field("solution", description="A worked solution, which the supervised stage trains on; rows may lack it.")
 
 
 class GeneratedTask(Section):
@@ -24,10 +39,24 @@ class GeneratedTask(Section):
 
 
 class DataConfig(Section):
-    path: HomePath | None = Field(None, description="JSONL or Parquet with `prompt` and `answer` columns.")
-    eval_path: HomePath | None = Field(None, description="Held-out problems in the same format.")
+    path: HomePath | None = Field(
+        None, description="Rows to train on: a .jsonl, .json or .parquet file, a folder of them, or the id of a Hugging Face dataset."
+    )
+    subset: str | None = Field(None, description="Subset of the Hugging Face dataset; default: its only one.")
+    split: str = Field("train", min_length=1, description="Split of the Hugging Face dataset.")
+    columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
+    eval_path: HomePath | None = Field(
+        None, description="Held-out problems, a file or folder with the same columns; evaluation.sets takes more than one set."
+    )
     task: GeneratedTask | None = Field(None, description="Generate the problems instead of reading them.")
-    sft_path: HomePath | None = Field(None, description="Problems with `solution` for the supervised stage; default: the same as RL's.")
+    sft_path: HomePath | None = Field(
+        None,
+        description="Rows for the supervised stage: problems with `solution`, or conversations in a column `messages`, whose assistant's "
+        "turns are trained on; default: the same as RL's.",
+    )
+    sft_subset: str | None = Field(None, description="As subset, of the dataset that sft_path names.")
+    sft_split: str = Field("train", min_length=1, description="As split, of the dataset that sft_path names.")
+    sft_columns: ColumnsConfig | None = Field(None, description="Columns of sft_path; default: data.columns.")
     sft_task: GeneratedTask | None = Field(
         None, description="Generate the supervised stage's problems, without the held-out ones; default: RL's task."
     )
@@ -39,11 +68,23 @@ class DataConfig(Section):
     shuffle: bool = Field(True, description="Shuffle prompts by the seed.")
 
 
+def is_dataset_id(path: str) -> bool:
+    """Whether `path` names a dataset of the Hugging Face hub: it has the form `owner/name`, and nothing here has that path."""
+    local = Path(path)
+    return bool(_DATASET_ID.fullmatch(path)) and local.suffix not in ROW_FILES and not local.exists() and not local.parent.is_dir()
+
+
+def path_fits(path: str, field: str) -> Complaints:
+    """Refuse a path that is neither here nor the id of a dataset."""
+    if not is_dataset_id(path) and not Path(path).exists():
+        yield f"{field}: there is no file {path}; give a .jsonl, .json or .parquet file, a folder of them, or a dataset's id (owner/name)"
+
+
 def data_fits(data: DataConfig) -> Complaints:
     """Refuse files that are missing, and keys that exclude or need each other."""
     if (data.path is None) == (data.task is None):
         said = "both path and task are given" if data.path else "there is nothing to train on"
-        yield f"data: {said}; set data.path to a JSONL or Parquet file, or data.task.name to a generated task"
+        yield f"data: {said}; set data.path to a file, a folder or a dataset's id, or data.task.name to a generated task"
     if data.system_prompt is not None and not data.chat_template:
         yield "data.system_prompt: goes with a chat template; set data.chat_template: true, or leave it out"
     if data.eval_path and not data.path:
@@ -51,9 +92,14 @@ def data_fits(data: DataConfig) -> Complaints:
     if data.sft_path and data.sft_task:
         yield "data: both sft_path and sft_task are given; keep one"
     for field, path in (("path", data.path), ("eval_path", data.eval_path), ("sft_path", data.sft_path)):
-        if path and not Path(path).is_file():
-            yield f"data.{field}: there is no file {path}"
-    if data.path and data.eval_path and Path(data.path).resolve() == Path(data.eval_path).resolve():
+        if path:
+            yield from path_fits(path, f"data.{field}")
+    for field, path, subset in (("subset", data.path, data.subset), ("sft_subset", data.sft_path, data.sft_subset)):
+        if subset is not None and not (path and is_dataset_id(path)):
+            yield f"data.{field}: a subset is one of a Hugging Face dataset, and {path or 'no path'} is none; leave it out"
+    if data.eval_path and is_dataset_id(data.eval_path):
+        yield f"data.eval_path: a dataset needs its split: set evaluation.sets: {{NAME: {{path: {data.eval_path}, split: test}}}} instead"
+    elif data.path and data.eval_path and Path(data.path).resolve() == Path(data.eval_path).resolve():
         yield "data.eval_path: is data.path, which is trained on; name held-out problems, or leave it out"
     for field, task in (("task", data.task), ("sft_task", data.sft_task)):
         if task and task.min_digits > task.max_digits:

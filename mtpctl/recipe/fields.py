@@ -51,6 +51,14 @@ def _alternatives(annotation: object) -> tuple[object, ...]:
     return (annotation,)
 
 
+def element(key: Key) -> type[BaseModel] | None:
+    """The section that stands below each name of the user's own in a mapping such as `evaluation.sets`; None for any other key."""
+    for part in _alternatives(key.field.annotation):
+        if get_origin(part) is dict and isinstance(below := get_args(part)[1], type) and issubclass(below, BaseModel):
+            return below
+    return None
+
+
 def children(model: type[BaseModel], path: Keys = ()) -> dict[str, Key]:
     """Keys of one section, by the name they have in YAML."""
     found = {}

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from mtpctl.errors import UserError
 from mtpctl.recipe import yaml12
-from mtpctl.recipe.fields import Key, Keys, children, find, suggest, type_text, variant
+from mtpctl.recipe.fields import Key, Keys, children, element, find, suggest, type_text, variant
 from mtpctl.recipe.schema import DEFAULT_VARIANTS, Recipe
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -123,6 +123,10 @@ def _refuse_unknown(tree: Mapping[str, object], model: type[BaseModel], path: Ke
         if isinstance(value, Mapping) and known[name].models:
             # Which variant holds is known only after merging: here a key of any of them will do.
             _refuse_unknown_below(value, known[name], here, lines)
+        elif isinstance(value, Mapping) and (below := element(known[name])) is not None:
+            for own, inner in value.items():
+                if isinstance(inner, Mapping):
+                    _refuse_unknown(inner, below, (*here, own), lines)
 
 
 def _refuse_unknown_below(tree: Mapping[str, object], key: Key, path: Keys, lines: Mapping[Keys, str]) -> None:
@@ -249,6 +253,8 @@ def _sentence(item: ErrorDetails, path: Keys, tree: Tree) -> str:
     kind, got, limits = item["type"], item.get("input"), item.get("ctx", {})
     shown = "null" if got is None else str(got).lower() if isinstance(got, bool) else repr(got)
     match kind:
+        case "extra_forbidden" if path[0] not in DEFAULT_VARIANTS:
+            return f"is not a key of {'.'.join(path[:-1])}"
         case "extra_forbidden":
             tag, default = DEFAULT_VARIANTS[path[0]]
             section = tree[path[0]]

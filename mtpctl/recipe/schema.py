@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from mtpctl.recipe.asynchrony import AsyncConfig
 from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.recipe.data import DataConfig
+from mtpctl.recipe.evaluation import EvaluationConfig
 from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.logprob import LogprobConfig
 from mtpctl.recipe.model import ModelConfig, MtpConfig
@@ -39,6 +40,7 @@ class Recipe(Section):
     sync: SyncConfig = Field(default_factory=NcclConfig)
     logprob: LogprobConfig = Field(default_factory=LogprobConfig)
     data: DataConfig = Field(default_factory=DataConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)

@@ -9,8 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from mtpctl.data.files import NO_ANSWER, read_problems
-from mtpctl.data.problems import Problem
+from mtpctl.data.files import read_problems
+from mtpctl.data.problems import NO_ANSWER, Problem
 from mtpctl.data.sets import load_problem_sets
 from mtpctl.errors import UserError
 from mtpctl.recipe.data import DataConfig, GeneratedTask
@@ -23,14 +23,17 @@ def test_jsonl(tmp_path: Path) -> None:
     path.write_text(GOOD + "\n" + '{"prompt": "2+2=", "answer": 4, "solution": "four: 4", "other": []}\n')
     assert read_problems(path) == [
         Problem("train.jsonl:1", "1+1=", "2"),
-        Problem("train.jsonl:3", "2+2=", "4", "four: 4"),
+        Problem("train.jsonl:3", "2+2=", "4", "four: 4", fields={"other": []}),
     ]
 
 
 def test_parquet(tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "answer": ["1", "2"], "level": [3, 4]}), path)
-    assert read_problems(path) == [Problem("train.parquet:1", "a", "1"), Problem("train.parquet:2", "b", "2")]
+    assert read_problems(path) == [
+        Problem("train.parquet:1", "a", "1", fields={"level": 3}),
+        Problem("train.parquet:2", "b", "2", fields={"level": 4}),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -103,13 +106,13 @@ def test_files_that_are_missing_empty_or_of_another_kind(tmp_path: Path) -> None
     with pytest.raises(UserError, match="holds no problem"):
         read_problems(tmp_path / "empty.jsonl")
     (tmp_path / "train.csv").write_text("prompt,answer\n")
-    with pytest.raises(UserError, match=r"neither \.jsonl nor \.parquet"):
+    with pytest.raises(UserError, match=r"neither \.jsonl, \.json nor \.parquet"):
         read_problems(tmp_path / "train.csv")
     (tmp_path / "fake.parquet").write_text(GOOD)
     with pytest.raises(UserError, match="not a Parquet file"):
         read_problems(tmp_path / "fake.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "label": ["1"]}), tmp_path / "columns.parquet")
-    with pytest.raises(UserError, match="no column answer"):
+    with pytest.raises(UserError, match=r"data\.columns\.answer: columns\.parquet has no column 'answer'; its .* prompt, label: set data\.columns: {answer: label}$"):
         read_problems(tmp_path / "columns.parquet")
     offsets, half = pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")
     latin = pyarrow.StringArray.from_buffers(1, offsets, half)
@@ -127,8 +130,8 @@ def test_prompts_alone_where_answers_are_not_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "p.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "topic": ["x", "y"]}), path)
     assert read_problems(path, "--prompts", answers=False) == [
-        Problem("p.parquet:1", "a", NO_ANSWER),
-        Problem("p.parquet:2", "b", NO_ANSWER),
+        Problem("p.parquet:1", "a", NO_ANSWER, fields={"topic": "x"}),
+        Problem("p.parquet:2", "b", NO_ANSWER, fields={"topic": "y"}),
     ]
 
 
@@ -136,7 +139,7 @@ def test_prompts_alone_where_answers_are_not_asked_for(tmp_path: Path) -> None:
     ("name", "text", "told"),
     [
         ("p.jsonl", '{"prompt": "a", "answer": ""}\n', r"p\.jsonl:1: `answer` must be text"),
-        ("p.jsonl", "[]\n", r"p\.jsonl:1: a line must be an object with `prompt`; "),
+        ("p.jsonl", "[]\n", r"p\.jsonl:1: a row must be an object with columns"),
         ("p.jsonl", "\n", r"--prompts: .*p\.jsonl holds no problem; add lines with `prompt`$"),
         ("p.txt", "hello", r"--prompts: .*p\.txt is neither"),
     ],
