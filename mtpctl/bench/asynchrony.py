@@ -128,11 +128,15 @@ class ArmSummary:
 
 
 def evaluated(experiment: Experiment) -> Experiment:
-    """The experiment with an evaluation every few updates, where the recipe has none."""
+    """The experiment with an evaluation every few updates, where the recipe has none.
+
+    Training waits for each, so that an accuracy is of one version and the time of evaluations can be left out.
+    """
     train = experiment.load("probe", 0).train
-    if train.eval_every:
-        return experiment
-    return replace(experiment, sets=[*experiment.sets, f"train.eval_every={max(2, train.rl.steps // EVALUATIONS)}"])
+    sets = [*experiment.sets, "evaluation.wait=true"]
+    if not train.eval_every:
+        sets.append(f"train.eval_every={max(2, train.rl.steps // EVALUATIONS)}")
+    return replace(experiment, sets=sets)
 
 
 def evaluations_of(history: History) -> list[Evaluation]:

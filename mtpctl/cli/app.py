@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from mtpctl.cli import bench, clean, convert_hf, doctor, logprob_serve, recipe, report, rollout, sync_weights, train
+from mtpctl.cli import bench, clean, convert_hf, doctor, evaluate, logprob_serve, recipe, report, rollout, sync_weights, train
 from mtpctl.errors import MtpctlError
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def _everywhere(
 
 app.command("train")(train.train)
 app.command("rollout")(rollout.rollout)
+app.command("eval")(evaluate.evaluate)
 app.command("logprob-serve")(logprob_serve.logprob_serve)
 app.command("convert-hf")(convert_hf.convert_hf)
 app.command("report")(report.report)

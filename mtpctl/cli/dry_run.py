@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import NotRequired, TypedDict
 
+from mtpctl.data.look import look
 from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.families.serving import check_importable
@@ -78,6 +79,7 @@ Plan = TypedDict(
         "placement": PlacementPlan,
         "memory": dict[str, Sizes],
         "async": SchedulePlan,
+        "data": list[str],
         "cautions": list[str],
         "buckets": NotRequired[dict[str, SectionPlan]],
         "bytes_once": NotRequired[int],
@@ -123,6 +125,7 @@ def dry_run(recipe: Recipe) -> Plan:
         },
         "memory": {"trainer_rank": _sizes(trainer) | {"total": trainer.total}},
         "async": {"staleness_threshold": recipe.async_.staleness, "sync_every": recipe.async_.sync_every},
+        "data": list(map(str, look(recipe.data, recipe.evaluation, recipe.train.stages))),
         "cautions": list(cautions_of(recipe)),
     }
     if "rl" in recipe.train.stages:
@@ -178,6 +181,7 @@ def render(plan: Plan) -> str:
             lines.append(f"           {section}: {one['tensors']} tensors in {one['buckets']} bucket(s), {bucketed}")
         if plan["bytes_once"]:
             lines.append(f"           at the first sync also {_bytes(plan['bytes_once'])} of base weights")
+    lines += [f"{'data' if not number else '':10} {line}" for number, line in enumerate(plan["data"])]
     lines += [f"caution    {caution}" for caution in plan["cautions"]]
     return "\n".join(lines)
 

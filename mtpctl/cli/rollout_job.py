@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
@@ -25,6 +25,7 @@ from mtpctl.recipe.checks import validate
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.rewards import MathChecker, make_checker
 from mtpctl.rollout.offline import Progress, Prompt, answer_all, summary, wanted
+from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.sample_file import Origin, SampleFile
 from mtpctl.rollout.start import check_engine_installed, start_pool
 from mtpctl.sync.manifest import Manifest
@@ -83,16 +84,16 @@ def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progr
     Raises UserError, before anything is started, for prompts, model or file that cannot serve; EnvironmentMissing without
     vLLM, ClusterResources and RuntimeFailure as the cluster and the engines raise them.
     """
-    validate(_without_training(recipe))
-    recipe = _with_merged_sync(recipe)
+    validate(without_training(recipe))
+    recipe = with_merged_sync(recipe)
     if n < 1:
         raise UserError(f"--n: must be at least 1, got {n}")
-    problems = read_problems(prompts, "--prompts", answers=False)
+    problems = read_problems(prompts, "--prompts", answers=False, columns=recipe.data.columns)
     if out.exists() and out.samefile(prompts):
         raise UserError(f"--out: {out} holds the prompts; name another file")
     with tempfile.TemporaryDirectory(prefix="mtpctl-rollout-") as made, contextlib.ExitStack() as stack:
         folder = Path(made)
-        source = _source(recipe, start, folder)
+        source = source_of(recipe, start, folder)
         say(f"model: {source.name}")
         asked = [
             Prompt(
@@ -124,19 +125,20 @@ def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progr
         return cast(Summary, counts | {"model": source.name, "out": str(out)})
 
 
-def _without_training(recipe: Recipe) -> Recipe:
+def without_training(recipe: Recipe) -> Recipe:
     """The recipe for its checks: samples that are not trained on may be drawn with top-p and top-k."""
     train = recipe.train.model_copy(update={"stages": ["sft"], "sft": recipe.train.sft.model_copy(update={"steps": 1})})
     return recipe.model_copy(update={"train": train})
 
 
-def _with_merged_sync(recipe: Recipe) -> Recipe:
+def with_merged_sync(recipe: Recipe) -> Recipe:
     """The recipe with a sync of whole weights, an adapter merged in, through this host's shared memory."""
     sync = recipe.sync.model_copy(update={"transport": "shm", "sections": ["target", "draft"]})
-    return recipe.model_copy(update={"sync": sync})
+    # The device is told by the recipe's own transport, where the recipe leaves it open.
+    return recipe.model_copy(update={"sync": sync, "cluster": recipe.cluster.model_copy(update={"device": recipe.device})})
 
 
-def _source(recipe: Recipe, start: str | None, made: Path) -> Source:
+def source_of(recipe: Recipe, start: str | None, made: Path) -> Source:
     """Find model, tokenizer and checkpoint. A model or tokenizer that has to be made is written to the folder `made`."""
     run, checkpoint, version = recipe.run_path.absolute(), None, 0
     if start is not None and (Path(start) / "config.json").is_file():
@@ -182,32 +184,12 @@ def _generate(
     recipe: Recipe, source: Source, missing: list[tuple[Prompt, int]], file: SampleFile, folder: Path, progress: Progress
 ) -> float:
     """Start the engines, generate `missing`, and end the engines. Returns the seconds of generation alone."""
-    check_engine_installed(recipe)
-    placement = _engines(recipe)
     checker = make_checker(recipe.data.checker)
+    # The engines must not repeat the random numbers of the samples that the file holds.
+    seed = recipe.seed + 7919 * file.tally.samples
 
     async def drive(store: VersionStore) -> float:
-        async with contextlib.AsyncExitStack() as stack:
-            # The engines must not repeat the random numbers of the samples that the file holds.
-            seed = recipe.seed + 7919 * file.tally.samples
-            starting = start_pool(
-                recipe,
-                model=str(source.model.path),
-                context=source.context,
-                placement=placement,
-                published=store,
-                seed=seed,
-                tokenizer=source.tokenizer,
-            )
-            pool, manifest = await asyncio.gather(starting, _published(recipe, source, store))
-            stack.push_async_callback(pool.close)
-            if manifest is not None:
-                await within(
-                    pool.update(manifest, mode=recipe.sync.pause, deadline_s=recipe.sync.deadline_s),
-                    2 * recipe.sync.deadline_s,
-                    "loading the checkpoint into the engines",
-                )
-            settle_heap()
+        async with serving(recipe, source, store, seed) as pool:
             return await answer_all(
                 pool,
                 missing,
@@ -224,11 +206,46 @@ def _generate(
     with contextlib.ExitStack() as stack:
         if isinstance(checker, MathChecker):
             stack.enter_context(checker)
+        store = stack.enter_context(room_for_engines(recipe, source, folder))
+        return asyncio.run(drive(store))
+
+
+@contextlib.contextmanager
+def room_for_engines(recipe: Recipe, source: Source, folder: Path) -> Iterator[VersionStore]:
+    """A cluster with room for the recipe's engines, and a version store in `folder` to feed them from."""
+    check_engine_installed(recipe)
+    placement = _engines(recipe)
+    with contextlib.ExitStack() as stack:
         stack.enter_context(cluster(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus))
         store = store_in(folder, recipe, source.model.shape)
         store.claim()
         stack.callback(store.close)
-        return asyncio.run(drive(store))
+        yield store
+
+
+@contextlib.asynccontextmanager
+async def serving(recipe: Recipe, source: Source, store: VersionStore, seed: int) -> AsyncIterator[ReplicaPool]:
+    """The recipe's engines with the weights of `source`, which are closed at the end."""
+    async with contextlib.AsyncExitStack() as stack:
+        starting = start_pool(
+            recipe,
+            model=str(source.model.path),
+            context=source.context,
+            placement=_engines(recipe),
+            published=store,
+            seed=seed,
+            tokenizer=source.tokenizer,
+        )
+        pool, manifest = await asyncio.gather(starting, _published(recipe, source, store))
+        stack.push_async_callback(pool.close)
+        if manifest is not None:
+            await within(
+                pool.update(manifest, mode=recipe.sync.pause, deadline_s=recipe.sync.deadline_s),
+                2 * recipe.sync.deadline_s,
+                "loading the checkpoint into the engines",
+            )
+        settle_heap()
+        yield pool
 
 
 def _engines(recipe: Recipe) -> Placement:

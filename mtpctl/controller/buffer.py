@@ -157,8 +157,8 @@ class SampleBuffer:
         groups = [(group, group.samples) for group in self._ready] + [(group, []) for group in self.unfinished()]
         with aside.open("w") as file:
             for group, complete in groups:
-                problem = [group.problem.prompt_id, group.problem.prompt, group.problem.answer, group.problem.solution]
                 samples = [s.to_dict() for s in complete]
+                problem = group.problem.to_json()
                 line = {"number": group.number, "problem": problem, "size": group.size, "again": group.retries, "samples": samples}
                 file.write(json.dumps(line) + "\n")
             file.flush()
@@ -173,6 +173,6 @@ class SampleBuffer:
         for line in path.read_text().splitlines():
             data = json.loads(line)
             samples = [Sample.from_dict(s) for s in data["samples"]]
-            group = Group(data["number"], Problem(*data["problem"]), data["size"], samples, retries=data.get("again", 0))
+            group = Group(data["number"], Problem.from_json(data["problem"]), data["size"], samples, retries=data.get("again", 0))
             (complete if group.complete else unfinished).append(group)
         return complete, unfinished

@@ -1,46 +1,141 @@
-"""Held-out accuracy and drafter acceptance, measured on the rollout engines."""
+"""Held-out sets, measured on the rollout engines: accuracy, avg@n and pass@k, and drafter acceptance."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from mtpctl.controller.metrics import cut_share, speculation
 from mtpctl.controller.prepare import Prepared
+from mtpctl.controller.set_rewards import Score
 from mtpctl.data.problems import Problem
 from mtpctl.data.prompts import encode_prompt
+from mtpctl.data.sets import UNNAMED
+from mtpctl.recipe.evaluation import EvaluationSetConfig
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rl.rewards import Checker
+from mtpctl.rl.pass_at_k import mean_pass_at_k
 from mtpctl.rollout.protocol import DEADLINE, Generator
 from mtpctl.samples import GenerationRequest, Sample, response_limit
 
 
-async def evaluate(recipe: Recipe, prepared: Prepared, generator: Generator, checker: Checker) -> dict[str, float]:
-    """`eval/*`: accuracy of one response to each held-out problem, sampled as in rollout, and draft acceptance over these responses.
+@dataclass(slots=True)
+class HeldOut:
+    """One held-out set in an evaluation: its problems, and the responses to each so far."""
 
-    Empty where there are no held-out problems.
+    name: str
+    config: EvaluationSetConfig
+    problems: list[Problem]
+    answers: list[list[Sample]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.answers = [[] for _ in self.problems]
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All responses, problem after problem."""
+        return [sample for each in self.answers for sample in each]
+
+    def metrics(self) -> dict[str, float]:
+        """`eval/*` of the set of the section `data`, `eval/NAME/*` of a set by name."""
+        prefix, samples, n = f"eval/{self.name}/" if self.name else "eval/", self.samples, self.config.n
+        rewards = [[sample.reward or 0.0 for sample in each] for each in self.answers]
+        mean = sum(map(sum, rewards)) / len(samples)
+        found = {"accuracy": mean} if self.name == UNNAMED else {}
+        if self.name != UNNAMED or n > 1:
+            right = [sum(reward >= self.config.right_from for reward in each) for each in rewards]
+            found |= {f"avg@{n}": mean} | {f"pass@{k}": value for k, value in mean_pass_at_k(right, n).items()}
+        found |= {"problems": float(len(self.problems)), "length_mean": sum(len(s.response_ids) for s in samples) / len(samples)}
+        found |= {"truncated_fraction": cut_share(samples, "length"), "deadline_fraction": cut_share(samples, DEADLINE)}
+        metrics = {prefix + name: value for name, value in found.items()}
+        return metrics | {name.replace("rollout/", prefix): value for name, value in speculation(samples).items()}
+
+
+async def evaluate(
+    recipe: Recipe,
+    prepared: Prepared,
+    generator: Generator,
+    rewards: Mapping[str, Score],
+    *,
+    version: int = 0,
+    n: int | None = None,
+    progressed: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """`eval/*`: what the responses to all held-out problems are worth, and draft acceptance over them. Empty without such problems.
+
+    Responses are sampled as in rollout, but where their set says otherwise, and rewarded while others are generated; `rewards` are by the
+    names of sets, and that of `UNNAMED` serves those that have none. `version` is the weight version that the engines have at the begin:
+    `eval/mixed_fraction` is the share of responses with a token of another one. `n` replaces the number of responses
+    that the sets ask for. `progressed` is called at every response.
     """
-    problems = {p.prompt_id: p for p in prepared.problems.evaluation}
-    if not problems:
+    sets = []
+    for name, problems in prepared.problems.held_out.items():
+        config = recipe.evaluation.sets.get(name, EvaluationSetConfig())
+        sets.append(HeldOut(name, config if n is None else config.model_copy(update={"n": n}), problems))
+    if not sets:
         return {}
+    asked: dict[str, tuple[HeldOut, int]] = {}
 
     async def requests() -> AsyncIterator[GenerationRequest]:
-        for number, problem in enumerate(problems.values()):
-            yield request_of(recipe, prepared, problem, group_id=f"eval-{number}", index=0, seed=number)
+        for held_out in sets:
+            for number, problem in enumerate(held_out.problems):
+                group = f"eval-{held_out.name}-{number}" if held_out.name else f"eval-{number}"
+                asked[group] = held_out, number
+                for index in range(held_out.config.n):
+                    yield _request(recipe, prepared, held_out.config, problem, group, index, seed=number * held_out.config.n + index)
 
-    samples, hits = [], 0.0
-    async with contextlib.aclosing(generator.generate(requests())) as answers:
-        async for sample in answers:
-            text = prepared.tokenizer.decode(sample.response_ids)
-            # In a thread: a checker may take seconds, and the event loop has other work meanwhile.
-            hits += await asyncio.to_thread(checker, text, problems[sample.prompt_id].answer)
-            samples.append(sample)
-    metrics = {"eval/accuracy": hits / len(samples), "eval/problems": float(len(samples))}
-    metrics |= {name.replace("rollout/", "eval/"): value for name, value in speculation(samples).items()}
-    metrics["eval/length_mean"] = sum(len(s.response_ids) for s in samples) / len(samples)
-    metrics |= {"eval/truncated_fraction": cut_share(samples, "length"), "eval/deadline_fraction": cut_share(samples, DEADLINE)}
+    async def reward(sample: Sample) -> None:
+        held_out, number = asked[sample.group_id]
+        text = prepared.tokenizer.decode(sample.response_ids)
+        score = rewards.get(held_out.name, rewards[UNNAMED])
+        sample.reward = await score(text, held_out.problems[number], sample)
+        held_out.answers[number].append(sample)
+        progressed()
+
+    try:
+        async with asyncio.TaskGroup() as tasks, contextlib.aclosing(generator.generate(requests())) as samples:
+            async for sample in samples:
+                progressed()
+                tasks.create_task(reward(sample))
+    except ExceptionGroup as group:
+        raise _first(group) from group
+    every = [sample for held_out in sets for sample in held_out.samples]
+    mixed = sum(any(span.version != version for span in sample.version_spans) for sample in every)
+    metrics = {"eval/version": float(version), "eval/mixed_fraction": mixed / len(every)}
+    for held_out in sets:
+        metrics |= held_out.metrics()
     return metrics
+
+
+def cut_responses(recipe: Recipe, metrics: Mapping[str, float]) -> tuple[int, int]:
+    """How many responses of an evaluation `rollout.deadline_s` cut, and how many there were."""
+    cut = all_ = 0
+    for name, share in metrics.items():
+        if name.endswith("/deadline_fraction"):
+            prefix = name.removesuffix("deadline_fraction")
+            each = recipe.evaluation.sets.get(prefix.removeprefix("eval/").strip("/"), EvaluationSetConfig())
+            responses = round(metrics[f"{prefix}problems"]) * each.n
+            cut, all_ = cut + round(share * responses), all_ + responses
+    return cut, all_
+
+
+def _first(group: ExceptionGroup[Exception]) -> Exception:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, ExceptionGroup) else error
+
+
+def _request(
+    recipe: Recipe, prepared: Prepared, config: EvaluationSetConfig, problem: Problem, group: str, index: int, seed: int
+) -> GenerationRequest:
+    """The request for one response, sampled as the set says."""
+    request = request_of(recipe, prepared, problem, group_id=group, index=index, seed=seed)
+    if config.temperature is not None:
+        request = replace(request, temperature=config.temperature)
+    if config.max_tokens is not None:
+        limit = response_limit(request.sample, max_tokens=config.max_tokens, context=prepared.context)
+        request = replace(request, max_tokens=limit)
+    return request
 
 
 def request_of(recipe: Recipe, prepared: Prepared, problem: Problem, *, group_id: str, index: int, seed: int | None) -> GenerationRequest:

@@ -15,6 +15,7 @@ from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.controller.prepare import Prepared, changed_old_logprobs, check_drawn, prepare, store_in
 from mtpctl.controller.rl import RlStage
 from mtpctl.controller.scoring import ATTEMPTS, Scoring
+from mtpctl.controller.set_rewards import rewards_of
 from mtpctl.controller.sft import SftStage
 from mtpctl.controller.state import RunState, check_stages
 from mtpctl.controller.trainers import TrainerGroup
@@ -215,8 +216,9 @@ class Run:
         beside = dict if scoring is None else scoring.metrics
         sync = WeightSync(self.recipe, trainer, rollout, server, self.store.root, metrics=beside)
         checker = make_checker(self.recipe.data.checker)
+        rewards = rewards_of(self.recipe.evaluation)
         settle_heap()
-        stage = RlStage(self.recipe, self.prepared, trainer, rollout, sync, checker, self.telemetry, self.state, scoring)
+        stage = RlStage(self.recipe, self.prepared, trainer, rollout, sync, checker, self.telemetry, self.state, scoring, rewards)
         if restored is not None and (restored / "buffer.jsonl").exists():
             await stage.resume_buffer(*SampleBuffer.load(restored / "buffer.jsonl"))
         await stage.publish()

@@ -58,7 +58,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     from mtpctl.convert.model_weights import ModelWeights
 
     # What is read in a moment comes first, and with it the most common mistakes.
-    problems = load_problem_sets(recipe.data, recipe.seed)
+    problems = load_problem_sets(recipe.data, recipe.seed, recipe.evaluation, stages=recipe.train.stages)
     unrewarded = check_answers(problems, recipe) if "rl" in recipe.train.stages else ""
     model = model_of(recipe, run_dir)
     if "rl" in recipe.train.stages and recipe.rollout.engine == "vllm":
@@ -74,7 +74,8 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     if imitated is not problems.train:
         fit_problems(tokenizer, problems.train, recipe.data, context=context)
     fit_problems(tokenizer, imitated, recipe.data, context=context, targets=True)
-    fit_problems(tokenizer, problems.evaluation, recipe.data, context=context)
+    for held_out in problems.held_out.values():
+        fit_problems(tokenizer, held_out, recipe.data, context=context)
     return Prepared(model, tokenizer, problems, context, unrewarded)
 
 

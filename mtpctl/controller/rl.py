@@ -26,19 +26,22 @@ import asyncio
 import itertools
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from mtpctl.cluster.deadlines import finished_before
 from mtpctl.controller.buffer import Group, SampleBuffer
 from mtpctl.controller.clock import BusyClock
-from mtpctl.controller.evaluate import evaluate
+from mtpctl.controller.evaluate import cut_responses, evaluate
 from mtpctl.controller.metrics import of_samples
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.rollout_loop import RolloutLoop, Score
+from mtpctl.controller.set_rewards import Score as SetReward
+from mtpctl.controller.set_rewards import by_answer
 from mtpctl.controller.sft import check_applied
 from mtpctl.controller.stability import StabilityWatch
 from mtpctl.controller.state import RunState
 from mtpctl.controller.trainers import TrainerGroup
+from mtpctl.data.sets import UNNAMED
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.groups import has_signal
@@ -64,6 +67,7 @@ class RlStage:
         telemetry: Telemetry,
         state: RunState,
         score: Score | None = None,
+        set_rewards: Mapping[str, SetReward] | None = None,
     ) -> None:
         self.recipe, self.prepared, self.trainer, self.generator = recipe, prepared, trainer, generator
         self.sync, self.checker, self.telemetry, self.state = sync, checker, telemetry, state
@@ -71,6 +75,8 @@ class RlStage:
         self.clock = BusyClock()
         self.rollout = RolloutLoop(recipe, prepared, generator, checker, telemetry, state, self.buffer, self.clock, score)
         self.stability = StabilityWatch(recipe)
+        self.rewards = {UNNAMED: by_answer(checker), **(set_rewards or {})}
+        self._evaluating: asyncio.Task[None] | None = None
         self._updated = asyncio.Event()  # set at the end of each update
         self._skipped_in_a_row = 0
         self._reported_choices = {""}  # of draft tokens, in the words of the engines
@@ -90,7 +96,19 @@ class RlStage:
         # A checkpoint is taken before the evaluation that is due at its step, which a resumed run may still have to do. It may also have
         # been done, and the row is logged again then, of the same weights.
         if self.state.step == 0 or self._evaluation_due():
-            await self._evaluate()
+            await self._evaluate(beside=True)
+        try:
+            await self._rollout_and_training()
+            if self.state.step == self.recipe.train.rl.steps:
+                # The one under way is of weights that the next version would replace.
+                await self._evaluated()
+                if self.state.synced_at != self.state.step:
+                    await self.publish()
+                await self._evaluate()
+        finally:
+            await self._give_evaluation_up()
+
+    async def _rollout_and_training(self) -> None:
         rollout = asyncio.create_task(self.rollout.run(), name="rollout")
         training = asyncio.create_task(self._train(), name="training")
         # Training ends the stage by finishing, by a stop, or by failing; rollout ends it only by failing.
@@ -106,10 +124,6 @@ class RlStage:
                 error = error.exceptions[0]
             if isinstance(error, Exception):
                 raise error
-        if self.state.step == self.recipe.train.rl.steps:
-            if self.state.synced_at != self.state.step:
-                await self.publish()
-            await self._evaluate()
 
     async def _train(self) -> None:
         """The training task: batch, update, publish, checkpoint, evaluation."""
@@ -130,10 +144,13 @@ class RlStage:
                 self.telemetry.log(self.state.step, metrics, "rl")
             await self.state.checkpoint_if_due(self.trainer)
             if self._evaluation_due():
-                await self._evaluate()
-                # Evaluations are timed on their own; neither their time nor what was generated meanwhile counts for the next update.
-                self.clock.read()
-                self.rollout.counts.tokens = 0
+                await self._evaluate(beside=True)
+                if self._evaluating is None:
+                    # It is timed on its own; neither its time nor what was generated meanwhile counts for the next update.
+                    self.clock.read()
+                    self.rollout.counts.tokens = 0
+            elif self._evaluating is not None and self._evaluating.done():
+                await self._evaluated()  # raises where it failed
 
     # --------------------------------------------------------------------------------------------------------- batch
 
@@ -246,15 +263,51 @@ class RlStage:
         every = self.recipe.train.eval_every
         return bool(every) and self.state.step % every == 0 and self.state.step < self.recipe.train.rl.steps
 
-    async def _evaluate(self) -> None:
-        """Log the held-out accuracy of the published weights at the current step; nothing without held-out problems."""
+    async def _evaluate(self, *, beside: bool = False) -> None:
+        """Evaluate the published weights, for the current step. One evaluation at a time: the one under way is waited for first.
+
+        With `beside` training goes on meanwhile, unless the recipe wants it to wait. A sync that falls into the evaluation changes the
+        weights under it, as under the responses of rollout.
+        """
+        await self._evaluated()
+        self._evaluating = asyncio.create_task(self._log_evaluation(self.state.step, self.state.version), name="evaluation")
+        if not beside or self.recipe.evaluation.wait or self.recipe.async_.deterministic:
+            await self._evaluated()
+
+    async def _evaluated(self) -> None:
+        """Wait until no evaluation is under way. Raises what it raised."""
+        if self._evaluating is not None:
+            await self._evaluating
+            self._evaluating = None
+
+    async def _give_evaluation_up(self) -> None:
+        """End the evaluation under way, if any, since the stage ends before it."""
+        if self._evaluating is None:
+            return
+        self._evaluating.cancel()
+        (error,) = await asyncio.gather(self._evaluating, return_exceptions=True)
+        self._evaluating = None
+        if error is not None:
+            told = "the stage ended first" if isinstance(error, asyncio.CancelledError) else str(error)
+            self.telemetry.event("eval", f"the evaluation under way has no result: {told}")
+
+    async def _log_evaluation(self, step: int, version: int) -> None:
+        """Log the metrics of all held-out sets under `step`; nothing without held-out problems."""
         began = time.perf_counter()
-        if metrics := await evaluate(self.recipe, self.prepared, self.generator, self.checker):
-            metrics["timing_s/evaluation"] = time.perf_counter() - began
-            if cut := round(metrics["eval/deadline_fraction"] * metrics["eval/problems"]):
-                what = f"{cut} of {metrics['eval/problems']:g} held-out responses were cut by rollout.deadline_s"
-                self.telemetry.event("eval", f"{what}: {self.recipe.rollout.deadline_s:g}, and count as they are; raise it")
-            self.telemetry.log(self.state.step, metrics, "rl")
+
+        def progressed() -> None:
+            # Engines that are busy with held-out problems have not stopped working.
+            self.rollout.last_progress = time.monotonic()
+
+        metrics = await evaluate(self.recipe, self.prepared, self.generator, self.rewards, version=version, progressed=progressed)
+        if not metrics:
+            return
+        metrics["timing_s/evaluation"] = time.perf_counter() - began
+        cut, responses = cut_responses(self.recipe, metrics)
+        if cut:
+            what = f"{cut} of {responses} held-out responses were cut by rollout.deadline_s"
+            self.telemetry.event("eval", f"{what}: {self.recipe.rollout.deadline_s:g}, and count as they are; raise it")
+        self.telemetry.log(step, metrics, "rl")
 
     # ------------------------------------------------------------------------------------------------------ warnings
 
@@ -262,7 +315,8 @@ class RlStage:
         """An event where held-out problems are among those that are trained on."""
         problems = self.prepared.problems
         if seen := problems.seen_in(self.recipe.train.stages):
-            what = f"{seen} of {len(problems.evaluation)} held-out problems are trained on too: accuracy on them is what is remembered"
+            count = sum(map(len, problems.held_out.values()))
+            what = f"{seen} of {count} held-out problems are trained on too: accuracy on them is what is remembered"
             self.telemetry.event("data", f"{what}; remove them from data.path or data.sft_path")
 
     def _warn_of_deadlines(self, share: float, responses: int) -> None:

@@ -1,4 +1,4 @@
-"""The supervised stage: next-token loss and MTP loss on worked solutions."""
+"""The supervised stage: next-token loss and MTP loss on worked solutions, or on the assistant's turns of conversations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.state import RunState
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.data.cursor import PromptCursor
-from mtpctl.data.prompts import encode_prompt, encode_target
+from mtpctl.data.prompts import encode_imitated
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
 from mtpctl.telemetry.session import Telemetry
@@ -51,9 +51,9 @@ class SftStage:
             if self.beside is not None and self.beside.done():
                 self.beside.result()
             began = time.perf_counter()
-            pairs = [self._pair() for _ in range(sft.batch_size)]
+            sequences = [self._sequence() for _ in range(sft.batch_size)]
             self.state.updating = True
-            metrics = await self.trainer.call("sft_step", pairs)
+            metrics = await self.trainer.call("sft_step", sequences)
             seconds = time.perf_counter() - began
             bad = check_applied(metrics, bad, self.recipe.train.max_bad_steps)
             if not metrics["skipped"]:
@@ -65,9 +65,8 @@ class SftStage:
             self.telemetry.log(self.state.step, metrics, "sft")
             await self.state.checkpoint_if_due(self.trainer)
 
-    def _pair(self) -> tuple[list[int], list[int]]:
-        problem = next(self.cursor)
-        return encode_prompt(self.prepared.tokenizer, problem, self.recipe.data), encode_target(self.prepared.tokenizer, problem)
+    def _sequence(self) -> tuple[list[int], list[int], list[int]]:
+        return tuple(encode_imitated(self.prepared.tokenizer, next(self.cursor), self.recipe.data))
 
 
 def check_applied(metrics: dict[str, float], bad: int, limit: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 Message = Mapping[str, object]
 """One message of a conversation as chat templates take it: `role`, `content`, and where the template knows them `tool_calls` and others."""
@@ -28,6 +28,16 @@ class Problem:
     solution: str | None = None
     messages: Sequence[Message] = field(default=(), hash=False)
     fields: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+    def to_json(self) -> list[object]:
+        """The problem as JSON takes it."""
+        return [self.prompt_id, self.prompt, self.answer, self.solution, list(self.messages), dict(self.fields)]
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Problem:
+        """Inverse of `to_json`; a checkpoint of an earlier release has neither messages nor fields."""
+        prompt_id, prompt, answer, solution, messages, fields = [*values, *((), {})[len(values) - 4 :]]
+        return cls(prompt_id, prompt, answer, solution, tuple(messages), fields)
 
     @property
     def target(self) -> str:

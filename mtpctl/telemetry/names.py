@@ -38,6 +38,8 @@ METRICS: dict[str, Metric] = {
     "eval/length_mean": Metric("held-out length", "tokens", "Mean response length on held-out problems."),
     "eval/truncated_fraction": Metric("held-out cut off", "share", "Responses on held-out problems that reached the token limit."),
     "eval/deadline_fraction": Metric("held-out cut by time", "share", "Responses on held-out problems that rollout.deadline_s cut."),
+    "eval/version": Metric("held-out version", "versions", "Weight version that the engines had when the evaluation began."),
+    "eval/mixed_fraction": Metric("held-out mixed", "share", "Held-out responses with a token of another version than the first."),
     "eval/spec_accept_rate": Metric("held-out acceptance", "share", "Draft tokens accepted on held-out problems."),
     "sft/loss": Metric("SFT loss", "nats", "Cross-entropy of the supervised stage, per supervised token."),
     "actor/pg_loss": Metric("policy loss", "number", "Clipped surrogate, on the optimizer's scale."),
@@ -97,6 +99,8 @@ _PATTERNS: list[tuple[re.Pattern[str], str, Unit, str]] = [
     (re.compile(r"mtp/loss_(\d+)"), "depth {}", "nats", "Cross-entropy of MTP depth {}, per supervised token."),
     (re.compile(r"mtp/accept_(\d+)"), "depth {}", "share", "Positions where MTP depth {} names the target's own first choice."),
     (re.compile(r"rollout/spec_accept_rate_(\d+)"), "position {}", "share", "Decoding steps whose draft token {} was accepted."),
+    (re.compile(r"eval/(.+/avg@\d+)"), "{}", "number", "Mean reward on a held-out set: {}."),
+    (re.compile(r"eval/(.+/pass@\d+)"), "{}", "share", "Problems of a held-out set with a right one among k responses, estimated: {}."),
     (re.compile(r"timing_s/(.+)"), "{}", "seconds", "Seconds of an update spent in {}."),
 ]
 

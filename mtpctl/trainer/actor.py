@@ -126,12 +126,12 @@ class TrainerRank(WeightSource):
             )
         self.engine.restore(path)
 
-    def sft_step(self, pairs: list[tuple[list[int], list[int]]]) -> dict[str, float]:
-        """One supervised update on pairs of token ids: of a prompt, and of its target."""
+    def sft_step(self, rows: list[tuple[list[int], list[int], list[int]]]) -> dict[str, float]:
+        """One supervised update on rows: token ids of a prompt, those of its target, and the target's mask, 1 where it is trained on."""
         from mtpctl.trainer.batch import Sequence
         from mtpctl.trainer.objective import NextToken
 
-        sequences = [Sequence(prompt + target, len(prompt), [1] * len(target)) for prompt, target in pairs]
+        sequences = [Sequence(prompt + target, len(prompt), mask) for prompt, target, mask in rows]
         with self._profiled("sft"):
             return self.engine.update(sequences, NextToken(), total_steps=self.recipe.train.sft.steps)
 

@@ -195,7 +195,8 @@ def test_evaluations_at_other_steps_compare() -> None:
 @pytest.mark.parametrize(("sets", "every"), [([], 5), (["train.rl.steps=6"], 2), (["train.eval_every=3"], 3)])
 def test_a_recipe_without_evaluations_gets_sixteen_or_one_every_two_updates(tmp_path: Path, sets: list[str], every: int) -> None:
     experiment = evaluated(Experiment("tiny_mtp", (), ["train.eval_every=0", *sets], tmp_path))
-    assert experiment.load("stale-0", 0).train.eval_every == every
+    loaded = experiment.load("stale-0", 0)
+    assert loaded.train.eval_every == every and loaded.evaluation.wait
 
 
 def test_seeds_are_summed_up_with_their_spread() -> None:

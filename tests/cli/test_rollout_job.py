@@ -203,7 +203,7 @@ def test_another_checkpoint_does_not_go_on_with_the_file_of_the_one_before(run: 
     prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}, {"prompt": "2+2="})
     made = recipe(run)
     with SampleFile.open(
-        tmp_path / "o", rollout_job._origin(made, rollout_job._source(made, None, tmp_path)), {"p.jsonl:1": "1+1="}
+        tmp_path / "o", rollout_job._origin(made, rollout_job.source_of(made, None, tmp_path)), {"p.jsonl:1": "1+1="}
     ) as file:
         file.append(Sample("p.jsonl:1", "g", [1], response_ids=[2], finish_reason="stop"), "1+1=", "x")
     answer(made, prompts, tmp_path / "o")
@@ -218,7 +218,8 @@ def test_another_checkpoint_does_not_go_on_with_the_file_of_the_one_before(run: 
     [
         ({"prompt": "1" * 64}, [], 1, r"p\.jsonl:1: the prompt has 64 tokens and the context holds 64; shorten or remove it"),
         ({"prompt": "1" * 40}, ["rollout.context=32"], 1, r"the context holds 32"),
-        ({"answer": "1"}, [], 1, r"p\.jsonl:1: `prompt` must be text"),
+        ({"answer": "1"}, [], 1, r"data\.columns\.prompt: p\.jsonl has no column 'prompt'; its columns are answer: set"),
+        ({"prompt": ""}, [], 1, r"p\.jsonl:1: `prompt` must be text"),
         ({"prompt": "1"}, [], 0, r"--n: must be at least 1, got 0"),
         ({"prompt": "1"}, ["rollout.context=100"], 1, r"rollout\.context: the model has 64 positions, got 100"),
     ],

@@ -1,0 +1,154 @@
+"""The job of `mtpctl eval`: find recipe and weights, start the recipe's engines without a trainer, and measure the held-out sets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+from mtpctl.cli.rollout_job import Say, Source, room_for_engines, serving, source_of, with_merged_sync, without_training
+from mtpctl.controller.evaluate import evaluate
+from mtpctl.controller.prepare import Prepared
+from mtpctl.controller.set_rewards import Score, by_answer, rewards_of
+from mtpctl.data.prompts import fit_problems
+from mtpctl.data.sets import UNNAMED, load_held_out
+from mtpctl.errors import UserError
+from mtpctl.recipe import yaml12
+from mtpctl.recipe.checks import validate
+from mtpctl.recipe.data import GeneratedTask
+from mtpctl.recipe.evaluation import EvaluationSetConfig
+from mtpctl.recipe.loading import load_recipe
+from mtpctl.recipe.schema import Recipe
+from mtpctl.rl.rewards import MathChecker, make_checker
+from mtpctl.sync.store import VersionStore
+from mtpctl.telemetry.run_directory import RunDirectory
+
+UNNAMED_SHOWN = "held-out"
+"""How the set of the section `data` is called in what is printed."""
+
+
+class Evaluation(TypedDict):
+    """What `evaluate_weights` returns: `sets` has the metrics of each held-out set by its name, with `n`, the responses to a problem."""
+
+    model: str
+    version: int
+    seconds: float
+    sets: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be evaluated: a recipe, and where they are not the newest of its run, the weights."""
+
+    recipe: Recipe
+    start: str | None
+
+
+@contextlib.contextmanager
+def asked(target: str, start: str | None, overlays: Sequence[str], sets: Sequence[str]) -> Iterator[Asked]:
+    """What the argument `RECIPE|RUN|FOLDER` stands for.
+
+    A run and a checkpoint have their recipe with them. A folder of weights has none: overlays and sets say then what it is measured on.
+    Raises UserError as `load_recipe` does.
+    """
+    folder = Path(target).absolute()
+    if (folder / "config.json").is_file():
+        with tempfile.TemporaryDirectory(prefix="mtpctl-eval-") as made:
+            file = Path(made) / "folder.yaml"
+            file.write_text(yaml12.dump({"name": "eval", "model": {"path": str(folder)}}), encoding="utf-8")
+            yield Asked(load_recipe(file, overlays=overlays, sets=sets).recipe, start or str(folder))
+        return
+    run = folder.parent.parent if (folder / "run.json").is_file() else folder
+    recipe = RunDirectory(run).recipe
+    if folder.is_dir():
+        if not recipe.is_file():
+            raise UserError(
+                f"{target} is neither a run ({recipe.name}), nor a checkpoint (run.json), nor a folder of weights (config.json); "
+                "name one of these, or a recipe"
+            )
+        loaded = load_recipe(recipe, overlays=overlays, sets=[*sets, f"run_dir={run}"]).recipe
+        yield Asked(loaded, start or (str(folder) if run != folder else None))
+        return
+    yield Asked(load_recipe(target, overlays=overlays, sets=sets).recipe, start)
+
+
+def evaluate_weights(recipe: Recipe, *, n: int | None, say: Say, start: str | None = None) -> Evaluation:
+    """Measure weights on the recipe's held-out sets, with `n` responses to each problem, or as many as each set says.
+
+    `start` names the weights, as for `mtpctl rollout`. Raises UserError, before anything is started, where there is no held-out set and
+    for problems, rewards or weights that cannot serve; and what the cluster and the engines raise.
+    """
+    validate(_checkable(recipe))
+    recipe = with_merged_sync(recipe)
+    problems = load_held_out(recipe.data, recipe.seed, recipe.evaluation)
+    if not problems.held_out:
+        raise UserError("evaluation.sets: the recipe has no held-out problems; name a set, or data.eval_path")
+    rewards = rewards_of(recipe.evaluation)
+    with tempfile.TemporaryDirectory(prefix="mtpctl-eval-") as made, contextlib.ExitStack() as stack:
+        folder = Path(made)
+        source = source_of(recipe, start, folder)
+        for held_out in problems.held_out.values():
+            fit_problems(source.tokenizer, held_out, recipe.data, context=source.context)
+        counts = {name: (n or _set(recipe, name).n) for name in problems.held_out}
+        total = sum(len(each) * counts[name] for name, each in problems.held_out.items())
+        say(f"model: {source.name}; {total} responses to {sum(map(len, problems.held_out.values()))} held-out problems")
+        checker = make_checker(recipe.data.checker)
+        if isinstance(checker, MathChecker):
+            stack.enter_context(checker)
+        store = stack.enter_context(room_for_engines(recipe, source, folder))
+        prepared = Prepared(source.model, source.tokenizer, problems, source.context)
+        began = time.perf_counter()
+        metrics = asyncio.run(_measured(recipe, source, store, prepared, {UNNAMED: by_answer(checker), **rewards}, n))
+        seconds = time.perf_counter() - began
+    return {
+        "model": source.name,
+        "version": source.version,
+        "seconds": seconds,
+        "sets": {name or UNNAMED_SHOWN: {"n": counts[name], **_of_set(metrics, name)} for name in problems.held_out},
+    }
+
+
+async def _measured(
+    recipe: Recipe, source: Source, store: VersionStore, prepared: Prepared, rewards: Mapping[str, Score], n: int | None
+) -> dict[str, float]:
+    async with serving(recipe, source, store, recipe.seed) as pool:
+        return await evaluate(recipe, prepared, pool, rewards, version=source.version, n=n)
+
+
+def _checkable(recipe: Recipe) -> Recipe:
+    """The recipe for its checks: nothing is trained, so it needs nothing to train on."""
+    recipe = without_training(recipe)
+    if recipe.data.path is None and recipe.data.task is None:
+        return recipe.model_copy(update={"data": recipe.data.model_copy(update={"task": GeneratedTask()})})
+    return recipe
+
+
+def _set(recipe: Recipe, name: str) -> EvaluationSetConfig:
+    return recipe.evaluation.sets.get(name, EvaluationSetConfig())
+
+
+def _of_set(metrics: Mapping[str, float], name: str) -> dict[str, float]:
+    """The metrics of one set without their prefix."""
+    prefix = f"eval/{name}/" if name else "eval/"
+    found = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+    return {key: value for key, value in found.items() if "/" not in key and (name or key not in ("version", "mixed_fraction"))}
+
+
+def rendered(found: Evaluation) -> str:
+    """A table of the sets for a person to read."""
+    rows = [["set", "problems", "n", "avg@n", "pass@k", "length", "cut off", "acceptance"]]
+    for name, each in found["sets"].items():
+        n = int(each["n"])
+        mean = each.get(f"avg@{n}", each.get("accuracy", 0.0))
+        passed = "  ".join(f"@{key[5:]} {value:.1%}" for key, value in each.items() if key.startswith("pass@"))
+        accepted = f"{each['spec_accept_rate']:.1%}" if "spec_accept_rate" in each else "–"
+        cells = [f"{each['problems']:.0f}", str(n), f"{mean:.3f}", passed or "–", f"{each['length_mean']:.1f}"]
+        rows.append([name, *cells, f"{each['truncated_fraction']:.1%}", accepted])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, f"{found['model']}; {found['seconds']:.1f} s with the start of the engines"])

@@ -1,0 +1,32 @@
+"""`mtpctl eval`: measure weights on the recipe's held-out sets."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from mtpctl.cli.answers import answer
+from mtpctl.cli.options import Json, Overlays, Sets, say
+
+
+def evaluate(
+    target: Annotated[
+        str, typer.Argument(metavar="RECIPE|RUN|FOLDER", help="A recipe, a run directory, a checkpoint, or a folder of weights.")
+    ],
+    n: Annotated[int | None, typer.Option("--n", metavar="N", help="Responses to each problem; default: as each set says.", min=1)] = None,
+    sets: Sets = None,
+    overlay: Overlays = None,
+    start: Annotated[
+        str | None,
+        typer.Option("--from", metavar="RUN|CKPT|FOLDER", help="Weights; default: the run directory's newest checkpoint, else the model."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the newest weights of a run on its held-out sets: avg@n, pass@k, response length and draft acceptance."""
+    from mtpctl.cli.eval_job import asked, evaluate_weights, rendered
+
+    with asked(target, start, overlay or [], sets or []) as found:
+        measured = evaluate_weights(found.recipe, n=n, say=say, start=found.start)
+    answer(json.dumps(measured, indent=2) if as_json else rendered(measured))

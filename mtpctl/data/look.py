@@ -1,0 +1,65 @@
+"""A look at a recipe's data before anything starts: every file is read for as long as there is time, and mistakes are told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mtpctl.data.problems import Problem
+from mtpctl.data.sets import rows_of
+from mtpctl.errors import EnvironmentMissing
+from mtpctl.recipe.data import DataConfig
+from mtpctl.recipe.evaluation import EvaluationConfig
+
+SECONDS = 3.0
+"""How long all sets together are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What was found in one set: `role` as `rows_of` names it, its rows in words, how many were read, and whether those are all.
+
+    `unread` says why nothing could be read.
+    """
+
+    role: str
+    name: str
+    rows: int
+    whole: bool
+    unread: str = ""
+
+    def __str__(self) -> str:
+        if self.unread:
+            return f"{self.role}: {self.unread}"
+        return f"{self.role}: {self.name}, {self.rows:,} rows" + ("" if self.whole else " read, not all")
+
+
+def look(data: DataConfig, evaluation: EvaluationConfig, stages: Sequence[str], *, seconds: float = SECONDS) -> list[Looked]:
+    """Read every file and every dataset of the recipe from its beginning, each for its share of the seconds. The hub is not asked.
+
+    Raises UserError as a run would, for the rows that were read, and for a set without rows.
+    """
+    sets = rows_of(data, evaluation, stages)
+    found, end = [], time.monotonic() + seconds
+    for left, (role, rows) in zip(range(len(sets), 0, -1), sets.items(), strict=True):
+        now = time.monotonic()
+        try:
+            count, whole = _read(rows.problems(fetch=False), now + max(0.0, end - now) / left)
+        except EnvironmentMissing:
+            found.append(Looked(role, rows.name, 0, False, f"{rows.path} is not in the cache yet; the run fetches it from the hub"))
+            continue
+        if not count:
+            raise rows.empty()
+        found.append(Looked(role, rows.name, count, whole))
+    return found
+
+
+def _read(problems: Iterator[Problem], until: float) -> tuple[int, bool]:
+    """How many problems could be read until then, and whether those were all. At least one is read."""
+    count = 0
+    for _ in problems:
+        count += 1
+        if time.monotonic() > until:
+            return count, False
+    return count, True
