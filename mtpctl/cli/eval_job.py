@@ -83,8 +83,8 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, say: Say, start: str | No
     `start` names the weights, as for `mtpctl rollout`. Raises UserError, before anything is started, where there is no held-out set and
     for problems, rewards or weights that cannot serve; and what the cluster and the engines raise.
     """
-    validate(_checkable(recipe))
     recipe = with_merged_sync(recipe)
+    validate(_checkable(recipe))
     problems = load_held_out(recipe.data, recipe.seed, recipe.evaluation)
     if not problems.held_out:
         raise UserError("evaluation.sets: the recipe has no held-out problems; name a set, or data.eval_path")

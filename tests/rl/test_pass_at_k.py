@@ -1,0 +1,34 @@
+"""pass@k against its definition: the share of subsets of k responses that hold a right one."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from mtpctl.rl.pass_at_k import ks_of, mean_pass_at_k, pass_at_k
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_it_is_the_share_of_subsets_with_a_right_response(n: int) -> None:
+    for right in range(n + 1):
+        responses = [number < right for number in range(n)]
+        for k in range(1, n + 1):
+            subsets = list(combinations(responses, k))
+            assert pass_at_k(n, right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_large_counts_do_not_overflow() -> None:
+    assert pass_at_k(10_000, 3, 1) == pytest.approx(3e-4)
+    assert pass_at_k(10_000, 5_000, 64) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_a_k_beyond_the_responses_is_refused(k: int) -> None:
+    with pytest.raises(ValueError, match=f"pass@{k} of 4 responses"):
+        pass_at_k(4, 1, k)
+
+
+def test_powers_of_two_and_all_are_told() -> None:
+    assert [ks_of(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert mean_pass_at_k([0, 4], 4) == {1: 0.5, 2: 0.5, 4: 0.5}
