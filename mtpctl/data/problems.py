@@ -36,7 +36,8 @@ class Problem:
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Problem:
         """Inverse of `to_json`; a checkpoint of an earlier release has neither messages nor fields."""
-        prompt_id, prompt, answer, solution, messages, fields = [*values, *((), {})[len(values) - 4 :]]
+        prompt_id, prompt, answer, solution = values[:4]
+        messages, fields = values[4:] or ((), {})
         return cls(prompt_id, prompt, answer, solution, tuple(messages), fields)
 
     @property

@@ -58,3 +58,32 @@ def test_the_stage_ends_once_its_last_losses_are_low_enough_over_a_stop_too(tmp_
         return await train(Learner(tmp_path), resumed=True) if reached == stop_at else reached
 
     assert asyncio.run(main()) == 5 + WINDOW
+
+
+def test_a_conversation_goes_to_the_trainer_with_the_mask_of_the_assistants_turns(tmp_path: Path) -> None:
+    class Recording(Learner):
+        async def call(self, method: str, *args: Any) -> Any:
+            if method == "sft_step":
+                rows.extend(args[0])
+            return await super().call(method, *args)
+
+    class Chat(Letters):
+        """A message is its role's first letter and its content."""
+
+        special_ids = frozenset({0})
+
+        def chat_text(self, messages: Any, tools: Any = (), *, opened: bool = True) -> str:
+            return "".join(m["role"][0] + m["content"] for m in messages) + ("a" if opened else "")
+
+        def encode_places(self, text: str) -> tuple[list[int], list[int]]:
+            return self.encode(text), list(range(len(text)))
+
+    rows: list[tuple[list[int], list[int], list[int]]] = []
+    messages = [{"role": ("user", "assistant")[number % 2], "content": str(number)} for number in range(4)]
+    recipe = Recipe.model_validate({"model": {"path": "anywhere"}, "train": {"sft": {"steps": 1, "batch_size": 1}}})
+    prepared = Prepared(cast(Any, None), Chat(), ProblemSets([], [], [Problem("c", "", "", messages=messages)]), 64)
+    learner = Recording(tmp_path)
+    learner.state = RunState(tmp_path, recipe.train)
+    learner.state.begin("sft")
+    asyncio.run(SftStage(recipe, prepared, cast(TrainerGroup, learner), cast(Any, Rows(World())), learner.state).run())
+    assert rows == [([*map(ord, "u0a")], [*map(ord, "1u2a3"), 0], [1, 0, 0, 0, 1, 1])]

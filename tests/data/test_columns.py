@@ -60,7 +60,10 @@ def test_a_conversation_reads_as_text_with_its_roles(tmp_path: Path) -> None:
     ("row", "told"),
     [
         (GSM8K, "has no column 'prompt'; its columns are question, answer: set data.columns: {prompt: question}"),
-        ({"question": "a", "gold": "b"}, "'prompt' and 'answer'; its columns are question, gold: set data.columns: {prompt: question, answer: gold}"),
+        (
+            {"question": "a", "gold": "b"},
+            "'prompt' and 'answer'; its columns are question, gold: set data.columns: {prompt: question, answer: gold}",
+        ),
         ({"promt": "a", "answer": "b"}, "its columns are promt, answer: set data.columns: {prompt: promt}"),
         (VERL, "no column 'answer'; its columns are data_source, prompt, ability, reward_model.style, reward_model.ground_truth, "),
         (VERL, "set data.columns: {answer: reward_model.ground_truth}"),

@@ -84,7 +84,11 @@ def test_the_ids_are_those_of_the_template_itself(chatml: Tokenizer) -> None:
     assert prompt == chatml.chat(problem.messages[:1])
 
 
-@given(contents=st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=8), min_size=2, max_size=8).filter(lambda c: not len(c) % 2))
+@given(
+    contents=st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=8), min_size=2, max_size=8).filter(
+        lambda c: not len(c) % 2
+    )
+)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_is_said_the_mask_covers_the_assistants_words_alone(chatml: Tokenizer, contents: list[str]) -> None:
     if any("<" in content for content in contents):

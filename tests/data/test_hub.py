@@ -161,11 +161,15 @@ def test_of_a_hub_the_files_of_the_split_alone_are_fetched(cache: Path, tmp_path
 
 def test_a_dataset_without_readable_files_is_refused(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     connect(Hub(tmp_path / "remote", {"data.csv": "a,b"}), monkeypatch)
-    with pytest.raises(UserError, match=r"data\.path: openai/gsm8k has no \.parquet, \.jsonl or \.json files; install the library `datasets`"):
+    with pytest.raises(
+        UserError, match=r"data\.path: openai/gsm8k has no \.parquet, \.jsonl or \.json files; install the library `datasets`"
+    ):
         list(read())
 
 
-@pytest.mark.parametrize(("kind", "told"), [("RepositoryNotFoundError", "is neither a file or folder here nor"), ("GatedRepoError", "is gated")])
+@pytest.mark.parametrize(
+    ("kind", "told"), [("RepositoryNotFoundError", "is neither a file or folder here nor"), ("GatedRepoError", "is gated")]
+)
 def test_a_dataset_that_the_hub_refuses_is_the_users_to_mend(cache: Path, monkeypatch: pytest.MonkeyPatch, kind: str, told: str) -> None:
     import huggingface_hub.errors
 
@@ -183,7 +187,7 @@ def test_the_library_datasets_is_preferred_where_it_is_installed(monkeypatch: py
 
     def load_dataset(name: str, subset: str | None, *, split: str, download_config: object) -> Loaded:
         if split != "train":
-            raise ValueError(f'Unknown split "{split}". Should be one of [\'train\'].')
+            raise ValueError(f"Unknown split \"{split}\". Should be one of ['train'].")
         return Loaded([{"question": "1+1?", "answer": "2"}])
 
     library = ModuleType("datasets")
@@ -198,7 +202,10 @@ def test_the_library_datasets_is_preferred_where_it_is_installed(monkeypatch: py
 @pytest.mark.parametrize(
     ("files", "layout"),
     [
-        (["data/train-00000.parquet", "data/test.parquet"], {"default": {"test": ["data/test.parquet"], "train": ["data/train-00000.parquet"]}}),
+        (
+            ["data/train-00000.parquet", "data/test.parquet"],
+            {"default": {"test": ["data/test.parquet"], "train": ["data/train-00000.parquet"]}},
+        ),
         (["train.jsonl", "dev.jsonl", "dataset_infos.json"], {"default": {"validation": ["dev.jsonl"], "train": ["train.jsonl"]}}),
         (["en/test/0.parquet", "fr/test/0.parquet"], {"en": {"test": ["en/test/0.parquet"]}, "fr": {"test": ["fr/test/0.parquet"]}}),
         (["rows.json", "image.png"], {"default": {"train": ["rows.json"]}}),
