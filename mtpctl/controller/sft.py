@@ -8,6 +8,7 @@ import time
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.state import RunState
 from mtpctl.controller.trainers import TrainerGroup
+from mtpctl.data.conversations import Imitated
 from mtpctl.data.cursor import PromptCursor
 from mtpctl.data.prompts import encode_imitated
 from mtpctl.errors import RuntimeFailure
@@ -65,8 +66,8 @@ class SftStage:
             self.telemetry.log(self.state.step, metrics, "sft")
             await self.state.checkpoint_if_due(self.trainer)
 
-    def _sequence(self) -> tuple[list[int], list[int], list[int]]:
-        return tuple(encode_imitated(self.prepared.tokenizer, next(self.cursor), self.recipe.data))
+    def _sequence(self) -> Imitated:
+        return encode_imitated(self.prepared.tokenizer, next(self.cursor), self.recipe.data)
 
 
 def check_applied(metrics: dict[str, float], bad: int, limit: int) -> int:
