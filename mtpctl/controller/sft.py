@@ -67,7 +67,8 @@ class SftStage:
 
     def _pair(self) -> tuple[list[int], list[int]]:
         problem = next(self.cursor)
-        return encode_prompt(self.prepared.tokenizer, problem, self.recipe.data), encode_target(self.prepared.tokenizer, problem)
+        tokenizer, tools = self.prepared.tokenizer, self.prepared.tools
+        return encode_prompt(tokenizer, problem, self.recipe.data, tools), encode_target(tokenizer, problem)
 
 
 def check_applied(metrics: dict[str, float], bad: int, limit: int) -> int:

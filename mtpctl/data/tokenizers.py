@@ -8,8 +8,9 @@ token by itself.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from mtpctl.errors import EnvironmentMissing, UserError
 
@@ -39,8 +40,15 @@ class Tokenizer(Protocol):
         """Text of the ids, without special tokens and without ids that the tokenizer does not know."""
         ...
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Ids of a conversation in the chat template of the tokenizer, up to the beginning of the assistant's answer."""
+    def chat(self, messages: list[dict[str, str]], tools: Sequence[object] = ()) -> list[int]:
+        """Ids of a conversation in the chat template of the tokenizer, up to the beginning of the assistant's answer.
+
+        `tools` are JSON schemas of what the model may call.
+        """
+        ...
+
+    def chat_text(self, messages: Sequence[Mapping[str, object]]) -> str:
+        """A conversation in the chat template as text, up to the beginning of the assistant's answer."""
         ...
 
 
@@ -68,20 +76,28 @@ class HfTokenizer:
         assert isinstance(text, str)
         return text
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def chat(self, messages: list[dict[str, str]], tools: Sequence[object] = ()) -> list[int]:
+        return cast("list[int]", self._templated(messages, tools, tokenize=True))
+
+    def chat_text(self, messages: Sequence[Mapping[str, object]]) -> str:
+        return cast(str, self._templated(messages, (), tokenize=False))
+
+    def _templated(self, messages: Sequence[Mapping[str, object]], tools: Sequence[object], *, tokenize: bool) -> object:
         from jinja2 import TemplateError
 
         if self.inner.chat_template is None:
             raise UserError(f"data.chat_template: the tokenizer {self.name} has no chat template; set it to false")
+        conversation, schemas = cast(Any, list(messages)), cast(Any, list(tools) or None)
         try:
-            ids = self.inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+            return self.inner.apply_chat_template(
+                conversation, tools=schemas, add_generation_prompt=True, tokenize=tokenize, return_dict=False
+            )
         except TemplateError as error:
-            roles = " and ".join(message["role"] for message in messages)
+            roles = " and ".join(str(message["role"]) for message in messages)
             raise UserError(
                 f"data.chat_template: the template of {self.name} does not take a conversation of {roles} ({_line(error)}); "
                 "leave data.system_prompt out, or set chat_template: false"
             ) from error
-        return cast("list[int]", ids)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

@@ -22,6 +22,7 @@ from mtpctl.recipe.rl import clips_fit, correction_fits
 from mtpctl.recipe.rollout import (
     VLLM_ADAPTER_RANKS,
     SglangConfig,
+    environment_fits,
     heads_split,
     lengths_fit,
     sglang_fits,
@@ -74,6 +75,7 @@ def _sections(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     yield from correction_fits(train.rl.correction)
     yield from clips_fit(train.rl)
     yield from speculation_fits(rollout)
+    yield from environment_fits(rollout)
     yield from sglang_fits(rollout) if isinstance(rollout, SglangConfig) else vllm_fits(rollout)
     yield from sections_fit(recipe.sync)
     yield from data_fits(recipe.data)

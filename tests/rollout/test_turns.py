@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from mtpctl.data.tokenizers import load_tokenizer, make_byte_tokenizer
-from mtpctl.rollout.environments import Calculator, Turns, compute, last_turn, turns
+from mtpctl.rollout.calculator import Calculator
+from mtpctl.rollout.environments import EnvironmentClass
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead
+from mtpctl.rollout.turns import Turns, last_turn, turns
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample, Speculation, VersionSpan
@@ -36,26 +38,6 @@ class Bytes:
         return bytes(i for i in ids if i < 256).decode()
 
 
-@pytest.mark.parametrize(
-    ("expression", "value"), [("1+2", 3), ("2*(3-5)", -4), ("7/2", 3.5), ("7//2", 3), ("-3 % 5", 2), (" 12 ", 12), ("1.5*4", 6)]
-)
-def test_the_calculator_computes(expression: str, value: float) -> None:
-    assert compute(expression) == value
-
-
-@pytest.mark.parametrize(
-    "turn", ["1/0", "2**999", "x", "", "__import__('os')", "1+", "(" * 150, "9" * 300, "10.0**400", "1 if 2 else 3", "True", "1j", "\x00"]
-)
-def test_whatever_the_model_writes_is_answered(turn: str) -> None:
-    assert Calculator().reply(f"so <calc>{turn}</calc>") == "<result>error</result>"
-
-
-def test_the_last_call_of_a_turn_is_answered() -> None:
-    calculator = Calculator()
-    assert calculator.reply("<calc>1</calc> no, <calc>2*21</calc>") == "<result>42</result>"
-    assert calculator.reply("<calc>1/8</calc>") == "<result>0.125</result>"
-
-
 def sample_of(text: str, reason: str = "stop") -> Sample:
     sample = Sample("p", "g", [1])
     sample.append(list(text.encode()), [-0.5] * len(text), 3)
@@ -63,9 +45,25 @@ def sample_of(text: str, reason: str = "stop") -> Sample:
     return sample
 
 
+def go_on(sample: Sample, limit: int = 4, kind: type = Calculator) -> bool:
+    """One turn of an environment of its own that the sample's response has."""
+
+    async def drive() -> bool:
+        played = Turns(EnvironmentClass("tests:it", kind, {}), Bytes(), limit)
+        play = played.play(GenerationRequest(sample, 500))
+        try:
+            assert await play.open(sample)
+            return await play.go_on(sample)
+        finally:
+            play.close()
+            await played.close()
+
+    return asyncio.run(drive())
+
+
 def test_an_answer_is_appended_masked_and_under_the_version_of_its_turn() -> None:
     sample = sample_of("a <calc>6*7</calc>")
-    assert asyncio.run(Turns(Calculator(), Bytes(), 4).go_on(sample))
+    assert go_on(sample)
     answer = len("<result>42</result>")
     assert Bytes().decode(sample.response_ids) == "a <calc>6*7</calc><result>42</result>"
     assert sample.loss_mask == [1] * 18 + [0] * answer
@@ -76,33 +74,33 @@ def test_an_answer_is_appended_masked_and_under_the_version_of_its_turn() -> Non
 
 def test_what_was_written_behind_the_call_is_dropped() -> None:
     sample = sample_of("<calc>1</calc>xyz")
-    assert asyncio.run(Turns(Calculator(), Bytes(), 4).go_on(sample))
+    assert go_on(sample)
     assert Bytes().decode(sample.response_ids) == "<calc>1</calc><result>1</result>"
     assert len(sample.loss_mask) == len(sample.behaviour_logprobs) == len(sample.response_ids)
 
 
 def test_a_turn_without_a_call_ends_the_response() -> None:
     sample = sample_of("the answer is 42")
-    assert not asyncio.run(Turns(Calculator(), Bytes(), 4).go_on(sample))
+    assert not go_on(sample)
     assert sample.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("said", [None, ""])
 def test_an_environment_that_says_nothing_ends_the_response(said: str | None) -> None:
     class Silent(Calculator):
-        def reply(self, turn: str) -> str | None:
+        async def reply(self, turn: str) -> str | None:  # type: ignore[override]
             return said
 
-    sample = asyncio.run(play(Scripted(["<calc>1</calc>"]), Silent(), seconds=5))
+    sample = asyncio.run(play(Scripted(["<calc>1</calc>"]), Silent, seconds=5))
     assert (Bytes().decode(sample.response_ids), sample.finish_reason) == ("<calc>1</calc>", "stop")
 
 
 def test_there_are_so_many_turns_and_no_more() -> None:
-    playing, sample = Turns(Calculator(), Bytes(), 2), sample_of("<calc>1</calc>")
-    assert asyncio.run(playing.go_on(sample))
+    sample = sample_of("<calc>1</calc>")
+    assert go_on(sample, 2)
     sample.append(list(b"<calc>2</calc>"), [-1.0] * 14, 3)
     assert turns(sample) == 2
-    assert not asyncio.run(playing.go_on(sample))
+    assert not go_on(sample, 2)
 
 
 class Scripted(FakeReplica):
@@ -133,11 +131,11 @@ LINES = ["<calc>2*3</calc>", "then <calc>6+1</calc>", "#7"]
 WHOLE = "<calc>2*3</calc><result>6</result>then <calc>6+1</calc><result>7</result>#7"
 
 
-async def play(replica: Any, environment: Any, seconds: float = 60.0) -> Sample:
+async def play(replica: Any, kind: type, seconds: float = 60.0) -> Sample:
     async def start(index: int) -> Any:
         return replica
 
-    pool = await ReplicaPool.start(start, 1, max_in_flight=4, turns=Turns(environment, Bytes(), 8))
+    pool = await ReplicaPool.start(start, 1, max_in_flight=4, turns=Turns(EnvironmentClass("tests:it", kind, {}), Bytes(), 8))
 
     async def one() -> AsyncIterator[GenerationRequest]:
         yield GenerationRequest(Sample("p", "g", [1]), 500, deadline_s=seconds)
@@ -150,7 +148,7 @@ async def play(replica: Any, environment: Any, seconds: float = 60.0) -> Sample:
 
 @pytest.mark.parametrize("faults", [{}, {1: "dies"}, {0: ABORTED, 2: ABORTED}, {0: ABORTED, 1: "dies", 3: ABORTED}])
 def test_turns_go_on_through_aborts_and_deaths(faults: dict[int, str]) -> None:
-    sample = asyncio.run(play(Scripted(LINES, faults), Calculator()))
+    sample = asyncio.run(play(Scripted(LINES, faults), Calculator))
     assert Bytes().decode(sample.response_ids) == WHOLE
     assert sample.finish_reason == "stop"
     said = bytes(token for token, mask in zip(sample.response_ids, sample.loss_mask, strict=True) if mask).decode()
@@ -162,12 +160,13 @@ def test_turns_go_on_through_aborts_and_deaths(faults: dict[int, str]) -> None:
 
 def test_an_answer_that_takes_too_long_ends_the_response() -> None:
     class Slow(Calculator):
-        def reply(self, turn: str) -> str | None:
+        def reply(self, turn: str) -> str:  # type: ignore[override]
             time.sleep(0.3)
-            return super().reply(turn)
+            return "<result>6</result>"
 
-    sample = asyncio.run(play(Scripted(LINES), Slow(), seconds=0.1))
+    sample = asyncio.run(play(Scripted(LINES), Slow, seconds=0.1))
     assert sample.finish_reason == DEADLINE
+    assert sample.environment is not None and (sample.environment.timeouts, sample.environment.errors) == (1, 0)
     assert Bytes().decode(sample.response_ids) == LINES[0]
 
 
@@ -203,7 +202,7 @@ def teller(start_engine: Callable[[VllmSettings], VllmEngine], tmp_path_factory:
 
 
 def test_a_real_engine_hands_over_at_the_stop_string_and_goes_on_behind_the_answer(teller: Teller, run: Loop) -> None:
-    environment = Calculator(opening="", closing="=", answer="{}\n")
+    environment = EnvironmentClass("tests:it", Calculator, {"opening": "", "closing": "=", "answer": "{}\n"})
 
     async def drive() -> Sample:
         async def start(index: int) -> Any:
