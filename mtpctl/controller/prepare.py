@@ -42,7 +42,8 @@ _OTHER = {"exact": "math", "math": "exact"}
 class Prepared:
     """What all stages of a run work on. `context` bounds a prompt with its response, in tokens.
 
-    `tools` are the JSON schemas that the environment has for the chat template. `unrewarded` is a warning about problems whose own solution the checker does not accept; empty without such problems.
+    `tools` are the JSON schemas that the environment has for the chat template. `unrewarded` is a warning about problems whose own solution
+    the checker does not accept; empty without such problems.
     """
 
     model: HfFolder

@@ -130,7 +130,7 @@ class Instance:
             raise EnvironmentFailure(f"{where} returned {type(said).__name__}: {_shown(said)}; return text, chat messages or None")
         for message in said:
             if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-                raise EnvironmentFailure(f"{where} returned a list of {_shown(message)}; a chat message has `role` and `content`, both text")
+                raise EnvironmentFailure(f"{where} returned a list of {_shown(message)}; a message has `role` and `content`, both text")
             _check_text(str(message["content"]), where)
         return list(said)
 

@@ -53,8 +53,8 @@ def engine_settings(
 ) -> VllmSettings:
     """Options of one engine. What `rollout.engine_args` names wins over everything chosen here.
 
-    `tokenizer` is the folder or hub id of another tokenizer than the model's; stop strings need one, those of an environment too. `adapter_rank`: rank
-    of the adapter that weight syncs send; None where they send none. `release_kv`: see `VllmSettings`.
+    `tokenizer` is the folder or hub id of another tokenizer than the model's; stop strings need one, those of an environment
+    too. `adapter_rank`: rank of the adapter that weight syncs send; None where they send none. `release_kv`: see `VllmSettings`.
 
     On a CPU the engine runs with few threads beside a trainer on the same cores: no compilation, no prefix cache (its
     blocks hold 128 tokens), a fixed KV cache, and the core in the actor's own process.
