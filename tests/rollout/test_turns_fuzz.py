@@ -96,7 +96,7 @@ class Sampler(Made):
         self.aborted: set[str] = set()
         self.running = asyncio.Event()
         self.running.set()
-        self.answered = 0
+        self.answered, self.killed = 0, False
         plain = len(tokenizer.encode("")) + 256
         self.words = [
             *range(plain),
@@ -128,13 +128,14 @@ class Sampler(Made):
         end = ABORTED
         while True:
             await asyncio.sleep(0)
+            if self.killed:
+                raise EngineDead("the fake was killed")
             if request_id in self.aborted:
                 break
             if not self.running.is_set():
                 continue
             self.answered += 1
-            if self.answered % 997 == 0:
-                raise EngineDead("the fake was killed")
+            self.killed = self.answered % 997 == 0
             for _ in range(self.random.randint(1, 4)):  # a token, and drafts that were accepted
                 if not planned and self.random.random() < 0.12:
                     planned = [*self.random.choice(self.spelled)]
