@@ -71,8 +71,7 @@ async def start_pool(
         assert tokenizer is not None, "stop strings and environments read and write text"
         named = tokenizer.name
     if environment and tokenizer:
-        chat = ChatReplies(tokenizer) if recipe.data.chat_template else None
-        turns = Turns(environment, tokenizer, rollout.max_turns, chat)
+        turns = Turns(environment, tokenizer, rollout.max_turns, ChatReplies(tokenizer))
 
     def settings() -> EngineSettings:
         stream = (first + 1_000_003 * next(starts)) % (1 << 31)

@@ -28,9 +28,9 @@ class Text(Protocol):
 
 
 class Turns:
-    """Plays the environment in responses of at most `limit` turns of the model. `chat`: without it replies are text alone."""
+    """Plays the environment in responses of at most `limit` turns of the model. `chat` renders replies that are chat messages."""
 
-    def __init__(self, environment: EnvironmentClass, text: Text, limit: int, chat: ChatReplies | None = None) -> None:
+    def __init__(self, environment: EnvironmentClass, text: Text, limit: int, chat: ChatReplies) -> None:
         self.environment, self.text, self.limit, self.chat = environment, text, limit, chat
         self.loops = UserLoops()
         self._closing: set[asyncio.Task[None]] = set()
@@ -116,10 +116,6 @@ class Play:
             tokens = []
         elif isinstance(said, str):
             tokens = self._turns.text.encode(said)
-        elif self._turns.chat is None:
-            raise EnvironmentFailure(
-                f"{self._turns.environment.where('reply')} returned chat messages; set data.chat_template: true, or return text"
-            )
         else:
             tokens = self._turns.chat.tokens(said, self._end_token(sample))
         if not tokens:

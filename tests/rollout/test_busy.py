@@ -16,6 +16,7 @@ from mtpctl.rollout.protocol import Occupancy
 from mtpctl.rollout.turns import Turns
 from mtpctl.samples import GenerationRequest, Sample
 from tests.rollout.conftest import in_loop
+from tests.rollout.fake_chat import NO_CHAT
 from tests.rollout.fake_replica import FakeReplica
 
 PLACES = 8
@@ -74,7 +75,7 @@ async def busy(kind: type | None) -> float:
     async def start(index: int) -> Any:
         return engine
 
-    turns = None if kind is None else Turns(EnvironmentClass("tests:it", kind, {}), Bytes(), 3)
+    turns = None if kind is None else Turns(EnvironmentClass("tests:it", kind, {}), Bytes(), 3, NO_CHAT)
     pool = await ReplicaPool.start(start, 1, max_in_flight=PLACES, turns=turns)
 
     async def requests() -> AsyncIterator[GenerationRequest]:
@@ -122,7 +123,7 @@ async def test_an_environment_that_never_replies_does_not_take_in_the_whole_data
     async def start(index: int) -> Any:
         return Stops()
 
-    pool = await ReplicaPool.start(start, 1, max_in_flight=2, turns=Turns(EnvironmentClass("tests:it", Never, {}), Bytes(), 3))
+    pool = await ReplicaPool.start(start, 1, max_in_flight=2, turns=Turns(EnvironmentClass("tests:it", Never, {}), Bytes(), 3, NO_CHAT))
     asked = 0
 
     async def requests() -> AsyncIterator[GenerationRequest]:

@@ -15,6 +15,7 @@ from mtpctl.data.tokenizers import Tokenizer, load_tokenizer, make_byte_tokenize
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import VllmConfig, environment_fits
 from mtpctl.rollout import user_calls
+from mtpctl.rollout.chat import ChatReplies
 from mtpctl.rollout.environments import EnvironmentClass, environment_of
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import DEADLINE, ENVIRONMENT_ERROR
@@ -57,7 +58,7 @@ async def answers(tokenizer: Tokenizer, name: str, problems: list[Any], *, secon
     async def start(index: int) -> Any:
         return Caller()
 
-    pool = await ReplicaPool.start(start, 1, max_in_flight=64, turns=Turns(found(name, **options), tokenizer, 3))
+    pool = await ReplicaPool.start(start, 1, max_in_flight=64, turns=Turns(found(name, **options), tokenizer, 3, ChatReplies(tokenizer)))
 
     async def requests() -> AsyncIterator[GenerationRequest]:
         for number, problem in enumerate(problems):
@@ -99,7 +100,7 @@ def test_an_environment_may_give_the_reward(tokenizer: Tokenizer) -> None:
         ("Half", r"user_environments\.py:\d+: Half\.reply returned text that is not UTF-8 \(surrogates not allowed\); .*"),
         ("Long", r"user_environments\.py:\d+: Long\.reply returned 1,000,001 characters; return at most 1,000,000"),
         ("NoMessage", r"user_environments\.py:\d+: NoMessage\.reply returned a list of \{'role': 'user'\}; a message has .*"),
-        ("Messages", r"user_environments\.py:\d+: Messages\.reply returned chat messages; set data\.chat_template: true, or return text"),
+        ("Messages", r"data\.chat_template: the tokenizer .* has no chat template; set it to false"),
     ],
 )
 def test_a_reply_that_fails_ends_its_response_is_counted_and_told(tokenizer: Tokenizer, name: str, told: str) -> None:
@@ -164,7 +165,7 @@ def test_a_coroutine_that_blocks_stops_neither_the_pool_nor_the_environments_aft
             return Caller()
 
         watching = asyncio.create_task(watch())
-        pool = await ReplicaPool.start(start, 1, max_in_flight=64, turns=Turns(found("Blocks"), tokenizer, 3))
+        pool = await ReplicaPool.start(start, 1, max_in_flight=64, turns=Turns(found("Blocks"), tokenizer, 3, ChatReplies(tokenizer)))
         first = asyncio.create_task(pool.sample(GenerationRequest(Sample("p", "g", [1]), 500, deadline_s=0.4, problem=2.0)))
         await asyncio.sleep(0.9)
         second = await pool.sample(GenerationRequest(Sample("q", "g", [1]), 500, deadline_s=2.0, problem=0.0))
@@ -185,7 +186,7 @@ def test_a_response_that_is_given_up_closes_its_environment(tokenizer: Tokenizer
         async def start(index: int) -> Any:
             return Caller()
 
-        pool = await ReplicaPool.start(start, 1, max_in_flight=4, turns=Turns(found("Hangs"), tokenizer, 3))
+        pool = await ReplicaPool.start(start, 1, max_in_flight=4, turns=Turns(found("Hangs"), tokenizer, 3, ChatReplies(tokenizer)))
         unwanted, cancelled = asyncio.Event(), GenerationRequest(Sample("q", "g", [1]), 500, problem="cancelled")
         request = GenerationRequest(Sample("p", "g", [1]), 500, problem="unwanted", unwanted=unwanted)
         first, second = asyncio.create_task(pool.sample(request)), asyncio.create_task(pool.sample(cancelled))

@@ -24,6 +24,7 @@ from mtpctl.sync.protocol import SyncError
 from mtpctl.sync.session import SyncReport
 from mtpctl.sync.transports.control import Address
 from tests.rollout.conftest import in_loop
+from tests.rollout.fake_chat import NO_CHAT
 from tests.rollout.fake_replica import VOCABULARY, FakeReplica
 
 MANIFESTS = {version: Manifest(version, "shm", "/nowhere", {}) for version in range(100)}
@@ -79,7 +80,7 @@ class Bytes:
 
 
 def turns_of(kind: type) -> Turns:
-    return Turns(EnvironmentClass("tests:it", kind, {}), Bytes(), 8)
+    return Turns(EnvironmentClass("tests:it", kind, {}), Bytes(), 8, NO_CHAT)
 
 
 async def collect(pool: ReplicaPool, wanted: list[GenerationRequest]) -> list[Sample]:

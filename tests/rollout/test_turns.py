@@ -23,6 +23,7 @@ from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample, Speculation, VersionSpan
 from tests.rollout.checkpoints import Tensors, cycle_tensors, tiny_config, write_checkpoint
 from tests.rollout.conftest import Loop, cpu_settings
+from tests.rollout.fake_chat import NO_CHAT
 from tests.rollout.fake_replica import FakeReplica
 
 EOS = 258
@@ -49,7 +50,7 @@ def go_on(sample: Sample, limit: int = 4, kind: type = Calculator) -> bool:
     """One turn of an environment of its own that the sample's response has."""
 
     async def drive() -> bool:
-        played = Turns(EnvironmentClass("tests:it", kind, {}), Bytes(), limit)
+        played = Turns(EnvironmentClass("tests:it", kind, {}), Bytes(), limit, NO_CHAT)
         play = played.play(GenerationRequest(sample, 500))
         try:
             assert await play.open(sample)
@@ -135,7 +136,7 @@ async def play(replica: Any, kind: type, seconds: float = 60.0) -> Sample:
     async def start(index: int) -> Any:
         return replica
 
-    pool = await ReplicaPool.start(start, 1, max_in_flight=4, turns=Turns(EnvironmentClass("tests:it", kind, {}), Bytes(), 8))
+    pool = await ReplicaPool.start(start, 1, max_in_flight=4, turns=Turns(EnvironmentClass("tests:it", kind, {}), Bytes(), 8, NO_CHAT))
 
     async def one() -> AsyncIterator[GenerationRequest]:
         yield GenerationRequest(Sample("p", "g", [1]), 500, deadline_s=seconds)
@@ -208,7 +209,7 @@ def test_a_real_engine_hands_over_at_the_stop_string_and_goes_on_behind_the_answ
         async def start(index: int) -> Any:
             return teller.engine
 
-        playing = Turns(environment, load_tokenizer(teller.folder), 8)
+        playing = Turns(environment, load_tokenizer(teller.folder), 8, NO_CHAT)
         pool = await ReplicaPool.start(start, 1, max_in_flight=4, turns=playing)
         return await pool.sample(GenerationRequest(Sample("p", "g", [*b"Q?"]), 64, stop_token_ids=[EOS]))
 
