@@ -9,6 +9,7 @@ def score(response: str, problem: object, sample: Sample) -> float:
     """The environment's reward; 0 where the environment failed or was cut. Raises ValueError where it gives none."""
     if sample.environment_reward is not None:
         return sample.environment_reward
-    if sample.environment is not None and (sample.environment.errors or sample.environment.timeouts):
+    use = sample.environment
+    if use is None or use.errors or use.timeouts:  # None: a row on which the function is tried before there are responses
         return 0.0
     raise ValueError("the environment gives no reward; give rollout.environment a method `reward()`, or name another reward.function")
