@@ -16,12 +16,12 @@ from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import VllmConfig, environment_fits
 from mtpctl.rollout import user_calls
 from mtpctl.rollout.chat import ChatReplies
-from mtpctl.rollout.environments import EnvironmentClass, environment_of
+from mtpctl.rollout.environments import EnvironmentClass, Failures, environment_of
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import DEADLINE, ENVIRONMENT_ERROR
 from mtpctl.rollout.trial import try_environment
 from mtpctl.rollout.turns import Turns
-from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.samples import EnvironmentUse, GenerationRequest, Sample
 from tests.rollout.fake_replica import FakeReplica
 from tests.rollout.user_environments import CLOSED
 
@@ -199,6 +199,20 @@ def test_a_response_that_is_given_up_closes_its_environment(tokenizer: Tokenizer
 
     assert asyncio.run(drive()).finish_reason == "abort"
     assert sorted(map(str, CLOSED)) == ["cancelled", "unwanted"]
+
+
+def test_of_many_failures_the_first_from_each_place_is_told() -> None:
+    failures = Failures()
+
+    def told(failure: str) -> str | None:
+        return failures.first(Sample("p", "g", [1], environment=EnvironmentUse(errors=1, failure=failure)))
+
+    assert told("tool.py:12: KeyError: 'a'") == (
+        "rollout.environment: tool.py:12: KeyError: 'a'; the response ended there (environment/errors counts them)"
+    )
+    assert told("tool.py:12: KeyError: 'b'") is None
+    assert told("tool.py:13: KeyError: 'a'") is not None
+    assert told("") is None and failures.first(Sample("p", "g", [1])) is None
 
 
 # ------------------------------------------------------------------------------------- what is refused before anything starts
