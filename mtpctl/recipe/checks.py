@@ -93,7 +93,12 @@ def _sections(recipe: Recipe, shape: ModelShape | None) -> Complaints:
 
 
 def _secrets(recipe: Recipe) -> Complaints:
-    for field, free in (("rollout.engine_args", recipe.rollout.engine_args), ("model.config", recipe.model.config or {})):
+    rollout = recipe.rollout
+    for field, free in (
+        ("rollout.engine_args", rollout.engine_args),
+        ("rollout.environment_args", rollout.environment_args),
+        ("model.config", recipe.model.config or {}),
+    ):
         for key, value in free.items():
             if SECRET.search(key) and isinstance(value, str):
                 yield f"{field}.{key}: secrets do not belong in a recipe, which is written into the run directory; use the environment"
