@@ -32,11 +32,26 @@ class Speculation:
 
 
 @dataclass(slots=True)
+class EnvironmentUse:
+    """What the environment did in one response: `turns` that it answered, and the `seconds` that all calls of it took.
+
+    `errors` and `timeouts` count calls that failed or outlasted the response's deadline; `failure` is the last of them in one line.
+    """
+
+    turns: int = 0
+    seconds: float = 0.0
+    errors: int = 0
+    timeouts: int = 0
+    failure: str = ""
+
+
+@dataclass(slots=True)
 class Sample:
     """One response to one prompt. Per-token lists run over the response and have the length of `response_ids`.
 
     `loss_mask` is 1 at tokens that the policy sampled, and 0 at tokens of an environment. `index` counts the responses of a group.
-    `spent_s`: seconds in which an engine or an environment has worked on it, which count against its deadline.
+    `spent_s`: seconds in which an engine or an environment has worked on it, which count against its deadline. `environment` is None, and
+    `environment_reward` too, where there is no environment; the latter is what the environment's own `reward()` returned at the end.
     """
 
     prompt_id: str
@@ -53,6 +68,8 @@ class Sample:
     finish_reason: str | None = None
     speculation: Speculation = field(default_factory=Speculation)
     spent_s: float = 0.0
+    environment: EnvironmentUse | None = None
+    environment_reward: float | None = None
 
     @property
     def length(self) -> int:
@@ -96,6 +113,7 @@ class Sample:
             version_spans=[replace(span) for span in self.version_spans],
             old_logprobs=None if self.old_logprobs is None else self.old_logprobs[:],
             speculation=replace(self.speculation, accepted_by_position=self.speculation.accepted_by_position[:]),
+            environment=None if self.environment is None else replace(self.environment),
         )
 
     def to_dict(self) -> dict[str, object]:
@@ -107,7 +125,8 @@ class Sample:
         """Inverse of `to_dict`. Fields that a sample does not have are left out: a checkpoint may hold some of an earlier release."""
         known = {each.name: data[each.name] for each in fields(cls) if each.name in data}
         spans = [VersionSpan(**span) for span in data["version_spans"]]
-        return cls(**{**known, "version_spans": spans, "speculation": Speculation(**data["speculation"])})
+        use = None if known.get("environment") is None else EnvironmentUse(**known["environment"])
+        return cls(**{**known, "version_spans": spans, "speculation": Speculation(**data["speculation"]), "environment": use})
 
 
 def response_limit(sample: Sample, *, max_tokens: int, context: int) -> int:
@@ -122,7 +141,8 @@ class GenerationRequest:
     Tokens are appended to `sample`: a new one, or a partial rollout that goes on. `max_tokens` bounds the whole response, including
     tokens that it has already. `seed` makes sampling repeatable. `deadline_s` bounds the seconds in which engines and environments work
     on the response: for a pool all of them, for an engine those that are left. Waiting for a free slot does not count. `unwanted` is set
-    when the response is no longer needed: it is cancelled, and its sample comes back as it was in the request.
+    when the response is no longer needed: it is cancelled, and its sample comes back as it was in the request. `problem` is what the
+    response's environment is made with; engines are not sent it.
     """
 
     sample: Sample
@@ -135,3 +155,4 @@ class GenerationRequest:
     stop_token_ids: list[int] = field(default_factory=list)
     deadline_s: float = 600.0
     unwanted: asyncio.Event | None = None
+    problem: object = None

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from mtpctl.samples import Sample, Speculation, VersionSpan, response_limit
+from mtpctl.samples import EnvironmentUse, Sample, Speculation, VersionSpan, response_limit
 
 
 def sample() -> Sample:
@@ -54,7 +54,9 @@ def test_json_round_trip() -> None:
     s.old_logprobs, s.old_version = [-0.1, -0.2, -0.3], 5
     s.reward, s.finish_reason = 1.0, "stop"
     s.speculation = Speculation(drafted=4, accepted=2, accepted_by_position=[2, 0], steps=2)
+    s.environment, s.environment_reward = EnvironmentUse(turns=2, seconds=0.5, errors=1, failure="tool.py:3: KeyError"), 0.25
     assert Sample.from_dict(json.loads(json.dumps(s.to_dict()))) == s
+    assert s.copy() == s and s.copy().environment is not s.environment
 
 
 def test_a_field_of_an_earlier_release_is_left_out() -> None:

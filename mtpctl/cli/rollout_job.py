@@ -22,12 +22,15 @@ from mtpctl.data.tokenizers import Tokenizer, check_fits_model
 from mtpctl.errors import UserError
 from mtpctl.plan.placement import Host, Placement, place
 from mtpctl.recipe.checks import validate
+from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.rewards import MathChecker, make_checker
+from mtpctl.rollout.environments import environment_of
 from mtpctl.rollout.offline import Progress, Prompt, answer_all, summary, wanted
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.sample_file import Origin, SampleFile
 from mtpctl.rollout.start import check_engine_installed, start_pool
+from mtpctl.rollout.trial import try_environment
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.store import VersionStore
 
@@ -95,13 +98,16 @@ def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progr
         folder = Path(made)
         source = source_of(recipe, start, folder)
         say(f"model: {source.name}")
+        environment = environment_of(recipe.rollout)
+        tools = try_environment(environment, problems, source.tokenizer, chat=recipe.data.chat_template) if environment else []
         asked = [
             Prompt(
                 number,
                 each.prompt_id,
                 each.prompt,
-                encode_prompt(source.tokenizer, each, recipe.data),
+                encode_prompt(source.tokenizer, each, recipe.data, tools),
                 None if each.answer == NO_ANSWER else each.answer,
+                each,
             )
             for number, each in enumerate(problems)
         ]
@@ -117,7 +123,7 @@ def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progr
         if missing:
             if made_before[0]:
                 say(f"{out} holds {made_before[0]} samples; {len(missing)} are missing")
-            seconds = _generate(recipe, source, missing, file, folder, progress)
+            seconds = _generate(recipe, source, missing, file, folder, progress, say)
         else:
             say(f"{out} holds all {made_before[0]} samples; nothing is missing")
         made_now = (file.tally.samples - made_before[0], file.tally.tokens - made_before[1])
@@ -173,15 +179,21 @@ def _origin(recipe: Recipe, source: Source) -> Origin:
             "context": source.context,
             "seed": recipe.seed,
             "sampling": [rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens, rollout.stop, rollout.stop_ids],
-            "environment": [rollout.environment, rollout.max_turns] if rollout.environment != "single" else [],
+            "environment": _environment(rollout),
             "prompt": [data.chat_template, data.system_prompt],
             "checker": data.checker,
         },
     )
 
 
+def _environment(rollout: RolloutBase) -> list[object]:
+    if rollout.environment == "single":
+        return []
+    return [rollout.environment, rollout.max_turns, *([rollout.environment_args] if rollout.environment_args else [])]
+
+
 def _generate(
-    recipe: Recipe, source: Source, missing: list[tuple[Prompt, int]], file: SampleFile, folder: Path, progress: Progress
+    recipe: Recipe, source: Source, missing: list[tuple[Prompt, int]], file: SampleFile, folder: Path, progress: Progress, say: Say
 ) -> float:
     """Start the engines, generate `missing`, and end the engines. Returns the seconds of generation alone."""
     checker = make_checker(recipe.data.checker)
@@ -201,6 +213,7 @@ def _generate(
                 reward=checker,
                 seed=recipe.seed if recipe.async_.deterministic else None,
                 progress=progress,
+                tell=say,
             )
 
     with contextlib.ExitStack() as stack:

@@ -141,7 +141,7 @@ def _request(
 def request_of(recipe: Recipe, prepared: Prepared, problem: Problem, *, group_id: str, index: int, seed: int | None) -> GenerationRequest:
     """The request for one response to one problem, with the sampling parameters of the recipe."""
     rollout = recipe.rollout
-    prompt = encode_prompt(prepared.tokenizer, problem, recipe.data)
+    prompt = encode_prompt(prepared.tokenizer, problem, recipe.data, prepared.tools)
     sample = Sample(prompt_id=problem.prompt_id, group_id=group_id, prompt_ids=prompt, index=index)
     return GenerationRequest(
         sample=sample,
@@ -153,4 +153,5 @@ def request_of(recipe: Recipe, prepared: Prepared, problem: Problem, *, group_id
         stop=rollout.stop,
         stop_token_ids=[prepared.tokenizer.eos_id, *rollout.stop_ids],
         deadline_s=rollout.deadline_s,
+        problem=problem,
     )

@@ -34,6 +34,22 @@ def cut_share(samples: list[Sample], reason: str) -> float:
     return sum(sample.finish_reason == reason for sample in samples) / len(samples)
 
 
+def environment_use(samples: list[Sample]) -> dict[str, float]:
+    """`environment/*`: replies, seconds, errors and timeouts of the environment, means over responses. Empty without one."""
+    uses = [sample.environment for sample in samples if sample.environment is not None]
+    if not uses:
+        return {}
+    metrics = {
+        "environment/turns": statistics.fmean(use.turns for use in uses),
+        "environment/seconds": statistics.fmean(use.seconds for use in uses),
+        "environment/errors": statistics.fmean(use.errors for use in uses),
+        "environment/timeouts": statistics.fmean(use.timeouts for use in uses),
+    }
+    if rewards := [sample.environment_reward for sample in samples if sample.environment_reward is not None]:
+        metrics["environment/reward"] = statistics.fmean(rewards)
+    return metrics
+
+
 def of_samples(samples: list[Sample], version: int, sync_every: int = 1, ahead: int = 0) -> dict[str, float]:
     """Reward, length and staleness of the samples of one update.
 
@@ -61,4 +77,4 @@ def of_samples(samples: list[Sample], version: int, sync_every: int = 1, ahead: 
         "async/staleness_updates_max": float(ahead + sync_every * max(staleness)),
         "async/partial_ratio": partial / len(samples),
     }
-    return metrics | speculation(samples)
+    return metrics | speculation(samples) | environment_use(samples)

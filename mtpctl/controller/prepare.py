@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,8 @@ from mtpctl.recipe.loading import flatten
 from mtpctl.recipe.model_source import hf_config, path_in_full
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.rewards import MathChecker, make_checker
+from mtpctl.rollout.environments import environment_of
+from mtpctl.rollout.trial import try_environment
 from mtpctl.sync.store import VersionStore, default_root, name_of
 from mtpctl.telemetry.run_directory import RunDirectory
 
@@ -40,7 +42,8 @@ _OTHER = {"exact": "math", "math": "exact"}
 class Prepared:
     """What all stages of a run work on. `context` bounds a prompt with its response, in tokens.
 
-    `unrewarded` is a warning about problems whose own solution the checker does not accept; empty without such problems.
+    `tools` are the JSON schemas that the environment has for the chat template. `unrewarded` is a warning about problems whose own solution
+    the checker does not accept; empty without such problems.
     """
 
     model: HfFolder
@@ -48,6 +51,7 @@ class Prepared:
     problems: ProblemSets
     context: int
     unrewarded: str = ""
+    tools: Sequence[object] = ()
 
 
 def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
@@ -59,6 +63,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
 
     # What is read in a moment comes first, and with it the most common mistakes.
     problems = load_problem_sets(recipe.data, recipe.seed, recipe.evaluation, stages=recipe.train.stages)
+    environment = environment_of(recipe.rollout) if "rl" in recipe.train.stages else None
     unrewarded = check_answers(problems, recipe) if "rl" in recipe.train.stages else ""
     model = model_of(recipe, run_dir)
     if "rl" in recipe.train.stages and recipe.rollout.engine == "vllm":
@@ -70,13 +75,14 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     context = recipe.rollout.context or model.shape.max_positions
     if context > model.shape.max_positions:
         raise UserError(f"rollout.context: {context} is more than the {model.shape.max_positions} positions of the model; lower it")
+    tools = try_environment(environment, problems.train, tokenizer, chat=recipe.data.chat_template) if environment else []
     imitated = problems.supervised if "sft" in recipe.train.stages else []
     if imitated is not problems.train:
-        fit_problems(tokenizer, problems.train, recipe.data, context=context)
-    fit_problems(tokenizer, imitated, recipe.data, context=context, targets=True)
+        fit_problems(tokenizer, problems.train, recipe.data, context=context, tools=tools)
+    fit_problems(tokenizer, imitated, recipe.data, context=context, targets=True, tools=tools)
     for held_out in problems.held_out.values():
-        fit_problems(tokenizer, held_out, recipe.data, context=context)
-    return Prepared(model, tokenizer, problems, context, unrewarded)
+        fit_problems(tokenizer, held_out, recipe.data, context=context, tools=tools)
+    return Prepared(model, tokenizer, problems, context, unrewarded, tools)
 
 
 def check_answers(problems: ProblemSets, recipe: Recipe) -> str:

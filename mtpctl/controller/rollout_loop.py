@@ -26,6 +26,7 @@ from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.groups import has_signal
 from mtpctl.rl.rewards import Checker
+from mtpctl.rollout.environments import Failures
 from mtpctl.rollout.protocol import Generator
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.acceptance import AcceptanceWatch
@@ -81,6 +82,7 @@ class RolloutLoop:
         self.counts = RolloutCounts()
         self.last_progress = time.monotonic()
         self._admission_changed = asyncio.Event()
+        self._failures = Failures()
         self._without_signal = 0  # groups in a row
 
     def take_counts(self) -> RolloutCounts:
@@ -105,6 +107,8 @@ class RolloutLoop:
             async for sample in samples:
                 self.last_progress = time.monotonic()
                 self.counts.tokens += sum(sample.loss_mask)
+                if (failure := self._failures.first(sample)) is not None:
+                    self.telemetry.event("environment", failure)
                 tasks.create_task(self._process(sample))
 
     # ------------------------------------------------------------------------------------------- prompt and admission

@@ -67,7 +67,7 @@ class SftStage:
             await self.state.checkpoint_if_due(self.trainer)
 
     def _sequence(self) -> Imitated:
-        return encode_imitated(self.prepared.tokenizer, next(self.cursor), self.recipe.data)
+        return encode_imitated(self.prepared.tokenizer, next(self.cursor), self.recipe.data, self.prepared.tools)
 
 
 def check_applied(metrics: dict[str, float], bad: int, limit: int) -> int:

@@ -59,7 +59,7 @@ def fit_problems(
     """
     for problem in problems:
         if targets and problem.imitated:
-            length = sum(map(len, encode_imitated(tokenizer, problem, config)[:2]))
+            length = sum(map(len, encode_imitated(tokenizer, problem, config, tools)[:2]))
             if length > context:
                 raise UserError(
                     f"{problem.prompt_id}: the conversation has {length} tokens and the context holds {context}; "

@@ -23,6 +23,7 @@ from mtpctl.recipe.rl import clips_fit, correction_fits
 from mtpctl.recipe.rollout import (
     VLLM_ADAPTER_RANKS,
     SglangConfig,
+    environment_fits,
     heads_split,
     lengths_fit,
     sglang_fits,
@@ -76,6 +77,7 @@ def _sections(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     yield from correction_fits(train.rl.correction)
     yield from clips_fit(train.rl)
     yield from speculation_fits(rollout)
+    yield from environment_fits(rollout)
     yield from sglang_fits(rollout) if isinstance(rollout, SglangConfig) else vllm_fits(rollout)
     yield from sections_fit(recipe.sync)
     yield from data_fits(recipe.data)
@@ -94,7 +96,12 @@ def _sections(recipe: Recipe, shape: ModelShape | None) -> Complaints:
 
 
 def _secrets(recipe: Recipe) -> Complaints:
-    for field, free in (("rollout.engine_args", recipe.rollout.engine_args), ("model.config", recipe.model.config or {})):
+    rollout = recipe.rollout
+    for field, free in (
+        ("rollout.engine_args", rollout.engine_args),
+        ("rollout.environment_args", rollout.environment_args),
+        ("model.config", recipe.model.config or {}),
+    ):
         for key, value in free.items():
             if SECRET.search(key) and isinstance(value, str):
                 yield f"{field}.{key}: secrets do not belong in a recipe, which is written into the run directory; use the environment"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,9 +11,16 @@ from pydantic import Field
 from mtpctl.families.shape import ModelShape
 from mtpctl.recipe.parallel import divides
 from mtpctl.recipe.section import Complaints, Float, Fraction, HomePath, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from mtpctl.user_code import is_reference
 
 VLLM_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks that vLLM reserves memory for; an adapter of a rank in between takes the next larger one."""
+
+
+ENVIRONMENTS = {
+    "calculator": "mtpctl.rollout.calculator:Calculator",
+}
+"""The class behind each name that comes with mtpctl; `single` is none. It is imported when it is used."""
 
 
 class SpeculationConfig(Section):
@@ -32,9 +40,12 @@ class RolloutBase(Section):
     context: PositiveInt | None = Field(None, description="Prompt and response tokens, at most; default: the model's.")
     stop: list[Annotated[str, Field(min_length=1)]] = Field([], description="Strings that end a response.")
     stop_ids: list[NonNegativeInt] = Field([], description="Tokens that end a response, beside the tokenizer's end token.")
-    environment: Literal["single", "calculator"] = Field(
-        "single", description="What replies to the model. single: nothing; calculator: computes the expression inside <calc>…</calc>."
+    environment: str = Field(
+        "single",
+        description="What replies to the model: a class of yours, as FILE.py:NAME or MODULE:NAME; single: nothing; "
+        "calculator: computes the expression inside <calc>…</calc>.",
     )
+    environment_args: dict[str, object] = Field({}, description="Keyword arguments with which the environment is made.")
     max_turns: PositiveInt = Field(8, description="Turns of the model in one response, with an environment.")
     dtype: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: the trainer's precision.")
     max_in_flight: PositiveInt = Field(256, description="Requests that an engine works on at once.")
@@ -80,6 +91,17 @@ def speculation_fits(rollout: RolloutBase) -> Complaints:
     """Refuse an automatic choice among no drafts."""
     if rollout.speculation.auto and not rollout.speculation.num_tokens:
         yield "rollout.speculation.auto: there is nothing to switch with num_tokens: 0; set num_tokens, or auto: false"
+
+
+def environment_fits(rollout: RolloutBase) -> Complaints:
+    """Refuse names that are neither an environment of mtpctl's nor a class of the user's own."""
+    names = ["single", *ENVIRONMENTS]
+    if rollout.environment == "single" and rollout.environment_args:
+        yield "rollout.environment_args: there is no environment to be made with them; set rollout.environment, or leave them out"
+    elif rollout.environment not in names and not is_reference(rollout.environment):
+        near = difflib.get_close_matches(rollout.environment, names, 1)
+        known = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}; name a class of your own as FILE.py:NAME"
+        yield f"rollout.environment: mtpctl has no environment {rollout.environment!r}; {known}"
 
 
 def vllm_fits(rollout: VllmConfig) -> Complaints:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 
 from mtpctl.recipe.rollout import RolloutBase
+from mtpctl.rollout.environments import Failures
 from mtpctl.rollout.protocol import Generator
 from mtpctl.rollout.sample_file import SampleFile, Tally
 from mtpctl.samples import GenerationRequest, Sample, response_limit
@@ -20,13 +21,17 @@ Progress = Callable[[int, int, Tally], None]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt as text and as token ids; `number` is its position, `answer` the reference that the reward needs, or None."""
+    """One prompt as text and as token ids; `number` is its position, `answer` the reference that the reward needs, or None.
+
+    `problem` is what an environment is made with.
+    """
 
     number: int
     prompt_id: str
     text: str
     ids: list[int]
     answer: str | None = None
+    problem: object = None
 
 
 def wanted(prompts: Iterable[Prompt], n: int, done: set[tuple[str, int]]) -> list[tuple[Prompt, int]]:
@@ -46,13 +51,15 @@ async def answer_all(
     reward: Reward,
     seed: int | None = None,
     progress: Progress = lambda done, total, tally: None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> float:
     """Generate the `missing` responses with the sampling settings of `rollout`, and write each when it is finished. Returns seconds.
 
-    `seed` gives every request a seed of its own, so that a response is the same whatever else is generated. An error or an interrupt
-    leaves the finished samples in the file.
+    `seed` gives every request a seed of its own, so that a response is the same whatever else is generated. `tell` takes what fails in
+    the user's environment. An error or an interrupt leaves the finished samples in the file.
     """
     prompts = {prompt.prompt_id: prompt for prompt, _ in missing}
+    failures = Failures()
     total, began = len(out.done) + len(missing), time.perf_counter()
 
     async def requests() -> AsyncIterator[GenerationRequest]:
@@ -68,10 +75,13 @@ async def answer_all(
                 stop=rollout.stop,
                 stop_token_ids=[eos_id, *rollout.stop_ids],
                 deadline_s=rollout.deadline_s,
+                problem=prompt.problem,
             )
 
     async with contextlib.aclosing(generator.generate(requests())) as samples:
         async for sample in samples:
+            if (failure := failures.first(sample)) is not None:
+                tell(failure)
             prompt, text = prompts[sample.prompt_id], decode(sample.response_ids)
             if prompt.answer is not None:
                 sample.reward = await asyncio.to_thread(reward, text, prompt.answer)

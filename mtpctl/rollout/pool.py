@@ -3,7 +3,8 @@
 A request belongs to the pool until its sample is finished. A replica gets a copy, so nothing is lost with a replica that dies: the
 request goes to another one, with the tokens that it had when it was sent. Responses that `pause("abort")` ends come back with their
 tokens, wait for `resume`, and are continued on any replica that has room. A response's deadline counts the time in which it is
-generated, over all of its turns and replicas. It does not count waiting, nor time on a replica that died, whose tokens are lost.
+generated, over all of its turns and replicas, and that of its environment. It does not count waiting, nor time on a replica that died,
+whose tokens are lost. While its environment replies, a response has no place on a replica, and others are generated.
 
 A group's samples share their prompt, so they go to the replica that has the prompt cached, unless that one has `AFFINITY_SLACK`
 more responses in flight than the least busy replica.
@@ -21,14 +22,16 @@ from mtpctl.cluster.deadlines import finished_before
 from mtpctl.cluster.replicas import Lifecycle, Replicas, Seat, start_all
 from mtpctl.errors import RuntimeFailure
 from mtpctl.rollout.actor import Replica
-from mtpctl.rollout.environments import Turns
-from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Health, SpecStats, SpeculationState
+from mtpctl.rollout.protocol import ABORTED, EngineDead, Health, SpecStats, SpeculationState
+from mtpctl.rollout.turns import Play, Turns
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import PauseMode, Published, TargetDirty
 from mtpctl.sync.session import SyncReport, or_cancel
 
 AFFINITY_SLACK = 8
+WITH_ENVIRONMENT = 8
+"""Responses that may be with their environment at once, for each one that the engines may have in flight."""
 GRACE_S = 60.0
 """Seconds after which a replica counts as dead that has not answered by its deadline, waits for a place and for updates included."""
 
@@ -72,6 +75,7 @@ class ReplicaPool:
         self._running.set()
         self._admitting.set()
         self._under_way = 0
+        self._with_environment = 0
         self._room = asyncio.Condition()
         self._paused: PauseMode | None = None
         self._version = 0
@@ -113,7 +117,8 @@ class ReplicaPool:
                 done.put_nowait(error)
 
         def has_room() -> bool:
-            return outstanding < self._capacity()
+            capacity = self._capacity()
+            return outstanding - min(self._with_environment, WITH_ENVIRONMENT * capacity) < capacity
 
         async def admit() -> None:
             nonlocal outstanding
@@ -167,15 +172,29 @@ class ReplicaPool:
         return request.sample
 
     async def _whole(self, request: GenerationRequest) -> Sample:
-        if self._turns is not None:
-            request = replace(request, stop=[*request.stop, *self._turns.stop])
+        if self._turns is None:
+            return await self._generated(request, None)
+        play, sample = self._turns.play(request), request.sample.copy()
+        try:
+            async with self._beside_engines():
+                opened = await play.open(sample)
+            if opened:
+                sample = await self._generated(replace(request, sample=sample, stop=[*request.stop, *play.stop]), play)
+            async with self._beside_engines():
+                await play.settle(sample)
+            return sample
+        finally:
+            play.close()
+
+    async def _generated(self, request: GenerationRequest, play: Play | None) -> Sample:
+        """The sample of a response that is generated as often, and with as many turns, as it takes."""
         while True:
             await self._running.wait()
             seat = await self._take(request.sample.group_id)
             replica = seat.replica
             assert replica is not None
             left = max(request.deadline_s - request.sample.spent_s, 0.0)
-            attempt = replace(request, sample=request.sample.copy(), deadline_s=left, unwanted=None)
+            attempt = replace(request, sample=request.sample.copy(), deadline_s=left, unwanted=None, problem=None)
             try:
                 sample = await self._answer(replica, attempt, request.deadline_s)
             except (EngineDead, TargetDirty, TimeoutError) as error:
@@ -183,7 +202,7 @@ class ReplicaPool:
                 continue
             finally:
                 await self._give(seat, request.sample.group_id)
-            if sample.finish_reason != ABORTED and not await self._next_turn(sample, request.deadline_s):
+            if sample.finish_reason != ABORTED and not await self._next_turn(sample, play):
                 return sample
             request = replace(request, sample=sample)
 
@@ -204,19 +223,22 @@ class ReplicaPool:
         finally:
             answer.cancel()
 
-    async def _next_turn(self, sample: Sample, deadline_s: float) -> bool:
-        """Append the environment's answer; returns whether the model goes on. An answer after the deadline ends the response."""
-        if self._turns is None or sample.finish_reason != "stop":
+    async def _next_turn(self, sample: Sample, play: Play | None) -> bool:
+        """Append the environment's reply; returns whether the model goes on."""
+        if play is None or sample.finish_reason != "stop":
             return False
-        clock = asyncio.get_running_loop().time
-        began = clock()
+        async with self._beside_engines():
+            return await play.go_on(sample)
+
+    @asynccontextmanager
+    async def _beside_engines(self) -> AsyncIterator[None]:
+        """While the block runs, a response is with its environment, and another one may take its place."""
+        self._with_environment += 1
         try:
-            return await asyncio.wait_for(self._turns.go_on(sample), max(deadline_s - sample.spent_s, 0.0))
-        except TimeoutError:
-            sample.finish_reason = DEADLINE
-            return False
+            await self._changed()
+            yield
         finally:
-            sample.spent_s += clock() - began
+            self._with_environment -= 1
 
     async def _take(self, group: str) -> Seat[Replica]:
         """Wait for a replica with room, and take a place on it."""
@@ -366,5 +388,7 @@ class ReplicaPool:
         return found
 
     async def close(self) -> None:
-        """End every replica."""
+        """End every replica, and close the environments that are left."""
         await self._replicas.close()
+        if self._turns is not None:
+            await self._turns.close()

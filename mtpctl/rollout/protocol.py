@@ -15,6 +15,8 @@ ABORTED = "abort"
 """Finish reason of a response that a pause ended early, and that may be continued."""
 DEADLINE = "deadline"
 """Finish reason of a response that took longer than its `deadline_s`."""
+ENVIRONMENT_ERROR = "environment_error"
+"""Finish reason of a response whose environment failed: it has everything up to there."""
 
 
 class EngineDead(RuntimeFailure):
@@ -119,8 +121,8 @@ class Generator(Protocol):
     def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
         """Yield every request's sample once, with its response appended, in the order in which they finish.
 
-        Takes requests from the iterable as it has room for them. A finished sample has a `finish_reason` of `stop`, `length` or
-        `deadline`; the sample of a request that became `unwanted` before has `abort`, and nothing appended.
+        Takes requests from the iterable as it has room for them. A finished sample has a `finish_reason` of `stop`, `length`,
+        `deadline` or `environment_error`; the sample of a request that became `unwanted` before has `abort`, and nothing appended.
         """
         ...
 

@@ -126,7 +126,7 @@ class SampleFile:
 
     def append(self, sample: Sample, prompt: str, text: str) -> None:
         """Add a finished sample. Raises UserError where the disk is full."""
-        row = {
+        row: dict[str, object] = {
             "prompt_id": sample.prompt_id,
             "index": sample.index,
             "prompt": prompt,
@@ -141,6 +141,8 @@ class SampleFile:
             "recipe": self.origin.recipe,
             "fingerprint": self.origin.fingerprint,
         }
+        if sample.environment is not None:
+            row |= {"environment": asdict(sample.environment), "environment_reward": sample.environment_reward}
         try:
             line = memoryview(json.dumps(row, ensure_ascii=False).encode() + b"\n")
             while line:

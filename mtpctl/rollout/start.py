@@ -13,9 +13,11 @@ from mtpctl.plan.placement import Placement
 from mtpctl.recipe.rollout import SglangConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.actor import EngineSettings, Replica, start_replica
-from mtpctl.rollout.environments import Text, Turns, environment_of
+from mtpctl.rollout.chat import ChatReplies, ChatText
+from mtpctl.rollout.environments import environment_of
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.sglang.settings import sglang_engine_settings
+from mtpctl.rollout.turns import Text, Turns
 from mtpctl.rollout.vllm.settings import engine_settings
 from mtpctl.sync.protocol import Published
 
@@ -23,7 +25,7 @@ WAITING_SHARE = 1 / 16
 """Requests that may wait in an engine, as a share of those that it works on."""
 
 
-class NamedText(Text, Protocol):
+class NamedText(Text, ChatText, Protocol):
     """A tokenizer, and the folder or hub id that it is loaded from."""
 
     name: str
@@ -64,14 +66,16 @@ async def start_pool(
     options = {"num_cpus": seat.cpus * rollout.tp, "num_gpus": seat.gpus * rollout.tp}
     starts = count()
     environment = environment_of(rollout)
-    stop = [*rollout.stop, *(environment.stop if environment else ())]
-    assert not stop or tokenizer is not None, "stop strings and environments read and write text"
-    turns = Turns(environment, tokenizer, rollout.max_turns) if environment and tokenizer else None
-    named = tokenizer.name if stop and tokenizer else None
+    turns, named = None, None
+    if rollout.stop or environment:
+        assert tokenizer is not None, "stop strings and environments read and write text"
+        named = tokenizer.name
+    if environment and tokenizer:
+        turns = Turns(environment, tokenizer, rollout.max_turns, ChatReplies(tokenizer))
 
     def settings() -> EngineSettings:
         stream = (first + 1_000_003 * next(starts)) % (1 << 31)
-        sized = rollout.model_copy(update={"context": context, "stop": stop})
+        sized = rollout.model_copy(update={"context": context})
         precision = recipe.train.precision
         if isinstance(sized, SglangConfig):
             return sglang_engine_settings(sized, model=model, precision=precision, seed=stream, tokenizer=named)

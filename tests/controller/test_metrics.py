@@ -4,7 +4,7 @@ import pytest
 
 from mtpctl.controller.clock import BusyClock
 from mtpctl.controller.metrics import of_samples, speculation
-from mtpctl.samples import Sample, Speculation
+from mtpctl.samples import EnvironmentUse, Sample, Speculation
 from mtpctl.trainer.actor import mean_of
 
 
@@ -40,6 +40,21 @@ def test_cut_off_is_what_the_engine_cut_at_whatever_limit() -> None:
     metrics = of_samples([cut, ended, empty], version=2)
     assert metrics["response/truncated_fraction"] == metrics["response/deadline_fraction"] == pytest.approx(1 / 3)
     assert metrics["async/staleness_mean"] == pytest.approx(2 / 3)
+
+
+def test_what_the_environment_did_is_told_a_response() -> None:
+    plain, failed, quick = sample((3, 1)), sample((3, 1)), sample((3, 1))
+    failed.environment = EnvironmentUse(turns=1, seconds=3.0, errors=1)
+    quick.environment, quick.environment_reward = EnvironmentUse(turns=4, seconds=1.0, timeouts=1), 0.5
+    metrics = of_samples([failed, quick], version=1)
+    assert {name: value for name, value in metrics.items() if name.startswith("environment/")} == {
+        "environment/turns": 2.5,
+        "environment/seconds": 2.0,
+        "environment/errors": 0.5,
+        "environment/timeouts": 0.5,
+        "environment/reward": 0.5,
+    }
+    assert not any(name.startswith("environment/") for name in of_samples([plain], version=1))
 
 
 def test_acceptance_is_counted_over_drafts_and_by_position_over_steps() -> None:

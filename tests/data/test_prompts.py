@@ -39,6 +39,18 @@ def test_chat_template_with_a_system_prompt(folder: Path) -> None:
     assert encode_prompt(tokenizer, problem, config) == list(b"[system]Add.[user]1+2=[assistant]")
 
 
+def test_tools_go_through_the_chat_template_and_count(tmp_path: Path) -> None:
+    make_byte_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}" + TEMPLATE)
+    tokenizer, problem = load_tokenizer(tmp_path), Problem("p", "1+2=", "3")
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    config = DataConfig(chat_template=True)
+    assert encode_prompt(tokenizer, problem, config, [tool]) == list(b"<add>[user]1+2=[assistant]")
+    assert encode_prompt(tokenizer, problem, config) == list(b"[user]1+2=[assistant]")
+    with pytest.raises(UserError, match=r"the prompt has 26 tokens"):
+        fit_problems(tokenizer, [problem], config, context=26, tools=[tool])
+
+
 def test_what_does_not_fit_is_named(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     problems = [Problem("d.jsonl:1", "1=", "1"), Problem("d.jsonl:2", "12345678=", "1")]

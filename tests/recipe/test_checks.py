@@ -163,6 +163,10 @@ def test_our_overlays_fit(path: Path) -> None:
         (["logprob={standalone: true, parallel: {tp: 8}}"], "logprob.parallel.tp: 8 does not divide"),
         (["rollout.tp=3"], "rollout.tp: 3 does not divide 4 attention heads"),
         (["rollout.engine_args.hf_token=abc"], "rollout.engine_args.hf_token: secrets do not belong in a recipe"),
+        (
+            ["rollout.environment=t.py:E", "rollout.environment_args.api_key=abc"],
+            "rollout.environment_args.api_key: secrets do not belong in a recipe",
+        ),
         (["cluster.address=ray://me:pw@host:1"], "cluster.address: carries a password"),
         (["cluster.address=1.2.3.4"], "cluster.address: 1.2.3.4 is no address of a Ray cluster; write HOST:PORT"),
     ],

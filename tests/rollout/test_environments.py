@@ -1,248 +1,288 @@
-"""Responses of several turns: what the environment says is in them, masked, in its place, and nothing else changes."""
+"""A user's environment: what it may be, that its mistakes are told with their line and end one response alone, and that it is closed."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import AsyncIterator, Callable
-from itertools import pairwise
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import torch
 
-from mtpctl.data.tokenizers import load_tokenizer, make_byte_tokenizer
-from mtpctl.rollout.environments import Calculator, Turns, compute, last_turn, turns
+from mtpctl.data.tokenizers import Tokenizer, load_tokenizer, make_byte_tokenizer
+from mtpctl.errors import UserError
+from mtpctl.recipe.rollout import VllmConfig, environment_fits
+from mtpctl.rollout import user_calls
+from mtpctl.rollout.chat import ChatReplies
+from mtpctl.rollout.environments import EnvironmentClass, Failures, environment_of
 from mtpctl.rollout.pool import ReplicaPool
-from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead
-from mtpctl.rollout.vllm.engine import VllmEngine
-from mtpctl.rollout.vllm.settings import VllmSettings
-from mtpctl.samples import GenerationRequest, Sample, Speculation, VersionSpan
-from tests.rollout.checkpoints import Tensors, cycle_tensors, tiny_config, write_checkpoint
-from tests.rollout.conftest import Loop, cpu_settings
+from mtpctl.rollout.protocol import DEADLINE, ENVIRONMENT_ERROR
+from mtpctl.rollout.trial import try_environment
+from mtpctl.rollout.turns import Turns
+from mtpctl.samples import EnvironmentUse, GenerationRequest, Sample
 from tests.rollout.fake_replica import FakeReplica
+from tests.rollout.user_environments import CLOSED
 
-EOS = 258
-
-
-class Bytes:
-    """Text as its bytes; ids above are left out."""
-
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, ids: list[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode()
+FILE = Path(__file__).with_name("user_environments.py")
+CALL = "go </call>"
 
 
-@pytest.mark.parametrize(
-    ("expression", "value"), [("1+2", 3), ("2*(3-5)", -4), ("7/2", 3.5), ("7//2", 3), ("-3 % 5", 2), (" 12 ", 12), ("1.5*4", 6)]
-)
-def test_the_calculator_computes(expression: str, value: float) -> None:
-    assert compute(expression) == value
+def found(name: str, **args: object) -> EnvironmentClass:
+    made = environment_of(VllmConfig(environment=f"tests.rollout.user_environments:{name}", environment_args=args))
+    assert made is not None
+    return made
 
 
-@pytest.mark.parametrize(
-    "turn", ["1/0", "2**999", "x", "", "__import__('os')", "1+", "(" * 150, "9" * 300, "10.0**400", "1 if 2 else 3", "True", "1j", "\x00"]
-)
-def test_whatever_the_model_writes_is_answered(turn: str) -> None:
-    assert Calculator().reply(f"so <calc>{turn}</calc>") == "<result>error</result>"
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("bytes")
+    make_byte_tokenizer(folder)
+    return load_tokenizer(folder)
 
 
-def test_the_last_call_of_a_turn_is_answered() -> None:
-    calculator = Calculator()
-    assert calculator.reply("<calc>1</calc> no, <calc>2*21</calc>") == "<result>42</result>"
-    assert calculator.reply("<calc>1/8</calc>") == "<result>0.125</result>"
-
-
-def sample_of(text: str, reason: str = "stop") -> Sample:
-    sample = Sample("p", "g", [1])
-    sample.append(list(text.encode()), [-0.5] * len(text), 3)
-    sample.finish_reason = reason
-    return sample
-
-
-def test_an_answer_is_appended_masked_and_under_the_version_of_its_turn() -> None:
-    sample = sample_of("a <calc>6*7</calc>")
-    assert asyncio.run(Turns(Calculator(), Bytes(), 4).go_on(sample))
-    answer = len("<result>42</result>")
-    assert Bytes().decode(sample.response_ids) == "a <calc>6*7</calc><result>42</result>"
-    assert sample.loss_mask == [1] * 18 + [0] * answer
-    assert sample.behaviour_logprobs == [-0.5] * 18 + [0.0] * answer
-    assert sample.version_spans == [VersionSpan(0, 18 + answer, 3)]
-    assert (last_turn(sample), turns(sample)) == (18 + answer, 1)
-
-
-def test_what_was_written_behind_the_call_is_dropped() -> None:
-    sample = sample_of("<calc>1</calc>xyz")
-    assert asyncio.run(Turns(Calculator(), Bytes(), 4).go_on(sample))
-    assert Bytes().decode(sample.response_ids) == "<calc>1</calc><result>1</result>"
-    assert len(sample.loss_mask) == len(sample.behaviour_logprobs) == len(sample.response_ids)
-
-
-def test_a_turn_without_a_call_ends_the_response() -> None:
-    sample = sample_of("the answer is 42")
-    assert not asyncio.run(Turns(Calculator(), Bytes(), 4).go_on(sample))
-    assert sample.finish_reason == "stop"
-
-
-@pytest.mark.parametrize("said", [None, ""])
-def test_an_environment_that_says_nothing_ends_the_response(said: str | None) -> None:
-    class Silent(Calculator):
-        def reply(self, turn: str) -> str | None:
-            return said
-
-    sample = asyncio.run(play(Scripted(["<calc>1</calc>"]), Silent(), seconds=5))
-    assert (Bytes().decode(sample.response_ids), sample.finish_reason) == ("<calc>1</calc>", "stop")
-
-
-def test_there_are_so_many_turns_and_no_more() -> None:
-    playing, sample = Turns(Calculator(), Bytes(), 2), sample_of("<calc>1</calc>")
-    assert asyncio.run(playing.go_on(sample))
-    sample.append(list(b"<calc>2</calc>"), [-1.0] * 14, 3)
-    assert turns(sample) == 2
-    assert not asyncio.run(playing.go_on(sample))
-
-
-class Scripted(FakeReplica):
-    """Says its lines: one turn a call, chosen by how many turns the response has. Dies, aborts or is slow where it is told to."""
-
-    def __init__(self, lines: list[str], faults: dict[int, str] | None = None) -> None:
-        super().__init__()
-        self.lines, self.faults, self.calls = lines, faults or {}, 0
+class Caller(FakeReplica):
+    """Writes a call in every turn, and ends its third one with the end token."""
 
     async def generate(self, request: GenerationRequest) -> Sample:
-        fault, self.calls = self.faults.get(self.calls), self.calls + 1
-        if fault == "dies":
-            raise EngineDead("killed")
         sample = request.sample
-        said = Bytes().decode([token for token, mask in zip(sample.response_ids, sample.loss_mask, strict=True) if mask])
-        due = "".join(self.lines)[len(said) :]
-        line = next(line for place, line in enumerate(self.lines) if len("".join(self.lines[: place + 1])) > len(said))
-        line = line if due.startswith(line) else due[: len("".join(self.lines[: self.lines.index(line) + 1])) - len(said)]
-        if fault == ABORTED:
-            line = line[:3]
-        assert request.stop == ["</calc>"]
-        sample.append(list(line.encode()), [-1.0] * len(line), 0)
-        sample.finish_reason = fault or "stop"
+        await asyncio.sleep(0.001)
+        ids = [*CALL.encode()]
+        sample.append(ids, [-1.0] * len(ids), 0)
+        sample.finish_reason = "stop"
         return sample
 
 
-LINES = ["<calc>2*3</calc>", "then <calc>6+1</calc>", "#7"]
-WHOLE = "<calc>2*3</calc><result>6</result>then <calc>6+1</calc><result>7</result>#7"
-
-
-async def play(replica: Any, environment: Any, seconds: float = 60.0) -> Sample:
+async def answers(tokenizer: Tokenizer, name: str, problems: list[Any], *, seconds: float = 5.0, **options: Any) -> list[Sample]:
     async def start(index: int) -> Any:
-        return replica
+        return Caller()
 
-    pool = await ReplicaPool.start(start, 1, max_in_flight=4, turns=Turns(environment, Bytes(), 8))
+    pool = await ReplicaPool.start(start, 1, max_in_flight=64, turns=Turns(found(name, **options), tokenizer, 3, ChatReplies(tokenizer)))
 
-    async def one() -> AsyncIterator[GenerationRequest]:
-        yield GenerationRequest(Sample("p", "g", [1]), 500, deadline_s=seconds)
+    async def requests() -> AsyncIterator[GenerationRequest]:
+        for number, problem in enumerate(problems):
+            yield GenerationRequest(Sample(f"p{number}", "g", [1]), 500, deadline_s=seconds, problem=problem)
 
     try:
-        return await anext(pool.generate(one()))
+        return [sample async for sample in pool.generate(requests())]
     finally:
         await pool.close()
 
 
-@pytest.mark.parametrize("faults", [{}, {1: "dies"}, {0: ABORTED, 2: ABORTED}, {0: ABORTED, 1: "dies", 3: ABORTED}])
-def test_turns_go_on_through_aborts_and_deaths(faults: dict[int, str]) -> None:
-    sample = asyncio.run(play(Scripted(LINES, faults), Calculator()))
-    assert Bytes().decode(sample.response_ids) == WHOLE
-    assert sample.finish_reason == "stop"
-    said = bytes(token for token, mask in zip(sample.response_ids, sample.loss_mask, strict=True) if mask).decode()
-    assert said == "".join(LINES)
-    assert [logprob for logprob, mask in zip(sample.behaviour_logprobs, sample.loss_mask, strict=True) if not mask] == [0.0] * (
-        len(WHOLE) - len(said)
-    )
+def test_each_response_has_an_instance_of_its_own_which_is_closed(tokenizer: Tokenizer) -> None:
+    CLOSED.clear()
+    samples = asyncio.run(answers(tokenizer, "Echo", [*"abcdef"], times=2))
+    assert {tokenizer.decode(sample.response_ids) for sample in samples} == {f"{CALL}[{CALL}][{CALL}]" * 2 + CALL}
+    assert sorted(map(str, CLOSED)) == [*"abcdef"]
+    assert all(sample.environment is not None and sample.environment.turns == 2 for sample in samples)
 
 
-def test_an_answer_that_takes_too_long_ends_the_response() -> None:
-    class Slow(Calculator):
-        def reply(self, turn: str) -> str | None:
-            time.sleep(0.3)
-            return super().reply(turn)
-
-    sample = asyncio.run(play(Scripted(LINES), Slow(), seconds=0.1))
-    assert sample.finish_reason == DEADLINE
-    assert Bytes().decode(sample.response_ids) == LINES[0]
+def test_plain_methods_run_in_one_thread_and_not_in_the_pools(tokenizer: Tokenizer) -> None:
+    (sample,) = asyncio.run(answers(tokenizer, "Plain", [None]))
+    assert (sample.environment_reward, sample.finish_reason) == (0.25, "stop")
 
 
-def chain_tensors(config: dict[str, Any], follows: dict[int, int]) -> Tensors:
-    """A model that says `follows[token]` after `token`, and drafts it."""
-    tensors = cycle_tensors(config, 0, 0)
-    embedding = tensors["model.embed_tokens.weight"]
-    head = torch.zeros_like(embedding)
-    for before, after in follows.items():
-        head[after] += 2 * embedding[before]
-    tensors["lm_head.weight"] = head
-    return tensors
+def test_an_environment_may_give_the_reward(tokenizer: Tokenizer) -> None:
+    (sample,) = asyncio.run(answers(tokenizer, "Rewards", [None]))
+    assert sample.environment_reward == 2.0, "two replies, and the third turn was the last one allowed"
 
 
-class Teller(NamedTuple):
-    """A real engine, and the folder of its model."""
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Raises", r"user_environments\.py:\d+: KeyError: 'no such\\ntool'"),
+        ("Exits", r"user_environments\.py:\d+: SystemExit: 3"),
+        ("CancelsItself", r".*CancelledError"),
+        ("TimesOut", r"user_environments\.py:\d+: TimeoutError: the search engine"),
+        ("Number", r"user_environments\.py:\d+: Number\.reply returned int: 7; return text, chat messages or None"),
+        ("Bytes", r"user_environments\.py:\d+: Bytes\.reply returned bytes: .*; return text, chat messages or None"),
+        ("Half", r"user_environments\.py:\d+: Half\.reply returned text that is not UTF-8 \(surrogates not allowed\); .*"),
+        ("Long", r"user_environments\.py:\d+: Long\.reply returned 1,000,001 characters; return at most 1,000,000"),
+        ("NoMessage", r"user_environments\.py:\d+: NoMessage\.reply returned a list of \{'role': 'user'\}; a message has .*"),
+        ("Messages", r"data\.chat_template: the tokenizer .* has no chat template; set it to false"),
+    ],
+)
+def test_a_reply_that_fails_ends_its_response_is_counted_and_told(tokenizer: Tokenizer, name: str, told: str) -> None:
+    CLOSED.clear()
+    samples = asyncio.run(answers(tokenizer, name, [1, 2]))
+    for sample in samples:
+        assert sample.finish_reason == ENVIRONMENT_ERROR
+        assert tokenizer.decode(sample.response_ids) == CALL
+        assert sample.environment is not None and (sample.environment.errors, sample.environment.turns) == (1, 0)
+        assert re.fullmatch(told, sample.environment.failure), sample.environment.failure
+    assert sorted(map(str, CLOSED)) == ["1", "2"]
 
-    engine: VllmEngine
-    folder: Path
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("FailsAtBirth", r"user_environments\.py:\d+: ValueError: no board"),
+        ("NoStop", r"user_environments\.py:\d+: NoStop\.stop is missing; .*"),
+        ("StopOfText", r"user_environments\.py:\d+: StopOfText\.stop must be a list of texts, got '</call>'"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_ends_its_response_at_once(tokenizer: Tokenizer, name: str, told: str) -> None:
+    (sample,) = asyncio.run(answers(tokenizer, name, [None]))
+    assert (sample.finish_reason, sample.response_ids) == (ENVIRONMENT_ERROR, [])
+    assert sample.environment is not None and re.fullmatch(told, sample.environment.failure)
 
 
-@pytest.fixture(scope="module")
-def teller(start_engine: Callable[[VllmSettings], VllmEngine], tmp_path_factory: pytest.TempPathFactory) -> Teller:
-    """Says `1+2=` after `?`, `#9` and the end after a new line, and the alphabet after a letter.
-
-    Behind `=` it would go on with `~~~…`: drafts of it are accepted in the step that writes `=`.
-    """
-    config = tiny_config(hidden_size=320, num_attention_heads=10, num_key_value_heads=2, vocab_size=320, num_hidden_layers=1)
-    follows = dict(pairwise(b"?1+2=~~")) | dict(zip([*b"\n#9"], [*b"#9", EOS], strict=True)) | dict(pairwise(b"abcdefghija"))
-    folder = write_checkpoint(tmp_path_factory.mktemp("model"), config, chain_tensors(config, follows))
-    make_byte_tokenizer(folder)
-    return Teller(start_engine(cpu_settings(folder, k=2, stop=["="])), folder)
+def test_a_reward_that_is_no_number_is_counted_and_the_response_stays(tokenizer: Tokenizer) -> None:
+    (sample,) = asyncio.run(answers(tokenizer, "NaN", [None]))
+    assert (sample.finish_reason, sample.environment_reward) == ("stop", None)
+    assert sample.environment is not None and sample.environment.errors == 1
+    assert "NaN.reward returned nan; return a finite number, or None" in sample.environment.failure
 
 
-def test_a_real_engine_hands_over_at_the_stop_string_and_goes_on_behind_the_answer(teller: Teller, run: Loop) -> None:
-    environment = Calculator(opening="", closing="=", answer="{}\n")
+def test_a_method_that_does_not_return_is_cut_at_the_deadline_and_closed(tokenizer: Tokenizer) -> None:
+    CLOSED.clear()
+    began = time.monotonic()
+    samples = asyncio.run(answers(tokenizer, "Hangs", [*range(8)], seconds=0.3))
+    assert time.monotonic() - began < 3
+    assert sorted(map(int, map(str, CLOSED))) == [*range(8)]
+    for sample in samples:
+        assert (sample.finish_reason, tokenizer.decode(sample.response_ids)) == (DEADLINE, CALL)
+        assert sample.environment is not None and (sample.environment.timeouts, sample.environment.errors) == (1, 0)
+
+
+def test_a_coroutine_that_blocks_stops_neither_the_pool_nor_the_environments_after_it(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever shares its event loop waits for it; as soon as that shows, others get a loop of their own."""
+    monkeypatch.setattr(user_calls, "BLOCKED_S", 0.5)
+    longest = 0.0
+
+    async def drive() -> list[Sample]:
+        async def watch() -> None:
+            nonlocal longest
+            while True:
+                began = time.monotonic()
+                await asyncio.sleep(0.01)
+                longest = max(longest, time.monotonic() - began)
+
+        async def start(index: int) -> Any:
+            return Caller()
+
+        watching = asyncio.create_task(watch())
+        pool = await ReplicaPool.start(start, 1, max_in_flight=64, turns=Turns(found("Blocks"), tokenizer, 3, ChatReplies(tokenizer)))
+        first = asyncio.create_task(pool.sample(GenerationRequest(Sample("p", "g", [1]), 500, deadline_s=0.4, problem=2.0)))
+        await asyncio.sleep(0.9)
+        second = await pool.sample(GenerationRequest(Sample("q", "g", [1]), 500, deadline_s=2.0, problem=0.0))
+        watching.cancel()
+        await pool.close()
+        return [await first, second]
+
+    first, second = asyncio.run(drive())
+    assert (first.finish_reason, second.finish_reason) == (DEADLINE, "stop")
+    assert second.environment is not None and second.environment.turns == 2
+    assert longest < 0.3
+
+
+def test_a_response_that_is_given_up_closes_its_environment(tokenizer: Tokenizer) -> None:
+    CLOSED.clear()
 
     async def drive() -> Sample:
         async def start(index: int) -> Any:
-            return teller.engine
+            return Caller()
 
-        playing = Turns(environment, load_tokenizer(teller.folder), 8)
-        pool = await ReplicaPool.start(start, 1, max_in_flight=4, turns=playing)
-        return await pool.sample(GenerationRequest(Sample("p", "g", [*b"Q?"]), 64, stop_token_ids=[EOS]))
+        pool = await ReplicaPool.start(start, 1, max_in_flight=4, turns=Turns(found("Hangs"), tokenizer, 3, ChatReplies(tokenizer)))
+        unwanted, cancelled = asyncio.Event(), GenerationRequest(Sample("q", "g", [1]), 500, problem="cancelled")
+        request = GenerationRequest(Sample("p", "g", [1]), 500, problem="unwanted", unwanted=unwanted)
+        first, second = asyncio.create_task(pool.sample(request)), asyncio.create_task(pool.sample(cancelled))
+        await asyncio.sleep(0.1)
+        unwanted.set()
+        second.cancel()
+        sample = await first
+        await pool.close()
+        return sample
 
-    sample = run(drive())
-    assert sample.response_ids == [*b"1+2=3\n#9", EOS]
-    assert sample.loss_mask == [1, 1, 1, 1, 0, 0, 1, 1, 1]
-    assert sample.finish_reason == "stop"
-    assert max(abs(logprob) for logprob in sample.behaviour_logprobs) < 1e-4
-    # In each turn one step, of which both drafts are taken: behind the first token `+2` and then `=`, and `9` and the end.
-    assert sample.speculation == Speculation(drafted=4, accepted=4, accepted_by_position=[2, 2], steps=2)
-
-
-@pytest.mark.parametrize(("stop", "taken"), [("c", 1), ("d", 2), ("e", 2), ("f", 3)])
-def test_drafts_behind_a_stop_string_are_not_counted(teller: Teller, run: Loop, stop: str, taken: int) -> None:
-    """`b` comes from the prompt; a step makes two drafts and a token more."""
-    sample = run(teller.engine.generate(GenerationRequest(Sample("p", "g", [*b"Qa"]), 40, stop=[stop])))
-    assert bytes(sample.response_ids).endswith(stop.encode())
-    assert (sample.speculation.drafted, sample.speculation.accepted) == (taken, taken)
+    assert asyncio.run(drive()).finish_reason == "abort"
+    assert sorted(map(str, CLOSED)) == ["cancelled", "unwanted"]
 
 
-def test_a_stop_string_counts_that_begins_in_one_stretch_and_ends_in_the_next(teller: Teller, run: Loop) -> None:
-    def go_on(said: bytes, answered: bytes = b"", max_tokens: int = 40) -> Sample:
-        sample = Sample("p", "g", [*b"Qa"])
-        sample.append([*said], [-0.5] * len(said), 0)
-        sample.append([*answered], [0.0] * len(answered), 0, trained=False)
-        return run(teller.engine.generate(GenerationRequest(sample, max_tokens, stop=["def", "zz"])))
+def test_of_many_failures_the_first_from_each_place_is_told() -> None:
+    failures = Failures()
 
-    for said in (b"", b"bc", b"bcd", b"bcde"):
-        whole = go_on(said)
-        assert (bytes(whole.response_ids), whole.finish_reason) == (b"bcdef", "stop")
-        assert len(whole.behaviour_logprobs) == len(whole.loss_mask) == whole.version_spans[-1].end == 5
-    late = go_on(b"bcde", max_tokens=6)
-    assert (bytes(late.response_ids), late.finish_reason) == (b"bcdef", "stop")
-    # What an environment says is no part of it.
-    other = go_on(b"bc", b"de", max_tokens=8)
-    assert (bytes(other.response_ids), other.finish_reason) == (b"bcdefghi", "length")
+    def told(failure: str) -> str | None:
+        return failures.first(Sample("p", "g", [1], environment=EnvironmentUse(errors=1, failure=failure)))
+
+    assert told("tool.py:12: KeyError: 'a'") == (
+        "rollout.environment: tool.py:12: KeyError: 'a'; the response ended there (environment/errors counts them)"
+    )
+    assert told("tool.py:12: KeyError: 'b'") is None
+    assert told("tool.py:13: KeyError: 'a'") is not None
+    assert told("") is None and failures.first(Sample("p", "g", [1])) is None
+
+
+# ------------------------------------------------------------------------------------- what is refused before anything starts
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("calculater", "mtpctl has no environment 'calculater'; did you mean calculator?"),
+        ("browser", "mtpctl has no environment 'browser'; there are single, calculator"),
+    ],
+)
+def test_a_name_that_is_not_there_is_told_with_the_nearest_one(name: str, said: str) -> None:
+    (complaint,) = environment_fits(VllmConfig(environment=name))
+    assert complaint.startswith(f"rollout.environment: {said}")
+
+
+def test_arguments_without_an_environment_are_refused() -> None:
+    (complaint,) = environment_fits(VllmConfig(environment_args={"times": 2}))
+    assert complaint.startswith("rollout.environment_args: there is no environment")
+
+
+@pytest.mark.parametrize(
+    ("reference", "args", "told"),
+    [
+        ("nowhere.py:Echo", {}, r"there is no file nowhere\.py"),
+        (f"{FILE}:Ecco", {}, r".* defines no Ecco; did you mean Echo\?"),
+        ("no_such_module_here:Echo", {}, r"there is no module no_such_module_here"),
+        (f"{FILE}:function", {}, r".*:function is no class; name one with `stop` and `reply\(self, turn\)`"),
+        (f"{FILE}:NoReply", {}, r"NoReply has no method `reply\(self, turn\)`; add one"),
+        (f"{FILE}:ReplyOfTwo", {}, r"reply\(.*\).* cannot be called as reply\(self, turn\): .*history.*"),
+        (f"{FILE}:Echo", {"tims": 3}, r"Echo\(.*\).* cannot be called as Echo\(problem, tims=3\): .*tims.*"),
+    ],
+)
+def test_a_class_that_cannot_serve_is_one_line(reference: str, args: dict[str, object], told: str) -> None:
+    with pytest.raises(UserError, match=rf"^rollout\.environment: {told}") as caught:
+        environment_of(VllmConfig(environment=reference, environment_args=args))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Raises", r"user_environments\.py:\d+: KeyError: .*"),
+        ("Number", r"user_environments\.py:\d+: Number\.reply returned int.*"),
+        ("NoStop", r"user_environments\.py:\d+: NoStop\.stop is missing.*"),
+        ("FailsAtBirth", r"user_environments\.py:\d+: ValueError: no board"),
+        ("NaN", r"user_environments\.py:\d+: NaN\.reward returned nan.*"),
+        ("Messages", r"it replies with chat messages; set data\.chat_template: true, or return text"),
+        ("WithTools", r".*WithTools\.tools is for the chat template; set data\.chat_template: true, or remove it"),
+        ("SpecialStop", r"stop: '<eos>' is a special token, .* with stop = \[\] the end token does"),
+    ],
+)
+def test_an_environment_is_tried_on_rows_and_refused_with_its_line(tokenizer: Tokenizer, name: str, told: str) -> None:
+    with pytest.raises(UserError, match=rf"^rollout\.environment: {told}$"):
+        try_environment(found(name), ["a", "b", "c", "d"], tokenizer, chat=False)
+
+
+def test_three_rows_are_tried_and_closed(tokenizer: Tokenizer) -> None:
+    CLOSED.clear()
+    assert try_environment(found("Echo"), ["a", "b", "c", "d"], tokenizer, chat=False) == []
+    assert CLOSED == ["a", "b", "c"]
+
+
+def test_one_that_hangs_in_the_trial_is_told(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtpctl.rollout.trial.TRIAL_S", 0.2)
+    with pytest.raises(UserError, match=r"Hangs\.reply took longer than 0\.2 s for one turn; make it return"):
+        try_environment(found("Hangs"), ["a"], tokenizer, chat=False)
+
+
+def test_tools_are_asked_for_once(tokenizer: Tokenizer) -> None:
+    (tool,) = try_environment(found("WithTools"), ["a", "b"], tokenizer, chat=True)
+    assert tool["function"]["name"] == "echo"  # type: ignore[index]

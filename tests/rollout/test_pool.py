@@ -14,14 +14,17 @@ import pytest
 
 from mtpctl.cluster.meeting import host_store
 from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.rollout.environments import EnvironmentClass
 from mtpctl.rollout.pool import AFFINITY_SLACK, ReplicaPool
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead
+from mtpctl.rollout.turns import Turns
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import SyncError
 from mtpctl.sync.session import SyncReport
 from mtpctl.sync.transports.control import Address
 from tests.rollout.conftest import in_loop
+from tests.rollout.fake_chat import NO_CHAT
 from tests.rollout.fake_replica import VOCABULARY, FakeReplica
 
 MANIFESTS = {version: Manifest(version, "shm", "/nowhere", {}) for version in range(100)}
@@ -64,6 +67,20 @@ class Fleet:
 
 def requests(count: int, max_tokens: int = 20, group: int = 1) -> list[GenerationRequest]:
     return [GenerationRequest(Sample(f"p{index}", f"g{index // group}", [index % VOCABULARY]), max_tokens) for index in range(count)]
+
+
+class Bytes:
+    """Text as its bytes."""
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode()
+
+
+def turns_of(kind: type) -> Turns:
+    return Turns(EnvironmentClass("tests:it", kind, {}), Bytes(), 8, NO_CHAT)
 
 
 async def collect(pool: ReplicaPool, wanted: list[GenerationRequest]) -> list[Sample]:
@@ -253,15 +270,19 @@ async def test_nobody_waits_for_a_named_replica_that_died_before_the_push() -> N
 
 @in_loop
 async def test_a_version_that_waits_for_responses_waits_for_all_their_turns_wherever_they_go_on() -> None:
-    class TwoTurns:
+    class Slow:
         stop = ()
 
-        async def go_on(self, sample: Sample) -> bool:
+        def __init__(self, problem: object) -> None:
+            self.turns = 0
+
+        async def reply(self, turn: str) -> str | None:
             await asyncio.sleep(0.05)
-            return len(sample.response_ids) < 20
+            self.turns += 1
+            return "\x14" if self.turns == 1 else None
 
     fleet = Fleet()
-    pool = await fleet.pool(1, turns=TwoTurns())
+    pool = await fleet.pool(1, turns=turns_of(Slow))
     asked = [GenerationRequest(Sample("p", "g", [0]), 100, stop_token_ids=[10, 30])]
     task = asyncio.ensure_future(collect(pool, asked))
     await asyncio.sleep(0.03)
@@ -345,12 +366,13 @@ async def test_an_environment_has_what_the_model_left_of_the_deadline() -> None:
     class Slow:
         stop = ()
 
-        async def go_on(self, sample: Sample) -> bool:
-            await asyncio.sleep(1.0)
-            sample.append([30], [0.0], 0, trained=False)
-            return True
+        def __init__(self, problem: object) -> None: ...
 
-    pool = await Fleet().pool(1, turns=Slow())
+        async def reply(self, turn: str) -> str:
+            await asyncio.sleep(1.0)
+            return chr(30)
+
+    pool = await Fleet().pool(1, turns=turns_of(Slow))
     asked = [GenerationRequest(Sample("p", "g", [0]), 1 << 20, stop_token_ids=[10, 40], deadline_s=1.5)]
     (sample,) = await collect(pool, asked)
     assert sample.finish_reason == DEADLINE

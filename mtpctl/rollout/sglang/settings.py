@@ -33,7 +33,7 @@ def sglang_engine_settings(
 ) -> SglangSettings:
     """Options of one engine. What `rollout.engine_args` names wins over everything chosen here.
 
-    `tokenizer` is the folder or hub id of another tokenizer than the model's; stop strings need one.
+    `tokenizer` is the folder or hub id of another tokenizer than the model's; stop strings need one, those of an environment too.
 
     A draft tree of `speculation.num_tokens` nodes grows over `draft_steps` steps with `draft_top_k` branches each; with one branch it
     is a chain, of as many steps as tokens. The recipe's checks refuse what SGLang cannot do.
@@ -46,7 +46,7 @@ def sglang_engine_settings(
         "tp_size": rollout.tp,
         "max_running_requests": rollout.max_in_flight,
         "mem_fraction_static": rollout.gpu_memory,
-        "skip_tokenizer_init": not rollout.stop,
+        "skip_tokenizer_init": not rollout.stop and tokenizer is None,
         "custom_weight_loader": [LOADER],
         "weight_version": "0",
         "log_level": "warning",

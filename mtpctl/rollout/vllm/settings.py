@@ -53,8 +53,8 @@ def engine_settings(
 ) -> VllmSettings:
     """Options of one engine. What `rollout.engine_args` names wins over everything chosen here.
 
-    `tokenizer` is the folder or hub id of another tokenizer than the model's; stop strings need one. `adapter_rank`: rank
-    of the adapter that weight syncs send; None where they send none. `release_kv`: see `VllmSettings`.
+    `tokenizer` is the folder or hub id of another tokenizer than the model's; stop strings need one, those of an environment
+    too. `adapter_rank`: rank of the adapter that weight syncs send; None where they send none. `release_kv`: see `VllmSettings`.
 
     On a CPU the engine runs with few threads beside a trainer on the same cores: no compilation, no prefix cache (its
     blocks hold 128 tokens), a fixed KV cache, and the core in the actor's own process.
@@ -72,7 +72,7 @@ def engine_settings(
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "generation_config": "vllm",
-        "skip_tokenizer_init": not rollout.stop,
+        "skip_tokenizer_init": not rollout.stop and tokenizer is None,
         "weight_transfer_config": {"backend": TRANSFER_BACKEND},
         "worker_extension_cls": "mtpctl.rollout.vllm.receiver.WorkerExtension",
     }

@@ -1,0 +1,68 @@
+"""The environment `calculator`: computes the expressions that the model writes."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable
+
+
+class Calculator:
+    """Computes what the model writes between `opening` and `closing`, and answers with the result, or with `error`."""
+
+    def __init__(self, problem: object, opening: str = "<calc>", closing: str = "</calc>", answer: str = "<result>{}</result>") -> None:
+        self.stop = [closing]
+        self._opening, self._closing, self._answer = opening, closing, answer
+
+    async def reply(self, turn: str) -> str:
+        """The result of the last expression in `turn`."""
+        before = turn.rpartition(self._closing)[0]
+        expression = before.rpartition(self._opening)[2] if self._opening else before
+        try:
+            return self._answer.format(_formatted(compute(expression)))
+        except (ValueError, ArithmeticError):
+            return self._answer.format("error")
+
+
+LONGEST = 200
+"""Characters that an expression may have."""
+LARGEST = 10**30
+"""A number beyond this is an error: the model's next tokens would be its digits."""
+_BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def compute(expression: str) -> float:
+    """The value of numbers, `+ - * / // %` and parentheses. Raises ValueError for anything else, ArithmeticError as Python does."""
+    if len(expression) > LONGEST:
+        raise ValueError("too long")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except (SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError("no expression") from error
+    return _value(tree.body)
+
+
+def _value(node: ast.expr) -> float:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        value: float = node.value  # type: ignore[assignment]
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = -_value(node.operand)
+    elif isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        value = _BINARY[type(node.op)](_value(node.left), _value(node.right))
+    else:
+        raise ValueError(f"{type(node).__name__} is not arithmetic")
+    if abs(value) > LARGEST:
+        raise ValueError("too large")
+    return value
+
+
+def _formatted(value: float) -> str:
+    """The number as text: `6.0` as 6."""
+    return str(int(value)) if value == int(value) else f"{value:.10g}"

@@ -1,0 +1,64 @@
+"""Chat messages as tokens behind what the model wrote, which is never tokenised again.
+
+A chat template renders whole conversations. Rendering one anew would change tokens that the model sampled: another tokenisation of the
+same text, or thinking that the template takes out of earlier turns. So the template renders a conversation in which a mark stands for the
+model's turn, and what comes behind the mark is appended to the tokens that are there. That is right for a template where it depends on
+the new messages alone, which is checked; others are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from mtpctl.errors import UserError
+from mtpctl.rollout.environments import EnvironmentFailure, Message
+
+MARK = "TheModelsOwnTurn"
+
+
+class ChatText(Protocol):
+    """A tokenizer with a chat template; a part of `mtpctl.data.tokenizers.Tokenizer`."""
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]: ...
+
+    def chat_text(self, messages: Sequence[Message]) -> str:
+        """A conversation in the chat template, up to the beginning of the assistant's answer. Raises UserError where it refuses."""
+        ...
+
+
+class ChatReplies:
+    """Renders messages of an environment as what follows a turn of the model."""
+
+    def __init__(self, text: ChatText) -> None:
+        self._text = text
+        self._checked: set[tuple[str, ...]] = set()
+
+    def tokens(self, messages: Sequence[Message], end_token: int | None) -> list[int]:
+        """The tokens from the end of the model's turn to the beginning of its next one.
+
+        `end_token` is the token with which the model ended its turn itself; it is not written again. None: a stop string ended it.
+        Raises EnvironmentFailure where the template does not take the messages, or writes more than them.
+        """
+        question, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": MARK}
+        behind = self._behind([question, answer, *messages])
+        roles = tuple(str(message["role"]) for message in messages)
+        if roles not in self._checked:
+            earlier = [question, {"role": "assistant", "content": "2"}]
+            if behind != self._behind([*earlier, question, answer, *messages]):
+                raise EnvironmentFailure(
+                    "the chat template renders the same messages otherwise after another conversation, "
+                    "so they cannot be appended to what the model wrote; reply with text instead"
+                )
+            self._checked.add(roles)
+        ids = self._text.encode(behind)
+        return ids[1:] if end_token is not None and ids[:1] == [end_token] else ids
+
+    def _behind(self, conversation: Sequence[Message]) -> str:
+        try:
+            _, mark, behind = self._text.chat_text(conversation).partition(MARK)
+        except UserError as error:
+            raise EnvironmentFailure(str(error)) from error
+        if not mark:
+            raise EnvironmentFailure("the chat template leaves an earlier turn of the model out or changes it; reply with text instead")
+        return behind

@@ -1,0 +1,15 @@
+"""The reward function `environment`: what the environment's own `reward()` returned when the response ended."""
+
+from __future__ import annotations
+
+from mtpctl.samples import Sample
+
+
+def score(response: str, problem: object, sample: Sample) -> float:
+    """The environment's reward; 0 where the environment failed or was cut. Raises ValueError where it gives none."""
+    if sample.environment_reward is not None:
+        return sample.environment_reward
+    use = sample.environment
+    if use is None or use.errors or use.timeouts:  # None: a row on which the function is tried before there are responses
+        return 0.0
+    raise ValueError("the environment gives no reward; give rollout.environment a method `reward()`, or name another reward.function")

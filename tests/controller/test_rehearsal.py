@@ -1,0 +1,60 @@
+"""A recipe's environment is tried before anything starts: by `recipe check`, `--dry-run`, `train` and `rollout` alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mtpctl.cli import rollout_job
+from mtpctl.cli.app import main
+from mtpctl.controller.prepare import prepare
+from mtpctl.controller.rehearsal import rehearse
+from mtpctl.errors import UserError
+from mtpctl.recipe.loading import load_recipe
+from mtpctl.recipe.schema import Recipe
+from tests.cli.test_rollout_job import SMALL, write_prompts
+
+MODULE = "tests.rollout.user_environments"
+TOLD = r"^rollout\.environment: user_environments\.py:\d+: KeyError: "
+
+
+def recipe(*sets: str) -> Recipe:
+    return load_recipe("tiny_mtp", sets=[*SMALL, "data.task.train_size=8", "data.task.eval_size=4", *sets]).recipe
+
+
+def test_an_environment_that_works_is_made_for_three_problems() -> None:
+    rehearse(recipe(f"rollout.environment={MODULE}:Echo", "rollout.environment_args={times: 2}"))
+    rehearse(recipe())
+
+
+def test_one_that_fails_is_refused_with_its_line(tmp_path: Path) -> None:
+    failing = recipe(f"rollout.environment={MODULE}:Raises")
+    with pytest.raises(UserError, match=TOLD):
+        rehearse(failing)
+    with pytest.raises(UserError, match=TOLD):
+        prepare(failing, tmp_path / "run")
+
+
+def test_a_stage_without_responses_has_no_environment() -> None:
+    rehearse(recipe(f"rollout.environment={MODULE}:Raises", "train.stages=[sft]"))
+
+
+def test_samples_without_training_try_it_too(tmp_path: Path) -> None:
+    made = recipe(f"run_dir={tmp_path / 'run'}")
+    prepare(made, tmp_path / "run")
+    failing = made.model_copy(update={"rollout": made.rollout.model_copy(update={"environment": f"{MODULE}:Raises"})})
+    prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "1"})
+    with pytest.raises(UserError, match=TOLD):
+        rollout_job.rollout(failing, prompts, tmp_path / "o", n=1, say=print, progress=lambda *_: None)
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("command", [["recipe", "check", "tiny_mtp"], ["train", "tiny_mtp", "--dry-run"]])
+def test_it_is_exit_2_and_one_line(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["mtpctl", *command, "--set", f"rollout.environment={MODULE}:Raises"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: rollout.environment: user_environments.py:")

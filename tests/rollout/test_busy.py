@@ -1,0 +1,142 @@
+"""Engines do not wait for environments: while one response is with its environment, another one has its place."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from itertools import count
+from typing import Any, ClassVar
+
+import pytest
+
+from mtpctl.rollout.environments import EnvironmentClass
+from mtpctl.rollout.pool import WITH_ENVIRONMENT, ReplicaPool
+from mtpctl.rollout.protocol import Occupancy
+from mtpctl.rollout.turns import Turns
+from mtpctl.samples import GenerationRequest, Sample
+from tests.rollout.conftest import in_loop
+from tests.rollout.fake_chat import NO_CHAT
+from tests.rollout.fake_replica import FakeReplica
+
+PLACES = 8
+
+
+class Bytes:
+    """Text as its bytes."""
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode()
+
+
+class Slow:
+    """Takes a second for each of its two replies."""
+
+    stop: ClassVar = ["!"]
+
+    def __init__(self, problem: object) -> None: ...
+
+    async def reply(self, turn: str) -> str:
+        await asyncio.sleep(1.0)
+        return "?"
+
+
+class SlowInThreads(Slow):
+    def reply(self, turn: str) -> str:  # type: ignore[override]
+        time.sleep(1.0)
+        return "?"
+
+
+class Steady(FakeReplica):
+    """Takes 0.2 s for each turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.occupied = Occupancy(PLACES)
+
+    async def generate(self, request: GenerationRequest) -> Sample:
+        self.in_flight += 1
+        self.occupied.count(self.in_flight)
+        await asyncio.sleep(0.2)
+        self.in_flight -= 1
+        self.occupied.count(self.in_flight)
+        request.sample.append(list(b"so!"), [-1.0] * 3, 0)
+        request.sample.finish_reason = "stop"
+        return request.sample
+
+
+async def busy(kind: type | None) -> float:
+    """The share of the engine's places that are taken, over two seconds of a run that has begun."""
+    engine = Steady()
+
+    async def start(index: int) -> Any:
+        return engine
+
+    turns = None if kind is None else Turns(EnvironmentClass("tests:it", kind, {}), Bytes(), 3, NO_CHAT)
+    pool = await ReplicaPool.start(start, 1, max_in_flight=PLACES, turns=turns)
+
+    async def requests() -> AsyncIterator[GenerationRequest]:
+        for number in count():
+            yield GenerationRequest(Sample(f"p{number}", f"g{number}", [1]), 500)
+
+    async def drive() -> None:
+        async for _ in pool.generate(requests()):
+            pass
+
+    driving = asyncio.create_task(drive())
+    await asyncio.sleep(1.5)
+    began, before = time.monotonic(), engine.occupied.count(engine.in_flight)
+    await asyncio.sleep(2.0)
+    share = (engine.occupied.count(engine.in_flight) - before) / (PLACES * (time.monotonic() - began))
+    driving.cancel()
+    await asyncio.gather(driving, return_exceptions=True)
+    await pool.close()
+    return share
+
+
+@pytest.mark.parametrize("kind", [Slow, SlowInThreads])
+def test_an_environment_of_a_second_a_turn_leaves_engines_as_busy_as_none(kind: type) -> None:
+    async def both() -> tuple[float, float]:
+        return await busy(None), await busy(kind)
+
+    without, beside = asyncio.run(both())
+    assert without > 0.9
+    assert beside > 0.95 * without
+
+
+@in_loop
+async def test_an_environment_that_never_replies_does_not_take_in_the_whole_data_set() -> None:
+    class Never(Slow):
+        async def reply(self, turn: str) -> str:
+            await asyncio.Event().wait()
+            raise AssertionError("unreachable")
+
+    class Stops(FakeReplica):
+        async def generate(self, request: GenerationRequest) -> Sample:
+            request.sample.append([ord("!")], [-1.0], 0)
+            request.sample.finish_reason = "stop"
+            return request.sample
+
+    async def start(index: int) -> Any:
+        return Stops()
+
+    pool = await ReplicaPool.start(start, 1, max_in_flight=2, turns=Turns(EnvironmentClass("tests:it", Never, {}), Bytes(), 3, NO_CHAT))
+    asked = 0
+
+    async def requests() -> AsyncIterator[GenerationRequest]:
+        nonlocal asked
+        for asked in count(1):
+            yield GenerationRequest(Sample(f"p{asked}", "g", [1]), 500)
+
+    async def drive() -> None:
+        async for _ in pool.generate(requests()):
+            pass
+
+    driving = asyncio.create_task(drive())
+    await asyncio.sleep(0.3)
+    driving.cancel()
+    assert asked == 2 + WITH_ENVIRONMENT * 2
+    await pool.close()
