@@ -51,6 +51,8 @@ def loss_inputs(p: dict[str, Any], logprob: Tensor, entropy: Tensor | None) -> L
         {"loss": "ppo", "clip_high": 0.28, "clip_dual": 3.0, "entropy_coef": 0.01},
         {"loss": "ppo", "aggregate": "sequence", "kl_coef": 0.1},
         {"loss": "decoupled", "entropy_coef": 0.01},
+        {"loss": "cispo", "clip_low": 1.0, "clip_high": 0.2, "entropy_coef": 0.01},
+        {"loss": "sapo", "aggregate": "sequence", "tau_neg": 2.0, "kl_coef": 0.1},
         {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
     ],
     ids=str,
