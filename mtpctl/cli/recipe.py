@@ -75,17 +75,14 @@ def schema() -> None:
 @app.command("check", hidden=True, help="The same as `validate`.")
 @app.command()
 def validate(recipe: RecipeArgument, sets: Sets = None, overlay: Overlays = None, as_json: Json = False) -> None:
-    """Check a recipe, try the code of your own that it names, and warn of settings that are known to learn badly.
-
-    Starts nothing, and does not use the network.
-    """
-    from mtpctl.controller.prepare import try_own_code
+    """Check a recipe, try your code that it names, and warn of settings known to learn badly. Starts nothing, uses no network."""
+    from mtpctl.controller.rehearsal import rehearse
     from mtpctl.recipe.cautions import cautions_of
     from mtpctl.recipe.checks import validate as check
 
     loaded = load(recipe, overlay, sets)
     check(loaded.recipe)
-    try_own_code(loaded.recipe)
+    rehearse(loaded.recipe)
     sources, cautions = [str(path) for path in loaded.sources], list(cautions_of(loaded.recipe))
     if as_json:
         answer(json.dumps({"ok": True, "name": loaded.recipe.name, "sources": sources, "cautions": cautions}))

@@ -33,9 +33,9 @@ def train(
     if dry_run:
         from mtpctl.cli.dry_run import dry_run as plan_run
         from mtpctl.cli.dry_run import render
-        from mtpctl.controller.prepare import try_own_code
+        from mtpctl.controller.rehearsal import rehearse
 
-        try_own_code(loaded.recipe)
+        rehearse(loaded.recipe)
         plan = plan_run(loaded.recipe)
         answer(json.dumps(plan, indent=2) if as_json else render(plan))
         return

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from mtpctl.controller.rehearsal import try_loss
 from mtpctl.data.prompts import fit_problems
 from mtpctl.data.sets import ProblemSets, load_problem_sets
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_tokenizer, make_byte_tokenizer
@@ -57,7 +58,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     """
     from mtpctl.convert.model_weights import ModelWeights
 
-    try_own_code(recipe)
+    try_loss(recipe)
     # What is read in a moment comes first, and with it the most common mistakes.
     problems = load_problem_sets(recipe.data, recipe.seed)
     unrewarded = check_answers(problems, recipe) if "rl" in recipe.train.stages else ""
@@ -77,14 +78,6 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     fit_problems(tokenizer, imitated, recipe.data, context=context, targets=True)
     fit_problems(tokenizer, problems.evaluation, recipe.data, context=context)
     return Prepared(model, tokenizer, problems, context, unrewarded)
-
-
-def try_own_code(recipe: Recipe) -> None:
-    """Try the code of the user's own that the recipe names. Raises UserError, with its file and line where it is at fault."""
-    if "rl" in recipe.train.stages and recipe.train.rl.own_loss:
-        from mtpctl.rl.own_loss import check_loss
-
-        check_loss(recipe.train.rl)
 
 
 def check_answers(problems: ProblemSets, recipe: Recipe) -> str:

@@ -38,8 +38,8 @@ def _objective(rl: RlConfig) -> Iterator[str]:
     """Losses and advantages in settings that defeat them."""
     if rl.loss == "gspo" and rl.clip_high > WIDEST_SEQUENCE_CLIP:
         yield (
-            f"train.rl.clip_high: {rl.clip_high:g} clips next to nothing with loss: gspo, whose ratio is a mean over the response; set 4e-4 "
-            "and clip_low: 3e-4, or preset: gspo"
+            f"train.rl.clip_high: {rl.clip_high:g} clips next to nothing with loss: gspo, whose ratio is a mean over the response; "
+            "set 4e-4 and clip_low: 3e-4, or preset: gspo"
         )
     if rl.advantage == "reinforce_pp" and rl.dynamic_sampling:
         yield (

@@ -13,7 +13,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mtpctl.recipe.schema import DEFAULT_VARIANTS, Recipe
-from mtpctl.recipe.section import BESIDE
 
 Keys = tuple[str, ...]
 _SCALARS: dict[object, str] = {str: "text", int: "integer", float: "number", bool: "true | false"}
@@ -41,12 +40,6 @@ class Key:
     def free(self) -> bool:
         """Whether the value is a mapping of any keys (`model.config`, `rollout.engine_args`)."""
         return any((get_origin(part) or part) is dict for part in _alternatives(self.field.annotation))
-
-    @property
-    def names_file(self) -> bool:
-        """Whether the value may be a path, which is looked for beside the recipe file that gives it."""
-        parts = get_args(self.field.annotation)
-        return BESIDE in self.field.metadata or any(BESIDE in getattr(part, "__metadata__", ()) for part in parts)
 
 
 def _alternatives(annotation: object) -> tuple[object, ...]:

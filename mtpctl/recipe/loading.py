@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -41,8 +40,7 @@ def load_recipe(recipe: str | Path, *, overlays: Sequence[str | Path] = (), sets
     """Load a recipe by path or by name, lay `overlays` over it in order, then apply `sets`.
 
     Mappings merge key by key, everything else is replaced. A set is `a.b=VALUE` with a YAML value, or `a.b+=VALUE`, which
-    appends to a list. A file that lies beside the recipe file that names it is found there. Each value is checked here by itself;
-    `checks.validate` checks them together.
+    appends to a list. Each value is checked here by itself; `checks.validate` checks them together.
 
     Raises UserError that names file and line, or the set, and what to write instead.
     """
@@ -56,7 +54,7 @@ def load_recipe(recipe: str | Path, *, overlays: Sequence[str | Path] = (), sets
             raise UserError(f"{source}:1: a recipe is a mapping of keys to values")
         lines = {tuple(map(str, path)): f"{source}:{line}" for path, line in document.lines.items()}
         _refuse_unknown(value, Recipe, (), lines)
-        _merge(tree, _found_beside(value, source.absolute().parent), (), lines, origins)
+        _merge(tree, value, (), lines, origins)
     for text in sets:
         _apply_set(tree, text, origins)
     try:
@@ -150,25 +148,6 @@ def _merge(tree: Tree, over: Mapping[str, object], path: Keys, lines: Mapping[Ke
             origins.update({(*here, *leaf): lines[(*here, *leaf)] for leaf in leaves})
 
 
-def _found_beside(tree: Mapping[str, object], folder: Path, path: Keys = ()) -> Tree:
-    """The tree with each file that it names by a relative path, and that lies in `folder`, under its path in full.
-
-    Code of the user's own is also found in the working directory: actors that load it may have another one.
-    """
-    found: Tree = {}
-    for name, value in tree.items():
-        here = (*path, name)
-        if isinstance(value, Mapping):
-            value = _found_beside(value, folder, here)
-        elif isinstance(value, str) and (key := find(here)) is not None and key.path == here and key.names_file:
-            code = ".py:" in value
-            file, colon, attribute = value.rpartition(":") if code else (value, "", "")
-            places = [str(place / file) for place in ([folder, Path.cwd()] if code else [folder]) if file]
-            value = next((f"{place}{colon}{attribute}" for place in places if os.path.exists(place)), value)
-        found[name] = value
-    return found
-
-
 def _forget(origins: Origins, path: Keys) -> None:
     for known in [known for known in origins if known[: len(path)] == path]:
         del origins[known]
@@ -188,7 +167,6 @@ def _apply_set(tree: Tree, text: str, origins: Origins) -> None:
         hint = suggest(path) or suggest(path[: known + 1], siblings)
         raise UserError(f"--set {text}: {'.'.join(path)} is not a key{hint}")
     value = yaml12.parse_value(raw)
-    value = _found_beside({path[-1]: value}, Path.cwd(), path[:-1])[path[-1]] if key.names_file or key.models else value
     if append:
         value = _appended(tree, path, key, value, text)
     elif isinstance(value, dict) and key.models:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -9,7 +11,6 @@ from pydantic import AfterValidator, Field, model_validator
 from mtpctl.recipe.optimizer import OptimizerConfig
 from mtpctl.recipe.presets import PRESETS, laid_over
 from mtpctl.recipe.section import (
-    BESIDE,
     Complaints,
     Float,
     NonNegativeFloat,
@@ -17,14 +18,24 @@ from mtpctl.recipe.section import (
     PositiveFloat,
     PositiveInt,
     Section,
-    known_or_own,
 )
 from mtpctl.user_code import is_reference
 
 LOSSES = ("ppo", "gspo", "decoupled", "cispo", "sapo")
 """Losses that come with mtpctl."""
 
-Loss = Annotated[str, AfterValidator(lambda value: known_or_own(value, LOSSES)), BESIDE]
+
+def _known_or_own(value: str) -> str:
+    if value in LOSSES:
+        return value
+    if not is_reference(value):
+        near = difflib.get_close_matches(value, LOSSES, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"must be {', '.join(LOSSES)}, or FILE.py:NAME or MODULE:NAME, got {value!r}{hint}")
+    return os.path.expanduser(value)
+
+
+Loss = Annotated[str, AfterValidator(_known_or_own)]
 
 
 class OverlongConfig(Section):

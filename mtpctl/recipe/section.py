@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
-
-from mtpctl.user_code import is_reference
-
-
-class Beside:
-    """Marks a key that may name a file: one that lies beside the recipe file that names it is found there, by `loading`."""
-
-
-BESIDE = Beside()
 
 
 def _number(value: object) -> object:
@@ -33,20 +23,8 @@ PositiveFloat = Annotated[Float, Field(gt=0)]
 NonNegativeInt = Annotated[Int, Field(ge=0)]
 NonNegativeFloat = Annotated[Float, Field(ge=0)]
 Fraction = Annotated[Float, Field(ge=0, le=1)]
-HomePath = Annotated[str, AfterValidator(os.path.expanduser), BESIDE]
+HomePath = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path, or a hub id. A leading `~` is replaced, when the recipe is loaded, by the home of the user who loads it."""
-
-
-def known_or_own(value: str, names: tuple[str, ...]) -> str:
-    """Validate a key that takes one of `names`, or code of the user's own as `FILE.py:NAME` or `MODULE:NAME`."""
-    if value in names:
-        return value
-    if not is_reference(value):
-        near = difflib.get_close_matches(value, names, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"must be {', '.join(names)}, or FILE.py:NAME or MODULE:NAME, got {value!r}{hint}")
-    source, _, name = value.rpartition(":")
-    return f"{os.path.expanduser(source)}:{name}"
 
 
 class Section(BaseModel):

@@ -18,6 +18,7 @@ from mtpctl.recipe.rl import CorrectionConfig, RlConfig
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.policy_objective import PolicyObjective
+from tests.rl import own_losses
 from tests.trainer.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
 
 FEW_ROWS = 10 * 3 * 4 * 64
@@ -30,6 +31,7 @@ LOSSES = {
     "decoupled": RlConfig(loss="decoupled", entropy_coef=0.01),
     "cispo": RlConfig(loss="cispo", clip_low=1.0, clip_high=0.2, aggregate="constant", entropy_coef=0.01),
     "sapo": RlConfig(loss="sapo", aggregate="sequence", tau_neg=2.0, kl_coef=0.1),
+    "own": RlConfig(loss=f"{own_losses.__file__}:squared", entropy_coef=0.01),
     "gspo": RlConfig(loss="gspo", clip_low=3e-4, clip_high=4e-4),
 }
 
