@@ -23,6 +23,9 @@ ABOUT = {
 }
 """The files of a template in the order that they are told in; a template need not have all."""
 
+UNTIL_LOSS = {"exact": "0.5", "judge": "2.3", "tool": "0.1"}
+"""Where the supervised stage of each template ends: some responses are right by then, and some are not."""
+
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
@@ -59,7 +62,7 @@ def contents(template: str, name: str) -> dict[str, str]:
     """The files of a task `name` from a template, by their names."""
     source = TEMPLATES / template
     texts = {file: (source / file).read_text(encoding="utf-8") for file in ABOUT if (source / file).is_file()}
-    texts["recipe.yaml"] += (TEMPLATES / "machine.yaml").read_text(encoding="utf-8")
+    texts["recipe.yaml"] += (TEMPLATES / "machine.yaml").read_text(encoding="utf-8").replace("{until_loss}", UNTIL_LOSS[template])
     table = "".join(f"| `{file}` | {ABOUT[file]} |\n" for file in texts)
     readme = (TEMPLATES / "README.md").read_text(encoding="utf-8")
     texts["README.md"] = readme.replace("{files}", table).replace("{tool}", " and the tool" if "environment.py" in texts else "")

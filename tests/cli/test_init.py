@@ -48,6 +48,7 @@ def test_a_template_becomes_a_folder_with_the_tasks_name(init: Any, kind: str) -
     assert all(f"sums/{name}" in out for name in written)
     assert out.splitlines()[-1] == "next: mtpctl recipe check sums/recipe.yaml"
     assert recipe_in(Path("sums"))["name"] == "sums"
+    assert isinstance(recipe_in(Path("sums"))["train"]["sft"]["until_loss"], float)
     assert not [path.name for path in Path("sums").iterdir() if "mytask" in path.read_text()]
 
 
