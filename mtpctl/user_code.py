@@ -70,6 +70,16 @@ def describe_error(error: BaseException, text: str) -> str:
     return f"{where}{type(error).__name__}: {error}".rstrip(": ")
 
 
+def place_of(found: object) -> str:
+    """`judge.py:12`: the line at which a function or class of the user's own begins; its name where Python does not know the line."""
+    function = inspect.unwrap(found) if callable(found) else found
+    try:
+        file, (_, line) = inspect.getsourcefile(function), inspect.getsourcelines(function)  # type: ignore[arg-type]
+    except (TypeError, OSError):
+        return str(getattr(found, "__name__", type(found).__name__))
+    return f"{Path(file or '').name}:{line}"
+
+
 def _from_file(path: Path, field: str) -> ModuleType:
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], 1) if path.parent.is_dir() else []

@@ -1,4 +1,4 @@
-"""What is installed from the wheel works away from the repository: its recipes come along."""
+"""What is installed from the wheel works away from the repository: its recipes and templates come along."""
 
 from __future__ import annotations
 
@@ -44,3 +44,10 @@ def test_its_recipes_are_the_projects(site: Path, tmp_path: Path) -> None:
 def test_a_recipe_runs_by_its_name(site: Path, tmp_path: Path) -> None:
     arguments = ["train", "mimo7b_mtp", "--overlay", "h200x2", "--overlay", "toy", "--dry-run", "--set", "cluster.num_cpus=8"]
     assert "rollout" in mtpctl(site, tmp_path, *arguments)
+
+
+def test_its_templates_are_the_projects(site: Path, tmp_path: Path) -> None:
+    for template in (path.name for path in (ROOT / "mtpctl" / "templates").iterdir() if path.is_dir()):
+        assert mtpctl(site, tmp_path, "init", template, "--template", template).endswith(
+            f"next: mtpctl recipe check {template}/recipe.yaml\n"
+        )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from mtpctl.cli import bench, clean, convert_hf, doctor, evaluate, logprob_serve, recipe, report, rollout, sync_weights, train
+from mtpctl.cli import bench, clean, convert_hf, doctor, evaluate, init, logprob_serve, recipe, report, rollout, sync_weights, train
 from mtpctl.errors import MtpctlError
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def _everywhere(
     pass
 
 
+app.command("init")(init.init)
 app.command("train")(train.train)
 app.command("rollout")(rollout.rollout)
 app.command("eval")(evaluate.evaluate)

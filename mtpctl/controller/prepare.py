@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from mtpctl.controller.rehearsal import try_loss
 from mtpctl.data.prompts import fit_problems
 from mtpctl.data.sets import ProblemSets, load_problem_sets
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_tokenizer, make_byte_tokenizer
@@ -61,6 +62,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     """
     from mtpctl.convert.model_weights import ModelWeights
 
+    try_loss(recipe)
     # What is read in a moment comes first, and with it the most common mistakes.
     problems = load_problem_sets(recipe.data, recipe.seed, recipe.evaluation, stages=recipe.train.stages)
     environment = environment_of(recipe.rollout) if "rl" in recipe.train.stages else None

@@ -1,4 +1,4 @@
-"""Trying the user's own code on three rows, for commands that start nothing."""
+"""Trying the user's own code before anything starts, for commands that start nothing as well."""
 
 from __future__ import annotations
 
@@ -9,8 +9,22 @@ from mtpctl.rollout.trial import try_environment
 
 
 def rehearse(recipe: Recipe) -> None:
-    """Try the recipe's environment on the first problems, without tokenizer and model. Raises UserError for the first thing that fails."""
-    environment = environment_of(recipe.rollout) if "rl" in recipe.train.stages else None
+    """Try the code of the user's own that the recipe names: the loss on a few tokens, the environment on the first problems.
+
+    Needs neither tokenizer nor model. Raises UserError for the first thing that fails, with its file and line.
+    """
+    if "rl" not in recipe.train.stages:
+        return
+    try_loss(recipe)
+    environment = environment_of(recipe.rollout)
     if environment is not None:
         problems = load_problem_sets(recipe.data, recipe.seed).train
         try_environment(environment, problems, None, chat=recipe.data.chat_template)
+
+
+def try_loss(recipe: Recipe) -> None:
+    """Try the loss on a few tokens, where it is the user's own. Raises UserError, with its file and line where it is at fault."""
+    if "rl" in recipe.train.stages and recipe.train.rl.own_loss:
+        from mtpctl.rl.own_loss import check_loss  # which imports torch
+
+        check_loss(recipe.train.rl)

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mtpctl.recipe.presets import PRESETS
+from mtpctl.recipe.rl import RlConfig
 from mtpctl.recipe.schema import Recipe
+
+WIDEST_SEQUENCE_CLIP = 0.05
+"""A response's mean ratio hardly ever leaves such a band: GSPO's paper clips at 3e-4 and 4e-4."""
 
 
 def cautions_of(recipe: Recipe) -> Iterator[str]:
@@ -26,3 +31,21 @@ def cautions_of(recipe: Recipe) -> Iterator[str]:
             "train.rl.correction.mode: off leaves the importance weights of loss: decoupled without a bound, and one stale token can "
             "outweigh a batch; set it to truncate"
         )
+    yield from _objective(rl)
+
+
+def _objective(rl: RlConfig) -> Iterator[str]:
+    """Losses and advantages in settings that defeat them."""
+    if rl.loss == "gspo" and rl.clip_high > WIDEST_SEQUENCE_CLIP:
+        yield (
+            f"train.rl.clip_high: {rl.clip_high:g} clips next to nothing with loss: gspo, whose ratio is a mean over the response; "
+            "set 4e-4 and clip_low: 3e-4, or preset: gspo"
+        )
+    if rl.advantage == "reinforce_pp" and rl.dynamic_sampling:
+        yield (
+            "train.rl.dynamic_sampling: drops groups of equal rewards, from which advantage: reinforce_pp learns, and shifts its baseline; "
+            "set it to false"
+        )
+    for name in ("loss", "advantage", "aggregate"):
+        if rl.preset is not None and (said := PRESETS[rl.preset][name]) != (given := getattr(rl, name)):
+            yield f"train.rl.{name}: {given} overrides {said} of preset: {rl.preset}; leave one of them out"

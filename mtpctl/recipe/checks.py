@@ -19,7 +19,7 @@ from mtpctl.recipe.evaluation import CHECKERS, evaluation_fits
 from mtpctl.recipe.model import BYTE_VOCAB_SIZE
 from mtpctl.recipe.model_source import hf_config, model_fits, model_folder, tensor_names
 from mtpctl.recipe.parallel import parallel_fits
-from mtpctl.recipe.rl import clips_fit, correction_fits
+from mtpctl.recipe.rl import clips_fit, correction_fits, loss_fits
 from mtpctl.recipe.rollout import (
     VLLM_ADAPTER_RANKS,
     SglangConfig,
@@ -76,6 +76,8 @@ def _sections(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     yield from stages_fit(train)
     yield from correction_fits(train.rl.correction)
     yield from clips_fit(train.rl)
+    if "rl" in train.stages:
+        yield from loss_fits(train.rl)
     yield from speculation_fits(rollout)
     yield from environment_fits(rollout)
     yield from sglang_fits(rollout) if isinstance(rollout, SglangConfig) else vllm_fits(rollout)

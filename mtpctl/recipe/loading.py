@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from mtpctl.errors import UserError
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.fields import Key, Keys, children, element, find, suggest, type_text, variant
+from mtpctl.recipe.presets import PRESETS
 from mtpctl.recipe.schema import DEFAULT_VARIANTS, Recipe
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -28,7 +29,7 @@ Tree = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A recipe, the origin of every value by dotted key (`default`, `FILE:LINE` or `--set`), and the files read."""
+    """A recipe, the origin of every value by dotted key (`default`, `preset NAME`, `FILE:LINE` or `--set`), and the files read."""
 
     recipe: Recipe
     origins: dict[str, str]
@@ -203,9 +204,12 @@ def _appended(tree: Tree, path: Keys, key: Key, value: object, text: str) -> lis
 
 def _all_origins(recipe: Recipe, origins: Origins) -> dict[str, str]:
     found = {}
+    preset = recipe.train.rl.preset
+    by_preset = {("train", "rl", *path) for path in flatten(PRESETS[preset])} if preset else set()
     for path in flatten(recipe.model_dump(mode="json", by_alias=True)):
         near = next((origins[path[:depth]] for depth in range(len(path), 0, -1) if path[:depth] in origins), None)
-        found[".".join(path)] = near if near and (path in origins or _inside_value(path, origins)) else "default"
+        unsaid = f"preset {preset}" if path in by_preset else "default"
+        found[".".join(path)] = near if near and (path in origins or _inside_value(path, origins)) else unsaid
     return found
 
 

@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import difflib
+import os
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
 from mtpctl.recipe.optimizer import OptimizerConfig
-from mtpctl.recipe.section import Complaints, Float, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from mtpctl.recipe.presets import PRESETS, laid_over
+from mtpctl.recipe.section import (
+    Complaints,
+    Float,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+from mtpctl.user_code import is_reference
+
+LOSSES = ("ppo", "gspo", "decoupled", "cispo", "sapo")
+"""Losses that come with mtpctl."""
+
+
+def _known_or_own(value: str) -> str:
+    if value in LOSSES:
+        return value
+    if not is_reference(value):
+        near = difflib.get_close_matches(value, LOSSES, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"must be {', '.join(LOSSES)}, or FILE.py:NAME or MODULE:NAME, got {value!r}{hint}")
+    return os.path.expanduser(value)
+
+
+Loss = Annotated[str, AfterValidator(_known_or_own)]
 
 
 class OverlongConfig(Section):
@@ -29,27 +57,41 @@ class CorrectionConfig(Section):
 
 
 class RlConfig(Section):
+    preset: Literal["grpo", "dapo", "dr_grpo", "reinforce++", "reinforce++_baseline", "gspo", "cispo", "sapo"] | None = Field(
+        None, description="A published algorithm, whose values become the defaults of this section; keys that are given override them."
+    )
     steps: NonNegativeInt = Field(0, description="Policy updates.")
     prompts_per_step: PositiveInt = Field(32, description="Prompts of an update, each with one group of responses.")
     group_size: PositiveInt = Field(8, description="Responses to each prompt (n).")
     minibatches: PositiveInt = Field(1, description="Optimizer steps of an update, over which its groups are split.")
     train_mtp: bool = Field(True, description="Train the MTP layers in RL, too; false: RL leaves them as they are.")
-    loss: Literal["ppo", "gspo", "decoupled"] = Field(
-        "ppo", description="ppo: token ratio, clipped; gspo: sequence ratio; decoupled: PPO with a proximal policy of its own."
+    loss: Loss = Field(
+        "ppo",
+        description="ppo: token ratio, clipped; gspo: sequence ratio; decoupled: PPO with a proximal policy of its own; cispo: the clipped "
+        "ratio weighs each token's log-prob; sapo: a soft gate in place of the clip; or a loss of your own, FILE.py:NAME or MODULE:NAME.",
     )
-    advantage: Literal["grpo", "grpo_no_std", "rloo"] = Field(
-        "grpo", description="Baseline of a group, and whether advantages are divided by its standard deviation."
+    loss_args: dict[str, object] = Field(default_factory=dict, description="Keyword arguments of a loss of your own.")
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = Field(
+        "grpo",
+        description="Baseline and scale: of the group with its standard deviation (grpo), without (grpo_no_std, rloo); of the whole batch "
+        "(reinforce_pp), or of the group and then scaled by the whole batch (reinforce_pp_baseline).",
     )
-    aggregate: Literal["token", "sequence"] = Field("token", description="Mean over all tokens (DAPO), or over sequences of their means.")
+    aggregate: Literal["token", "sequence", "constant"] = Field(
+        "token",
+        description="token: mean over all tokens (DAPO); sequence: mean over responses of their means; constant: sum over all tokens, "
+        "divided by responses × rollout.max_tokens (Dr. GRPO).",
+    )
     old_logprobs: Literal["auto", "recompute", "behaviour"] = Field(
         "auto",
         description="Log-probs that the ratio is taken against. behaviour: the engine's own, so that the clip bounds stale samples, too; "
         "recompute: Megatron's, computed by the trainer at the update or by the log-prob server; auto: behaviour where samples can be "
         "stale, recompute on policy and where a log-prob server, a correction or loss: decoupled needs it.",
     )
-    clip_low: PositiveFloat = Field(0.2, description="The ratio is clipped at 1 less this.")
+    clip_low: PositiveFloat = Field(0.2, description="The ratio is clipped at 1 less this; 1: not at all, with loss: cispo.")
     clip_high: PositiveFloat = Field(0.28, description="The ratio is clipped at 1 plus this (clip-higher).")
     clip_dual: NonNegativeFloat = Field(0.0, description="Bound of the ratio for negative advantages (dual clip); 0: none.")
+    tau_pos: PositiveFloat = Field(1.0, description="Temperature of SAPO's gate where the advantage is positive.")
+    tau_neg: PositiveFloat = Field(1.05, description="The same where it is not; above tau_pos, such tokens are let go sooner.")
     entropy_coef: Float = Field(0.0, description="Weight of the entropy bonus.")
     kl_coef: NonNegativeFloat = Field(0.0, description="Weight of the KL penalty to the reference policy, the model before RL.")
     kl_estimator: Literal["k2", "k3"] = Field("k3", description="Estimator of that KL from samples; GRPO uses k3.")
@@ -57,6 +99,19 @@ class RlConfig(Section):
     overlong: OverlongConfig = Field(default_factory=OverlongConfig)
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset_defaults(cls, data: object) -> object:
+        """Fill in what the preset says and the recipe does not."""
+        if not isinstance(data, dict) or data.get("preset") not in PRESETS:
+            return data
+        return laid_over(PRESETS[data["preset"]], data)
+
+    @property
+    def own_loss(self) -> bool:
+        """Whether the loss is code of the user's own."""
+        return is_reference(self.loss)
 
 
 def correction_fits(correction: CorrectionConfig) -> Complaints:
@@ -67,7 +122,22 @@ def correction_fits(correction: CorrectionConfig) -> Complaints:
 
 def clips_fit(rl: RlConfig) -> Complaints:
     """Refuse clips that would clip every ratio, or none."""
-    if rl.clip_low >= 1:
-        yield f"train.rl.clip_low: must be below 1, got {rl.clip_low}"
+    if rl.clip_low > 1 or (rl.clip_low == 1 and rl.loss != "cispo"):
+        limit = "at most 1" if rl.loss == "cispo" else "below 1"
+        yield f"train.rl.clip_low: must be {limit}, got {rl.clip_low}"
     if 0 < rl.clip_dual <= 1:
         yield f"train.rl.clip_dual: must be above 1, or 0 for none, got {rl.clip_dual}"
+    if rl.clip_dual and rl.loss in ("cispo", "sapo"):
+        yield f"train.rl.clip_dual: loss: {rl.loss} has no dual clip; set it to 0"
+
+
+def loss_fits(rl: RlConfig) -> Complaints:
+    """Refuse arguments of a loss that takes none, and groups without a baseline or without a chance to differ."""
+    if rl.loss_args and not rl.own_loss:
+        yield f"train.rl.loss_args: loss: {rl.loss} takes none; leave them out, or name a loss of your own as FILE.py:NAME"
+    if rl.group_size > 1:
+        return
+    if rl.advantage != "reinforce_pp":
+        yield f"train.rl.group_size: the {rl.advantage} baseline needs at least 2 responses a prompt, got {rl.group_size}"
+    elif rl.dynamic_sampling:
+        yield "train.rl.dynamic_sampling: replaces every group of group_size: 1, whose rewards cannot differ; set it to false"

@@ -77,8 +77,6 @@ def stages_fit(train: TrainConfig) -> Complaints:
             f"train.rl.minibatches: {train.rl.minibatches} does not divide train.rl.prompts_per_step: {train.rl.prompts_per_step}; "
             f"{fitting(train.rl.prompts_per_step)} fit"
         )
-    if train.rl.group_size < 2 and "rl" in train.stages:
-        yield f"train.rl.group_size: the {train.rl.advantage} baseline needs at least 2 responses a prompt, got {train.rl.group_size}"
     if train.checkpoint_every and not train.keep_checkpoints:
         yield f"train.checkpoint_every: {train.checkpoint_every}, but train.keep_checkpoints is 0; set one of them otherwise"
     for name, optimizer in (("sft", train.sft.optimizer), ("rl", train.rl.optimizer)):

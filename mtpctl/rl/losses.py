@@ -6,19 +6,24 @@ so a kernel can evaluate and differentiate it chunk by chunk, where it computes 
 
 With r = exp(logprob - anchor), A the advantage, w the weight, a the aggregation weight:
 
-    surrogate = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))           PPO; clip-higher: DAPO (arXiv 2503.14476)
-                for A < 0 and clip_dual = c > 0: min(that, -A c)             dual clip (arXiv 1912.09729)
     loss      = a (w surrogate - entropy_coef · entropy + kl_coef · kl)
 
-ppo         anchor = old log-prob; w = the correction of old against behaviour, 1 with the correction off
-decoupled   the same, but w = old/behaviour always, bounded as the correction says (off: not at all). Old is the
+and the surrogate of `rl.surrogates`: clipped for ppo, decoupled and gspo, or that of cispo or sapo. The anchor is the old log-prob, and w
+is the correction of old against behaviour, 1 with the correction off. Two losses have others:
+
+decoupled   w = old/behaviour always, bounded as the correction says (off: not at all). Old is the
             proximal policy here: Hilton et al. (arXiv 2110.00641), as in AReaL (arXiv 2505.24298)
 gspo        r = (π/old)^(1/length) of the whole response, GSPO (arXiv 2507.18071). Its value is a constant, and the
             gradient flows through each token's own log-prob (their GSPO-token form): the same gradient, and separable
-a           1 (token mean, DAPO), or 1/length of the token's response (sequence mean, GRPO as first published)
+
+a is 1 for the token mean (DAPO) and for the sum over a constant (Dr. GRPO), 1/length of the token's response for the sequence mean (GRPO
+as first published).
 
 Shapes: T tokens of S packed responses (and prompts, whose mask is 0). Sums come back: divide by `loss_denominator` of
 the whole batch, over micro-batches and ranks, never by what one micro-batch happens to hold.
+
+A loss of the user's own (`rl.own_loss`) stands in for `token_policy_loss`. It may call `log_ratio_of` and `loss_from`, or
+`token_policy_loss` itself, which is that of ppo then.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ from mtpctl.rl.divergence import kl_estimate
 from mtpctl.rl.limits import MAX_LOG_RATIO
 from mtpctl.rl.mismatch import token_mismatch, token_mismatch_metrics
 from mtpctl.rl.segments import sequence_mean, sequence_sum
+from mtpctl.rl.surrogates import Surrogate, clipped, soft_gate, weighted_logprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,49 +133,65 @@ def token_policy_loss(logprob: Tensor, entropy: Tensor | None, terms: TokenTerms
 
     Raises ValueError where the config has an entropy bonus and no entropy is given, or a KL penalty and no reference log-probs.
     """
+    log_ratio = log_ratio_of(logprob, terms)
+    trained = terms.aggregation > 0
+    made: Surrogate
+    if config.loss == "cispo":
+        made = weighted_logprob(logprob, log_ratio, terms.advantage, trained, config)
+    elif config.loss == "sapo":
+        made = soft_gate(log_ratio, terms.advantage, trained, config)
+    else:
+        made = clipped(log_ratio, terms.advantage, trained, config)
+    return loss_from(made.value, logprob, entropy, terms, config, made.sums)
+
+
+def log_ratio_of(logprob: Tensor, terms: TokenTerms) -> Tensor:
+    """log r [t], 0 where the token is not trained, and bounded so that r and its square are finite."""
+    # Zero before exp, not after: an infinity at a prompt token would turn the gradient into NaN.
+    return torch.where(terms.aggregation > 0, logprob - terms.anchor, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def loss_from(
+    surrogate: Tensor,
+    logprob: Tensor,
+    entropy: Tensor | None,
+    terms: TokenTerms,
+    config: RlConfig,
+    sums: Mapping[str, Tensor] | None = None,
+) -> LossOut:
+    """The loss of tokens from their surrogate [t]: weighed, aggregated, with entropy bonus and KL penalty, and the sums of all metrics.
+
+    `sums`: further sums over trained tokens, whose means become metrics (see `loss_metrics`). Raises ValueError like `token_policy_loss`.
+    """
     if config.entropy_coef and entropy is None:
         raise ValueError("entropy_coef is set, and no entropy was given")
     if config.kl_coef and terms.ref_logprob is None:
         raise ValueError("kl_coef is set, and no reference log-probs were given")
     trained = terms.aggregation > 0
-    advantage = terms.advantage
-    # Zero before exp, not after: an infinity at a prompt token would turn the gradient into NaN.
-    log_ratio = torch.where(trained, logprob - terms.anchor, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-    free = -advantage * ratio
-    clipped = -advantage * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    surrogate = torch.maximum(free, clipped)
-    dual = torch.zeros_like(trained)
-    if config.clip_dual:
-        ceiling = -advantage * config.clip_dual
-        dual = trained & (advantage < 0) & (surrogate > ceiling)
-        surrogate = torch.where(advantage < 0, torch.minimum(surrogate, ceiling), surrogate)
     policy = terms.weight * surrogate * terms.aggregation
     loss_sum = policy.sum()
-    cut = trained & (clipped > free)
-    sums = {
+    log_ratio = log_ratio_of(logprob.detach(), terms)
+    found = {
         "tokens": trained.sum(),
         "weighted": terms.aggregation.sum(),
         "pg_loss": policy.detach().sum(),
-        "ratio": (ratio.detach() * trained).sum(),
-        "ppo_kl": -log_ratio.detach().sum(),
-        "clip_low": (cut & (advantage < 0)).sum(),
-        "clip_high": (cut & (advantage > 0)).sum(),
-        "clip_dual": dual.sum(),
+        "ratio": (log_ratio.exp() * trained).sum(),
+        "ppo_kl": -log_ratio.sum(),
+        **(sums or {}),
     }
     if entropy is not None:
         kept = torch.where(trained, entropy, 0.0)
-        sums["entropy"] = kept.detach().sum()
+        found["entropy"] = kept.detach().sum()
         if config.entropy_coef:
             loss_sum = loss_sum - config.entropy_coef * (kept * terms.aggregation).sum()
     if terms.ref_logprob is not None:
         kl = torch.where(trained, kl_estimate(logprob, terms.ref_logprob, config.kl_estimator), 0.0)
-        sums["ref_kl"] = kl.detach().sum()
+        found["ref_kl"] = kl.detach().sum()
         if config.kl_coef:
             loss_sum = loss_sum + config.kl_coef * (kl * terms.aggregation).sum()
     if terms.behaviour is not None and terms.same_weights is not None:
-        sums |= token_mismatch(logprob.detach(), terms.behaviour, trained, terms.same_weights)
-    return LossOut(loss_sum, sums)
+        found |= token_mismatch(logprob.detach(), terms.behaviour, trained, terms.same_weights)
+    return LossOut(loss_sum, found)
 
 
 def policy_loss(inputs: LossInputs, config: RlConfig) -> LossOut:
@@ -177,27 +199,26 @@ def policy_loss(inputs: LossInputs, config: RlConfig) -> LossOut:
     return token_policy_loss(inputs.logprob, inputs.entropy, token_terms(inputs, config), config)
 
 
-def loss_denominator(config: RlConfig, *, tokens: int, sequences: int) -> int:
-    """The denominator of the summed loss of a whole batch: the number of its trained tokens, or of its responses; at least 1."""
-    return max(tokens if config.aggregate == "token" else sequences, 1)
+def loss_denominator(config: RlConfig, *, tokens: int, sequences: int, max_tokens: int) -> int:
+    """The denominator of the summed loss of a whole batch, at least 1: the number of its trained tokens, of its responses, or of the
+    tokens that its responses might have had, at most `max_tokens` each.
+    """
+    return max({"token": tokens, "sequence": sequences, "constant": sequences * max_tokens}[config.aggregate], 1)
+
+
+_MEANS = {"ratio": "ratio_mean", "clip_low": "clip_fraction_low", "clip_high": "clip_fraction_high", "clip_dual": "clip_fraction_dual"}
+"""Metrics whose names are not those of their sums."""
 
 
 def loss_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
     """`actor/*` from sums that were added up over all micro-batches and ranks, and `rollout_corr/*` where the loss measured the mismatch.
 
-    `actor/pg_loss` has the scale of the loss that the optimizer sees.
+    `actor/pg_loss` is a mean over tokens, or over responses with aggregate: sequence. Every other sum becomes its mean over tokens.
     """
     s = {name: float(value) for name, value in sums.items()}
     tokens = max(s["tokens"], 1.0)
-    metrics = {
-        "actor/pg_loss": s["pg_loss"] / max(s["weighted"], 1e-9),
-        "actor/ratio_mean": s["ratio"] / tokens,
-        "actor/ppo_kl": s["ppo_kl"] / tokens,
-        "actor/clip_fraction_low": s["clip_low"] / tokens,
-        "actor/clip_fraction_high": s["clip_high"] / tokens,
-        "actor/clip_fraction_dual": s["clip_dual"] / tokens,
-    }
-    for name in ("entropy", "ref_kl"):
-        if name in s:
-            metrics[f"actor/{name}"] = s[name] / tokens
+    metrics = {"actor/pg_loss": s["pg_loss"] / max(s["weighted"], 1e-9)}
+    for name, value in s.items():
+        if name not in ("tokens", "weighted", "pg_loss") and not name.startswith("mismatch/"):
+            metrics[f"actor/{_MEANS.get(name, name)}"] = value / tokens
     return metrics | token_mismatch_metrics(s)

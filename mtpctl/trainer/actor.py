@@ -67,16 +67,22 @@ class TrainerRank(WeightSource):
         return address_of(self.meeting)
 
     def build(self, folder: str, master: str) -> Parameters:
-        """Make the engine from a Hugging Face folder; `master` is the address of rank 0."""
+        """Make the engine from a Hugging Face folder; `master` is the address of rank 0.
+
+        Raises UserError where a loss of the user's own cannot be loaded on this host, or is none.
+        """
         with importing():
             import torch
 
             from mtpctl.convert.hf_folder import HfFolder
             from mtpctl.model.parallel import Rank
+            from mtpctl.rl.own_loss import check_loss
             from mtpctl.trainer.config import EngineConfig
             from mtpctl.trainer.engine import MegatronEngine
 
         train = self.recipe.train
+        if "rl" in train.stages:
+            check_loss(train.rl)
         if train.threads:
             torch.set_num_threads(train.threads)
         config = EngineConfig(
@@ -177,7 +183,7 @@ class TrainerRank(WeightSource):
         reference = iter(self._reference_logprobs(answered)) if self.reference is not None else itertools.repeat(None)
         context = recipe.rollout.context or self.engine.folder.shape.max_positions
         gains = advantages(samples, rl, max_tokens=recipe.rollout.max_tokens, context=context)
-        objective = PolicyObjective(rl)
+        objective = PolicyObjective(rl, max_tokens=recipe.rollout.max_tokens)
         # Groups restored from a checkpoint may be of another size than new ones.
         parts, size = [], math.ceil(len(samples) / rl.minibatches)
         # Without recomputed old log-probs the loss itself compares behaviour and trained policy. It can do so in the first minibatch

@@ -8,7 +8,8 @@ from torch import Tensor
 from mtpctl.kernels.policy import TokenLoss
 from mtpctl.recipe.rl import RlConfig
 from mtpctl.rl.advantages import group_advantages
-from mtpctl.rl.losses import LossInputs, loss_denominator, loss_metrics, policy_loss, token_policy_loss, token_terms
+from mtpctl.rl.losses import LossInputs, loss_denominator, loss_metrics, policy_loss, token_terms
+from mtpctl.rl.own_loss import loss_of
 from mtpctl.rl.rewards import overlong_penalty
 from mtpctl.samples import Sample, response_limit
 from mtpctl.trainer.batch import MicroBatch, Sequence
@@ -17,18 +18,20 @@ from mtpctl.trainer.batch import MicroBatch, Sequence
 class PolicyObjective:
     """RL's loss over packed responses. The sequences carry the columns old, behaviour, advantage and, with a KL penalty, reference.
 
-    With a column same_weights (see `LossInputs`) it also tells how far behaviour and trained policy are apart.
+    With a column same_weights (see `LossInputs`) it also tells how far behaviour and trained policy are apart. `max_tokens` bounds a
+    response, which `aggregate: constant` divides by.
     """
 
     needs_entropy = True
 
-    def __init__(self, config: RlConfig) -> None:
-        self.config = config
+    def __init__(self, config: RlConfig, *, max_tokens: int) -> None:
+        self.config, self.max_tokens = config, max_tokens
+        self.token_policy_loss = loss_of(config)
         self.couples_tokens = config.loss == "gspo"
 
     def denominator(self, sequences: list[Sequence]) -> float:
         tokens = sum(sum(s.loss_mask) for s in sequences)
-        return float(loss_denominator(self.config, tokens=tokens, sequences=len(sequences)))
+        return float(loss_denominator(self.config, tokens=tokens, sequences=len(sequences), max_tokens=self.max_tokens))
 
     def token_loss(self, micro: MicroBatch) -> TokenLoss:
         def coupled(logprob: Tensor, entropy: Tensor | None, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -41,7 +44,7 @@ class PolicyObjective:
         terms = token_terms(self._inputs(micro, micro.columns["old"], None), self.config)
 
         def separable(logprob: Tensor, entropy: Tensor | None, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            out = token_policy_loss(logprob, entropy, terms.at(tokens), self.config)
+            out = self.token_policy_loss(logprob, entropy, terms.at(tokens), self.config)
             return out.loss_sum, out.sums
 
         return separable
@@ -66,7 +69,7 @@ class PolicyObjective:
 
 
 def advantages(samples: list[Sample], config: RlConfig, *, max_tokens: int, context: int) -> list[float]:
-    """One advantage a sample, from rewards after overlong shaping, relative to the sample's group."""
+    """One advantage a sample of a whole update, from rewards after overlong shaping. Every rank has all samples, and finds the same."""
     shaped = []
     for sample in samples:
         assert sample.reward is not None, f"{sample.prompt_id} was not rewarded"
@@ -74,7 +77,8 @@ def advantages(samples: list[Sample], config: RlConfig, *, max_tokens: int, cont
         shaped.append(sample.reward + overlong_penalty(len(sample.response_ids), limit, config.overlong))
     numbers = {group_id: number for number, group_id in enumerate(dict.fromkeys(s.group_id for s in samples))}
     groups = torch.tensor([numbers[s.group_id] for s in samples])
-    return group_advantages(torch.tensor(shaped), groups, config.advantage).tolist()
+    lengths = torch.tensor([sum(s.loss_mask) for s in samples])
+    return group_advantages(torch.tensor(shaped), groups, config.advantage, lengths).tolist()
 
 
 def scoring_sequence(sample: Sample) -> Sequence:

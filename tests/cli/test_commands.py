@@ -77,6 +77,19 @@ def test_validate(mtpctl: Any) -> None:
     assert wrong.err == "error: run_dir: {y} is not known; {name} and {seed} are filled in\n"
 
 
+@pytest.mark.parametrize("command", [("recipe", "check", "tiny_mtp"), ("train", "tiny_mtp", "--dry-run", "--set", "cluster.num_cpus=8")])
+def test_a_loss_of_ones_own_is_tried_and_its_mistake_told_with_file_and_line(mtpctl: Any, command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from mtpctl.rl.losses import token_policy_loss\n\ndef right(*tokens):\n    return token_policy_loss(*tokens)\n\n"
+        "def wrong(logprob, entropy, terms, config):\n    return logprob.sum() / len(terms)\n"
+    )
+    assert mtpctl(*command, "--set", f"train.rl.loss={tmp_path}/mine.py:right").code == 0
+    told = mtpctl(*command, "--set", f"train.rl.loss={tmp_path}/mine.py:wrong")
+    assert (told.code, told.out) == (2, "")
+    assert told.err == "error: train.rl.loss: mine.py:7: TypeError: object of type 'TokenTerms' has no len()\n"
+    assert mtpctl(*command, "--set", f"train.rl.loss={tmp_path}/mine.py:wrong", "--set", "train.stages=[sft]").code == 0
+
+
 def test_diff(mtpctl: Any, tmp_path: Path) -> None:
     changed = tmp_path / "b.yaml"
     changed.write_text(Path(load_recipe("tiny_mtp").sources[0]).read_text().replace("seed: 0", "seed: 5"))

@@ -46,6 +46,13 @@ def test_which_needs_no_weights_there(folder: Path, tmp_path: Path) -> None:
     assert prepare(drawn, tmp_path / "run").model.path == tmp_path / "run" / "model"
 
 
+def test_a_loss_of_the_users_own_is_tried_before_a_model_is_made(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def loss(logprob, entropy, terms, config):\n    return -logprob.sum()\n")
+    with pytest.raises(UserError, match=r"train\.rl\.loss: mine\.py:1: it returned Tensor; return LossOut"):
+        prepare(recipe(f"train.rl.loss={tmp_path}/mine.py:loss"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_problems_are_read_before_a_model_is_made(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt":\n')

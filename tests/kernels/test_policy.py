@@ -11,8 +11,10 @@ from torch import Tensor
 from mtpctl.kernels.logprob import linear_logprob
 from mtpctl.kernels.policy import linear_policy_loss
 from mtpctl.recipe.rl import RlConfig
-from mtpctl.rl.losses import LossInputs, policy_loss, token_policy_loss, token_terms
+from mtpctl.rl.losses import LossInputs, policy_loss, token_terms
+from mtpctl.rl.own_loss import loss_of
 from tests.kernels.agreement import relative
+from tests.rl import own_losses
 
 ROWS, WIDTH, VOCAB, SEQUENCES = 300, 16, 131, 7
 
@@ -51,15 +53,20 @@ def loss_inputs(p: dict[str, Any], logprob: Tensor, entropy: Tensor | None) -> L
         {"loss": "ppo", "clip_high": 0.28, "clip_dual": 3.0, "entropy_coef": 0.01},
         {"loss": "ppo", "aggregate": "sequence", "kl_coef": 0.1},
         {"loss": "decoupled", "entropy_coef": 0.01},
+        {"loss": "cispo", "clip_low": 1.0, "clip_high": 0.2, "entropy_coef": 0.01},
+        {"loss": "sapo", "aggregate": "sequence", "tau_neg": 2.0, "kl_coef": 0.1},
+        {"loss": f"{own_losses.__file__}:squared", "entropy_coef": 0.01},
         {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
     ],
-    ids=str,
+    ids=lambda settings: str({**settings, "loss": settings["loss"].rpartition("/")[2]}),
 )
 @pytest.mark.parametrize("workspace", [1 << 22, 130 * 3 * 8 * VOCAB, 1], ids=["one slice", "slices of 128", "row by row"])
 def test_every_loss_equals_the_unfused_one(settings: dict[str, Any], workspace: int) -> None:
     config, p, scale = RlConfig(**settings), problem(), 1 / 200
     out = linear_logprob(p["hidden"], p["weight"], p["labels"], entropy=True, rows=p["mask"], implementation="reference")
-    unfused = policy_loss(loss_inputs(p, out.logprob, out.entropy), config)
+    inputs = loss_inputs(p, out.logprob, out.entropy)
+    loss = loss_of(config)
+    unfused = policy_loss(inputs, config) if not config.own_loss else loss(out.logprob, out.entropy, token_terms(inputs, config), config)
     right = torch.autograd.grad(unfused.loss_sum * scale, (p["hidden"], p["weight"]))
 
     with torch.no_grad():  # gspo's first pass: its terms look at whole sequences; the other losses' do not look at log-probs at all
@@ -69,7 +76,7 @@ def test_every_loss_equals_the_unfused_one(settings: dict[str, Any], workspace: 
 
     def token_loss(logprob: Tensor, entropy: Tensor | None, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         calls.append(len(rows))
-        made = token_policy_loss(logprob, entropy, terms.at(rows), config)
+        made = loss(logprob, entropy, terms.at(rows), config)
         return made.loss_sum, made.sums
 
     fused = linear_policy_loss(

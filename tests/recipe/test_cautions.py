@@ -11,6 +11,7 @@ from mtpctl.cli.app import main
 from mtpctl.recipe.cautions import cautions_of
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.loading import available, load_recipe
+from mtpctl.recipe.presets import PRESETS
 
 STALE = "async.staleness_threshold=1"
 ON_POLICY = "async.staleness_threshold=0"
@@ -29,6 +30,9 @@ TRUNCATE = "train.rl.correction.mode=truncate"
         ([STALE, "train.rl.loss=decoupled"], "recompute"),
         ([STALE, "train.rl.old_logprobs=recompute"], "recompute"),
         ([ON_POLICY, "train.rl.old_logprobs=behaviour"], "behaviour"),
+        ([STALE, "train.rl.loss=cispo"], "behaviour"),
+        ([STALE, "train.rl.loss=sapo"], "behaviour"),
+        ([STALE, "train.rl.loss=cispo", TRUNCATE], "recompute"),
     ],
 )
 def test_stale_samples_are_anchored_on_what_sampled_them(sets: list[str], anchor: str) -> None:
@@ -43,6 +47,10 @@ def test_stale_samples_are_anchored_on_what_sampled_them(sets: list[str], anchor
         ([STALE, "train.rl.old_logprobs=recompute"], "train.rl.old_logprobs: recompute, with correction.mode: off"),
         ([ON_POLICY, "async.sync_every=4", "train.rl.old_logprobs=recompute"], "train.rl.old_logprobs: recompute"),
         ([STALE, "train.rl.loss=decoupled"], "train.rl.correction.mode: off leaves the importance weights"),
+        ([STALE, "train.rl.loss=cispo", "train.rl.old_logprobs=recompute"], "train.rl.old_logprobs: recompute, with correction.mode: off"),
+        (["train.rl.loss=gspo"], "train.rl.clip_high: 0.28 clips next to nothing with loss: gspo"),
+        (["train.rl.advantage=reinforce_pp"], "train.rl.dynamic_sampling: drops groups of equal rewards"),
+        (["train.rl.preset=sapo", "train.rl.aggregate=token"], "train.rl.aggregate: token overrides sequence of preset: sapo"),
     ],
 )
 def test_what_swings_is_told(sets: list[str], caution: str) -> None:
@@ -62,6 +70,13 @@ def test_what_swings_is_told(sets: list[str], caution: str) -> None:
 )
 def test_what_learns_is_not(sets: list[str]) -> None:
     assert not list(cautions_of(load_recipe("tiny_mtp", sets=sets).recipe))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_needs_none_and_fits(preset: str) -> None:
+    recipe = load_recipe("tiny_mtp", sets=[f"train.rl.preset={preset}", "train.rl.overlong.buffer=8"]).recipe
+    validate(recipe)
+    assert not list(cautions_of(recipe))
 
 
 @pytest.mark.parametrize("path", available(), ids=lambda path: path.stem)

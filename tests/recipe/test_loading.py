@@ -246,3 +246,8 @@ def test_a_tilde_is_the_home_of_whoever_loads(monkeypatch: pytest.MonkeyPatch) -
 def test_values_that_generators_and_engines_refuse_later(text: str, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         load_recipe("tiny_mtp", sets=[text])
+
+
+def test_a_loss_that_is_neither_ours_nor_a_reference_names_the_nearest(base: Path) -> None:
+    with pytest.raises(UserError, match=r"train\.rl\.loss must be ppo, gspo, .*, or FILE\.py:NAME .*; did you mean cispo\?"):
+        load_recipe(base, sets=["train.rl.loss=cipso"])

@@ -102,7 +102,7 @@ def test_clip_higher_is_asymmetric() -> None:
     assert one_token(0.75, -1.0, **symmetric) == one_token(0.75, -1.0, **higher)
 
 
-@pytest.mark.parametrize("loss", ["ppo", "decoupled"])
+@pytest.mark.parametrize("loss", ["ppo", "decoupled", "cispo", "sapo"])
 def test_on_policy_gradient_is_reinforce_with_advantages(loss: str) -> None:
     inputs = batch()
     inputs = replace(inputs, old_logprob=inputs.logprob.detach(), behaviour_logprob=inputs.logprob.detach())
@@ -133,6 +133,86 @@ def test_gspo_is_the_loss_of_its_paper_in_value_and_gradient() -> None:
     (expected,) = torch.autograd.grad(total, inputs.logprob)
     assert 0 < expected.count_nonzero() < int(inputs.mask.sum()), "the case must hold clipped and unclipped responses"
     torch.testing.assert_close(gradient(inputs, config), expected)
+
+
+def test_cispo_by_hand() -> None:
+    """The weight is bounded, and every token keeps a gradient: those that PPO would have cut as well."""
+    cispo = {"loss": "cispo", "clip_low": 0.5, "clip_high": 1.0}
+    log2 = math.log(2.0)
+    assert one_token(2.0, 3.0, **cispo) == pytest.approx((-2.0 * 3.0 * (log2 - 2.0), -6.0))
+    assert one_token(4.0, 3.0, **cispo) == pytest.approx((-2.0 * 3.0 * (2 * log2 - 2.0), -6.0))
+    assert one_token(0.25, -3.0, **cispo) == pytest.approx((0.5 * 3.0 * (-2 * log2 - 2.0), 1.5))
+    assert one_token(0.25, -3.0, loss="cispo", clip_low=1.0, clip_high=1.0)[1] == pytest.approx(0.75)
+    assert one_token(4.0, 3.0, clip_high=1.0)[1] == 0.0
+
+
+def test_cispo_is_the_gradient_of_its_papers_equation() -> None:
+    """Equations 4 and 5 of arXiv 2506.13585, by autograd in float64."""
+    inputs = batch(spread=0.8)
+    config = RlConfig(loss="cispo", clip_low=0.3, clip_high=0.4)
+    ratio = (inputs.logprob - inputs.old_logprob).exp()
+    weight = ratio.clamp(1 - 0.3, 1 + 0.4).detach()
+    objective = (weight * inputs.advantage * inputs.logprob * inputs.mask).sum()
+    out = policy_loss(inputs, config)
+    torch.testing.assert_close(out.loss_sum, -objective)
+    (expected,) = torch.autograd.grad(-objective, inputs.logprob)
+    torch.testing.assert_close(gradient(inputs, config), expected)
+    outside = ((ratio < 0.7) | (ratio > 1.4)) & inputs.mask.bool()
+    assert 0 < outside.sum() < inputs.mask.sum(), "the case must hold bounded and free weights"
+    assert (expected[outside] != 0).all()
+    assert out.sums["clip_low"] + out.sums["clip_high"] == outside.sum()
+
+
+def test_sapo_is_the_loss_of_its_paper_in_value_and_gradient() -> None:
+    """f(r) = sigmoid(τ (r - 1)) · 4/τ of arXiv 2511.20347, mean by response, by autograd in float64."""
+    inputs = batch(spread=0.8)
+    config = RlConfig(loss="sapo", aggregate="sequence", tau_pos=1.5, tau_neg=3.0)
+    total = torch.zeros((), dtype=torch.float64)
+    for s in range(3):
+        keep = (inputs.seq_ids == s) & inputs.mask.bool()
+        ratio = (inputs.logprob - inputs.old_logprob)[keep].exp()
+        advantage = inputs.advantage[keep]
+        tau = 1.5 if advantage[0] > 0 else 3.0
+        total = total - (4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage).mean()
+    out = policy_loss(inputs, config)
+    torch.testing.assert_close(out.loss_sum, total)
+    torch.testing.assert_close(gradient(inputs, config), torch.autograd.grad(total, inputs.logprob)[0])
+
+
+def test_sapos_gate_fades_on_both_sides_and_sooner_for_negative_advantages() -> None:
+    sapo = {"loss": "sapo", "tau_pos": 1.0, "tau_neg": 2.0}
+    for ratio in (0.3, 1.0, 1.7, 3.0):
+        for advantage, tau in ((2.0, 1.0), (-2.0, 2.0)):
+            p = 1 / (1 + math.exp(-tau * (ratio - 1)))
+            assert one_token(ratio, advantage, **sapo)[1] == pytest.approx(-advantage * ratio * 4 * p * (1 - p))
+    assert abs(one_token(3.0, -2.0, **sapo)[1]) < abs(one_token(3.0, 2.0, **sapo)[1])
+    assert one_token(1.0, 0.0, **sapo) == (0.0, 0.0)
+
+
+def test_sapos_metric_is_the_share_of_the_gradient_that_its_gate_lets_through() -> None:
+    inputs = batch()
+    on_policy = replace(inputs, old_logprob=inputs.logprob.detach())
+    assert loss_metrics(policy_loss(on_policy, RlConfig(loss="sapo")).sums)["actor/gate"] == pytest.approx(1.0)
+    far = replace(inputs, old_logprob=inputs.logprob.detach() - 3.0)
+    assert loss_metrics(policy_loss(far, RlConfig(loss="sapo")).sums)["actor/gate"] < 1e-3
+
+
+def test_a_correction_weighs_every_loss() -> None:
+    inputs = batch()
+    rho = (inputs.old_logprob - inputs.behaviour_logprob).exp().clamp(max=1.1)
+    for loss in ("ppo", "cispo", "sapo"):
+        plain, corrected = (gradient(inputs, RlConfig(loss=loss, correction=c)) for c in ({}, {"mode": "truncate", "high": 1.1}))  # type: ignore[arg-type]
+        torch.testing.assert_close(corrected, plain * rho)
+
+
+def test_dr_grpo_is_the_sum_over_tokens_divided_by_responses_and_the_longest_response() -> None:
+    """arXiv 2503.20783 as in its code: no mean over a response's own length, and so no favour to long wrong responses."""
+    config = RlConfig(preset="dr_grpo")
+    inputs = batch()
+    inputs = replace(inputs, old_logprob=inputs.logprob.detach())
+    loss = policy_loss(inputs, config).loss_sum / loss_denominator(config, tokens=12, sequences=3, max_tokens=16)
+    expected = torch.stack([-(inputs.advantage * inputs.mask)[inputs.seq_ids == s].sum() / 16 for s in range(3)]).mean()
+    torch.testing.assert_close(loss, expected)
 
 
 def test_decoupled_is_ppo_against_the_proximal_policy_weighted_by_proximal_over_behaviour() -> None:
@@ -185,13 +265,15 @@ EVERY_LOSS = [
     RlConfig(aggregate="sequence", kl_coef=0.1, kl_estimator="k2"),
     RlConfig(loss="gspo", aggregate="sequence", clip_low=0.03, clip_high=0.04),
     RlConfig(loss="decoupled", correction={"mode": "truncate", "high": 1.1}),
+    RlConfig(loss="sapo", aggregate="sequence", tau_neg=2.0, entropy_coef=0.1, kl_coef=0.1),
+    RlConfig(loss="cispo", clip_low=1.0, clip_high=0.3, entropy_coef=0.1, kl_coef=0.1, aggregate="constant"),
     RlConfig(correction={"mode": "mask", "level": "sequence", "low": 0.5, "high": 1.5}, aggregate="sequence"),
 ]
 
 
-@pytest.mark.parametrize("config", EVERY_LOSS)
+@pytest.mark.parametrize("config", [config for config in EVERY_LOSS if config.loss != "cispo"])
 def test_gradients_by_finite_differences(config: RlConfig) -> None:
-    """With the terms held, the gradient is that of the value, gspo's token form included."""
+    """With the terms held, the gradient is that of the value, gspo's token form included. That of cispo is not, by definition."""
     inputs = batch()
     terms = token_terms(inputs, config)
     assert inputs.entropy is not None
@@ -284,9 +366,9 @@ def test_sequence_mean_weighs_responses_alike_and_token_mean_tokens() -> None:
     per_response = torch.zeros(3, dtype=torch.float64).index_add_(0, inputs.seq_ids, sequence)
     torch.testing.assert_close(per_response, -torch.ones(3, dtype=torch.float64))
     assert set(token[inputs.mask.bool()].tolist()) == {-1.0}
-    assert loss_denominator(RlConfig(aggregate="token"), tokens=10, sequences=3) == 10
-    assert loss_denominator(RlConfig(aggregate="sequence"), tokens=10, sequences=3) == 3
-    assert loss_denominator(RlConfig(), tokens=0, sequences=0) == 1
+    for kind, expected in (("token", 10), ("sequence", 3), ("constant", 3 * 8)):
+        assert loss_denominator(RlConfig(aggregate=kind), tokens=10, sequences=3, max_tokens=8) == expected  # type: ignore[arg-type]
+        assert loss_denominator(RlConfig(aggregate=kind), tokens=0, sequences=0, max_tokens=8) == 1  # type: ignore[arg-type]
 
 
 def test_metrics_by_hand() -> None:
@@ -312,6 +394,20 @@ def test_metrics_by_hand() -> None:
     assert metrics["actor/entropy"] == 2.5
 
 
-def test_a_huge_ratio_stays_finite() -> None:
-    loss, grad = one_token(math.exp(30.0), -1.0)
-    assert math.isfinite(loss) and math.isfinite(grad)
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "sapo"])
+def test_a_huge_ratio_stays_finite(loss: str) -> None:
+    value, grad = one_token(math.exp(30.0), -1.0, loss=loss)
+    assert math.isfinite(value) and math.isfinite(grad)
+
+
+@pytest.mark.parametrize("config", EVERY_LOSS)
+def test_an_infinity_at_a_token_that_is_not_trained_is_seen_by_no_loss(config: RlConfig) -> None:
+    """Prompts and an environment's tokens may have any log-prob."""
+    inputs = batch()
+    expected = gradient(inputs, config)
+    untrained = inputs.mask == 0
+    strange = inputs.logprob.detach().masked_fill(untrained, -math.inf).requires_grad_()
+    found = gradient(replace(inputs, logprob=strange), config)
+    torch.testing.assert_close(found[~untrained], expected[~untrained])
+    if config.loss != "gspo":  # whose anchor is the log-prob itself
+        assert not found[untrained].any()

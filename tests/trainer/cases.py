@@ -10,6 +10,7 @@ from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.rl import CorrectionConfig, RlConfig
 from mtpctl.recipe.train import LoraConfig, OffloadConfig
+from tests.rl import own_losses
 
 NO_MTP = {"num_nextn_predict_layers": 0}
 
@@ -123,6 +124,9 @@ FEW_ROWS = 5 * 3 * 4 * 64
 SHARDED = {"distributed_optimizer": True}
 POLICIES = {
     "token": RlConfig(clip_dual=1.5, entropy_coef=0.01, kl_coef=0.1, correction=CorrectionConfig(mode="truncate", high=1.1)),
+    "cispo": RlConfig(loss="cispo", clip_low=1.0, clip_high=0.2, aggregate="constant"),
+    "sapo": RlConfig(loss="sapo", aggregate="sequence", tau_neg=2.0, kl_coef=0.1),
+    "own": RlConfig(loss=f"{own_losses.__file__}:squared", entropy_coef=0.01),
     "gspo": RlConfig(loss="gspo", aggregate="sequence", correction=CorrectionConfig(mode="mask", level="sequence", low=0.5, high=2.0)),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -193,6 +197,8 @@ CASES = [
         _case(f"{loss}-{layout}", mode="isolated", policy=policy, like=f"{loss}-one", **parallel)
         for loss, policy in POLICIES.items()
         for layout, parallel in LAYOUTS.items()
+        # Of losses that take the same road as the first one, the layouts that split a response or its vocabulary.
+        if loss not in ("cispo", "sapo", "own") or layout in ("one", "sp2", "cp2")
     ),
     _case(
         "token-sp2-cp2-slices",

@@ -87,7 +87,7 @@ def rl_update(made: MegatronEngine, batch: list[Sequence], scores: list[Any], co
         return made_up | {"advantage": [draw.choice((-1.2, 0.7))] * len(logprobs)}
 
     told = [replace(sequence, columns=columns(logprobs)) for sequence, (logprobs, _) in zip(batch, scores, strict=True)]
-    return made.update(told, PolicyObjective(config))
+    return made.update(told, PolicyObjective(config, max_tokens=20))
 
 
 def run(case: Case, root: Path) -> Any:

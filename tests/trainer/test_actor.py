@@ -107,9 +107,11 @@ class Recorder(Engine):
         super().__init__(1.0)
         self.folder = SimpleNamespace(shape=SimpleNamespace(max_positions=64))
         self.batches: list[list[Sequence]] = []
+        self.denominators: list[float] = []
 
     def update(self, sequences: list[Sequence], objective: Any, **options: Any) -> dict[str, float]:
         self.batches.append(sequences)
+        self.denominators.append(objective.denominator(sequences))
         return {"skipped": 0.0, "perf/tokens": 1.0}
 
     def score(self, sequences: list[Sequence], **options: Any) -> list[TokenScores]:
@@ -146,6 +148,25 @@ def test_minibatches_hold_every_sample_of_groups_of_several_sizes() -> None:
     rank, engine = recorder(minibatches=2)
     rank.rl_step(batch(1, 1, 1, 1, 1), 1)
     assert [len(part) for part in engine.batches] == [3, 2]
+
+
+def test_reinforce_pp_normalises_over_the_whole_update_whatever_its_minibatches() -> None:
+    """By the tokens that are trained: 3 of reward 0 and 6 of reward 1, of which an environment has said two more."""
+    found = []
+    for minibatches in (1, 2):
+        rank, engine = recorder(minibatches=minibatches, advantage="reinforce_pp", dynamic_sampling=False)
+        samples = batch(2, 4, 1, 2)
+        samples[1].append([5, 5], [0.0, 0.0], 1, trained=False)
+        rank.rl_step(samples, 1)
+        found.append([s.columns["advantage"][0] for part in engine.batches for s in part])
+    mean, std = 6 / 9, (6 / 9 * 3 / 9) ** 0.5
+    assert found[0] == found[1] == pytest.approx([-mean / std, (1 - mean) / std] * 2, abs=1e-4)
+
+
+def test_a_constant_divisor_is_the_longest_response_that_the_recipe_allows() -> None:
+    rank, engine = recorder(aggregate="constant", minibatches=2)
+    rank.rl_step(batch(2, 4, 1, 2), 1)
+    assert engine.denominators == [2 * rank.recipe.rollout.max_tokens] * 2
 
 
 @pytest.mark.parametrize("context", [6, None])

@@ -18,6 +18,7 @@ from mtpctl.recipe.rl import CorrectionConfig, RlConfig
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.policy_objective import PolicyObjective
+from tests.rl import own_losses
 from tests.trainer.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
 
 FEW_ROWS = 10 * 3 * 4 * 64
@@ -28,6 +29,9 @@ LOSSES = {
     "everything": RlConfig(clip_dual=1.5, entropy_coef=0.01, kl_coef=0.1, correction=CorrectionConfig(mode="truncate", high=1.1)),
     "by sequence": RlConfig(aggregate="sequence", correction=CorrectionConfig(mode="mask", level="sequence", low=0.5, high=2.0)),
     "decoupled": RlConfig(loss="decoupled", entropy_coef=0.01),
+    "cispo": RlConfig(loss="cispo", clip_low=1.0, clip_high=0.2, aggregate="constant", entropy_coef=0.01),
+    "sapo": RlConfig(loss="sapo", aggregate="sequence", tau_neg=2.0, kl_coef=0.1),
+    "own": RlConfig(loss=f"{own_losses.__file__}:squared", entropy_coef=0.01),
     "gspo": RlConfig(loss="gspo", clip_low=3e-4, clip_high=4e-4),
 }
 
@@ -55,7 +59,7 @@ def updated(folder: Any, config: RlConfig, *, passes: int, temperature: float = 
         if passes == 2:
             made.head = two_passes(made)
         made.set_optimizer(GENTLE)
-        metrics = made.update(told(made), PolicyObjective(config), temperature=temperature)
+        metrics = made.update(told(made), PolicyObjective(config, max_tokens=20), temperature=temperature)
         return {name: value for name, value in metrics.items() if "timing" not in name}, gradients(made)
 
 
@@ -95,7 +99,7 @@ def test_logits_are_made_once_unless_tokens_are_coupled(tmp_path: Any, monkeypat
         made.set_optimizer(GENTLE)
         batch = told(made)
         monkeypatch.setattr(products, "logits", counted)
-        made.update(batch, PolicyObjective(LOSSES[loss]))
+        made.update(batch, PolicyObjective(LOSSES[loss], max_tokens=20))
     trunk = sum(len(s.loss_mask) for s in batch)
     drafts = sum(s.drafted(1) for s in batch)
     assert sum(made_of) == 640 * (times * trunk + drafts)

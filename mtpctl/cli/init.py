@@ -1,0 +1,81 @@
+"""`mtpctl init`: a folder with a task of one's own, which trains as it is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from mtpctl.cli.answers import answer
+
+TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
+
+ABOUT = {
+    "recipe.yaml": "the run: data, reward, model, training",
+    "rows.jsonl": "what is trained on, one problem a line",
+    "held_out.jsonl": "what is evaluated on",
+    "reward.py": "what a response is worth",
+    "environment.py": "the tool that replies between the model's turns",
+    "test_mytask.py": "tests of the code above",
+    "README.md": "this page",
+}
+"""The files of a template in the order that they are told in; a template need not have all."""
+
+UNTIL_LOSS = {"exact": "0.5", "judge": "2.3", "tool": "0.1"}
+"""Where the supervised stage of each template ends: some responses are right by then, and some are not."""
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+
+
+def init(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The folder to make; its name becomes the run's.")],
+    template: Annotated[
+        Literal["exact", "judge", "tool"],
+        typer.Option("--template", help="exact: a reward function; judge: a reward by a judge; tool: an environment of several turns."),
+    ] = "exact",
+) -> None:
+    """Write a task of your own that trains as it is: recipe, rows, reward, environment, tests."""
+    from mtpctl.errors import UserError
+
+    path = Path(folder).expanduser()
+    name = path.resolve().name
+    if not _NAME.fullmatch(name):
+        raise UserError(f"init: {name!r} names a run and a test; begin with a letter, and go on with letters, digits, _ and -")
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise UserError(f"init: {path} is there already, and is not overwritten; name another folder")
+    files = contents(template, name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for file, text in files.items():
+            (path / file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"init: {path} cannot be written ({error.strerror}); name another folder") from error
+    width = max(map(len, files))
+    for file, text in files.items():
+        answer(f"{path / file!s:{width + len(str(path)) + 1}}  {text.count(chr(10)):4} lines  {ABOUT[_template_name(file, name)]}")
+    answer(f"next: mtpctl recipe check {path / 'recipe.yaml'}")
+
+
+def contents(template: str, name: str) -> dict[str, str]:
+    """The files of a task `name` from a template, by their names."""
+    source = TEMPLATES / template
+    texts = {file: (source / file).read_text(encoding="utf-8") for file in ABOUT if (source / file).is_file()}
+    texts["recipe.yaml"] += (TEMPLATES / "machine.yaml").read_text(encoding="utf-8").replace("{until_loss}", UNTIL_LOSS[template])
+    table = "".join(f"| `{file}` | {ABOUT[file]} |\n" for file in texts)
+    readme = (TEMPLATES / "README.md").read_text(encoding="utf-8")
+    texts["README.md"] = readme.replace("{files}", table).replace("{tool}", " and the tool" if "environment.py" in texts else "")
+    return {_own_name(file, name): text.replace("test_mytask", _test(name)).replace("mytask", name) for file, text in texts.items()}
+
+
+def _test(name: str) -> str:
+    return f"test_{name.replace('-', '_')}"
+
+
+def _own_name(file: str, name: str) -> str:
+    return file.replace("test_mytask", _test(name))
+
+
+def _template_name(file: str, name: str) -> str:
+    return file.replace(_test(name), "test_mytask")
