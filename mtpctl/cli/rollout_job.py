@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
@@ -16,16 +16,18 @@ from mtpctl.cluster.local import cluster
 from mtpctl.controller.prepare import model_of, store_in, tokenizer_of
 from mtpctl.controller.state import newest_version, version_named
 from mtpctl.data.files import NO_ANSWER, read_problems
+from mtpctl.data.problems import Problem
 from mtpctl.data.prompts import encode_prompt
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model
 from mtpctl.errors import UserError
 from mtpctl.plan.placement import Host, Placement, place
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rl.rewards import MathChecker, make_checker
+from mtpctl.rl.rewards.rewarder import Rewarder
 from mtpctl.rollout.offline import Progress, Prompt, answer_all, summary, wanted
 from mtpctl.rollout.sample_file import Origin, SampleFile
 from mtpctl.rollout.start import check_engine_installed, start_pool
+from mtpctl.samples import Sample
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.store import VersionStore
 
@@ -115,7 +117,7 @@ def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progr
         if missing:
             if made_before[0]:
                 say(f"{out} holds {made_before[0]} samples; {len(missing)} are missing")
-            seconds = _generate(recipe, source, missing, file, folder, progress)
+            seconds = _generate(recipe, source, missing, file, folder, progress, {each.prompt_id: each for each in problems}, say)
         else:
             say(f"{out} holds all {made_before[0]} samples; nothing is missing")
         made_now = (file.tally.samples - made_before[0], file.tally.tokens - made_before[1])
@@ -172,18 +174,25 @@ def _origin(recipe: Recipe, source: Source) -> Origin:
             "sampling": [rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens, rollout.stop, rollout.stop_ids],
             "environment": [rollout.environment, rollout.max_turns] if rollout.environment != "single" else [],
             "prompt": [data.chat_template, data.system_prompt],
-            "checker": data.checker,
+            "checker": recipe.reward.function,
+            **({"reward": recipe.reward.args} if recipe.reward.args else {}),
         },
     )
 
 
 def _generate(
-    recipe: Recipe, source: Source, missing: list[tuple[Prompt, int]], file: SampleFile, folder: Path, progress: Progress
+    recipe: Recipe,
+    source: Source,
+    missing: list[tuple[Prompt, int]],
+    file: SampleFile,
+    folder: Path,
+    progress: Progress,
+    problems: Mapping[str, Problem],
+    say: Say,
 ) -> float:
     """Start the engines, generate `missing`, and end the engines. Returns the seconds of generation alone."""
     check_engine_installed(recipe)
     placement = _engines(recipe)
-    checker = make_checker(recipe.data.checker)
 
     async def drive(store: VersionStore) -> float:
         async with contextlib.AsyncExitStack() as stack:
@@ -206,7 +215,14 @@ def _generate(
                     2 * recipe.sync.deadline_s,
                     "loading the checkpoint into the engines",
                 )
+            rewarder = await stack.enter_async_context(Rewarder(recipe.reward, tell=say))
             settle_heap()
+
+            async def reward(text: str, sample: Sample) -> float | None:
+                outcome = await rewarder(text, problems[sample.prompt_id], sample)
+                sample.reward_parts = outcome.parts
+                return outcome.reward
+
             return await answer_all(
                 pool,
                 missing,
@@ -215,14 +231,12 @@ def _generate(
                 context=source.context,
                 eos_id=source.tokenizer.eos_id,
                 decode=source.tokenizer.decode,
-                reward=checker,
+                reward=reward,
                 seed=recipe.seed if recipe.async_.deterministic else None,
                 progress=progress,
             )
 
     with contextlib.ExitStack() as stack:
-        if isinstance(checker, MathChecker):
-            stack.enter_context(checker)
         stack.enter_context(cluster(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus))
         store = store_in(folder, recipe, source.model.shape)
         store.claim()

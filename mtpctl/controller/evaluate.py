@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import statistics
 from collections.abc import AsyncIterator
 
 from mtpctl.controller.metrics import cut_share, speculation
@@ -11,14 +12,15 @@ from mtpctl.controller.prepare import Prepared
 from mtpctl.data.problems import Problem
 from mtpctl.data.prompts import encode_prompt
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rl.rewards import Checker
+from mtpctl.rl.rewards.outcome import Outcome, Reward
 from mtpctl.rollout.protocol import DEADLINE, Generator
 from mtpctl.samples import GenerationRequest, Sample, response_limit
 
 
-async def evaluate(recipe: Recipe, prepared: Prepared, generator: Generator, checker: Checker) -> dict[str, float]:
+async def evaluate(recipe: Recipe, prepared: Prepared, generator: Generator, reward: Reward) -> dict[str, float]:
     """`eval/*`: accuracy of one response to each held-out problem, sampled as in rollout, and draft acceptance over these responses.
 
+    The accuracy is the mean reward, which is taken of each response while others are generated; a reward that failed counts as 0.
     Empty where there are no held-out problems.
     """
     problems = {p.prompt_id: p for p in prepared.problems.evaluation}
@@ -29,14 +31,19 @@ async def evaluate(recipe: Recipe, prepared: Prepared, generator: Generator, che
         for number, problem in enumerate(problems.values()):
             yield request_of(recipe, prepared, problem, group_id=f"eval-{number}", index=0, seed=number)
 
-    samples, hits = [], 0.0
-    async with contextlib.aclosing(generator.generate(requests())) as answers:
+    async def rewarded(sample: Sample) -> Outcome:
+        return await reward(prepared.tokenizer.decode(sample.response_ids), problems[sample.prompt_id], sample)
+
+    samples: list[Sample] = []
+    rewards: list[asyncio.Task[Outcome]] = []
+    async with asyncio.TaskGroup() as tasks, contextlib.aclosing(generator.generate(requests())) as answers:
         async for sample in answers:
-            text = prepared.tokenizer.decode(sample.response_ids)
-            # In a thread: a checker may take seconds, and the event loop has other work meanwhile.
-            hits += await asyncio.to_thread(checker, text, problems[sample.prompt_id].answer)
             samples.append(sample)
-    metrics = {"eval/accuracy": hits / len(samples), "eval/problems": float(len(samples))}
+            rewards.append(tasks.create_task(rewarded(sample)))
+    outcomes = [task.result() for task in rewards]
+    metrics = {"eval/accuracy": statistics.fmean(each.reward or 0.0 for each in outcomes), "eval/problems": float(len(samples))}
+    if failed := sum(bool(each.error) for each in outcomes):
+        metrics["eval/reward_errors"] = float(failed)
     metrics |= {name.replace("rollout/", "eval/"): value for name, value in speculation(samples).items()}
     metrics["eval/length_mean"] = sum(len(s.response_ids) for s in samples) / len(samples)
     metrics |= {"eval/truncated_fraction": cut_share(samples, "length"), "eval/deadline_fraction": cut_share(samples, DEADLINE)}

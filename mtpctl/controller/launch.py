@@ -26,7 +26,7 @@ from mtpctl.plan.placement import Placement, place
 from mtpctl.recipe.cautions import cautions_of
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rl.rewards import make_checker
+from mtpctl.rl.rewards.rewarder import Rewarder
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.start import check_engine_installed, start_pool
 from mtpctl.telemetry.run_directory import RunDirectory
@@ -214,11 +214,14 @@ class Run:
         scoring = None if server is None else Scoring(server, self.recipe.rollout.temperature, deadline_s)
         beside = dict if scoring is None else scoring.metrics
         sync = WeightSync(self.recipe, trainer, rollout, server, self.store.root, metrics=beside)
-        checker = make_checker(self.recipe.data.checker)
-        settle_heap()
-        stage = RlStage(self.recipe, self.prepared, trainer, rollout, sync, checker, self.telemetry, self.state, scoring)
-        if restored is not None and (restored / "buffer.jsonl").exists():
-            await stage.resume_buffer(*SampleBuffer.load(restored / "buffer.jsonl"))
-        await stage.publish()
-        await stage.run()
+        rewarder = Rewarder(
+            self.recipe.reward, tell=lambda line: self.telemetry.event("reward", line), log=self.directory.logs / "reward.log"
+        )
+        async with rewarder as reward:
+            settle_heap()
+            stage = RlStage(self.recipe, self.prepared, trainer, rollout, sync, reward, self.telemetry, self.state, scoring)
+            if restored is not None and (restored / "buffer.jsonl").exists():
+                await stage.resume_buffer(*SampleBuffer.load(restored / "buffer.jsonl"))
+            await stage.publish()
+            await stage.run()
         await sync.persisted()

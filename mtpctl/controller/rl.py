@@ -2,7 +2,7 @@
 
     RolloutLoop (rollout_loop.py)
     prompt ───► admission ───► rollout ───► score ───► reward ───► group complete
-    PromptCursor  Admission     Generator    Score      Checker          │
+    PromptCursor  Admission     Generator    Score      Reward           │
                       ▲                                                  ▼
                       │ a new version admits more prompts           SampleBuffer
                       │                                                  │
@@ -42,7 +42,7 @@ from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.groups import has_signal
-from mtpctl.rl.rewards import Checker
+from mtpctl.rl.rewards.outcome import Reward
 from mtpctl.rollout.protocol import Generator
 from mtpctl.telemetry.session import Telemetry
 
@@ -60,16 +60,16 @@ class RlStage:
         trainer: TrainerGroup,
         generator: Generator,
         sync: Sync,
-        checker: Checker,
+        reward: Reward,
         telemetry: Telemetry,
         state: RunState,
         score: Score | None = None,
     ) -> None:
         self.recipe, self.prepared, self.trainer, self.generator = recipe, prepared, trainer, generator
-        self.sync, self.checker, self.telemetry, self.state = sync, checker, telemetry, state
+        self.sync, self.reward, self.telemetry, self.state = sync, reward, telemetry, state
         self.buffer = SampleBuffer(ordered=recipe.async_.deterministic)
         self.clock = BusyClock()
-        self.rollout = RolloutLoop(recipe, prepared, generator, checker, telemetry, state, self.buffer, self.clock, score)
+        self.rollout = RolloutLoop(recipe, prepared, generator, reward, telemetry, state, self.buffer, self.clock, score)
         self.stability = StabilityWatch(recipe)
         self._updated = asyncio.Event()  # set at the end of each update
         self._skipped_in_a_row = 0
@@ -193,6 +193,7 @@ class RlStage:
     def _step_metrics(self, metrics: dict[str, float], seconds: float, groups: list[Group]) -> dict[str, float]:
         """Rates and shares over the interval that ends with this update. Removes `perf/tokens` from `metrics`."""
         found, counts = self.clock.read(), self.rollout.take_counts()
+        found |= counts.reward_metrics()
         if counts.rewards:
             # Dynamic sampling keeps groups between all wrong and all right, so `reward/mean` hardly leaves one half.
             found["reward/unfiltered_mean"] = statistics.fmean(itertools.chain.from_iterable(counts.rewards))
@@ -249,7 +250,7 @@ class RlStage:
     async def _evaluate(self) -> None:
         """Log the held-out accuracy of the published weights at the current step; nothing without held-out problems."""
         began = time.perf_counter()
-        if metrics := await evaluate(self.recipe, self.prepared, self.generator, self.checker):
+        if metrics := await evaluate(self.recipe, self.prepared, self.generator, self.reward):
             metrics["timing_s/evaluation"] = time.perf_counter() - began
             if cut := round(metrics["eval/deadline_fraction"] * metrics["eval/problems"]):
                 what = f"{cut} of {metrics['eval/problems']:g} held-out responses were cut by rollout.deadline_s"

@@ -18,6 +18,7 @@ from mtpctl.recipe.data import data_fits
 from mtpctl.recipe.model import BYTE_VOCAB_SIZE
 from mtpctl.recipe.model_source import hf_config, model_fits, model_folder, tensor_names
 from mtpctl.recipe.parallel import parallel_fits
+from mtpctl.recipe.reward import reward_fits
 from mtpctl.recipe.rl import clips_fit, correction_fits
 from mtpctl.recipe.rollout import (
     VLLM_ADAPTER_RANKS,
@@ -77,6 +78,7 @@ def _sections(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     yield from sglang_fits(rollout) if isinstance(rollout, SglangConfig) else vllm_fits(rollout)
     yield from sections_fit(recipe.sync)
     yield from data_fits(recipe.data)
+    yield from reward_fits(recipe.reward, recipe.data.checker)
     yield from address_fits(recipe.cluster)
     yield from run_dir_fits(recipe)
     if shape is None:
