@@ -1,7 +1,8 @@
 """The sample: one response, from its prompt to the optimizer step that it is trained in.
 
 Every part of the pipeline fills in fields of the same object. Rollout fills in tokens, behaviour log-probs, version spans and
-speculation counts; scoring fills in old log-probs and the weight version that they were computed with; the reward function fills in the reward and its parts.
+speculation counts; scoring fills in old log-probs and the weight version that they were computed with; the reward function
+fills in the reward and its parts.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def describe_error(error: BaseException, text: str) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if own and os.path.realpath(frame.filename) == os.path.realpath(own)] or frames
     where = f"{Path(inside[-1].filename).name}:{inside[-1].lineno}: " if inside else ""
-    return f"{where}{type(error).__name__}: {error}".rstrip(": ")
+    return f"{where}{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(": ")
 
 
 def _from_file(path: Path, field: str) -> ModuleType:

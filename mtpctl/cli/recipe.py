@@ -75,13 +75,23 @@ def schema() -> None:
 @app.command("check", hidden=True, help="The same as `validate`.")
 @app.command()
 def validate(recipe: RecipeArgument, sets: Sets = None, overlay: Overlays = None, as_json: Json = False) -> None:
-    """Check a recipe, and warn of settings that are known to learn badly. Starts nothing, and does not use the network."""
+    """Check a recipe, try a reward function of one's own on three rows, and warn of settings that are known to learn badly.
+
+    Starts nothing, and uses the network only as far as that function does.
+    """
     from mtpctl.recipe.cautions import cautions_of
     from mtpctl.recipe.checks import validate as check
+    from mtpctl.recipe.reward import VERIFIERS
 
     loaded = load(recipe, overlay, sets)
     check(loaded.recipe)
     sources, cautions = [str(path) for path in loaded.sources], list(cautions_of(loaded.recipe))
+    if "rl" in loaded.recipe.train.stages and loaded.recipe.reward.function not in VERIFIERS:
+        from mtpctl.controller.trial import check_rewards
+        from mtpctl.data.sets import load_problem_sets
+
+        warning = check_rewards(load_problem_sets(loaded.recipe.data, loaded.recipe.seed), loaded.recipe)
+        cautions += [warning] if warning else []
     if as_json:
         answer(json.dumps({"ok": True, "name": loaded.recipe.name, "sources": sources, "cautions": cautions}))
         return

@@ -215,7 +215,9 @@ class RolloutLoop:
         rewards = [sample.reward for sample in group.samples if sample.reward is not None]
         if len(rewards) < group.size:
             self.counts.unrewarded += 1
-            await self._drop(group, f"reward.on_error: {{}} groups in a row were left out (the last: {last.error}); mend the reward function")
+            await self._drop(
+                group, f"reward.on_error: {{}} groups in a row were left out (the last: {last.error}); mend the reward function"
+            )
             return
         self.counts.rewards.append(rewards)
         if not self.recipe.train.rl.dynamic_sampling or has_signal(rewards):

@@ -31,13 +31,14 @@ class RewardConfig(Section):
     args: dict[str, object] = Field({}, description="Arguments of the function, by name, beside response, problem and sample.")
     workers: PositiveInt | None = Field(
         None,
-        description="Processes for a plain function; of a coroutine, calls under way at once. Default: a process a CPU, at most 16, and more "
-        "while calls only wait; 256 calls of a coroutine.",
+        description="Processes for a plain function; of a coroutine, calls under way at once. Default: a process a CPU, at most 16, and "
+        "more while calls only wait; 256 calls of a coroutine.",
     )
     timeout_s: PositiveFloat = Field(30.0, description="Seconds that one call may take, without the wait for a free process.")
     on_error: Literal["zero", "drop", "stop"] = Field(
         "zero",
-        description="After a call that raises, takes too long or returns no number. zero: reward 0; drop: leave the group out; stop: end the run.",
+        description="After a call that raises, takes too long or returns no number. zero: the reward is 0; drop: the group is left out; "
+        "stop: the run ends.",
     )
 
 

@@ -75,9 +75,9 @@ def load_function(reference: str, args: Mapping[str, object], field: str = "rewa
         raise UserError(f"{field}.function: {reference} is no function but {type(found).__name__}")
     if inspect.isclass(found):
         raise UserError(f"{field}.function: {reference} is a class; name a function of {', '.join(GIVEN)}")
-    check_call(found, GIVEN, {}, f"{field}.function", partly=bool(args))
+    check_call(found, GIVEN, {}, f"{field}.function", partly=True)
     check_call(found, GIVEN, args, f"{field}.args")
-    awaited = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None))
+    awaited = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(type(found).__call__)
     return RewardFunction(reference, found, dict(args), awaited)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 
 from mtpctl.errors import UserError
 from mtpctl.recipe.reward import reference_of
@@ -33,16 +32,20 @@ def score(
     limit = target if max is None else max
     if limit is None or limit < 1 or (target is not None and max is not None):
         raise UserError("reward.args: length takes one of target and max, in tokens, of at least 1")
-    base, parts = parse(_plain(of).call(response, problem, sample, **(of_args or {})))
+    base, parts = parse(_plain(of, of_args or {}).call(response, problem, sample, **(of_args or {})))
     tokens = sum(sample.loss_mask)
     off = tokens / limit - 1
     share = min(abs(off) if max is None else off if off > 0 else 0.0, 1.0)
     return {**parts, "reward": base - penalty * share, "correct": base, "length": -penalty * share}
 
 
-@cache
-def _plain(of: str) -> RewardFunction:
-    function = load_function(reference_of(of), {}, "reward.args: of")
-    if function.coroutine:
-        raise UserError(f"reward.args: of: {of} is a coroutine, and length takes a plain function; take the penalty off in your own")
-    return function
+_loaded: dict[str, RewardFunction] = {}
+
+
+def _plain(of: str, args: Mapping[str, object]) -> RewardFunction:
+    if of not in _loaded:
+        function = load_function(reference_of(of), args, "reward.args: of")
+        if function.coroutine:
+            raise UserError(f"reward.args: of: {of} is a coroutine, and length takes a plain function; take the penalty off in your own")
+        _loaded[of] = function
+    return _loaded[of]

@@ -55,7 +55,9 @@ def parse(value: object) -> tuple[float, dict[str, float]]:
         if name == "reward":
             continue
         if not isinstance(name, str) or name in TAKEN:
-            raise ValueError(f"returned a part {_shown(name)}: " + ("reward/" + name + " is a metric already" if name in TAKEN else "no text"))
+            raise ValueError(
+                f"returned a part {_shown(name)}: " + ("reward/" + name + " is a metric already" if name in TAKEN else "no text")
+            )
         parts[name] = _number(part, f"returned as {name!r}")
     return _number(value["reward"], "returned as 'reward'"), parts
 
