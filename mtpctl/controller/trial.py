@@ -35,9 +35,10 @@ def check_rewards(problems: ProblemSets, recipe: Recipe) -> str:
 
 async def _compared(config: RewardConfig, named: dict[str, list[Problem]]) -> str:
     warnings = []
-    for what, those in named.items():
-        looked_at = those[:: -(-len(those) // MAX_CHECKED)] if those else []
-        outcomes = await _rewarded(config, looked_at)
+    looked_at_in = {what: those[:: -(-len(those) // MAX_CHECKED)] for what, those in named.items() if those}
+    all_outcomes = iter(await _rewarded(config, [row for rows in looked_at_in.values() for row in rows]))
+    for what, looked_at in looked_at_in.items():
+        outcomes = [next(all_outcomes) for _ in looked_at]
         wrong = [each for each, outcome in zip(looked_at, outcomes, strict=True) if not outcome.reward]
         if not wrong:
             continue

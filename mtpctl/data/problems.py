@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A prompt, the answer that the checker compares responses with, and where there is one a worked `solution` that ends in the answer.
+    """A prompt, the answer that rewards compare responses with, and where there is one a worked `solution` that ends in the answer.
 
     `prompt_id` is the same in every run: `task/split/number` of a generated problem, `file:line` of one from a file.
     """

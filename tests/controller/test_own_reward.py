@@ -41,8 +41,8 @@ train:
 """
 
 
-def train(task: Path, run_dir: Path, *sets: str) -> subprocess.CompletedProcess[str]:
-    both = [part for text in (*SMALL, f"run_dir={run_dir}", "cluster.num_cpus=2", *sets) for part in ("--set", text)]
+def train(task: Path, run_dir: Path) -> subprocess.CompletedProcess[str]:
+    both = [part for text in (*SMALL, f"run_dir={run_dir}", "cluster.num_cpus=2") for part in ("--set", text)]
     command = [sys.executable, "-m", "mtpctl", "train", "tiny_mtp", "--overlay", str(task / "own.yaml"), "--plain", *both]
     return subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=run_dir.parent)
 
@@ -73,7 +73,3 @@ def test_a_reward_of_ones_own_trains_and_its_parts_and_failures_are_in_the_metri
     assert sum(line.startswith("judge.py:score took more than 1.5 s (reward.timeout_s)") for line in told) == 1
     assert "judged rows.jsonl:" in (run_dir / "logs" / "reward.log").read_text()
     assert f"function: {task / 'judge.py'}:score" in (run_dir / "recipe.resolved.yaml").read_text()
-
-    stopped = train(task, elsewhere / "stopped", "reward.on_error=stop")
-    assert stopped.returncode == 5
-    assert "reward.function: judge.py:" in stopped.stderr and "Traceback" not in stopped.stderr

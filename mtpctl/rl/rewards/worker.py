@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
-import mtpctl.data.problems  # noqa: F401  # here, once, and not when the first problem arrives
 from mtpctl.errors import MtpctlError
 from mtpctl.rl.rewards.frames import receive, send
 from mtpctl.rl.rewards.function import RewardFunction, load_function
@@ -140,7 +139,7 @@ class _Coroutines:
                     task = asyncio.current_task(loop)
                     self._send((WHO, task.get_context().get(_number) if task is not None else None))
                 else:
-                    loop.call_soon_threadsafe(self._begin, asked)
+                    loop.call_soon_threadsafe(self._begin, cast(Asked, asked))
         except (EOFError, ConnectionError):
             os._exit(0)
 
