@@ -1,7 +1,8 @@
 """The sample: one response, from its prompt to the optimizer step that it is trained in.
 
 Every part of the pipeline fills in fields of the same object. Rollout fills in tokens, behaviour log-probs, version spans and
-speculation counts; scoring fills in old log-probs and the weight version that they were computed with; the checker fills in the reward.
+speculation counts; scoring fills in old log-probs and the weight version that they were computed with; the reward function
+fills in the reward and its parts.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class EnvironmentUse:
 class Sample:
     """One response to one prompt. Per-token lists run over the response and have the length of `response_ids`.
 
+    `reward_parts` are further numbers of the reward function, which are logged by their names and not trained on.
     `loss_mask` is 1 at tokens that the policy sampled, and 0 at tokens of an environment. `index` counts the responses of a group.
     `spent_s`: seconds in which an engine or an environment has worked on it, which count against its deadline. `environment` is None, and
     `environment_reward` too, where there is no environment; the latter is what the environment's own `reward()` returned at the end.
@@ -65,6 +67,7 @@ class Sample:
     old_logprobs: list[float] | None = None
     old_version: int | None = None
     reward: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
     finish_reason: str | None = None
     speculation: Speculation = field(default_factory=Speculation)
     spent_s: float = 0.0
@@ -112,6 +115,7 @@ class Sample:
             behaviour_logprobs=self.behaviour_logprobs[:],
             version_spans=[replace(span) for span in self.version_spans],
             old_logprobs=None if self.old_logprobs is None else self.old_logprobs[:],
+            reward_parts=dict(self.reward_parts),
             speculation=replace(self.speculation, accepted_by_position=self.speculation.accepted_by_position[:]),
             environment=None if self.environment is None else replace(self.environment),
         )

@@ -43,17 +43,29 @@ def load(text: str, field: str) -> object:
     return found
 
 
-def check_call(function: Callable[..., object], positional: tuple[str, ...], options: Mapping[str, object], field: str) -> None:
+def missing_file(text: str) -> str:
+    """Say that the file of `text` is not there, with the nearest name; empty where it is there, and for a module. Loads nothing."""
+    source = text.rpartition(":")[0]
+    path = Path(source).expanduser()
+    if not source.endswith(".py") or path.is_file():
+        return ""
+    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], 1) if path.parent.is_dir() else []
+    return f"there is no file {path}" + (f"; did you mean {path.with_name(near[0])}?" if near else "")
+
+
+def check_call(
+    function: Callable[..., object], positional: tuple[str, ...], options: Mapping[str, object], field: str, *, partly: bool = False
+) -> None:
     """Raise UserError where `function` cannot be called with these positional arguments and with `options` as keyword arguments.
 
-    `positional` are the names under which the message lists them.
+    `positional` are the names under which the message lists them. `partly`: further arguments may be missing.
     """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # built in C: its arguments cannot be known
         return
     try:
-        signature.bind(*positional, **options)
+        (signature.bind_partial if partly else signature.bind)(*positional, **options)
     except TypeError as error:
         name = getattr(function, "__name__", type(function).__name__)
         called = ", ".join([*positional, *(f"{key}={value!r}" for key, value in options.items())])
@@ -67,7 +79,7 @@ def describe_error(error: BaseException, text: str) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if own and os.path.realpath(frame.filename) == os.path.realpath(own)] or frames
     where = f"{Path(inside[-1].filename).name}:{inside[-1].lineno}: " if inside else ""
-    return f"{where}{type(error).__name__}: {error}".rstrip(": ")
+    return f"{where}{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(": ")
 
 
 def place_of(found: object) -> str:
@@ -81,9 +93,8 @@ def place_of(found: object) -> str:
 
 
 def _from_file(path: Path, field: str) -> ModuleType:
-    if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], 1) if path.parent.is_dir() else []
-        raise UserError(f"{field}: there is no file {path}" + (f"; did you mean {path.with_name(near[0])}?" if near else ""))
+    if told := missing_file(f"{path}:"):
+        raise UserError(f"{field}: {told}")
     path = path.resolve()
     # Under a name of its own, so that two files of one name stay apart; registered, so that its classes can be pickled.
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"

@@ -14,9 +14,9 @@ from typing import TypedDict
 from mtpctl.cli.rollout_job import Say, Source, room_for_engines, serving, source_of, with_merged_sync, without_training
 from mtpctl.controller.evaluate import evaluate
 from mtpctl.controller.prepare import Prepared
-from mtpctl.controller.set_rewards import Score, by_answer, rewards_of
+from mtpctl.controller.set_rewards import start_rewards
 from mtpctl.data.prompts import fit_problems
-from mtpctl.data.sets import UNNAMED, load_held_out
+from mtpctl.data.sets import load_held_out
 from mtpctl.errors import UserError
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.checks import validate
@@ -24,7 +24,6 @@ from mtpctl.recipe.data import GeneratedTask
 from mtpctl.recipe.evaluation import EvaluationSetConfig
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rl.rewards import MathChecker, make_checker
 from mtpctl.sync.store import VersionStore
 from mtpctl.telemetry.run_directory import RunDirectory
 
@@ -88,7 +87,6 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, say: Say, start: str | No
     problems = load_held_out(recipe.data, recipe.seed, recipe.evaluation)
     if not problems.held_out:
         raise UserError("evaluation.sets: the recipe has no held-out problems; name a set, or data.eval_path")
-    rewards = rewards_of(recipe.evaluation)
     with tempfile.TemporaryDirectory(prefix="mtpctl-eval-") as made, contextlib.ExitStack() as stack:
         folder = Path(made)
         source = source_of(recipe, start, folder)
@@ -97,13 +95,10 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, say: Say, start: str | No
         counts = {name: (n or _set(recipe, name).n) for name in problems.held_out}
         total = sum(len(each) * counts[name] for name, each in problems.held_out.items())
         say(f"model: {source.name}; {total} responses to {sum(map(len, problems.held_out.values()))} held-out problems")
-        checker = make_checker(recipe.data.checker)
-        if isinstance(checker, MathChecker):
-            stack.enter_context(checker)
         store = stack.enter_context(room_for_engines(recipe, source, folder))
         prepared = Prepared(source.model, source.tokenizer, problems, source.context)
         began = time.perf_counter()
-        metrics = asyncio.run(_measured(recipe, source, store, prepared, {UNNAMED: by_answer(checker), **rewards}, n))
+        metrics = asyncio.run(_measured(recipe, source, store, prepared, n, say))
         seconds = time.perf_counter() - began
     return {
         "model": source.name,
@@ -113,10 +108,10 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, say: Say, start: str | No
     }
 
 
-async def _measured(
-    recipe: Recipe, source: Source, store: VersionStore, prepared: Prepared, rewards: Mapping[str, Score], n: int | None
-) -> dict[str, float]:
-    async with serving(recipe, source, store, recipe.seed) as pool:
+async def _measured(recipe: Recipe, source: Source, store: VersionStore, prepared: Prepared, n: int | None, say: Say) -> dict[str, float]:
+    async with contextlib.AsyncExitStack() as stack:
+        rewards = await start_rewards(recipe, stack, tell=say)
+        pool = await stack.enter_async_context(serving(recipe, source, store, recipe.seed))
         return await evaluate(recipe, prepared, pool, rewards, version=source.version, n=n)
 
 

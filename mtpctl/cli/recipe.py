@@ -75,7 +75,10 @@ def schema() -> None:
 @app.command("check", hidden=True, help="The same as `validate`.")
 @app.command()
 def validate(recipe: RecipeArgument, sets: Sets = None, overlay: Overlays = None, as_json: Json = False) -> None:
-    """Check a recipe and its data, try your code that it names, and warn of settings known to learn badly. Starts nothing."""
+    """Check a recipe and its data, try your code that it names, and warn of settings known to learn badly.
+
+    Starts nothing, and uses the network only as far as your code does.
+    """
     from mtpctl.controller.rehearsal import rehearse
     from mtpctl.data.look import look
     from mtpctl.recipe.cautions import cautions_of
@@ -84,8 +87,7 @@ def validate(recipe: RecipeArgument, sets: Sets = None, overlay: Overlays = None
     loaded = load(recipe, overlay, sets)
     check(loaded.recipe)
     looked = list(map(str, look(loaded.recipe.data, loaded.recipe.evaluation, loaded.recipe.train.stages)))
-    rehearse(loaded.recipe)
-    sources, cautions = [str(path) for path in loaded.sources], list(cautions_of(loaded.recipe))
+    sources, cautions = [str(path) for path in loaded.sources], [*cautions_of(loaded.recipe), *rehearse(loaded.recipe)]
     if as_json:
         answer(json.dumps({"ok": True, "name": loaded.recipe.name, "sources": sources, "data": looked, "cautions": cautions}))
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
@@ -16,7 +16,7 @@ from mtpctl.cluster.local import cluster
 from mtpctl.controller.prepare import model_of, store_in, tokenizer_of
 from mtpctl.controller.state import newest_version, version_named
 from mtpctl.data.files import read_problems
-from mtpctl.data.problems import NO_ANSWER
+from mtpctl.data.problems import NO_ANSWER, Problem
 from mtpctl.data.prompts import encode_prompt
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model
 from mtpctl.errors import UserError
@@ -24,13 +24,14 @@ from mtpctl.plan.placement import Host, Placement, place
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rl.rewards import MathChecker, make_checker
+from mtpctl.rl.rewards.rewarder import Rewarder
 from mtpctl.rollout.environments import environment_of
 from mtpctl.rollout.offline import Progress, Prompt, answer_all, summary, wanted
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.sample_file import Origin, SampleFile
 from mtpctl.rollout.start import check_engine_installed, start_pool
 from mtpctl.rollout.trial import try_environment
+from mtpctl.samples import Sample
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.store import VersionStore
 
@@ -123,7 +124,8 @@ def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progr
         if missing:
             if made_before[0]:
                 say(f"{out} holds {made_before[0]} samples; {len(missing)} are missing")
-            seconds = _generate(recipe, source, missing, file, folder, progress, say)
+            by_id = {each.prompt_id: each for each in problems}
+            seconds = _generate(recipe, source, missing, file, folder, progress, by_id, say)
         else:
             say(f"{out} holds all {made_before[0]} samples; nothing is missing")
         made_now = (file.tally.samples - made_before[0], file.tally.tokens - made_before[1])
@@ -181,7 +183,8 @@ def _origin(recipe: Recipe, source: Source) -> Origin:
             "sampling": [rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens, rollout.stop, rollout.stop_ids],
             "environment": _environment(rollout),
             "prompt": [data.chat_template, data.system_prompt],
-            "checker": data.checker,
+            "checker": recipe.reward.function,
+            **({"reward": recipe.reward.args} if recipe.reward.args else {}),
         },
     )
 
@@ -193,15 +196,27 @@ def _environment(rollout: RolloutBase) -> list[object]:
 
 
 def _generate(
-    recipe: Recipe, source: Source, missing: list[tuple[Prompt, int]], file: SampleFile, folder: Path, progress: Progress, say: Say
+    recipe: Recipe,
+    source: Source,
+    missing: list[tuple[Prompt, int]],
+    file: SampleFile,
+    folder: Path,
+    progress: Progress,
+    problems: Mapping[str, Problem],
+    say: Say,
 ) -> float:
     """Start the engines, generate `missing`, and end the engines. Returns the seconds of generation alone."""
-    checker = make_checker(recipe.data.checker)
     # The engines must not repeat the random numbers of the samples that the file holds.
     seed = recipe.seed + 7919 * file.tally.samples
 
     async def drive(store: VersionStore) -> float:
-        async with serving(recipe, source, store, seed) as pool:
+        async with serving(recipe, source, store, seed) as pool, Rewarder(recipe.reward, tell=say) as rewarder:
+
+            async def reward(text: str, sample: Sample) -> float | None:
+                outcome = await rewarder(text, problems[sample.prompt_id], sample)
+                sample.reward_parts = outcome.parts
+                return outcome.reward
+
             return await answer_all(
                 pool,
                 missing,
@@ -210,15 +225,13 @@ def _generate(
                 context=source.context,
                 eos_id=source.tokenizer.eos_id,
                 decode=source.tokenizer.decode,
-                reward=checker,
+                reward=reward,
                 seed=recipe.seed if recipe.async_.deterministic else None,
                 progress=progress,
                 tell=say,
             )
 
     with contextlib.ExitStack() as stack:
-        if isinstance(checker, MathChecker):
-            stack.enter_context(checker)
         store = stack.enter_context(room_for_engines(recipe, source, folder))
         return asyncio.run(drive(store))
 

@@ -74,9 +74,10 @@ class SampleBuffer:
         """Note that the group is sent out, and in flight."""
         self._open[group.group_id] = group
 
-    def wants(self, sample: Sample) -> bool:
-        """Whether the group of the sample is in flight. A discarded one is not."""
-        return sample.group_id in self._open
+    def problem_of(self, sample: Sample) -> Problem | None:
+        """The problem that the sample is a response to; None where its group is in flight no more."""
+        group = self._open.get(sample.group_id)
+        return None if group is None else group.problem
 
     def add(self, sample: Sample) -> Group | None:
         """Add a finished sample to its group. Returns the group where it is complete now: the caller puts or drops it.

@@ -9,25 +9,26 @@ from dataclasses import dataclass, field, replace
 
 from mtpctl.controller.metrics import cut_share, speculation
 from mtpctl.controller.prepare import Prepared
-from mtpctl.controller.set_rewards import Score
 from mtpctl.data.problems import Problem
 from mtpctl.data.prompts import encode_prompt
 from mtpctl.data.sets import UNNAMED
 from mtpctl.recipe.evaluation import EvaluationSetConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.pass_at_k import mean_pass_at_k
+from mtpctl.rl.rewards.outcome import Reward
 from mtpctl.rollout.protocol import DEADLINE, Generator
 from mtpctl.samples import GenerationRequest, Sample, response_limit
 
 
 @dataclass(slots=True)
 class HeldOut:
-    """One held-out set in an evaluation: its problems, and the responses to each so far."""
+    """One held-out set in an evaluation: its problems, the responses to each so far, and how many of them could not be rewarded."""
 
     name: str
     config: EvaluationSetConfig
     problems: list[Problem]
     answers: list[list[Sample]] = field(init=False)
+    errors: int = 0
 
     def __post_init__(self) -> None:
         self.answers = [[] for _ in self.problems]
@@ -48,6 +49,8 @@ class HeldOut:
             found |= {f"avg@{n}": mean} | {f"pass@{k}": value for k, value in mean_pass_at_k(right, n).items()}
         found |= {"problems": float(len(self.problems)), "length_mean": sum(len(s.response_ids) for s in samples) / len(samples)}
         found |= {"truncated_fraction": cut_share(samples, "length"), "deadline_fraction": cut_share(samples, DEADLINE)}
+        if self.errors:
+            found["reward_errors"] = float(self.errors)
         metrics = {prefix + name: value for name, value in found.items()}
         return metrics | {name.replace("rollout/", prefix): value for name, value in speculation(samples).items()}
 
@@ -56,7 +59,7 @@ async def evaluate(
     recipe: Recipe,
     prepared: Prepared,
     generator: Generator,
-    rewards: Mapping[str, Score],
+    rewards: Mapping[str, Reward],
     *,
     version: int = 0,
     n: int | None = None,
@@ -65,9 +68,9 @@ async def evaluate(
     """`eval/*`: what the responses to all held-out problems are worth, and draft acceptance over them. Empty without such problems.
 
     Responses are sampled as in rollout, but where their set says otherwise, and rewarded while others are generated; `rewards` are by the
-    names of sets, and that of `UNNAMED` serves those that have none. `version` is the weight version that the engines have at the begin:
-    `eval/mixed_fraction` is the share of responses with a token of another one. `n` replaces the number of responses
-    that the sets ask for. `progressed` is called at every response.
+    names of sets, and that of `UNNAMED` serves those that have none. A reward that failed counts as 0. `version` is the weight version
+    that the engines have at the begin: `eval/mixed_fraction` is the share of responses with a token of another one. `n` replaces the
+    number of responses that the sets ask for. `progressed` is called at every response.
     """
     sets = []
     for name, problems in prepared.problems.held_out.items():
@@ -88,8 +91,9 @@ async def evaluate(
     async def reward(sample: Sample) -> None:
         held_out, number = asked[sample.group_id]
         text = prepared.tokenizer.decode(sample.response_ids)
-        score = rewards.get(held_out.name, rewards[UNNAMED])
-        sample.reward = await score(text, held_out.problems[number], sample)
+        outcome = await rewards.get(held_out.name, rewards[UNNAMED])(text, held_out.problems[number], sample)
+        sample.reward, sample.reward_parts = outcome.reward or 0.0, outcome.parts
+        held_out.errors += bool(outcome.error)
         held_out.answers[number].append(sample)
         progressed()
 

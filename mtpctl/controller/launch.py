@@ -15,7 +15,7 @@ from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.controller.prepare import Prepared, changed_old_logprobs, check_drawn, prepare, store_in
 from mtpctl.controller.rl import RlStage
 from mtpctl.controller.scoring import ATTEMPTS, Scoring
-from mtpctl.controller.set_rewards import rewards_of
+from mtpctl.controller.set_rewards import start_rewards
 from mtpctl.controller.sft import SftStage
 from mtpctl.controller.state import RunState, check_stages
 from mtpctl.controller.trainers import TrainerGroup
@@ -27,7 +27,6 @@ from mtpctl.plan.placement import Placement, place
 from mtpctl.recipe.cautions import cautions_of
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rl.rewards import make_checker
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.start import check_engine_installed, start_pool
 from mtpctl.telemetry.run_directory import RunDirectory
@@ -215,12 +214,13 @@ class Run:
         scoring = None if server is None else Scoring(server, self.recipe.rollout.temperature, deadline_s)
         beside = dict if scoring is None else scoring.metrics
         sync = WeightSync(self.recipe, trainer, rollout, server, self.store.root, metrics=beside)
-        checker = make_checker(self.recipe.data.checker)
-        rewards = rewards_of(self.recipe.evaluation)
-        settle_heap()
-        stage = RlStage(self.recipe, self.prepared, trainer, rollout, sync, checker, self.telemetry, self.state, scoring, rewards)
-        if restored is not None and (restored / "buffer.jsonl").exists():
-            await stage.resume_buffer(*SampleBuffer.load(restored / "buffer.jsonl"))
-        await stage.publish()
-        await stage.run()
+        async with contextlib.AsyncExitStack() as stack:
+            log = self.directory.logs / "reward.log"
+            rewards = await start_rewards(self.recipe, stack, tell=lambda line: self.telemetry.event("reward", line), log=log)
+            settle_heap()
+            stage = RlStage(self.recipe, self.prepared, trainer, rollout, sync, rewards, self.telemetry, self.state, scoring)
+            if restored is not None and (restored / "buffer.jsonl").exists():
+                await stage.resume_buffer(*SampleBuffer.load(restored / "buffer.jsonl"))
+            await stage.publish()
+            await stage.run()
         await sync.persisted()

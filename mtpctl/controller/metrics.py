@@ -29,6 +29,12 @@ def speculation(samples: list[Sample]) -> dict[str, float]:
     return metrics
 
 
+def reward_parts(samples: list[Sample]) -> dict[str, float]:
+    """`reward/<part>`: the mean of each part over the samples whose reward came with it."""
+    names = dict.fromkeys(name for sample in samples for name in sample.reward_parts)
+    return {f"reward/{name}": statistics.fmean(s.reward_parts[name] for s in samples if name in s.reward_parts) for name in names}
+
+
 def cut_share(samples: list[Sample], reason: str) -> float:
     """Share of the responses that ended for `reason`."""
     return sum(sample.finish_reason == reason for sample in samples) / len(samples)
@@ -77,4 +83,4 @@ def of_samples(samples: list[Sample], version: int, sync_every: int = 1, ahead: 
         "async/staleness_updates_max": float(ahead + sync_every * max(staleness)),
         "async/partial_ratio": partial / len(samples),
     }
-    return metrics | speculation(samples) | environment_use(samples)
+    return metrics | reward_parts(samples) | speculation(samples) | environment_use(samples)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from mtpctl.controller.rehearsal import try_loss
+from mtpctl.controller.trial import check_rewards
 from mtpctl.data.prompts import fit_problems
 from mtpctl.data.sets import ProblemSets, load_problem_sets
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_tokenizer, make_byte_tokenizer
@@ -24,7 +24,6 @@ from mtpctl.recipe.fields import Keys
 from mtpctl.recipe.loading import flatten
 from mtpctl.recipe.model_source import hf_config, path_in_full
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rl.rewards import MathChecker, make_checker
 from mtpctl.rollout.environments import environment_of
 from mtpctl.rollout.trial import try_environment
 from mtpctl.sync.store import VersionStore, default_root, name_of
@@ -33,18 +32,13 @@ from mtpctl.telemetry.run_directory import RunDirectory
 if TYPE_CHECKING:
     from mtpctl.convert.hf_folder import HfFolder
 
-MAX_CHECKED = 500
-"""At most so many problems of a set have their own solutions checked."""
-
-_OTHER = {"exact": "math", "math": "exact"}
-
 
 @dataclass(frozen=True)
 class Prepared:
     """What all stages of a run work on. `context` bounds a prompt with its response, in tokens.
 
     `tools` are the JSON schemas that the environment has for the chat template. `unrewarded` is a warning about problems whose own solution
-    the checker does not accept; empty without such problems.
+    the reward function does not accept; empty without such problems.
     """
 
     model: HfFolder
@@ -66,7 +60,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     # What is read in a moment comes first, and with it the most common mistakes.
     problems = load_problem_sets(recipe.data, recipe.seed, recipe.evaluation, stages=recipe.train.stages)
     environment = environment_of(recipe.rollout) if "rl" in recipe.train.stages else None
-    unrewarded = check_answers(problems, recipe) if "rl" in recipe.train.stages else ""
+    unrewarded = check_rewards(problems, recipe) if "rl" in recipe.train.stages else ""
     model = model_of(recipe, run_dir)
     if "rl" in recipe.train.stages and recipe.rollout.engine == "vllm":
         check_importable(model.config)
@@ -85,34 +79,6 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     for held_out in problems.held_out.values():
         fit_problems(tokenizer, held_out, recipe.data, context=context, tools=tools)
     return Prepared(model, tokenizer, problems, context, unrewarded, tools)
-
-
-def check_answers(problems: ProblemSets, recipe: Recipe) -> str:
-    """Run the checker on each problem's own solution, as if it were a response. Returns a warning, empty where it accepts all of them.
-
-    Of a large set it looks at `MAX_CHECKED` evenly spaced problems, since math-verify checks some hundred a second. Raises UserError for a
-    set of which it accepts no solution: no response could be rewarded.
-    """
-    kind, warnings = recipe.data.checker, []
-    with contextlib.ExitStack() as stack:
-        checker = make_checker(kind)
-        if isinstance(checker, MathChecker):
-            stack.enter_context(checker)
-        named = {"training": problems.train, "held-out": problems.evaluation}
-        for what, those in named.items():
-            looked_at = those[:: -(-len(those) // MAX_CHECKED)] if those else []
-            wrong = [each for each in looked_at if not checker(each.target, each.answer)]
-            if not wrong:
-                continue
-            first = wrong[0]
-            warning = (
-                f"{first.prompt_id}: data.checker: {kind} gives 0 for the row's own {'answer' if first.solution is None else 'solution'} "
-                f"(answer {first.answer[-40:]!r}), as for {len(wrong)} of {len(looked_at)} {what} problems looked at"
-            )
-            if len(wrong) == len(looked_at):
-                raise UserError(f"{warning}: no response could be right; mend `answer`, or set data.checker: {_OTHER[kind]}")
-            warnings.append(warning)
-    return "; ".join(warnings)
 
 
 def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from mtpctl.controller.trial import check_rewards
 from mtpctl.data.sets import load_problem_sets
+from mtpctl.recipe.reward import VERIFIERS
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.environments import environment_of
 from mtpctl.rollout.trial import try_environment
 
 
-def rehearse(recipe: Recipe) -> None:
-    """Try the code of the user's own that the recipe names: the loss on a few tokens, the environment on the first problems.
+def rehearse(recipe: Recipe) -> list[str]:
+    """Try the code of the user's own that the recipe names: the loss on a few tokens, environment and reward on the first problems.
 
-    Needs neither tokenizer nor model. Raises UserError for the first thing that fails, with its file and line.
+    Needs neither tokenizer nor model. Returns warnings. Raises UserError for the first thing that fails, with its file and line.
     """
     if "rl" not in recipe.train.stages:
-        return
+        return []
     try_loss(recipe)
-    environment = environment_of(recipe.rollout)
+    environment, own_reward = environment_of(recipe.rollout), recipe.reward.function not in VERIFIERS
+    if environment is None and not own_reward:
+        return []
+    problems = load_problem_sets(recipe.data, recipe.seed)
     if environment is not None:
-        problems = load_problem_sets(recipe.data, recipe.seed).train
-        try_environment(environment, problems, None, chat=recipe.data.chat_template)
+        try_environment(environment, problems.train, None, chat=recipe.data.chat_template)
+    warning = check_rewards(problems, recipe) if own_reward else ""
+    return [warning] if warning else []
 
 
 def try_loss(recipe: Recipe) -> None:

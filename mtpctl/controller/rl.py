@@ -2,7 +2,7 @@
 
     RolloutLoop (rollout_loop.py)
     prompt ───► admission ───► rollout ───► score ───► reward ───► group complete
-    PromptCursor  Admission     Generator    Score      Checker          │
+    PromptCursor  Admission     Generator    Score      Reward           │
                       ▲                                                  ▼
                       │ a new version admits more prompts           SampleBuffer
                       │                                                  │
@@ -35,8 +35,6 @@ from mtpctl.controller.evaluate import cut_responses, evaluate
 from mtpctl.controller.metrics import of_samples
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.rollout_loop import RolloutLoop, Score
-from mtpctl.controller.set_rewards import Score as SetReward
-from mtpctl.controller.set_rewards import by_answer
 from mtpctl.controller.sft import check_applied
 from mtpctl.controller.stability import StabilityWatch
 from mtpctl.controller.state import RunState
@@ -45,7 +43,7 @@ from mtpctl.data.sets import UNNAMED
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.groups import has_signal
-from mtpctl.rl.rewards import Checker
+from mtpctl.rl.rewards.outcome import Reward
 from mtpctl.rollout.protocol import Generator
 from mtpctl.telemetry.session import Telemetry
 
@@ -63,19 +61,17 @@ class RlStage:
         trainer: TrainerGroup,
         generator: Generator,
         sync: Sync,
-        checker: Checker,
+        rewards: Mapping[str, Reward],
         telemetry: Telemetry,
         state: RunState,
         score: Score | None = None,
-        set_rewards: Mapping[str, SetReward] | None = None,
     ) -> None:
         self.recipe, self.prepared, self.trainer, self.generator = recipe, prepared, trainer, generator
-        self.sync, self.checker, self.telemetry, self.state = sync, checker, telemetry, state
+        self.sync, self.rewards, self.telemetry, self.state = sync, rewards, telemetry, state
         self.buffer = SampleBuffer(ordered=recipe.async_.deterministic)
         self.clock = BusyClock()
-        self.rollout = RolloutLoop(recipe, prepared, generator, checker, telemetry, state, self.buffer, self.clock, score)
+        self.rollout = RolloutLoop(recipe, prepared, generator, rewards[UNNAMED], telemetry, state, self.buffer, self.clock, score)
         self.stability = StabilityWatch(recipe)
-        self.rewards = {UNNAMED: by_answer(checker), **(set_rewards or {})}
         self._evaluating: asyncio.Task[None] | None = None
         self._updated = asyncio.Event()  # set at the end of each update
         self._skipped_in_a_row = 0
@@ -210,6 +206,7 @@ class RlStage:
     def _step_metrics(self, metrics: dict[str, float], seconds: float, groups: list[Group]) -> dict[str, float]:
         """Rates and shares over the interval that ends with this update. Removes `perf/tokens` from `metrics`."""
         found, counts = self.clock.read(), self.rollout.take_counts()
+        found |= counts.reward_metrics()
         if counts.rewards:
             # Dynamic sampling keeps groups between all wrong and all right, so `reward/mean` hardly leaves one half.
             found["reward/unfiltered_mean"] = statistics.fmean(itertools.chain.from_iterable(counts.rewards))

@@ -2,9 +2,9 @@
 
     prompt ───► admission ───► rollout ───► score ───► reward ───► group complete ───► SampleBuffer
 
-`_requests` sends prompts out as far as admission allows. Each sample that comes back is processed by a task of its own: it is scored while
-other samples are still being generated, and the last sample of a group completes it. A complete group is rewarded, and then either put
-into the buffer or, without signal, dropped and replaced by another prompt's.
+`_requests` sends prompts out as far as admission allows. Each sample that comes back is processed by a task of its own: it is scored and
+rewarded while other samples are still being generated, and the last sample of a group completes it. A complete group is either put into
+the buffer or, without signal or with a reward that failed, dropped and replaced by another prompt's.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.staleness import Admission
 from mtpctl.controller.state import RunState
 from mtpctl.data.cursor import PromptCursor
+from mtpctl.data.problems import Problem
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.groups import has_signal
-from mtpctl.rl.rewards import Checker
+from mtpctl.rl.rewards.outcome import Outcome, Reward
 from mtpctl.rollout.environments import Failures
 from mtpctl.rollout.protocol import Generator
 from mtpctl.samples import GenerationRequest, Sample
@@ -44,17 +45,39 @@ class RolloutCounts:
     """What the rollout half did since the last update.
 
     `tokens` that were generated, groups that dynamic sampling `dropped`, groups that `expired` as too old, and the `rewards` of each
-    complete group, dropped ones included.
+    complete group, dropped ones included. Of the calls of the reward function their number (`rewarded`), the `errors`, `timeouts` among
+    them, and the `seconds` of all; `unrewarded`: groups that were left out for a reward that failed.
     """
 
     tokens: int = 0
     dropped: int = 0
     expired: int = 0
     rewards: list[list[float]] = field(default_factory=list)
+    rewarded: int = 0
+    errors: int = 0
+    timeouts: int = 0
+    seconds: float = 0.0
+    unrewarded: int = 0
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one call of the reward function."""
+        self.rewarded += 1
+        self.errors += bool(outcome.error)
+        self.timeouts += outcome.timed_out
+        self.seconds += outcome.seconds
+
+    def reward_metrics(self) -> dict[str, float]:
+        """What rewards took, and how many failed."""
+        return {
+            "timing_s/reward": self.seconds / max(self.rewarded, 1),
+            "reward/errors": float(self.errors),
+            "reward/timeouts": float(self.timeouts),
+            "reward/dropped": float(self.unrewarded),
+        }
 
 
 class RolloutLoop:
-    """Keeps the generator busy as far as admission allows. `run` never ends by itself; it raises where generation or a checker fails.
+    """Keeps the generator busy as far as admission allows. `run` never ends by itself; it raises where generation or rewarding fails.
 
     `counts` is what it did since the last `take_counts`, `last_progress` when a sample last got further, on the clock of
     `time.monotonic`.
@@ -65,14 +88,14 @@ class RolloutLoop:
         recipe: Recipe,
         prepared: Prepared,
         generator: Generator,
-        checker: Checker,
+        reward: Reward,
         telemetry: Telemetry,
         state: RunState,
         buffer: SampleBuffer,
         clock: BusyClock,
         score: Score | None = None,
     ) -> None:
-        self.recipe, self.prepared, self.generator, self.checker = recipe, prepared, generator, checker
+        self.recipe, self.prepared, self.generator, self.reward = recipe, prepared, generator, reward
         self.telemetry, self.state, self.buffer, self.clock, self.score = telemetry, state, buffer, clock, score
         self.admission = Admission(recipe.train.rl.prompts_per_step, recipe.async_.sync_every, recipe.async_.staleness)
         self.cursor = PromptCursor(prepared.problems.train, recipe.seed, shuffle=recipe.data.shuffle)
@@ -84,6 +107,8 @@ class RolloutLoop:
         self._admission_changed = asyncio.Event()
         self._failures = Failures()
         self._without_signal = 0  # groups in a row
+        self._generating = 0  # responses
+        self._rewarding = 0
 
     def take_counts(self) -> RolloutCounts:
         """What was counted since the last call."""
@@ -106,6 +131,8 @@ class RolloutLoop:
         async with asyncio.TaskGroup() as tasks, contextlib.aclosing(self.generator.generate(self._requests())) as samples:
             async for sample in samples:
                 self.last_progress = time.monotonic()
+                self._generating -= 1
+                self.clock.set("rollout", self._generating > 0)
                 self.counts.tokens += sum(sample.loss_mask)
                 if (failure := self._failures.first(sample)) is not None:
                     self.telemetry.event("environment", failure)
@@ -123,11 +150,13 @@ class RolloutLoop:
             self.admission.admit()
             group.version = self.state.version
             self.buffer.begin(group)
-            self.clock.set("rollout", True)
             for index in range(group.size):
                 if group.unwanted.is_set():
                     break
-                yield self._request(group, index)
+                request = self._request(group, index)
+                self._generating += 1
+                self.clock.set("rollout", True)
+                yield request
 
     def next_group(self) -> Group:
         """The group to send out next: one that was discarded or left unfinished before, else one of the next prompt."""
@@ -148,18 +177,36 @@ class RolloutLoop:
     # ------------------------------------------------------------------------------------------------ score and reward
 
     async def _process(self, sample: Sample) -> None:
-        """Take a finished sample through scoring into its group, and the group, where that completes it, through its rewards."""
-        if self.buffer.wants(sample):
-            self._check_acceptance(sample)
-            # The last answer of an environment may reach beyond the context. The model has not read it, and cannot be trained on it.
-            sample.cut(self.prepared.context - len(sample.prompt_ids))
-            if self.score is not None and sample.response_ids:
-                sample = await self.score(sample)
-                self.last_progress = time.monotonic()
-            group = self.buffer.add(sample)
-            if group is not None:
-                await self._reward(group)
-        self.clock.set("rollout", self.buffer.pending > self.buffer.ready)
+        """Take a finished sample through scoring and rewarding, both at once, into its group; pass on the group that it completes."""
+        problem = self.buffer.problem_of(sample)
+        if problem is None:
+            return
+        self._check_acceptance(sample)
+        # The last answer of an environment may reach beyond the context. The model has not read it, and cannot be trained on it.
+        sample.cut(self.prepared.context - len(sample.prompt_ids))
+        sample, outcome = await asyncio.gather(self._scored(sample), self._rewarded(sample, problem))
+        sample.reward, sample.reward_parts = outcome.reward, outcome.parts
+        group = self.buffer.add(sample)
+        if group is not None:
+            await self._complete(group, outcome)
+
+    async def _scored(self, sample: Sample) -> Sample:
+        if self.score is not None and sample.response_ids:
+            sample = await self.score(sample)
+            self.last_progress = time.monotonic()
+        return sample
+
+    async def _rewarded(self, sample: Sample, problem: Problem) -> Outcome:
+        self._rewarding += 1
+        self.clock.set("reward", True)
+        try:
+            outcome = await self.reward(self.prepared.tokenizer.decode(sample.response_ids), problem, sample)
+        finally:
+            self._rewarding -= 1
+            self.clock.set("reward", self._rewarding > 0)
+        self.last_progress = time.monotonic()
+        self.counts.add(outcome)
+        return outcome
 
     def _check_acceptance(self, sample: Sample) -> None:
         if (collapse := self.acceptance.take(sample)) is not None:
@@ -167,27 +214,32 @@ class RolloutLoop:
                 raise RuntimeFailure(f"sync.on_collapse: {collapse}")
             self.telemetry.event("alarm", str(collapse))
 
-    async def _reward(self, group: Group) -> None:
-        """Reward a complete group, and put it into the buffer; drop it where dynamic sampling finds no signal in it."""
-        for sample in group.samples:
-            text = self.prepared.tokenizer.decode(sample.response_ids)
-            sample.reward = await asyncio.to_thread(self.checker, text, group.problem.answer)
-            self.last_progress = time.monotonic()
-        if group.unwanted.is_set():
+    async def _complete(self, group: Group, last: Outcome) -> None:
+        """Put a complete group into the buffer. Drop it where dynamic sampling finds no signal in it, or a reward is missing."""
+        rewards = [sample.reward for sample in group.samples if sample.reward is not None]
+        if len(rewards) < group.size:
+            self.counts.unrewarded += 1
+            await self._drop(
+                group, f"reward.on_error: {{}} groups in a row were left out (the last: {last.error}); mend the reward function"
+            )
             return
-        rewards = [s.reward or 0.0 for s in group.samples]
         self.counts.rewards.append(rewards)
         if not self.recipe.train.rl.dynamic_sampling or has_signal(rewards):
             self._without_signal = 0
             await self.buffer.put(group)
             return
         self.counts.dropped += 1
+        await self._drop(
+            group,
+            f"train.rl.dynamic_sampling: {{}} groups in a row had no signal (the last rewards were all {rewards[0]:g}); "
+            "take easier or harder problems or a longer train.sft, or set it to false",
+        )
+
+    async def _drop(self, group: Group, told: str) -> None:
+        """Replace a group by another prompt's. Raises RuntimeFailure, with the number of groups in `told`, where it was one of many."""
         self._without_signal += 1
         if self._without_signal >= BATCHES_WITHOUT_SIGNAL * self.recipe.train.rl.prompts_per_step:
-            raise RuntimeFailure(
-                f"train.rl.dynamic_sampling: {self._without_signal} groups in a row had no signal "
-                f"(the last rewards were all {rewards[0]:g}); take easier or harder problems or a longer train.sft, or set it to false"
-            )
+            raise RuntimeFailure(told.replace("{}", str(self._without_signal)))
         if await self.buffer.drop(group):
             self.admission.drop()
             self._admission_changed.set()

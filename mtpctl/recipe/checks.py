@@ -15,10 +15,11 @@ from mtpctl.families.serving import missing_fields, unsupported_by_vllm_cpu
 from mtpctl.families.shape import ModelShape
 from mtpctl.recipe.cluster import address_fits
 from mtpctl.recipe.data import data_fits
-from mtpctl.recipe.evaluation import CHECKERS, evaluation_fits
+from mtpctl.recipe.evaluation import evaluation_fits
 from mtpctl.recipe.model import BYTE_VOCAB_SIZE
 from mtpctl.recipe.model_source import hf_config, model_fits, model_folder, tensor_names
 from mtpctl.recipe.parallel import parallel_fits
+from mtpctl.recipe.reward import VERIFIERS, reward_fits
 from mtpctl.recipe.rl import clips_fit, correction_fits, loss_fits
 from mtpctl.recipe.rollout import (
     VLLM_ADAPTER_RANKS,
@@ -84,6 +85,7 @@ def _sections(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     yield from sections_fit(recipe.sync)
     yield from data_fits(recipe.data)
     yield from evaluation_fits(recipe.evaluation, recipe.data, recipe.rollout)
+    yield from reward_fits(recipe.reward, recipe.data.checker)
     yield from address_fits(recipe.cluster)
     yield from run_dir_fits(recipe)
     if shape is None:
@@ -133,12 +135,12 @@ def _mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
 
 def _answers(recipe: Recipe) -> Complaints:
     """Rows without answers, for rewards that compare a response with one: an empty response would be right."""
-    data, function = recipe.data, recipe.data.checker
-    if data.columns.answer is None and function in CHECKERS and "rl" in recipe.train.stages:
+    data, function = recipe.data, recipe.reward.function
+    if data.columns.answer is None and function in VERIFIERS and "rl" in recipe.train.stages:
         yield f"data.columns.answer: null leaves the reward {function} nothing to compare a response with; name the column"
     for name, each in recipe.evaluation.sets.items():
         columns, own = each.columns or data.columns, each.reward.function if each.reward else function
-        if columns.answer is None and own in CHECKERS:
+        if columns.answer is None and own in VERIFIERS:
             yield (
                 f"evaluation.sets.{name}.columns.answer: null leaves the reward {own} nothing to compare a response with; name the column, "
                 f"or set evaluation.sets.{name}.reward.function"

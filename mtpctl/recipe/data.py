@@ -1,4 +1,4 @@
-"""The section `data`: training problems, held-out problems, and the checker of answers."""
+"""The section `data`: training problems and held-out problems."""
 
 from __future__ import annotations
 
@@ -60,9 +60,7 @@ class DataConfig(Section):
     sft_task: GeneratedTask | None = Field(
         None, description="Generate the supervised stage's problems, without the held-out ones; default: RL's task."
     )
-    checker: Literal["exact", "math"] = Field(
-        "exact", description="exact: the text after the last `#` of response and answer; math: math-verify."
-    )
+    checker: Literal["exact", "math"] | None = Field(None, description="The older key for reward.function, which takes more.")
     chat_template: bool = Field(False, description="Wrap prompts in the tokenizer's chat template.")
     system_prompt: str | None = Field(None, description="System message; needs chat_template.")
     shuffle: bool = Field(True, description="Shuffle prompts by the seed.")

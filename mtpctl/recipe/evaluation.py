@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 
 from pydantic import Field
 
 from mtpctl.recipe.data import ColumnsConfig, DataConfig, is_dataset_id, path_fits
+from mtpctl.recipe.reward import RewardConfig, function_fits
 from mtpctl.recipe.rollout import LOWEST_TEMPERATURE, RolloutBase
 from mtpctl.recipe.section import Complaints, Float, HomePath, PositiveFloat, PositiveInt, Section
-from mtpctl.user_code import is_reference
-
-CHECKERS = ("exact", "math")
-"""Rewards that come with mtpctl and compare a response with the answer."""
-
-
-class SetRewardConfig(Section):
-    """The reward of one held-out set."""
-
-    function: str = Field("exact", min_length=1, description="As reward.function.")
-    args: dict[str, object] = Field({}, description="As reward.args.")
 
 
 class EvaluationSetConfig(Section):
@@ -35,7 +24,7 @@ class EvaluationSetConfig(Section):
     temperature: PositiveFloat | None = Field(None, description="Sampling temperature; default: rollout.temperature.")
     max_tokens: PositiveInt | None = Field(None, description="Response tokens, at most; default: rollout.max_tokens.")
     right_from: Float = Field(1.0, description="Reward from which on a response counts as right, for pass@k.")
-    reward: SetRewardConfig | None = Field(None, description="Its own reward; default: the run's.")
+    reward: RewardConfig | None = Field(None, description="Its own reward; default: the run's.")
 
 
 class EvaluationConfig(Section):
@@ -66,7 +55,5 @@ def evaluation_fits(evaluation: EvaluationConfig, data: DataConfig, rollout: Rol
             yield f"{key}.temperature: vLLM samples at {LOWEST_TEMPERATURE} where less is asked for; got {each.temperature}"
         if each.max_tokens is not None and rollout.context is not None and each.max_tokens >= rollout.context:
             yield f"{key}.max_tokens: must leave room for a prompt in rollout.context: {rollout.context}, got {each.max_tokens}"
-        if each.reward is not None and each.reward.function not in CHECKERS and not is_reference(each.reward.function):
-            near = difflib.get_close_matches(each.reward.function, CHECKERS, 1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {' and '.join(CHECKERS)}, or your own as FILE.py:NAME"
-            yield f"{key}.reward.function: {each.reward.function!r} is not built in; {hint}"
+        if each.reward is not None:
+            yield from function_fits(each.reward.function, f"{key}.reward.function")

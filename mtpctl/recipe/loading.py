@@ -6,7 +6,9 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import cast
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -20,6 +22,11 @@ from mtpctl.recipe.schema import DEFAULT_VARIANTS, Recipe
 _PACKAGE = Path(__file__).resolve().parents[1]
 RECIPES = packed if (packed := _PACKAGE / "recipes").is_dir() else _PACKAGE.parent / "recipes"
 """Folder of the recipes that come with mtpctl: inside the package in a wheel, beside the package in a checkout."""
+
+FILES = ("data.path", "data.eval_path", "data.sft_path", "evaluation.sets.*.path")
+"""Keys that name a file. A `*` stands for any one key, for sections with names of the user's own."""
+REFERENCES = ("reward.function", "evaluation.sets.*.reward.function", "rollout.environment", "train.rl.loss")
+"""Keys that may name something in a file, as FILE.py:NAME."""
 
 Origins = dict[Keys, str]
 """`FILE:LINE` or `--set`, by the path of a key."""
@@ -57,6 +64,7 @@ def load_recipe(recipe: str | Path, *, overlays: Sequence[str | Path] = (), sets
         _merge(tree, value, (), lines, origins)
     for text in sets:
         _apply_set(tree, text, origins)
+    _find_files(tree, origins)
     try:
         checked = Recipe.model_validate(tree)
     except ValidationError as error:
@@ -199,11 +207,45 @@ def _appended(tree: Tree, path: Keys, key: Key, value: object, text: str) -> lis
     return [*(current or []), *(value if isinstance(value, list) else [value])]
 
 
+# ----------------------------------------------------------------------------------------------------------- files
+
+
+def _find_files(tree: Tree, origins: Origins) -> None:
+    """Make paths absolute, so that a run can be resumed from another working directory.
+
+    A relative path is looked for in the working directory, and after that in the folder of the recipe file that names it. What is found
+    in neither is left as it is: the recipe's checks tell of it, or it is a module or an id of the hub.
+    """
+    for keys, value in flatten(tree).items():
+        if not isinstance(value, str):
+            continue
+        if _named(keys, FILES):
+            source, colon, name = value, "", ""
+        elif _named(keys, REFERENCES) and ".py:" in value:
+            source, colon, name = value.rpartition(":")
+        else:
+            continue
+        origin = origins.get(keys, "--set")
+        folders = [Path.cwd(), *([] if origin == "--set" else [Path(origin.rpartition(":")[0]).absolute().parent])]
+        given = Path(source).expanduser()
+        if (found := next((folder / given for folder in folders if (folder / given).exists()), None)) is not None:
+            at = tree
+            for step in keys[:-1]:
+                at = cast(Tree, at[step])
+            at[keys[-1]] = f"{found}{colon}{name}"
+
+
+def _named(keys: Keys, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(".".join(keys), pattern) for pattern in patterns)
+
+
 # ---------------------------------------------------------------------------------------------- origins and messages
 
 
 def _all_origins(recipe: Recipe, origins: Origins) -> dict[str, str]:
     found = {}
+    if recipe.data.checker is not None and ("reward", "function") not in origins:
+        origins = {**origins, ("reward", "function"): origins["data", "checker"]}
     preset = recipe.train.rl.preset
     by_preset = {("train", "rl", *path) for path in flatten(PRESETS[preset])} if preset else set()
     for path in flatten(recipe.model_dump(mode="json", by_alias=True)):

@@ -19,6 +19,7 @@ from mtpctl.recipe.evaluation import EvaluationConfig
 from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.logprob import LogprobConfig
 from mtpctl.recipe.model import ModelConfig, MtpConfig
+from mtpctl.recipe.reward import RewardConfig
 from mtpctl.recipe.rollout import RolloutConfig, VllmConfig
 from mtpctl.recipe.section import Complaints, NonNegativeInt, Section
 from mtpctl.recipe.sync import NcclConfig, SyncConfig
@@ -41,6 +42,7 @@ class Recipe(Section):
     logprob: LogprobConfig = Field(default_factory=LogprobConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
@@ -56,6 +58,15 @@ class Recipe(Section):
             if isinstance(filled.get(section), dict):
                 filled[section] = {key: default, **filled[section]}
         return filled
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older_keys(cls, data: object) -> object:
+        """Take `data.checker` for `reward.function` where the latter is not given."""
+        if not isinstance(data, dict) or not isinstance(data.get("data"), dict) or not isinstance(data.get("reward", {}), dict):
+            return data
+        checker = data["data"].get("checker")
+        return data if checker is None else {**data, "reward": {"function": checker, **data.get("reward", {})}}
 
     @property
     def off_policy(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from mtpctl.recipe.rollout import RolloutBase
@@ -14,7 +14,8 @@ from mtpctl.rollout.protocol import Generator
 from mtpctl.rollout.sample_file import SampleFile, Tally
 from mtpctl.samples import GenerationRequest, Sample, response_limit
 
-Reward = Callable[[str, str], float]
+Reward = Callable[[str, Sample], Awaitable[float | None]]
+"""Rewards one response, given as text and with its sample; None where the reward function failed on it."""
 Progress = Callable[[int, int, Tally], None]
 """Called after every sample with the number of samples in the file, the number there will be, and their sums."""
 
@@ -78,15 +79,23 @@ async def answer_all(
                 problem=prompt.problem,
             )
 
-    async with contextlib.aclosing(generator.generate(requests())) as samples:
-        async for sample in samples:
-            if (failure := failures.first(sample)) is not None:
-                tell(failure)
-            prompt, text = prompts[sample.prompt_id], decode(sample.response_ids)
-            if prompt.answer is not None:
-                sample.reward = await asyncio.to_thread(reward, text, prompt.answer)
-            out.append(sample, prompt.text, text)
-            progress(len(out.done), total, out.tally)
+    async def keep(sample: Sample) -> None:
+        prompt, text = prompts[sample.prompt_id], decode(sample.response_ids)
+        if prompt.answer is not None:
+            sample.reward = await reward(text, sample)
+        out.append(sample, prompt.text, text)
+        progress(len(out.done), total, out.tally)
+
+    keeping: list[asyncio.Task[None]] = []
+    try:
+        async with contextlib.aclosing(generator.generate(requests())) as samples:
+            async for sample in samples:
+                if (failure := failures.first(sample)) is not None:
+                    tell(failure)
+                keeping.append(asyncio.create_task(keep(sample)))
+    finally:
+        # Also after an error or an interrupt: what is finished is worth its reward.
+        await asyncio.gather(*keeping)
     return time.perf_counter() - began
 
 

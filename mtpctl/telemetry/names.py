@@ -27,6 +27,15 @@ METRICS: dict[str, Metric] = {
     "reward/mean": Metric("reward", "number", "Mean reward of the batch's responses."),
     "reward/unfiltered_mean": Metric("reward, unfiltered", "number", "The same with the groups that dynamic sampling dropped."),
     "reward/std": Metric("reward std", "number", "Standard deviation of the batch's rewards."),
+    "reward/errors": Metric(
+        "rewards failed", "number", "Calls of the reward function that failed since the last update, late ones included."
+    ),
+    "reward/timeouts": Metric("rewards too late", "number", "Of these, those that took longer than reward.timeout_s."),
+    "reward/dropped": Metric("left out", "number", "Groups left out for a reward that failed (reward.on_error: drop)."),
+    "timing_s/reward": Metric("a reward", "seconds", "From a finished response to its reward, mean over responses."),
+    "timing_s/reward_wait": Metric(
+        "wait for rewards", "seconds", "Time of an update in which trainer and engines waited for rewards alone."
+    ),
     "reward/signal_fraction": Metric("with signal", "share", "Groups whose rewards are not all equal."),
     "rl/stability": Metric("stability", "share", "What sampling explains of the reward's scatter about its trend; low: it swings."),
     "response/length_mean": Metric("response length", "tokens", "Mean response length."),
@@ -34,6 +43,7 @@ METRICS: dict[str, Metric] = {
     "response/truncated_fraction": Metric("cut off", "share", "Responses that reached the token limit."),
     "response/deadline_fraction": Metric("cut by time", "share", "Responses that rollout.deadline_s cut."),
     "eval/accuracy": Metric("held-out accuracy", "share", "Held-out problems whose final answer is right."),
+    "eval/reward_errors": Metric("held-out rewards failed", "number", "Held-out responses whose reward failed, and counts as 0."),
     "eval/problems": Metric("held-out problems", "number", "Held-out problems that the accuracy is over."),
     "eval/length_mean": Metric("held-out length", "tokens", "Mean response length on held-out problems."),
     "eval/truncated_fraction": Metric("held-out cut off", "share", "Responses on held-out problems that reached the token limit."),
@@ -107,6 +117,7 @@ _PATTERNS: list[tuple[re.Pattern[str], str, Unit, str]] = [
     (re.compile(r"rollout/spec_accept_rate_(\d+)"), "position {}", "share", "Decoding steps whose draft token {} was accepted."),
     (re.compile(r"eval/(.+/avg@\d+)"), "{}", "number", "Mean reward on a held-out set: {}."),
     (re.compile(r"eval/(.+/pass@\d+)"), "{}", "share", "Problems of a held-out set with a right one among k responses, estimated: {}."),
+    (re.compile(r"reward/(.+)"), "{}", "number", "Mean of the part that the reward function calls {}."),
     (re.compile(r"timing_s/(.+)"), "{}", "seconds", "Seconds of an update spent in {}."),
 ]
 

@@ -9,8 +9,8 @@ from mtpctl.kernels.policy import TokenLoss
 from mtpctl.recipe.rl import RlConfig
 from mtpctl.rl.advantages import group_advantages
 from mtpctl.rl.losses import LossInputs, loss_denominator, loss_metrics, policy_loss, token_terms
+from mtpctl.rl.overlong import overlong_penalty
 from mtpctl.rl.own_loss import loss_of
-from mtpctl.rl.rewards import overlong_penalty
 from mtpctl.samples import Sample, response_limit
 from mtpctl.trainer.batch import MicroBatch, Sequence
 

@@ -150,7 +150,7 @@ def test_groups_that_are_too_old_are_given_up_and_sent_out_again_under_another_n
         assert (buffer.pending, buffer.ready) == (1, 1)
         assert [(g.number, g.group_id, g.samples) for g in buffer.requeued] == [(0, "0.1", []), (1, "1.1", [])]
         late = answer(coming, 1)
-        assert not buffer.wants(late) and buffer.add(late) is None
+        assert buffer.problem_of(late) is None and buffer.add(late) is None
         # One that was being rewarded.
         coming.samples.append(late)
         await buffer.put(coming)

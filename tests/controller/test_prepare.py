@@ -78,20 +78,20 @@ def test_rows_as_gsm8k_has_them_are_trained_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "checker", "told"),
     [
-        (WRONG, "exact", r"own solution \(answer '2'\), as for 1 of 1 training problems looked at: no .* data\.checker: math$"),
-        ({"prompt": "a cat is", "answer": "an animal"}, "math", r"own answer \(answer 'an animal'\).* data\.checker: exact$"),
+        (WRONG, "exact", r"own solution \(answer '2'\), as for 1 of 1 training problems looked at: no .* reward\.function: math$"),
+        ({"prompt": "a cat is", "answer": "an animal"}, "math", r"own answer \(answer 'an animal'\).* reward\.function: exact$"),
     ],
 )
 def test_problems_of_which_no_solution_is_right_are_refused(row: dict[str, str], checker: str, told: str, tmp_path: Path) -> None:
-    made = from_rows(tmp_path, [row], f"data.checker={checker}")
-    with pytest.raises(UserError, match=rf"^rows\.jsonl:1: data\.checker: {checker} gives 0 for the row's {told}"):
+    made = from_rows(tmp_path, [row], f"reward.function={checker}")
+    with pytest.raises(UserError, match=rf"^rows\.jsonl:1: reward\.function: {checker} gives 0 for the row's {told}"):
         prepare(made, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_single_ones_are_told(tmp_path: Path) -> None:
     made = prepare(from_rows(tmp_path, [GSM8K, WRONG]), tmp_path / "run")
-    assert made.unrewarded.startswith("rows.jsonl:2: data.checker: exact gives 0 for the row's own solution")
+    assert made.unrewarded.startswith("rows.jsonl:2: reward.function: exact gives 0 for the row's own solution")
     assert made.unrewarded.endswith("as for 1 of 2 training problems looked at")
 
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import random
-import threading
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,10 +20,10 @@ from mtpctl.controller.rollout_loop import BATCHES_WITHOUT_SIGNAL, Score
 from mtpctl.controller.state import RunState
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.data.problems import Problem
-from mtpctl.data.sets import ProblemSets
+from mtpctl.data.sets import UNNAMED, ProblemSets
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rl.rewards import Checker
+from mtpctl.rl.rewards.outcome import Answered, Outcome, Reward
 from mtpctl.rollout.protocol import DEADLINE
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.telemetry.session import Telemetry
@@ -145,6 +144,11 @@ def recipe_of(
     )
 
 
+async def right_or_wrong(response: str, problem: Answered, sample: Sample) -> Outcome:
+    """What `exact` gives, without a process for it."""
+    return Outcome(float(response == problem.answer))
+
+
 def stage_of(
     recipe: Recipe,
     world: World,
@@ -152,7 +156,7 @@ def stage_of(
     text: Callable[[Sample], str] = lambda s: str(s.index),
     *,
     generator: FakeGenerator | None = None,
-    checker: Checker = lambda response, answer: float(response == answer),
+    reward: Reward | None = None,
     score: Score | None = None,
 ) -> RlStage:
     problems = [Problem(f"p{i}", f"{i}", "1") for i in range(1000)]
@@ -168,7 +172,7 @@ def stage_of(
         cast(TrainerGroup, FakeTrainer(world)),
         cast(Any, FakeGenerator(world, text) if generator is None else generator),
         sync,
-        checker,
+        {UNNAMED: reward or right_or_wrong},
         cast(Telemetry, Rows(world)),
         RunState(tmp_path, recipe.train),
         score,
@@ -463,19 +467,120 @@ def test_a_stop_loses_no_group(tmp_path: Path) -> None:
     assert trained | kept_by(stage, tmp_path / "buffer.jsonl") == set(range(stage.rollout.cursor.drawn))
 
 
-def test_a_group_that_is_being_rewarded_is_in_flight(tmp_path: Path) -> None:
-    """It counts for staleness, and a checkpoint has it asked for again."""
-    world, checking, checked = World(), threading.Event(), threading.Event()
+class OneEngine(FakeGenerator):
+    """Works on four responses at once, 10 ms each. `busy` adds up the seconds in which it works, `span` those from first to last."""
 
-    def slow(response: str, answer: str) -> float:
-        checking.set()
-        checked.wait(5)
-        return float(response == answer)
+    def __init__(self, world: World) -> None:
+        super().__init__(world, lambda s: str(s.index))
+        self.slots, self.working, self.busy, self.began, self.ended = asyncio.Semaphore(4), 0, 0.0, 0.0, 0.0
+
+    async def wait(self, sample: Sample) -> None:
+        async with self.slots:
+            loop = asyncio.get_running_loop()
+            self.began = self.began or loop.time()
+            since, self.working = loop.time(), self.working + 1
+            await asyncio.sleep(0.01)
+            self.working -= 1
+            self.ended = loop.time()
+            self.busy += (self.ended - since) / 4
+
+
+def test_a_reward_that_takes_long_keeps_the_engines_as_busy_as_none(tmp_path: Path) -> None:
+    """As long as a hundred responses of an engine: as 2 s are to responses of 20 ms; groups ahead are what async lets in."""
+
+    def share(seconds: float) -> tuple[float, dict[str, float]]:
+        world = World()
+
+        async def slow(response: str, problem: Answered, sample: Sample) -> Outcome:
+            await asyncio.sleep(seconds)
+            return Outcome(float(response == problem.answer), seconds=seconds)
+
+        async def scenario() -> OneEngine:
+            engine = OneEngine(world)
+            stage = stage_of(recipe_of(steps=60, staleness=15.0, max_staleness=100), world, tmp_path, generator=engine, reward=slow)
+            await asyncio.wait_for(stage.run(), 60)
+            return engine
+
+        engine = asyncio.run(scenario())
+        return engine.busy / (engine.ended - engine.began), world.rows[-1][1]
+
+    without, _ = share(0.0)
+    with_it, row = share(0.2)
+    assert with_it > 0.95 * without
+    assert row["timing_s/reward"] == pytest.approx(0.2)
+
+
+def test_rewards_of_a_group_are_taken_at_once_and_each_when_its_response_is_there(tmp_path: Path) -> None:
+    """None waits for the others of its group: the first is rewarded while the second is still being generated."""
+    world, seen = World(), []
+
+    class SecondIsSlow(FakeGenerator):
+        async def wait(self, sample: Sample) -> None:
+            await asyncio.sleep(0.0 if sample.index == 0 else 0.05)
+            seen.append(("made", sample.index))
+
+    async def reward(response: str, problem: Answered, sample: Sample) -> Outcome:
+        seen.append(("rewarded", sample.index))
+        return await right_or_wrong(response, problem, sample)
 
     async def scenario() -> None:
-        stage = stage_of(recipe_of(steps=1, staleness=0.0), world, tmp_path, checker=slow)
+        generator = SecondIsSlow(world, lambda s: str(s.index))
+        await asyncio.wait_for(stage_of(recipe_of(steps=1, staleness=0.0), world, tmp_path, generator=generator, reward=reward).run(), 20)
+
+    asyncio.run(scenario())
+    assert seen.index(("rewarded", 0)) < seen.index(("made", 1))
+
+
+def run_with_failures(recipe: Recipe, tmp_path: Path, failed: Outcome, fails: Callable[[Sample], bool]) -> World:
+    """The stage to its end, with rewards of which some fail."""
+    world = World()
+
+    async def reward(response: str, problem: Answered, sample: Sample) -> Outcome:
+        if fails(sample):
+            return failed
+        return Outcome(float(response == problem.answer), {"tone": 0.5})
+
+    asyncio.run(asyncio.wait_for(stage_of(recipe, world, tmp_path, reward=reward).run(), 20))
+    return world
+
+
+def test_parts_of_rewards_are_logged_and_failures_counted(tmp_path: Path) -> None:
+    """A failure that counts as 0 is trained on."""
+    failed = Outcome(0.0, error="judge.py:3: ValueError", timed_out=True)
+    world = run_with_failures(recipe_of(), tmp_path, failed, lambda s: s.index == 0)
+    for _, row in world.rows:
+        assert (row["reward/tone"], row["reward/mean"], row["reward/dropped"]) == (0.5, 0.5, 0.0)
+    assert sum(row["reward/errors"] for _, row in world.rows) >= 24
+    assert sum(row["reward/timeouts"] for _, row in world.rows) >= 24
+
+
+def test_a_group_with_a_reward_that_is_missing_is_left_out_and_replaced(tmp_path: Path) -> None:
+    failed = Outcome(None, error="judge.py:3: ValueError")
+    world = run_with_failures(recipe_of(), tmp_path, failed, lambda s: s.prompt_id in ("p1", "p4") and s.index == 1)
+    trained = {sample.prompt_id for batch in world.batches for sample in batch}
+    assert not {"p1", "p4"} & trained and len(trained) == 6 * 4
+    assert sum(row["reward/dropped"] for _, row in world.rows) == 2
+    assert {row["reward/signal_fraction"] for _, row in world.rows} == {1.0}, "they are counted apart"
+
+
+def test_a_reward_that_always_fails_ends_the_run_with_what_it_said(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeFailure, match=r"^reward\.on_error: 80 groups in a row were left out \(the last: judge\.py:3: ValueError\)"):
+        run_with_failures(recipe_of(), tmp_path, Outcome(None, error="judge.py:3: ValueError"), lambda s: True)
+
+
+def test_a_group_that_is_being_rewarded_is_in_flight(tmp_path: Path) -> None:
+    """It counts for staleness, and a checkpoint has it asked for again."""
+    world, checking, checked = World(), asyncio.Event(), asyncio.Event()
+
+    async def slow(response: str, problem: Answered, sample: Sample) -> Outcome:
+        checking.set()
+        await checked.wait()
+        return await right_or_wrong(response, problem, sample)
+
+    async def scenario() -> None:
+        stage = stage_of(recipe_of(steps=1, staleness=0.0), world, tmp_path, reward=slow)
         running = asyncio.create_task(stage.run())
-        assert await asyncio.to_thread(checking.wait, 5)
+        await asyncio.wait_for(checking.wait(), 5)
         while stage.rollout.cursor.drawn < 4:
             await asyncio.sleep(0.001)
         assert stage.buffer.pending == 4
@@ -582,22 +687,21 @@ def test_what_is_cut_by_time_is_counted_and_told_in_evaluations_too(tmp_path: Pa
     ]
 
 
-def test_the_last_evaluation_is_of_the_last_update_in_a_thread_of_its_own(tmp_path: Path) -> None:
-    """Also where the last updates were not due to be synced yet; a checker that takes its time holds nothing else up."""
+def test_the_last_evaluation_is_of_the_last_update(tmp_path: Path) -> None:
+    """Also where the last updates were not due to be synced yet."""
     world, seen = World(), []
 
-    def checker(response: str, answer: str) -> float:
-        seen.append((threading.current_thread() is threading.main_thread(), world.version, len(world.batches)))
-        return float(response == answer)
+    async def reward(response: str, problem: Answered, sample: Sample) -> Outcome:
+        seen.append((world.version, len(world.batches)))
+        return await right_or_wrong(response, problem, sample)
 
     async def scenario() -> None:
-        stage = stage_of(recipe_of(steps=6, sync_every=4), world, tmp_path, checker=checker)
+        stage = stage_of(recipe_of(steps=6, sync_every=4), world, tmp_path, reward=reward)
         stage.prepared = replace(stage.prepared, problems=ProblemSets(stage.prepared.problems.train, [Problem("e0", "0", "1")], []))
         await asyncio.wait_for(stage.run(), 20)
 
     asyncio.run(scenario())
-    assert seen[-1] == (False, 2, 6)
-    assert not any(on_the_loop for on_the_loop, _, _ in seen)
+    assert seen[-1] == (2, 6)
 
 
 def test_a_response_without_a_token_is_rewarded_and_not_scored(tmp_path: Path) -> None:

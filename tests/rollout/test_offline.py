@@ -51,6 +51,10 @@ class Echo:
         return [Health(alive=True)]
 
 
+async def reward(text: str, sample: Sample) -> float:
+    return float(text == "50 60" and sample.prompt_id == "p:1")
+
+
 def answer(engine: Echo, path: Path, n: int, seed: int | None = None) -> Tally:
     with SampleFile.open(path, Origin("tiny", {}), {prompt.prompt_id: prompt.text for prompt in PROMPTS}) as file:
         work = answer_all(
@@ -61,7 +65,7 @@ def answer(engine: Echo, path: Path, n: int, seed: int | None = None) -> Tally:
             context=10,
             eos_id=9,
             decode=lambda ids: " ".join(map(str, ids)),
-            reward=lambda text, answer: float(text == "50 60" and answer == "2"),
+            reward=reward,
             seed=seed,
         )
         asyncio.run(work)

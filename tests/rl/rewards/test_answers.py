@@ -1,16 +1,21 @@
-"""Checkers and length shaping."""
+"""`exact` and `math`: which responses are right."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-
 import pytest
 
+from mtpctl.data.problems import Problem
 from mtpctl.data.tasks import generate
 from mtpctl.recipe.data import GeneratedTask
-from mtpctl.recipe.rl import OverlongConfig
-from mtpctl.rl.rewards import MathChecker, exact_checker, final_answer, make_checker, overlong_penalty
+from mtpctl.rl.rewards import exact, math
+from mtpctl.rl.rewards.exact import final_answer
+from mtpctl.samples import Sample
+
+SAMPLE = Sample("p", "0", [1])
+
+
+def problem(answer: str) -> Problem:
+    return Problem("p", "what?", answer)
 
 
 @pytest.mark.parametrize(
@@ -38,23 +43,16 @@ from mtpctl.rl.rewards import MathChecker, exact_checker, final_answer, make_che
     ],
 )
 def test_exact(response: str, answer: str, reward: float) -> None:
-    assert exact_checker(response, answer) == reward
+    assert exact.score(response, problem(answer), SAMPLE) == reward
 
 
 @pytest.mark.parametrize("name", ["addition", "subtraction", "multiplication", "reverse", "sort"])
 def test_worked_solutions_of_generated_tasks_are_right_and_spoiled_ones_wrong(name: str) -> None:
     train, _ = generate(GeneratedTask(name=name, train_size=50, eval_size=5), seed=0)  # type: ignore[arg-type]
-    assert make_checker("exact") is exact_checker
-    for problem in train:
-        assert exact_checker(problem.target, problem.answer) == 1.0
-        assert exact_checker(problem.target + "0", problem.answer) == 0.0
-        assert final_answer(problem.target) == problem.answer
-
-
-@pytest.fixture(scope="module")
-def math_checker() -> Iterator[MathChecker]:
-    with MathChecker(timeout_s=1.0) as checker:
-        yield checker
+    for each in train:
+        assert exact.score(each.target, each, SAMPLE) == 1.0
+        assert exact.score(each.target + "0", each, SAMPLE) == 0.0
+        assert final_answer(each.target) == each.answer
 
 
 @pytest.mark.parametrize(
@@ -89,55 +87,5 @@ def math_checker() -> Iterator[MathChecker]:
         ("4*12=48 3*12=36 #408", "408", 1.0),
     ],
 )
-def test_math(math_checker: MathChecker, response: str, answer: str, reward: float) -> None:
-    assert math_checker(response, answer) == reward
-
-
-def test_math_that_would_take_for_ever_is_given_up_in_any_thread(math_checker: MathChecker) -> None:
-    rewards: list[float] = []
-    before = math_checker.timeouts
-    thread = threading.Thread(target=lambda: rewards.append(math_checker("$10^{10^{10^{10}}}$", "3")))
-    thread.start()
-    thread.join(timeout=20)
-    assert rewards == [0.0]
-    assert math_checker.timeouts == before + 1
-    assert math_checker("$4$", "4") == 1.0
-
-
-def test_a_worker_that_dies_is_replaced(math_checker: MathChecker) -> None:
-    assert math_checker("$4$", "4") == 1.0
-    worker = math_checker._worker
-    assert worker is not None
-    worker.kill()
-    worker.wait(timeout=10)
-    assert math_checker("$4$", "4") == 1.0
-
-
-def test_a_worker_that_never_answers_is_killed(math_checker: MathChecker) -> None:
-    import os
-    import signal
-
-    assert math_checker("$4$", "4") == 1.0
-    worker = math_checker._worker
-    assert worker is not None
-    os.kill(worker.pid, signal.SIGSTOP)
-    assert math_checker("$4$", "4") == 0.0
-    assert worker.poll() is not None
-    assert math_checker("$4$", "4") == 1.0
-
-
-def test_closing_leaves_no_process() -> None:
-    checker = MathChecker()
-    checker("$4$", "4")
-    worker = checker._worker
-    assert worker is not None
-    checker.close()
-    assert worker.poll() is not None
-    checker.close()
-
-
-def test_overlong() -> None:
-    config = OverlongConfig(enabled=True, buffer=20, penalty=2.0)
-    lengths = [0, 80, 85, 90, 100, 120]
-    assert [overlong_penalty(n, 100, config) for n in lengths] == [0.0, 0.0, -0.5, -1.0, -2.0, -2.0]
-    assert overlong_penalty(100, 100, OverlongConfig(enabled=False)) == 0.0
+def test_math(response: str, answer: str, reward: float) -> None:
+    assert math.score(response, problem(answer), SAMPLE) == reward

@@ -1,28 +1,22 @@
-"""The process in which `MathChecker` runs math-verify: a line of JSON in, a line of JSON out, until the input closes.
+"""The reward `math`: whether the last expression of a response equals the answer, by the library math-verify.
 
-Standard output belongs to the replies; whatever the libraries print goes to standard error.
+The library bounds its time by SIGALRM, which only a main thread may set: workers run reward functions in theirs. Where sympy is stuck in
+C, which no Python signal reaches, `reward.timeout_s` ends the worker.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 import re
-import sys
-from typing import TypedDict
 
-WARM_UP_S = 60.0
+from math_verify import parse, verify
+from math_verify.errors import TimeoutException
 
+from mtpctl.rl.rewards.outcome import Answered
+from mtpctl.samples import Sample
 
-class Request(TypedDict):
-    """One line of input: a response, the answer to compare it with, and the seconds that parsing or comparing may take."""
-
-    response: str
-    answer: str
-    timeout_s: float
-
+_WARM_UP_S = 60.0
 
 _ENVIRONMENT = re.compile(r"(?<!\\)\$|[#\n]|\\boxed|\\\(|\\\[")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
@@ -67,35 +61,24 @@ def _closing(text: str, at: int) -> int | None:
     return None
 
 
-def compare(response: str, answer: str, timeout_s: float) -> dict[str, bool]:
-    """Whether the response's last expression equals the answer; `timed_out` where parsing or comparing took too long."""
-    from math_verify import parse, verify
-    from math_verify.errors import TimeoutException
+def score(response: str, problem: Answered, sample: Sample, seconds: float = 5.0) -> float:
+    """1.0 where the response's last expression equals the answer; 0.0 where not, and where reading or comparing takes over `seconds`."""
+    return float(_equal(response, problem.answer, math.ceil(seconds)))
 
-    seconds = math.ceil(timeout_s)
+
+def _equal(response: str, answer: str, seconds: int) -> bool:
     try:
         for text in answer_forms(answer):
             if gold := parse(text, parsing_timeout=seconds, raise_on_error=True):
                 break
         given = parse(final_part(response), parsing_timeout=seconds, raise_on_error=True)
-        return {"equal": bool(gold) and verify(gold, given, timeout_seconds=seconds, raise_on_error=True), "timed_out": False}
+        return bool(gold) and bool(verify(gold, given, timeout_seconds=seconds, raise_on_error=True))
     except TimeoutException:
-        return {"equal": False, "timed_out": True}
+        return False
     except Exception:  # sympy raises whatever it likes on what is no mathematics, and that is simply not the answer
         logging.getLogger(__name__).debug("not comparable: %r and %r", response[-200:], answer, exc_info=True)
-        return {"equal": False, "timed_out": False}
+        return False
 
 
-def main() -> None:
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    compare("$1$", "1", WARM_UP_S)  # loads the parsers, for which no response's deadline pays
-
-    replies.write("{}\n")
-    for line in sys.stdin:
-        request: Request = json.loads(line)
-        replies.write(json.dumps(compare(request["response"], request["answer"], request["timeout_s"])) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+# Loads the parsers, once and before workers are forked, so that no response's time pays for it.
+_equal("$1$", "1", math.ceil(_WARM_UP_S))

@@ -1,0 +1,82 @@
+"""The recipe's reward function, tried on rows of the data before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+
+from mtpctl.data.problems import Problem
+from mtpctl.data.sets import ProblemSets
+from mtpctl.errors import UserError
+from mtpctl.recipe.reward import VERIFIERS, RewardConfig
+from mtpctl.recipe.schema import Recipe
+from mtpctl.rl.rewards.outcome import Outcome
+from mtpctl.rl.rewards.rewarder import Rewarder
+from mtpctl.samples import Sample
+
+MAX_CHECKED = 500
+"""Of the problems of a set, at most so many have their own solutions checked by a function that only compares answers."""
+
+TRIED = 3
+"""Rows on which any other function is tried: it may call a model, or run a program."""
+
+_OTHER = {"exact": "math", "math": "exact"}
+
+
+def check_rewards(problems: ProblemSets, recipe: Recipe) -> str:
+    """Reward some problems' own solutions, as if they were responses. Returns a warning, empty where there is nothing to warn of.
+
+    Raises UserError for a function that cannot be loaded or called, that fails on a row, or, of `exact` and `math`, that accepts no
+    solution of a set: no response could be rewarded.
+    """
+    if recipe.reward.function not in VERIFIERS:
+        return asyncio.run(_tried(recipe.reward, problems.train[:TRIED]))
+    return asyncio.run(_compared(recipe.reward, {"training": problems.train, "held-out": problems.evaluation}))
+
+
+async def _compared(config: RewardConfig, named: dict[str, list[Problem]]) -> str:
+    warnings = []
+    looked_at_in = {what: those[:: -(-len(those) // MAX_CHECKED)] for what, those in named.items() if those}
+    all_outcomes = iter(await _rewarded(config, [row for rows in looked_at_in.values() for row in rows]))
+    for what, looked_at in looked_at_in.items():
+        outcomes = [next(all_outcomes) for _ in looked_at]
+        wrong = [each for each, outcome in zip(looked_at, outcomes, strict=True) if not outcome.reward]
+        if not wrong:
+            continue
+        first, kind = wrong[0], config.function
+        warning = (
+            f"{first.prompt_id}: reward.function: {kind} gives 0 for the row's own {'answer' if first.solution is None else 'solution'} "
+            f"(answer {first.answer[-40:]!r}), as for {len(wrong)} of {len(looked_at)} {what} problems looked at"
+        )
+        if len(wrong) == len(looked_at):
+            raise UserError(f"{warning}: no response could be right; mend `answer`, or set reward.function: {_OTHER[kind]}")
+        warnings.append(warning)
+    return "; ".join(warnings)
+
+
+async def _tried(config: RewardConfig, rows: list[Problem]) -> str:
+    outcomes = await _rewarded(config, rows)
+    for row, outcome in zip(rows, outcomes, strict=True):
+        if outcome.error:
+            mend = "raise reward.timeout_s, or make it faster" if outcome.timed_out else "mend it"
+            field = "" if outcome.error.startswith("reward.") else "reward.function: "
+            raise UserError(f"{field}{outcome.error}, for {row.prompt_id} with the row's own solution as response; {mend}")
+    rewards = {outcome.reward for outcome in outcomes}
+    if len(rewards) == 1 and not any(rewards):
+        return f"reward.function: {config.function} gives 0 for the own solutions of the first {len(rows)} training problems"
+    return ""
+
+
+async def _rewarded(config: RewardConfig, rows: list[Problem]) -> list[Outcome]:
+    if not rows:
+        return []
+    async with Rewarder(config) as rewarder:
+        return await asyncio.gather(*(rewarder.attempt(row.target, row, _sample(row)) for row in rows))
+
+
+def _sample(row: Problem) -> Sample:
+    """A sample as if the row's solution had been generated: its bytes for tokens, since no tokenizer is loaded yet."""
+    sample = Sample(row.prompt_id, "0", list(row.prompt.encode()))
+    ids = list(row.target.encode())
+    sample.append(ids, [-1.0] * len(ids), 0)
+    sample.finish_reason = "stop"
+    return sample

@@ -1,0 +1,71 @@
+"""The section `reward`: the function that rewards responses, and how it is run."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Literal
+
+from pydantic import Field
+
+from mtpctl.recipe.section import Complaints, PositiveFloat, PositiveInt, Section
+from mtpctl.user_code import is_reference, missing_file
+
+BUILT_IN = {
+    "exact": "mtpctl.rl.rewards.exact:score",
+    "math": "mtpctl.rl.rewards.math:score",
+    "length": "mtpctl.rl.rewards.length:score",
+    "llm_judge": "mtpctl.rl.rewards.llm_judge:score",
+    "environment": "mtpctl.rollout.environment_reward:score",
+}
+"""Functions that come with mtpctl: the name in a recipe, and where it is found. All have the signature of a user's own."""
+
+VERIFIERS = ("exact", "math")
+"""Those that only compare the final answer, so that a row's own solution has to be right."""
+
+
+class RewardConfig(Section):
+    function: str = Field(
+        "exact",
+        min_length=1,
+        description=f"What gives rewards: a function of your own as FILE.py:NAME or MODULE:NAME, or one of {', '.join(BUILT_IN)}.",
+    )
+    args: dict[str, object] = Field({}, description="Arguments of the function, by name, beside response, problem and sample.")
+    workers: PositiveInt | None = Field(
+        None,
+        description="Processes for a plain function; of a coroutine, calls under way at once. Default: a process a CPU, at most 16, and "
+        "more while calls only wait; 256 calls of a coroutine.",
+    )
+    timeout_s: PositiveFloat = Field(30.0, description="Seconds that one call may take, without the wait for a free process.")
+    on_error: Literal["zero", "drop", "stop"] = Field(
+        "zero",
+        description="After a call that raises, takes too long or returns no number. zero: the reward is 0; drop: the group is left out; "
+        "stop: the run ends.",
+    )
+
+
+def reference_of(function: str) -> str:
+    """Where the function that a recipe names is found: `FILE.py:NAME` or `MODULE:NAME`."""
+    return BUILT_IN.get(function, function)
+
+
+def reward_fits(reward: RewardConfig, checker: str | None) -> Complaints:
+    """Refuse a function that is not there, and one beside another `data.checker`, the key that it had before."""
+    if checker is not None and checker != reward.function:
+        yield f"data.checker: {checker} is the older key for reward.function, which is {reward.function}; remove data.checker"
+    yield from function_fits(reward.function, "reward.function")
+
+
+def function_fits(function: str, field: str) -> Complaints:
+    """Refuse a reward function that is neither built in nor a name in a file that is there; `field` is the key that names it."""
+    if function in BUILT_IN:
+        return
+    if is_reference(function):
+        if told := missing_file(function):
+            yield f"{field}: {told}"
+        return
+    if function.endswith(".py"):
+        yield f"{field}: {function} is a file; name the function in it, as {function}:score"
+        return
+    near = difflib.get_close_matches(function, BUILT_IN, 1)
+    hint = f"did you mean {near[0]}?" if near else f"built in are {', '.join(BUILT_IN)}; write your own as FILE.py:NAME or MODULE:NAME"
+    yield f"{field}: {function!r} is not built in; {hint}"

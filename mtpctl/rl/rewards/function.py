@@ -1,0 +1,85 @@
+"""A reward function, loaded by its reference and called with what it may raise or return made an outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtpctl.errors import UserError
+from mtpctl.rl.rewards.outcome import Answered, parse
+from mtpctl.samples import Sample
+from mtpctl.user_code import check_call, describe_error, load
+
+GIVEN = ("response", "problem", "sample")
+"""What every reward function is given, in this order, before the recipe's `reward.args` by name."""
+
+Result = tuple[float | None, dict[str, float], str]
+"""Reward, parts and error of one call, as they are sent from process to process."""
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """The function that `reference` names, with its arguments. `coroutine`: its calls are awaited."""
+
+    reference: str
+    call: Callable[..., object]
+    args: Mapping[str, object]
+    coroutine: bool
+
+    def run(self, response: str, problem: Answered, sample: Sample) -> Result:
+        """Call the function here and now."""
+        try:
+            value = self.call(response, problem, sample, **self.args)
+            if inspect.isawaitable(value):
+                value = asyncio.run(_awaited(value))
+        except BaseException as error:  # sys.exit() in a reward ends the call and not the process
+            return self._raised(error)
+        return self._returned(value)
+
+    async def wait(self, response: str, problem: Answered, sample: Sample) -> Result:
+        """The same for a coroutine. Lets cancellation through."""
+        try:
+            value = self.call(response, problem, sample, **self.args)
+            assert inspect.isawaitable(value), "an async function"
+            value = await value
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            return self._raised(error)
+        return self._returned(value)
+
+    def _raised(self, error: BaseException) -> Result:
+        return None, {}, str(error) if isinstance(error, UserError) else describe_error(error, self.reference)
+
+    def _returned(self, value: object) -> Result:
+        try:
+            reward, parts = parse(value)
+        except ValueError as error:
+            return None, {}, f"{self._place()} {error}"
+        return reward, parts, ""
+
+    def _place(self) -> str:
+        """`judge.py:12: score`: where the function begins, for a mistake in what it returns."""
+        name = self.reference.rpartition(":")[2]
+        code = getattr(inspect.unwrap(self.call), "__code__", None)
+        return f"{Path(code.co_filename).name}:{code.co_firstlineno}: {name}" if code is not None else name
+
+
+def load_function(reference: str, args: Mapping[str, object], field: str = "reward") -> RewardFunction:
+    """Load the function, and check that it takes what it will be given. Raises UserError that begins with `field`.function or .args."""
+    found = load(reference, f"{field}.function")
+    if not callable(found):
+        raise UserError(f"{field}.function: {reference} is no function but {type(found).__name__}")
+    if inspect.isclass(found):
+        raise UserError(f"{field}.function: {reference} is a class; name a function of {', '.join(GIVEN)}")
+    check_call(found, GIVEN, {}, f"{field}.function", partly=True)
+    check_call(found, GIVEN, args, f"{field}.args")
+    awaited = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(type(found).__call__)
+    return RewardFunction(reference, found, dict(args), awaited)
+
+
+async def _awaited(value: Awaitable[object]) -> object:
+    return await value

@@ -1,0 +1,352 @@
+"""The processes of one reward function, and which call runs in which of them.
+
+A plain function runs in up to `workers` processes, one call each; a coroutine in one process, up to `workers` calls at once. A call that
+takes longer than it may is ended with its process, which is replaced; other calls of the same process are begun again. Before that, a call
+that takes far longer than most gives its place to another process, so that hanging ones hold up nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from subprocess import Popen
+
+import psutil
+
+from mtpctl.errors import RuntimeFailure
+from mtpctl.rl.rewards.frames import Channel
+from mtpctl.rl.rewards.function import Result
+from mtpctl.rl.rewards.outcome import Answered, Outcome
+from mtpctl.rl.rewards.template import Template
+from mtpctl.rl.rewards.worker import LATE, WHO, Asked, Ready
+from mtpctl.samples import Sample
+
+MOST_WORKERS = 16
+COROUTINES = 256
+"""What `reward.workers` comes to by default: at most so many processes of a plain function, and calls of a coroutine at once."""
+MOST_BESIDE = 256
+"""At most so many processes beside them, in the place of those that hang or only wait."""
+
+_TICK_S = 0.05
+_WAITS_S = 0.1  # after which a call is looked at: whether it computes, or waits for something else
+_LONG_S, _TIMES = 0.25, 10  # a call is long beyond so many seconds, and so many times the median of the last calls
+_FIRST_S, _VERY_FIRST_S = 1.0, 2.0  # the first call of a process, and of all, may have to load something
+_GRACE_S = 1.0  # for a worker of coroutines to say by itself that a call is late, and then which one blocks it
+_BURNT_S = 0.5  # CPU seconds of a long call, after which it computes only while nobody else wants to
+_FREE_MEMORY = 0.1  # share of the memory below which no process is started beside
+_STARTS_AT_ONCE, _FAILED_STARTS = 8, 5
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    asked: Asked
+    done: asyncio.Future[Outcome]
+    submitted: float
+    began: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """`lent`: its call is so long that another process may work in its place; `waits`: it does not compute meanwhile.
+
+    `spent`: CPU seconds when its call was first looked at. `yields`: its priority was lowered.
+    """
+
+    channel: Channel
+    pid: int = 0
+    calls: dict[int, _Call] = field(default_factory=dict)
+    answered: int = 0
+    lent: bool = False
+    waits: bool = False
+    yields: bool = False
+    spent: float | None = None
+    asked_who: float = 0.0
+
+
+class Pool:
+    """Runs a reward function in processes of its own. `start` before the first `ask`, `close` at the end, all on one event loop."""
+
+    def __init__(
+        self, reference: str, args: Mapping[str, object], *, workers: int | None, timeout_s: float, log: Path | None = None
+    ) -> None:
+        """`workers`: None for a number that follows need. `log`: where processes write what they print; default: standard error."""
+        self._reference, self._args, self._timeout_s, self._log = reference, args, timeout_s, log
+        self._wished = workers
+        self._places = workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+        self._slots = 1  # calls at once of one worker
+        self._template: Template | None = None
+        self._alone: list[Popen[bytes]] = []  # workers that were not forked
+        self._workers: list[_Worker] = []
+        self._free: list[_Worker] = []
+        self._waiting: deque[_Call] = deque()
+        self._numbers = itertools.count()
+        self._recent: deque[float] = deque(maxlen=64)  # seconds of calls
+        self._starting: set[asyncio.Task[None]] = set()
+        self._failed_starts = 0
+        self._ticking: asyncio.TimerHandle | None = None
+        self._forking = asyncio.Lock()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Load the function in a first process. Raises UserError where it cannot be loaded or called."""
+        self._template = await self._load()
+        if self._template.loaded.coroutine:
+            self._slots, self._places = self._wished or COROUTINES, 1
+
+    async def ask(self, response: str, problem: Answered, sample: Sample) -> Outcome:
+        """Run the function on one response. Raises RuntimeFailure where no process can be started."""
+        call = _Call(
+            Asked(next(self._numbers), response, problem, sample), asyncio.get_running_loop().create_future(), submitted=time.monotonic()
+        )
+        self._waiting.append(call)
+        self._dispatch()
+        return await call.done
+
+    async def close(self) -> None:
+        """End all processes. Calls that are under way are cancelled."""
+        self._closed = True
+        if self._ticking is not None:
+            self._ticking.cancel()
+        for task in self._starting:
+            task.cancel()
+        await asyncio.gather(*self._starting, return_exceptions=True)
+        for call in [*self._waiting, *(call for worker in self._workers for call in worker.calls.values())]:
+            call.done.cancel()
+        for worker in list(self._workers):
+            self._end(worker)
+        if self._template is not None:
+            self._template.close()
+        for process in self._alone:
+            process.wait()
+
+    # ------------------------------------------------------------------------------------------------------- starting
+
+    async def _load(self) -> Template:
+        return await Template.start(self._reference, self._args, self._timeout_s, self._log)
+
+    def _start_workers(self) -> None:
+        """Start as many processes as there are calls without one, and places."""
+        lent, waiting = sum(w.lent for w in self._workers), sum(w.waits for w in self._workers)
+        # Twice as many as only wait: then there are enough within a second, however few there were.
+        allowed = self._places if self._slots > 1 else self._places + min(lent + 2 * waiting, MOST_BESIDE)
+        while len(self._starting) < min(len(self._waiting), _STARTS_AT_ONCE):
+            count = len(self._workers) + len(self._starting)
+            if count >= allowed or (count >= self._places and not _memory_left()):
+                return
+            task = asyncio.create_task(self._start_worker())
+            self._starting.add(task)
+            task.add_done_callback(self._starting.discard)
+
+    async def _start_worker(self) -> None:
+        ready = asyncio.get_running_loop().create_future()
+        worker = _Worker(Channel(lambda message: None, lambda: None))
+
+        def received(message: object) -> None:
+            if not ready.done():
+                ready.set_result(message)
+            else:
+                self._received(worker, message)
+
+        def ended() -> None:
+            if not ready.done():
+                ready.set_result(None)
+            else:
+                self._died(worker)
+
+        worker.channel = Channel(received, ended)
+        try:
+            async with self._forking:
+                if self._template is None or not self._template.alive:
+                    self._template = await self._load()
+                end, template = self._template.worker(), self._template
+                if not template.loaded.forkable:
+                    self._alone = [process for process in self._alone if process.poll() is None] + [template.process]
+                    self._template = None
+            await worker.channel.open(end)
+            message = await ready
+            if not isinstance(message, Ready):
+                raise RuntimeFailure(f"reward.function: no process for {self._reference} could be started; see what it wrote")
+        except asyncio.CancelledError:
+            worker.channel.close()
+            raise
+        except Exception as error:
+            self._failed_starts += 1
+            if self._failed_starts >= _FAILED_STARTS:
+                while self._waiting:
+                    if not (call := self._waiting.popleft()).done.done():
+                        call.done.set_exception(error)
+            else:
+                self._keep_ticking()  # which tries again
+            return
+        self._failed_starts = 0
+        worker.pid = message.pid
+        self._workers.append(worker)
+        self._free.append(worker)
+        self._dispatch()
+
+    # -------------------------------------------------------------------------------------------------------- calling
+
+    def _dispatch(self) -> None:
+        while self._waiting and self._free:
+            call = self._waiting.popleft()
+            if call.done.done():  # cancelled
+                continue
+            worker = self._free[-1]
+            worker.calls[call.asked.number] = call
+            if len(worker.calls) == self._slots:
+                self._free.pop()
+            call.began = time.monotonic()
+            try:
+                worker.channel.send(call.asked)
+            except Exception as error:  # a problem of the data that cannot be pickled
+                self._settle(worker, call, None, {}, f"{call.asked.problem.prompt_id} cannot be sent to a process: {error}")
+        if self._waiting:
+            self._start_workers()
+        self._keep_ticking()
+
+    def _received(self, worker: _Worker, message: object) -> None:
+        assert isinstance(message, tuple)
+        if message[0] == WHO:
+            guilty = worker.calls.get(message[1])
+            self._expel(worker, [guilty] if guilty is not None else self._overdue(worker, time.monotonic()))
+            return
+        number, reward, parts, error = message
+        if (call := worker.calls.get(number)) is None:
+            return
+        worker.answered += 1
+        self._settle(worker, call, reward, parts, error)
+        self._dispatch()
+
+    def _settle(self, worker: _Worker, call: _Call, *result: *Result) -> None:
+        """Take the call off the worker, and tell its result."""
+        reward, parts, error = result
+        now, was_full = time.monotonic(), len(worker.calls) == self._slots
+        del worker.calls[call.asked.number]
+        self._recent.append(now - call.began)
+        late = error == LATE
+        if not call.done.done():
+            text = f"{self._reference_shown()} took more than {self._timeout_s:g} s (reward.timeout_s)" if late else error
+            call.done.set_result(Outcome(reward, parts, text, late, now - call.submitted))
+        if worker not in self._workers:
+            return
+        if worker.yields and not _restored(worker.pid):
+            self._end(worker)
+            return
+        worker.lent, worker.waits, worker.yields, worker.spent = False, False, False, None
+        if was_full:
+            self._free.append(worker)
+
+    def _died(self, worker: _Worker) -> None:
+        self._forget(worker)
+        for call in list(worker.calls.values()):
+            self._settle(worker, call, None, {}, f"{self._reference_shown()}: the process that ran it died; see what it wrote")
+        self._dispatch()
+
+    def _expel(self, worker: _Worker, guilty: list[_Call]) -> None:
+        """End a worker for the calls that took too long; its other calls are the next to be begun again."""
+        self._end(worker)
+        for call in guilty:
+            self._settle(worker, call, None, {}, LATE)
+        self._waiting.extendleft(reversed(worker.calls.values()))
+        worker.calls.clear()
+        self._dispatch()
+
+    def _end(self, worker: _Worker) -> None:
+        self._forget(worker)
+        worker.channel.close()
+        # Its group: with what the function has started.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker.pid, signal.SIGKILL)
+
+    def _forget(self, worker: _Worker) -> None:
+        self._workers.remove(worker)
+        if worker in self._free:
+            self._free.remove(worker)
+
+    def _reference_shown(self) -> str:
+        source, _, name = self._reference.rpartition(":")
+        return f"{Path(source).name if source.endswith('.py') else source}:{name}"
+
+    # -------------------------------------------------------------------------------------------------------- watching
+
+    def _keep_ticking(self) -> None:
+        if self._ticking is None and not self._closed:
+            self._ticking = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = None
+        now, usual = time.monotonic(), statistics.median(self._recent) if self._recent else 0.0
+        busy = [worker for worker in self._workers if worker.calls]
+        for worker in busy:
+            if overdue := self._overdue(worker, now):
+                if self._slots == 1:
+                    self._expel(worker, overdue)
+                elif not worker.asked_who:
+                    worker.asked_who = now
+                    worker.channel.send(WHO)
+                elif now - worker.asked_who > _GRACE_S:
+                    self._expel(worker, overdue)
+            elif self._slots == 1:
+                (call,) = worker.calls.values()
+                self._look_at(worker, now - call.began, usual)
+        if self._waiting:
+            self._start_workers()
+        if busy or self._waiting:
+            self._keep_ticking()
+
+    def _overdue(self, worker: _Worker, now: float) -> list[_Call]:
+        limit = self._timeout_s + (_GRACE_S if self._slots > 1 else 0.0)
+        return [call for call in worker.calls.values() if now - call.began > limit]
+
+    def _look_at(self, worker: _Worker, age: float, usual: float) -> None:
+        """Note whether a call that is under way since `age` seconds needs its place, with `usual` seconds for most calls."""
+        least = _LONG_S if worker.answered else _FIRST_S if self._recent else _VERY_FIRST_S
+        worker.lent = worker.lent or age > max(least, _TIMES * usual)
+        if not worker.lent and (self._wished is not None or age < _WAITS_S or not self._waiting):
+            return
+        spent, computes = _activity(worker.pid)
+        worker.waits = not worker.lent and not computes and worker.spent is not None
+        if worker.spent is None:
+            worker.spent = spent
+        # It yields to the others. By CPU seconds and not by the clock: on a busy machine any call takes long by the clock.
+        elif worker.lent and worker.answered and spent - worker.spent > _BURNT_S and not worker.yields:
+            worker.yields = True
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setscheduler(worker.pid, os.SCHED_IDLE, os.sched_param(0))
+
+
+def _restored(pid: int) -> bool:
+    """Give a process its priority back. False where only root may, so that it has to be replaced."""
+    try:
+        os.sched_setscheduler(pid, os.SCHED_OTHER, os.sched_param(0))
+    except PermissionError:
+        return False
+    except ProcessLookupError:  # its end is told by its socket
+        return True
+    return True
+
+
+def _activity(pid: int) -> tuple[float, bool]:
+    """CPU seconds of a process and of what it has started, and whether one of them is computing, or would if it had a CPU."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:  # it has ended
+        return 0.0, False
+    below = [_activity(int(child)) for child in children]
+    spent = sum(map(int, stat[11:15])) / os.sysconf("SC_CLK_TCK")
+    return spent + sum(each for each, _ in below), stat[0] == "R" or any(computes for _, computes in below)
+
+
+def _memory_left() -> bool:
+    memory = psutil.virtual_memory()
+    return bool(memory.available > _FREE_MEMORY * memory.total)

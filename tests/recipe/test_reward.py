@@ -1,0 +1,85 @@
+"""The section `reward`: names of functions, the older key, and files beside the recipe."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mtpctl.recipe import yaml12
+from mtpctl.recipe.loading import dump_resolved, load_recipe
+from mtpctl.recipe.reward import BUILT_IN, RewardConfig, reward_fits
+from mtpctl.recipe.schema import Recipe
+from mtpctl.user_code import load
+
+
+def test_every_built_in_function_is_there() -> None:
+    assert all(callable(load(reference, "reward.function")) for reference in BUILT_IN.values())
+
+
+def test_the_older_key_names_the_function_and_a_resolved_recipe_loads_back() -> None:
+    loaded = load_recipe("tiny_mtp", sets=["data.checker=math"])
+    assert (loaded.recipe.reward.function, loaded.origins["reward.function"]) == ("math", "--set")
+    assert Recipe.model_validate(yaml12.parse(dump_resolved(loaded.recipe), "r").value) == loaded.recipe
+    assert load_recipe("tiny_mtp").recipe.reward.function == "exact"
+
+
+def test_both_keys_with_different_functions_are_refused_and_with_the_same_are_not() -> None:
+    both = load_recipe("tiny_mtp", sets=["data.checker=exact", "reward.function=math"]).recipe
+    assert list(reward_fits(both.reward, both.data.checker)) == [
+        "data.checker: exact is the older key for reward.function, which is math; remove data.checker"
+    ]
+    assert list(reward_fits(RewardConfig(function="math"), "math")) == []
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        ("exat", "reward.function: 'exat' is not built in; did you mean exact?"),
+        ("judge.py", "reward.function: judge.py is a file; name the function in it, as judge.py:score"),
+        ("no/such.py:score", "reward.function: there is no file no/such.py"),
+    ],
+)
+def test_a_function_that_is_not_there_is_told(function: str, told: str) -> None:
+    assert list(reward_fits(RewardConfig(function=function), None)) == [told]
+
+
+def test_a_file_of_almost_that_name_is_suggested(tmp_path: Path) -> None:
+    (tmp_path / "judge.py").touch()
+    (told,) = reward_fits(RewardConfig(function=f"{tmp_path / 'jugde.py'}:score"), None)
+    assert told.endswith(f"did you mean {tmp_path / 'judge.py'}?")
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    folder = tmp_path / "mytask"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text("data: {path: rows.jsonl}\nreward: {function: judge.py:score}\n")
+    (folder / "rows.jsonl").touch()
+    (folder / "judge.py").touch()
+    return folder
+
+
+def test_files_are_found_in_the_folder_of_the_recipe_that_names_them_and_become_absolute(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe("mytask/recipe.yaml").recipe
+    assert (recipe.data.path, recipe.reward.function) == (str(task / "rows.jsonl"), f"{task / 'judge.py'}:score")
+
+
+def test_those_in_the_working_directory_come_first_and_a_set_looks_nowhere_else(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "judge.py").touch()
+    recipe = load_recipe("mytask/recipe.yaml", sets=["data.path=rows.jsonl"]).recipe
+    assert (recipe.data.path, recipe.reward.function) == ("rows.jsonl", f"{tmp_path / 'judge.py'}:score")
+
+
+def test_names_that_are_no_files_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("exact")
+    assert load_recipe("tiny_mtp", sets=["reward.function=exact"]).recipe.reward.function == "exact"
+    assert load_recipe("tiny_mtp", sets=["reward.function=package.judge:score"]).recipe.reward.function == "package.judge:score"

@@ -1,0 +1,207 @@
+"""Reward functions in processes of their own: many at once, a deadline each, every mistake told by the user's file and line."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mtpctl.data.problems import Problem
+from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.recipe.reward import RewardConfig
+from mtpctl.rl.rewards.outcome import Outcome
+from mtpctl.rl.rewards.rewarder import Rewarder
+from mtpctl.samples import Sample
+
+PROBLEM = Problem("rows.jsonl:1", "1+1=", "2")
+
+PLAIN = """\
+import os, subprocess, sys, time
+
+def score(response, problem, sample, bonus=0.0):
+    if response == "hang": time.sleep(1000)
+    if response == "spin":
+        while True: pass
+    if response == "child": subprocess.run([sys.executable, "-c", "import time; time.sleep(1000)"])
+    if response == "raise": raise ValueError("no\\nnumber in it")
+    if response == "die": os._exit(3)
+    if response == "exit": sys.exit(3)
+    if response == "sleep": time.sleep(1)
+    returned = {"nan": float("nan"), "none": None, "text": "1.0", "no reward": {"part": 1.0}, "taken": {"reward": 1, "mean": 1}}
+    if response in returned: return returned[response]
+    return {"reward": float(response == problem.answer) + bonus, "tokens": sum(sample.loss_mask), "pid": os.getpid()}
+
+async def later(response, problem, sample): return score(response, problem, sample)
+"""
+
+COROUTINE = """\
+import asyncio, time
+
+async def score(response, problem, sample):
+    if response == "hang":
+        try: await asyncio.sleep(1000)
+        except asyncio.CancelledError: await asyncio.sleep(1000)
+    if response == "block": time.sleep(1000)
+    if response == "raise": raise ValueError("no number in it")
+    await asyncio.sleep(0.2)
+    return 1.0
+"""
+
+
+def sample() -> Sample:
+    made = Sample("rows.jsonl:1", "0", [1, 2])
+    made.append([3, 4], [-0.5, -1.0], 0)
+    made.append([5], [0.0], 0, trained=False)
+    return made
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> str:
+    (tmp_path / "judge.py").write_text(PLAIN)
+    return f"{tmp_path / 'judge.py'}:score"
+
+
+@pytest.fixture
+def coroutine(tmp_path: Path) -> str:
+    (tmp_path / "judge.py").write_text(COROUTINE)
+    return f"{tmp_path / 'judge.py'}:score"
+
+
+def rewarded(config: RewardConfig, *responses: str, told: list[str] | None = None) -> list[tuple[float, Outcome]]:
+    """The outcome of each response, all asked for at once, with the seconds that it took."""
+
+    async def run() -> list[tuple[float, Outcome]]:
+        async with Rewarder(config, tell=(told if told is not None else []).append) as reward:
+            began = time.monotonic()
+
+            async def one(response: str) -> tuple[float, Outcome]:
+                outcome = await reward(response, PROBLEM, sample())
+                return time.monotonic() - began, outcome
+
+            return await asyncio.gather(*map(one, responses))
+
+    return asyncio.run(asyncio.wait_for(run(), 100))
+
+
+def test_a_function_of_ones_own_gets_response_problem_sample_and_the_recipes_arguments(plain: str) -> None:
+    (_, right), (_, wrong) = rewarded(RewardConfig(function=plain, args={"bonus": 0.25}), "2", "3")
+    assert (right.reward, wrong.reward, right.parts["tokens"], right.error) == (1.25, 0.25, 2.0, "")
+
+
+@pytest.mark.parametrize(
+    ("response", "told"),
+    [
+        ("raise", "judge.py:8: ValueError: no"),
+        ("nan", "judge.py:3: score returned nan, which is not finite"),
+        ("none", "judge.py:3: score returned None, which is no number"),
+        ("text", "judge.py:3: score returned '1.0', which is no number"),
+        ("no reward", "judge.py:3: score returned a dict without the key 'reward': {'part': 1.0}"),
+        ("taken", "judge.py:3: score returned a part 'mean': reward/mean is a metric already"),
+        ("exit", "judge.py:10: SystemExit: 3"),
+        ("die", "judge.py:score: the process that ran it died"),
+    ],
+)
+def test_what_fails_is_told_by_file_and_line_once_and_others_go_on(plain: str, response: str, told: str) -> None:
+    lines: list[str] = []
+    outcomes = [outcome for _, outcome in rewarded(RewardConfig(function=plain), response, "2", response, "2", told=lines)]
+    assert [outcome.reward for outcome in outcomes] == [0.0, 1.0, 0.0, 1.0]
+    assert [bool(outcome.error) for outcome in outcomes] == [True, False, True, False]
+    (line,) = lines
+    assert line.startswith(told) and "(rows.jsonl:1): the response counts as 0" in line and "\n" not in line
+
+
+def test_a_failure_has_no_reward_where_its_group_is_to_be_dropped_and_ends_the_run_where_it_is_to_stop(plain: str) -> None:
+    ((_, dropped),) = rewarded(RewardConfig(function=plain, on_error="drop"), "raise")
+    assert dropped.reward is None and dropped.error
+    with pytest.raises(RuntimeFailure, match=r"^reward\.function: judge\.py:8: ValueError.*set reward\.on_error: zero or drop$"):
+        rewarded(RewardConfig(function=plain, on_error="stop"), "raise")
+
+
+@pytest.mark.parametrize("kind", ["hang", "spin", "child"])
+@pytest.mark.parametrize("workers", [1, None])
+def test_those_that_hang_hold_up_nobody(plain: str, kind: str, workers: int | None) -> None:
+    """Not even where they are more than there are processes; and what they have started ends with them."""
+    config = RewardConfig(function=plain, workers=workers, timeout_s=9)
+    found = rewarded(config, *[kind] * 3, *["2"] * 200)
+    assert all(outcome.timed_out and outcome.error.startswith("judge.py:score took more than 9 s") for _, outcome in found[:3])
+    assert all(outcome.reward == 1.0 for _, outcome in found[3:])
+    assert max(seconds for seconds, _ in found[3:]) < 8.5 < min(seconds for seconds, _ in found[:3])
+    assert not [each for each in psutil.Process().children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_calls_that_only_wait_get_more_processes_than_there_are_cpus_unless_the_recipe_has_their_number(plain: str) -> None:
+    assert max(seconds for seconds, _ in rewarded(RewardConfig(function=plain), *["sleep"] * 40)) < 12, (
+        "one after another: 20 s on two CPUs"
+    )
+    found = rewarded(RewardConfig(function=plain, workers=3), *["sleep"] * 6)
+    assert len({outcome.parts["pid"] for _, outcome in found}) == 3
+
+
+def test_coroutines_run_at_once_in_one_process(coroutine: str) -> None:
+    found = rewarded(RewardConfig(function=coroutine), *["2"] * 200)
+    assert max(seconds for seconds, _ in found) < 10, "one after another: 40 s"
+    lines: list[str] = []
+    rewarded(RewardConfig(function=coroutine), "raise", told=lines)
+    assert lines[0].startswith("judge.py:8: ValueError: no number in it")
+
+
+def test_of_coroutines_the_recipe_bounds_how_many_are_under_way(coroutine: str) -> None:
+    found = sorted(seconds for seconds, _ in rewarded(RewardConfig(function=coroutine, workers=2), *["2"] * 6))
+    assert found[-1] > 0.6
+
+
+def test_a_coroutine_that_will_not_be_cancelled_or_blocks_the_loop_holds_up_the_others_no_longer_than_its_deadline(coroutine: str) -> None:
+    ((_, hung), *quick) = rewarded(RewardConfig(function=coroutine, timeout_s=4), "hang", *["2"] * 50)
+    assert hung.timed_out and max(seconds for seconds, _ in quick) < 4
+    ((_, blocked), *others) = rewarded(RewardConfig(function=coroutine, timeout_s=4), "block", *["2"] * 50)
+    assert blocked.timed_out
+    assert [outcome.reward for _, outcome in others] == [1.0] * 50, "begun again, in another process"
+
+
+@pytest.mark.parametrize(
+    ("text", "args", "told"),
+    [
+        (
+            "def score(response): return 1",
+            {},
+            r"reward\.function: score\(response\) cannot be called as score\(response, problem, sample\)",
+        ),
+        ("def score(response, problem, sample): return 1", {"bonus": 1}, r"reward\.args: .*unexpected keyword argument 'bonus'"),
+        ("def score(response, problem, sample, bonus): return 1", {}, r"reward\.args: .*missing a required argument: 'bonus'"),
+        ("def scores(): return 1", {}, r"reward\.function: .*judge\.py defines no score; did you mean scores\?"),
+        ("import time\nimport nothing_here", {}, r"reward\.function: judge\.py:2: ModuleNotFoundError"),
+        ("def score(:", {}, r"reward\.function: judge\.py:1: "),
+        ("class score: pass", {}, r"reward\.function: .* is a class"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_before_anything_starts(
+    tmp_path: Path, text: str, args: dict[str, object], told: str
+) -> None:
+    (tmp_path / "judge.py").write_text(text)
+    with pytest.raises(UserError, match=told) as found:
+        rewarded(RewardConfig(function=f"{tmp_path / 'judge.py'}:score", args=args), "2")
+    assert "\n" not in str(found.value)
+
+
+def test_a_module_that_starts_threads_is_loaded_by_every_process_for_itself(tmp_path: Path) -> None:
+    text = "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n" + PLAIN
+    (tmp_path / "judge.py").write_text(text)
+    found = rewarded(RewardConfig(function=f"{tmp_path / 'judge.py'}:score", workers=2, timeout_s=6), "hang", "sleep", *["2"] * 20)
+    assert found[0][1].timed_out and all(outcome.reward == 1.0 for _, outcome in found[2:])
+
+
+def test_math_that_would_take_for_ever_is_wrong_and_holds_up_nobody() -> None:
+    config = RewardConfig(function="math", args={"seconds": 1}, timeout_s=20)
+    found = rewarded(config, "$10^{10^{10^{10}}}$", *["$2$"] * 50)
+    assert [outcome.reward for _, outcome in found] == [0.0] + [1.0] * 50
+
+
+def test_a_process_starts_without_anything_heavy() -> None:
+    program = "import mtpctl.rl.rewards.worker, sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    assert not {"torch", "ray", "numpy", "transformers", "sympy", "pydantic"} & set(loaded)
