@@ -80,5 +80,24 @@ def _equal(response: str, answer: str, seconds: int) -> bool:
         return False
 
 
-# Loads the parsers, once and before workers are forked, so that no response's time pays for it.
-_equal("$1$", "1", math.ceil(_WARM_UP_S))
+# A process reads its first fraction, root or set a hundred times as slowly as the next ones: parsers and sympy load what they need then.
+# So each kind is read once when this module is imported, which is before workers are forked.
+for _text in (
+    "1",
+    r"\frac{1}{2}",
+    r"3\sqrt{13}",
+    "x^2+2x+1",
+    "(1,2)",
+    r"\{1,2\}",
+    "[0,1)",
+    "x=3",
+    "x<2",
+    "6-5i",
+    r"2\pi",
+    r"\sin x",
+    r"50\%",
+    "1,000",
+    r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
+):
+    _equal(rf"\boxed{{{_text}}}", _text, math.ceil(_WARM_UP_S))
+    _equal(rf"\boxed{{{_text}}}", r"\frac{x}{7}+1", math.ceil(_WARM_UP_S))

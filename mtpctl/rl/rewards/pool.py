@@ -36,12 +36,13 @@ COROUTINES = 256
 MOST_BESIDE = 256
 """At most so many processes beside them, in the place of those that hang or only wait."""
 
-_TICK_S = 0.05
+_TICK_S = 0.025
 _WAITS_S = 0.1  # after which a call is looked at: whether it computes, or waits for something else
-_LONG_S, _TIMES = 0.25, 10  # a call is long beyond so many seconds, and so many times the median of the last calls
+_LONG_S, _TIMES = 0.05, 10  # a call is long beyond so many seconds, and so many times the median of the last calls
 _FIRST_S, _VERY_FIRST_S = 1.0, 2.0  # the first call of a process, and of all, may have to load something
 _GRACE_S = 1.0  # for a worker of coroutines to say by itself that a call is late, and then which one blocks it
-_BURNT_S = 0.5  # CPU seconds of a long call, after which it computes only while nobody else wants to
+_BURNT_S, _BURNT_YOUNG_S, _YOUNG = 0.05, 0.5, 20  # CPU seconds of a call far longer than most, after which it yields; a process that has
+# answered fewer calls may still have to load something for this one
 _FREE_MEMORY = 0.1  # share of the memory below which no process is started beside
 _STARTS_AT_ONCE, _FAILED_STARTS = 8, 5
 
@@ -311,14 +312,19 @@ class Pool:
         """Note whether a call that is under way since `age` seconds needs its place, with `usual` seconds for most calls."""
         least = _LONG_S if worker.answered else _FIRST_S if self._recent else _VERY_FIRST_S
         worker.lent = worker.lent or age > max(least, _TIMES * usual)
-        if not worker.lent and (self._wished is not None or age < _WAITS_S or not self._waiting):
+        if age < _TICK_S:
             return
         spent, computes = _activity(worker.pid)
-        worker.waits = not worker.lent and not computes and worker.spent is not None
+        seen = self._wished is None and age > _WAITS_S and worker.spent is not None
+        worker.waits = seen and not worker.lent and not computes
         if worker.spent is None:
             worker.spent = spent
         # It yields to the others. By CPU seconds and not by the clock: on a busy machine any call takes long by the clock.
-        elif worker.lent and worker.answered and spent - worker.spent > _BURNT_S and not worker.yields:
+        elif (
+            age > _TIMES * usual
+            and spent - worker.spent > (_BURNT_S if worker.answered >= _YOUNG else _BURNT_YOUNG_S)
+            and not worker.yields
+        ):
             worker.yields = True
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setscheduler(worker.pid, os.SCHED_IDLE, os.sched_param(0))
