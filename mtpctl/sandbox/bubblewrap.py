@@ -10,7 +10,7 @@ from mtpctl.sandbox import walls
 
 
 def command(inner: list[str], source: str) -> list[str] | None:
-    """`inner` within bubblewrap: no network, and of the files what is readable to a run, with interpreter and `source`. None: not installed.
+    """`inner` within bubblewrap: no network, and of the files what is readable to a run, with interpreter and `source`; None without it.
 
     All runs of a zygote share these walls, so there is nothing that they could write to.
     """
@@ -22,5 +22,5 @@ def command(inner: list[str], source: str) -> list[str] | None:
     shown = [*walls.readable(), *sorted(path for path in interpreter if os.path.exists(path))]
     bound = [each for path in shown for each in (("--dev-bind" if path.startswith("/dev/") else "--ro-bind"), path, path)]
     linked = [each for path, leads_to in walls.links().items() for each in ("--symlink", leads_to, path)]
-    private = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--proc", "/proc"]
+    private = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     return [program, *private, *linked, *bound, "--dir", "/tmp", "--remount-ro", "/", "--chdir", "/", "--", *inner]

@@ -13,6 +13,7 @@ import importlib
 import json
 import linecache
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -83,14 +84,18 @@ def _session(job: Job) -> int:
     """Cells that come on the channel, one namespace for all of them. The last expression of a cell is printed, as at Python's prompt."""
     module = _main_module()
     number = 0
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the cell alone
     while (cell := read_frame(CHANNEL)) is not None:
         number += 1
         try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             _cell(json.loads(cell)["code"], f"cell {number}", module)
         except SystemExit as error:
             _end(_exit_code(error))
         except BaseException as error:
             _print_error(error)
+        with suppress(BaseException):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         for stream in (sys.stdout, sys.stderr):
             with suppress(BaseException):
                 stream.flush()

@@ -29,7 +29,7 @@ def version() -> int:
 
 
 def rules(readable: list[str]) -> int:
-    """A descriptor of rules by which the files under `readable` can be read, and nothing else. Raises OSError where there is no Landlock."""
+    """A descriptor of rules by which the files under `readable` can be read, and nothing else. Raises OSError without Landlock."""
     release = version()
     rights = _RIGHTS_BY_VERSION[min(max(release, 1), 5)]
     attributes = struct.pack("<QQQ", rights, _TCP if release >= 4 else 0, _SCOPES if release >= 6 else 0)

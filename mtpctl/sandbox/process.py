@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypedDict
 
 from mtpctl.errors import RuntimeFailure
@@ -55,8 +56,9 @@ class Process:
 
     def watch(self, selector: selectors.BaseSelector) -> None:
         """Register what this run writes to; `step` is the data."""
-        for each in (*self._open, self._status):
-            selector.register(each, selectors.EVENT_READ, self.step)
+        for pipe in self._open:
+            selector.register(pipe, selectors.EVENT_READ, self.step)
+        selector.register(self._status, selectors.EVENT_READ, self.step)
 
     def step(self, selector: selectors.BaseSelector, ready: selectors.SelectorKey) -> None:
         """Read what is there from one of the run's ends."""
@@ -99,7 +101,7 @@ class Process:
             told,
             code,
             timed_out=self.timed_out or code == -signal.SIGXCPU or (code == -signal.SIGKILL and report["cpu_s"] >= self.limits.cpu_s),
-            out_of_memory="MemoryError" in told.rpartition("\n")[0].rpartition("\n")[2] or "MemoryError" in told[-200:],
+            out_of_memory=told.rstrip().rpartition("\n")[2].startswith("MemoryError"),
             too_much_output=self.too_much_output,
             cpu_s=report["cpu_s"],
         )
@@ -128,11 +130,9 @@ class Process:
 
     def _read_report(self) -> Report:
         parts = []
-        try:
+        with suppress(OSError):  # the zygote has ended: no report
             while part := self._status.recv(4096):
                 parts.append(part)
-        except OSError:
-            pass  # the zygote has ended: no report
         report: Report = json.loads(b"".join(parts) or b"{}")
         return report
 

@@ -4,10 +4,13 @@ The tests hold a `Remote` for each function and class of the answer. Calling it 
 too: a new list or number of this process, with Python's own `==`. So an answer can return what it likes, and that is all. It sees neither
 the expected values nor the tests, it cannot end their process, and what it patches is patched in its own.
 
-What is no data stays where it is, and is asked again: `Remote` forwards attributes, indexing, iteration, arithmetic, comparison. Functions
-of the tests that are given to the answer can be called by it, and nothing else. A list, dict or set that the answer changes is changed
-for the tests when the call returns. Exceptions come as the built-in one that they are made from; a class of the answer that is an
-exception has a namesake here.
+What is no data stays where it is, and is asked again: `Remote` forwards attributes, calls, indexing, iteration, and operators between two
+objects of the answer. Between one of them and data of the tests no operator is forwarded, since an object that is asked whether it equals 7
+would say yes, and one from which 7 is taken would say nought: they are unequal, and everything else is a TypeError.
+
+Functions of the tests that are given to the answer can be called by it, and nothing else. A list, dict or set that the answer changes is
+changed for the tests when the call returns. Exceptions come as the built-in one that they are made from; a class of the answer that is
+an exception has a namesake here.
 """
 
 from __future__ import annotations
@@ -26,15 +29,15 @@ from mtpctl.sandbox.frames import read_frame, write_frame
 _PLAIN = (bool, int, float, str, type(None))
 _ITEMS: dict[str, Callable[[list[Any]], object]] = {"l": list, "t": tuple, "s": set, "f": frozenset, "q": deque}
 _NAMED: dict[str, Callable[[str], object]] = {"F": Fraction, "D": Decimal, "b": bytes.fromhex, "a": bytearray.fromhex}
-_UNARY = "neg pos abs invert".split()
-_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift lt le gt ge eq ne".split()
+_UNARY = ["neg", "pos", "abs", "invert"]
+_BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"]
+_COMPARISONS = ["lt", "le", "gt", "ge", "eq", "ne"]
 _OPERATIONS: dict[str, Callable[..., object]] = {
-    **{name: getattr(operator, f"__{name}__") for name in _UNARY + _BINARY},
+    **{name: getattr(operator, f"__{name}__") for name in _UNARY + _BINARY + _COMPARISONS},
     **{each.__name__: each for each in (len, bool, str, repr, int, float, iter, next, hash, isinstance, getattr, setattr)},
     "getitem": operator.getitem,
     "setitem": operator.setitem,
     "delitem": operator.delitem,
-    "contains": operator.contains,
     "call": lambda function, *arguments, **named: function(*arguments, **named),
 }
 
@@ -150,8 +153,9 @@ class Peer:
             return ["o", object.__getattribute__(value, "_number")]
         if isinstance(value, type) and issubclass(value, BaseException) and not self._trusted:
             return ["E", value.__name__, _bases(value)]
-        if callable(value) and getattr(builtins, getattr(value, "__name__", ""), None) is value:
-            return ["B", value.__name__]  # type: ignore[attr-defined]
+        name = getattr(value, "__name__", None) if callable(value) else None
+        if isinstance(name, str) and getattr(builtins, name, None) is value:
+            return ["B", name]
         for kind, data in _DATA:
             if isinstance(value, kind):
                 return data(self, value)
@@ -199,8 +203,9 @@ class Peer:
         base = next((each for each in known if isinstance(each, type) and issubclass(each, Exception)), Exception)
         if base.__name__ == name:
             return base
-        key = f"{name}({base.__name__})"
-        return self._classes.setdefault(key, type(name, (base,), {"__init__": lambda self, *arguments: Exception.__init__(self, *arguments)}))
+        # Some of Python's own take arguments of their own kind; the namesake takes any.
+        body = {"__init__": lambda self, *arguments: Exception.__init__(self, *arguments)}
+        return self._classes.setdefault(f"{name}({base.__name__})", type(name, (base,), body))
 
 
 class Remote:
@@ -254,18 +259,23 @@ def _forwarded(name: str) -> Callable[..., Any]:
     return ask
 
 
-def _reflected(name: str) -> Callable[..., Any]:
-    def ask(self: Remote, left: object) -> Any:
-        peer: Peer = object.__getattribute__(self, "_peer")
-        return peer.ask(name, left, self)
+def _between_two(name: str) -> Callable[..., Any]:
+    """An operator between two objects of the answer. One of its objects and data would hand over what may be the expected value."""
+
+    def ask(self: Remote, other: object) -> Any:
+        if isinstance(other, Remote):
+            return self._ask(name, other)
+        if name in ("eq", "ne"):
+            return name == "ne"
+        return NotImplemented
 
     return ask
 
 
-for _name in (*_UNARY, *_BINARY, "len", "str", "repr", "int", "float", "getitem", "setitem", "delitem", "contains"):
+for _name in (*_UNARY, "len", "str", "repr", "int", "float", "getitem", "setitem", "delitem"):
     setattr(Remote, f"__{_name}__", _forwarded(_name))
-for _name in _BINARY[:-6]:
-    setattr(Remote, f"__r{_name}__", _reflected(_name))
+for _name in (*_BINARY, *_COMPARISONS):
+    setattr(Remote, f"__{_name}__", _between_two(_name))
 
 
 def _bases(kind: type[BaseException]) -> list[str]:

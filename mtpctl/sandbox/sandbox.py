@@ -19,11 +19,12 @@ from typing import Literal
 
 import mtpctl
 from mtpctl.errors import EnvironmentMissing
-from mtpctl.sandbox import bubblewrap, walls
+from mtpctl.sandbox import bubblewrap
 from mtpctl.sandbox.limits import Judgement, Limits, Result
 from mtpctl.sandbox.process import Process, wait
 from mtpctl.sandbox.session import Session
 from mtpctl.sandbox.testing import builtin_names, names_in
+from mtpctl.sandbox.walls import ORDER, Walls
 from mtpctl.sandbox.zygote import Request
 
 Isolation = Literal["required", "none"]
@@ -41,16 +42,16 @@ class Sandbox:
     `isolation="none"` runs code also where no wall can be had. `only` tries one kind of walls alone.
     """
 
-    def __init__(self, isolation: Isolation = "required", only: walls.Walls | None = None) -> None:
-        self._kinds: tuple[walls.Walls, ...] = (only,) if only else walls.ORDER + (("none",) if isolation == "none" else ())
+    def __init__(self, isolation: Isolation = "required", only: Walls | None = None) -> None:
+        self._kinds: tuple[Walls, ...] = (only,) if only else ORDER + (("none",) if isolation == "none" else ())
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._kind: walls.Walls | None = None
+        self._kind: Walls | None = None
         self.refused: dict[str, str] = {}
         """Why walls that would be better could not be had, by their kind."""
 
-    def walls(self) -> walls.Walls:
+    def walls(self) -> Walls:
         """The walls that runs are behind. Raises EnvironmentMissing where none can be had."""
         with self._lock:
             self._started()
@@ -65,7 +66,10 @@ class Sandbox:
             return process.finish()
 
     def session(self, limits: Limits | None = None) -> Session:
-        """A session whose cells share their state. `limits` hold for a cell, `cpu_s` and `memory_mb` for the whole session. Raises as `run`."""
+        """A session whose cells share their state. Of `limits`, `wall_s` and `output_bytes` hold for a cell, the others for all together.
+
+        Cells raise as `run` does.
+        """
         return Session(lambda: self.start({"kind": "session"}, limits or Limits(), channel=True))
 
     def judge(self, code: str, tests: list[str], *, entry_point: str | None = None, limits: Limits | None = None) -> Judgement:
@@ -102,7 +106,7 @@ class Sandbox:
         self.close()
 
     def start(
-        self, job: Mapping[str, object], limits: Limits, *, stdin: str | None = None, channel: bool = False, link: socket.socket | None = None
+        self, job: Mapping[str, object], limits: Limits, *, stdin: str = "", channel: bool = False, link: socket.socket | None = None
     ) -> Process:
         """Have the zygote fork a run for `job` (`inside.Job`)."""
         with ExitStack() as stack:
@@ -111,7 +115,7 @@ class Sandbox:
                 stack.callback(os.close, descriptor)
                 return descriptor
 
-            given = {"stdin": passed(_file("stdin", (stdin or "").encode(errors="surrogateescape")))}
+            given = {"stdin": passed(_file("stdin", stdin.encode(errors="surrogateescape")))}
             stdout, given["stdout"] = _pipe(passed)
             stderr = None
             if job["kind"] == "session":
@@ -164,7 +168,7 @@ class Sandbox:
             raise EnvironmentMissing(f"sandbox: code of the model cannot be kept from network and files here ({told})")
         return self._control
 
-    def _try(self, kind: walls.Walls) -> str:
+    def _try(self, kind: Walls) -> str:
         """Start a zygote behind these walls; why that did not work, or an empty text."""
         source = str(Path(mtpctl.__file__).parents[1])
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -8,6 +8,7 @@ import selectors
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from mtpctl.sandbox.frames import write_frame
@@ -34,28 +35,38 @@ class Session:
         self._start = start
         self._process: Process | None = None
         self._lock = threading.Lock()
+        self._closed = False
 
     def run(self, code: str) -> Output:
-        """Run a cell. One that takes too long or prints too much is interrupted, and keeps its state; where it goes on, the session ends."""
+        """Run a cell. One that takes too long or prints too much is interrupted, and keeps its state; if it goes on, the session ends."""
         with self._lock:
+            if self._closed:
+                return Output("", ended=True)
             process = self._process = self._process or self._start()
             assert process.channel is not None, "sessions have one"
-            try:
+            with suppress(OSError):  # it has ended between two cells, by a thread that it left
                 write_frame(process.channel.fileno(), json.dumps({"code": code}).encode())
-            except OSError:  # ended between two cells, by a thread that it left
-                pass
             output = self._wait(process)
-            if output.ended:
-                process.close()
-                self._process = None
+            if output.ended or self._closed:
+                self._release()
             return output
 
     def close(self) -> None:
-        """Kill the session. Calling again is fine."""
-        with self._lock:
-            if self._process is not None:
-                self._process.close()
-                self._process = None
+        """Kill the session, also while a cell runs in another thread, and run no more. Calling again is fine."""
+        self._closed = True
+        process = self._process
+        if self._lock.acquire(blocking=False):
+            try:
+                self._release()
+            finally:
+                self._lock.release()
+        elif process is not None:
+            process.kill()  # whoever runs the cell lets go of the rest
+
+    def _release(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
 
     def _wait(self, process: Process) -> Output:
         channel = process.channel
@@ -77,7 +88,9 @@ class Session:
                     continue
                 for key, _ in selector.select(None if left == math.inf else left):
                     if key.fileobj is channel:
-                        piece = channel.recv(6 - len(answered))
+                        piece = b""
+                        with suppress(ConnectionResetError):  # killed, with a cell that it had not read
+                            piece = channel.recv(6 - len(answered))
                         answered += piece
                         if not piece:
                             selector.unregister(channel)

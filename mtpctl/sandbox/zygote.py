@@ -18,6 +18,7 @@ import selectors
 import signal
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import TypedDict
@@ -31,6 +32,8 @@ LARGEST_REQUEST = 1 << 12
 _FIRST_USER = 1_900_000_000
 _USERS = 1_000_000
 _NOBODY = 65534
+_INTERPRETER = 128 << 20
+"""Bytes that the interpreter maps with what is preloaded, where the kernel does not say."""
 _SHARED_THREADS = 2048
 """Bound of threads where they are counted over all runs of a zygote."""
 
@@ -56,7 +59,7 @@ class Zygote:
 
     def __init__(self, control: socket.socket, kind: walls.Walls) -> None:
         self._control, self._kind = control, kind
-        self._base = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        self._base = _mapped()
         self._rules = walls.enter(kind)
         self._runs: dict[int, _Run] = {}
         self._started = 0
@@ -145,10 +148,8 @@ class Zygote:
             if run.status in self._selector.get_map():
                 self._selector.unregister(run.status)
             report = {"exit": os.waitstatus_to_exitcode(status), "cpu_s": used.ru_utime + used.ru_stime, "memory_kb": used.ru_maxrss}
-            try:
+            with suppress(OSError):  # whoever asked has gone
                 run.status.sendall(json.dumps(report).encode())
-            except OSError:
-                pass  # whoever asked has gone
             run.status.close()
 
     def _become(self, request: Request, descriptors: list[int]) -> None:
@@ -227,6 +228,15 @@ def _take(descriptors: dict[str, int], rules: int) -> int:
     return len(NAMES) if rules >= 0 else -1
 
 
+def _mapped() -> int:
+    """Bytes that this process maps, which are a run's to begin with."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:  # bubblewrap shows no /proc
+        return _INTERPRETER
+
+
 def _nothing(number: int, frame: FrameType | None) -> None:
     """A handler, so that the signal wakes the loop."""
 
@@ -234,14 +244,11 @@ def _nothing(number: int, frame: FrameType | None) -> None:
 def main(descriptor: int, kind: walls.Walls, source: str) -> None:
     """Go behind `kind`, say so, and serve. `source` is the folder that the package was imported from."""
     control = socket.socket(fileno=descriptor)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     sys.set_int_max_str_digits(0)
-    try:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # where memory runs out, this goes first
-    except OSError:
-        pass  # a /proc that cannot be written to
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # where memory runs out, this goes first
     try:
         preload()
         sys.path.remove(source)
