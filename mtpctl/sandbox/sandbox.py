@@ -34,6 +34,8 @@ START_S = 30.0
 _FD = "import sys; sys.path.insert(0, {source!r}); from mtpctl.sandbox.zygote import main; main({fd}, {kind!r}, {source!r})"
 _SURROUNDINGS = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """All environment variables of a run; threads would be those of a library that takes one for each core."""
+_FOR_THE_LOADER = ("LD_LIBRARY_PATH",)
+"""The caller's variables that a run has as well, since without them its interpreter may not start."""
 
 
 class Sandbox:
@@ -186,7 +188,7 @@ class Sandbox:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
-                env=_SURROUNDINGS,
+                env=_SURROUNDINGS | {name: os.environ[name] for name in _FOR_THE_LOADER if name in os.environ},
                 cwd="/",
                 start_new_session=True,  # Ctrl-C is the caller's to handle
             )

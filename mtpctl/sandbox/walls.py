@@ -51,11 +51,16 @@ def enter(walls: Walls) -> int:
     return landlock.rules(readable()) if walls == "landlock" else -1
 
 
+def scratch() -> str:
+    """Where a run has its private folder: /tmp, or beside it where the interpreter itself is below /tmp."""
+    return "/scratch" if any(path.startswith("/tmp/") for path in readable()) else "/tmp"
+
+
 def private_folder(megabytes: int) -> None:
-    """Give this process an empty /tmp of this size that no other one sees, and that goes with it."""
+    """Give this process an empty folder `scratch` of this size that no other one sees, and that goes with it."""
     os.unshare(os.CLONE_NEWNS)
     options = f"size={megabytes}m,nr_inodes={64 * megabytes},mode=0777"
-    kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC, options)
+    kernel.mount("tmpfs", scratch(), "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC, options)
 
 
 def _unshare(*, own_user: bool) -> None:
@@ -82,7 +87,7 @@ def _become_first() -> None:
 def _build_root() -> None:
     """Make a tmpfs the root, with what is `readable` bound into it. /proc and /sys are not there."""
     sources = [(path, os.open(path, os.O_PATH)) for path in readable()]  # the new root may be mounted over some of them
-    linked = links()
+    linked, private = links(), scratch()
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", _NEW_ROOT, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=0755")
     for path, source in sources:
@@ -101,7 +106,7 @@ def _build_root() -> None:
         os.close(source)
     for path, leads_to in linked.items():
         os.symlink(leads_to, _NEW_ROOT + path)
-    os.mkdir(f"{_NEW_ROOT}/tmp")
+    os.makedirs(_NEW_ROOT + private, exist_ok=True)
     os.chdir(_NEW_ROOT)
     kernel.pivot_root(".", ".")
     kernel.unmount(".")

@@ -169,7 +169,8 @@ class Zygote:
         named = self._kind in ("namespaces", "user namespaces")
         if named and request["tmp_mb"]:
             walls.private_folder(request["tmp_mb"])
-        os.chdir("/tmp" if named else "/")
+        os.chdir(walls.scratch() if named else "/")
+        os.environ["TMPDIR"] = os.getcwd()
         own = self._change_user() if self._kind == "namespaces" else False
         self._limit(request, own, named)
         if self._kind == "none":
