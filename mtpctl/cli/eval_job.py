@@ -14,6 +14,7 @@ from typing import TypedDict
 from mtpctl.cli.rollout_job import Say, Source, room_for_engines, serving, source_of, with_merged_sync, without_training
 from mtpctl.controller.evaluate import evaluate
 from mtpctl.controller.prepare import Prepared
+from mtpctl.controller.rehearsal import check_sandbox
 from mtpctl.controller.set_rewards import start_rewards
 from mtpctl.data.prompts import fit_problems
 from mtpctl.data.sets import load_held_out
@@ -87,6 +88,7 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, say: Say, start: str | No
     problems = load_held_out(recipe.data, recipe.seed, recipe.evaluation)
     if not problems.held_out:
         raise UserError("evaluation.sets: the recipe has no held-out problems; name a set, or data.eval_path")
+    check_sandbox(recipe)
     with tempfile.TemporaryDirectory(prefix="mtpctl-eval-") as made, contextlib.ExitStack() as stack:
         folder = Path(made)
         source = source_of(recipe, start, folder)

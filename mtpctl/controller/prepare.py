@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from mtpctl.controller.rehearsal import try_loss
+from mtpctl.controller.rehearsal import check_sandbox, try_loss
 from mtpctl.controller.trial import check_rewards
 from mtpctl.data.prompts import fit_problems
 from mtpctl.data.sets import ProblemSets, load_problem_sets
@@ -56,6 +56,8 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     """
     from mtpctl.convert.model_weights import ModelWeights
 
+    if "rl" in recipe.train.stages:
+        check_sandbox(recipe)
     try_loss(recipe)
     # What is read in a moment comes first, and with it the most common mistakes.
     problems = load_problem_sets(recipe.data, recipe.seed, recipe.evaluation, stages=recipe.train.stages)

@@ -8,6 +8,7 @@ from mtpctl.recipe.reward import VERIFIERS
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.environments import environment_of
 from mtpctl.rollout.trial import try_environment
+from mtpctl.sandbox.shared import require
 
 
 def rehearse(recipe: Recipe) -> list[str]:
@@ -17,6 +18,7 @@ def rehearse(recipe: Recipe) -> list[str]:
     """
     if "rl" not in recipe.train.stages:
         return []
+    check_sandbox(recipe)
     try_loss(recipe)
     environment, own_reward = environment_of(recipe.rollout), recipe.reward.function not in VERIFIERS
     if environment is None and not own_reward:
@@ -26,6 +28,17 @@ def rehearse(recipe: Recipe) -> list[str]:
         try_environment(environment, problems.train, None, chat=recipe.data.chat_template)
     warning = check_rewards(problems, recipe) if own_reward else ""
     return [warning] if warning else []
+
+
+def check_sandbox(recipe: Recipe) -> None:
+    """Raise EnvironmentMissing where the recipe runs code that the model writes, and this host has no sandbox for it."""
+    rewards = {"reward": recipe.reward}
+    rewards |= {f"evaluation.sets.{name}.reward": each.reward for name, each in recipe.evaluation.sets.items() if each.reward}
+    asked = {f"{field}.args": reward.args for field, reward in rewards.items() if reward.function == "code"}
+    if recipe.rollout.environment == "python":
+        asked["rollout.environment_args"] = recipe.rollout.environment_args
+    for field, args in asked.items():
+        require(field, args.get("isolation", "required"))
 
 
 def try_loss(recipe: Recipe) -> None:

@@ -15,6 +15,7 @@ BUILT_IN = {
     "math": "mtpctl.rl.rewards.math:score",
     "length": "mtpctl.rl.rewards.length:score",
     "llm_judge": "mtpctl.rl.rewards.llm_judge:score",
+    "code": "mtpctl.sandbox.reward:score",
     "environment": "mtpctl.rollout.environment_reward:score",
 }
 """Functions that come with mtpctl: the name in a recipe, and where it is found. All have the signature of a user's own."""

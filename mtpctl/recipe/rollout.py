@@ -19,6 +19,7 @@ VLLM_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 ENVIRONMENTS = {
     "calculator": "mtpctl.rollout.calculator:Calculator",
+    "python": "mtpctl.sandbox.environment:Python",
 }
 """The class behind each name that comes with mtpctl; `single` is none. It is imported when it is used."""
 

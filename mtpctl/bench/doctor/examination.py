@@ -17,6 +17,8 @@ from mtpctl.bench.doctor.part import NoAnswer, run_part
 from mtpctl.bench.doctor.self_check import Agreement
 from mtpctl.cluster import leftovers
 from mtpctl.errors import EnvironmentMissing, MtpctlError, ThresholdMissed
+from mtpctl.sandbox.layers import layers
+from mtpctl.sandbox.sandbox import Sandbox
 
 if TYPE_CHECKING:
     from mtpctl.bench.doctor.live import Trial
@@ -108,6 +110,7 @@ def examine(*, quick: bool = False, done: Report = lambda check: None) -> Diagno
                 "kernels": lambda: kernels(folder),
                 "transports": lambda: transports(folder),
                 "ray": lambda: ray(folder),
+                "sandbox": sandbox,
                 "families": lambda: families(folder, on_cpu=not cards),
             },
             {"self-check": lambda: self_check(folder, quick)},
@@ -215,6 +218,17 @@ async def ray(folder: Path) -> Finding:
     """Does Ray start on this machine, and does a worker answer?"""
     told = await run_part("ray", folder, DEADLINE_S["ray"])
     return Finding("ok", f"{told['version']} starts here, and a task answers", told)
+
+
+async def sandbox() -> Finding:
+    """What keeps code of the model in, where a reward or an environment runs it?"""
+    try:
+        with Sandbox() as tried:
+            found = await asyncio.to_thread(layers, tried)
+            walls = tried.walls()
+    except EnvironmentMissing as error:
+        return Finding("absent", f"{error}; the reward code and the environment python refuse to start", [])
+    return Finding("ok", f"{walls}; " + "; ".join(f"{layer.name}: {layer.by}" for layer in found), [asdict(layer) for layer in found])
 
 
 async def families(folder: Path, *, on_cpu: bool) -> Finding:

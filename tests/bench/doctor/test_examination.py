@@ -56,7 +56,7 @@ def test_all_well_has_every_finding_and_exit_code_0(examined: Any) -> None:
     heard: list[str] = []
     diagnosis = examined(done=lambda check: heard.append(check.name))
     names = [check.name for check in diagnosis.checks]
-    assert names == ["python", "machine", "gpus", "packages", "kernels", "transports", "ray", "families", "self-check"]
+    assert names == ["python", "machine", "gpus", "packages", "kernels", "transports", "ray", "sandbox", "families", "self-check"]
     assert set(heard) == set(names)
     told = diagnosis.to_dict()
     assert told["exit_code"] == 0 and diagnosis.error is None

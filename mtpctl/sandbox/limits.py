@@ -1,0 +1,62 @@
+"""What a run may use, and what came out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one run. `cpu_s` counts what all of its threads compute, `wall_s` what a clock on the wall counts.
+
+    A machine at full load makes a run take longer on the wall, and not in CPU seconds; `wall_s` is for those that sleep or wait, and is
+    three times `cpu_s` and a second where it is None. CPU seconds are told in whole ones, rounded up. `memory_mb` counts what the run maps
+    beyond the interpreter; `tmp_mb` its files in /tmp, where it has one; `output_bytes` stdout and stderr together.
+    """
+
+    cpu_s: float = 5.0
+    wall_s: float | None = None
+    memory_mb: int = 512
+    tmp_mb: int = 16
+    threads: int = 32
+    output_bytes: int = 1 << 20
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds on the wall."""
+        return 3 * self.cpu_s + 1 if self.wall_s is None else self.wall_s
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A run that has ended. `exit`: its exit code, minus the signal where one ended it.
+
+    `timed_out` and `too_much_output`: it was killed for that. `out_of_memory`: it ended with a MemoryError, or could map no more.
+    """
+
+    stdout: str
+    stderr: str
+    exit: int
+    timed_out: bool = False
+    out_of_memory: bool = False
+    too_much_output: bool = False
+    cpu_s: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended by itself, with exit code 0."""
+        return self.exit == 0 and not (self.timed_out or self.too_much_output)
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """An answer that was tested: for each test None, or why it failed in a line. `timed_out`: tests that had not ended in time."""
+
+    failures: list[str | None]
+    timed_out: bool
+    answer: Result
+
+    @property
+    def passed(self) -> float:
+        """Share of the tests that passed."""
+        return sum(each is None for each in self.failures) / len(self.failures)

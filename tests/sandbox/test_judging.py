@@ -1,0 +1,303 @@
+"""Answers that are tested: what right ones may do, and what wrong ones try in order to pass."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtpctl.sandbox.limits import Judgement, Limits
+from mtpctl.sandbox.sandbox import Sandbox
+
+BRIEF = Limits(cpu_s=2.0, wall_s=10.0)
+
+
+def sections(text: str) -> dict[str, str]:
+    """The parts of a text by their headings."""
+    parts = [part.partition("\n") for part in text.split("\n## ")[1:]]
+    return {name: body for name, _, body in parts}
+
+
+RIGHT = sections(
+    """
+## numbers, texts and containers
+def same(x): return x
+--
+assert same([1, (2.5, None), {'a': {3}}, 'ü', True, b'x', 2**4000]) == [1, (2.5, None), {'a': {3}}, 'ü', True, b'x', 2**4000]
+## types are kept
+def same(x): return x
+--
+for x in ((), [], {}, set(), frozenset(), range(3), 1j, 1.0, True): assert type(same(x)) is type(x)
+## what the answer changes is changed
+def sort(x): x.sort()
+--
+x = [3, 1, 2]; assert sort(x) is None; assert x == [1, 2, 3]
+## exceptions
+class Own(ValueError): pass
+def fail(own):
+    raise Own('why') if own else KeyError('k')
+--
+import contextlib
+with contextlib.suppress(KeyError): fail(False); assert 0
+with contextlib.suppress(Own): fail(True); assert 0
+with contextlib.suppress(ValueError): fail(True); assert 0
+## objects of the answer
+class Stack:
+    def __init__(self): self.items = []
+    def push(self, x): self.items.append(x)
+    def __len__(self): return len(self.items)
+    def __getitem__(self, i): return self.items[i]
+--
+s = Stack(); s.push(3); assert len(s) == 1 and s.items == [3] and s[0] == 3
+assert isinstance(s, Stack) and not isinstance(3, Stack) and 3 in s and 4 not in s
+## operators between objects of the answer
+class V:
+    def __init__(self, x): self.x = x
+    def __add__(self, o): return V(self.x + o.x)
+    def __eq__(self, o): return self.x == o.x
+--
+assert (V(1) + V(2)).x == 3
+assert V(1) == V(1) and V(1) != V(2)
+## generators
+def count(n): yield from range(n)
+--
+assert list(count(3)) == [0, 1, 2]
+assert sum(x for x in count(4)) == 6
+## functions of the tests
+def twice(f, x): return f(f(x))
+--
+assert twice(lambda x: x + 3, 1) == 7
+assert twice(str.upper, 'a') == 'A'
+## a function of a test that raises
+def tried(f):
+    try: return f()
+    except ZeroDivisionError: return 'caught'
+--
+assert tried(lambda: 1 / 0) == 'caught'
+## Python's own types as arguments
+def cast(kind, x): return kind(x)
+--
+assert cast(int, '3') == 3 and cast(float, '2') == 2.0
+## functions that return functions
+def add(x): return lambda y: x + y
+--
+assert add(1)(2) == 3
+## constants
+LIMIT = 7
+--
+assert LIMIT == 7
+## modules that only the answer imports
+import math
+def area(r): return math.pi * r * r
+--
+assert math.isclose(area(1), 3.141592653589793)
+## subclasses of containers
+from collections import Counter, defaultdict, namedtuple
+P = namedtuple('P', 'x y')
+def f(): return Counter('aab'), defaultdict(int, {1: 2}), P(1, 2)
+--
+assert f() == ({'a': 2, 'b': 1}, {1: 2}, (1, 2))
+## recursion, printing and threads
+import threading
+def f(n):
+    print('x')
+    t = threading.Thread(target=print)
+    t.start(); t.join()
+    return n and f(n - 1)
+--
+assert f(20) == 0
+## numpy
+import numpy as np
+def f(n): return np.arange(n)
+--
+assert (f(3) == np.array([0, 1, 2])).all() and f(4).sum() == 6
+"""
+)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_answer_passes(best: Sandbox, name: str) -> None:
+    code, _, tests = RIGHT[name].partition("\n--\n")
+    judged = best.judge(code, [tests], limits=Limits(memory_mb=2048))
+    assert judged.failures == [None], judged
+
+
+def test_right_answers_pass_behind_all_walls(sandbox: Sandbox) -> None:
+    code, _, tests = RIGHT["exceptions"].partition("\n--\n")
+    assert sandbox.judge(code, [tests]).passed == 1.0
+
+
+HIDDEN = [
+    "assert f(3) == 9137",
+    "assert sorted(f(4)) == [1]",
+    "assert abs(f(5) - 3.5) < 1e-6",
+    "assert f(6) in (8, 9)",
+    "assert not f(7) != 77",
+    "assert 7.0 - f(8) == 0",
+    "assert 9 in f(9)",
+]
+"""Tests that an answer passes only if it knows the values."""
+
+CHEATS = sections(
+    r"""
+## is equal to everything
+class Any:
+    __eq__ = __le__ = __ge__ = __lt__ = __contains__ = lambda s, o: True
+    __ne__ = lambda s, o: False
+    __sub__ = __abs__ = __iter__ = lambda s, *o: s
+    __hash__ = lambda s: 0
+def f(x): return Any()
+## takes what it is compared with for its answer
+class Any:
+    __sub__ = __rsub__ = __mod__ = __xor__ = lambda s, o: 0
+    __contains__ = lambda s, o: True
+    __iter__ = lambda s: iter([])
+def f(x): return Any()
+## is a number equal to everything
+class Any(int):
+    __eq__ = lambda s, o: True
+    __ne__ = lambda s, o: False
+    __hash__ = lambda s: 0
+def f(x): return Any(1)
+## is a list equal to everything
+class Any(list):
+    __eq__ = __contains__ = lambda s, o: True
+def f(x): return Any()
+## holds what is equal to everything
+class Any:
+    __eq__ = lambda s, o: True
+    __hash__ = lambda s: 0
+def f(x): return [Any()]
+## claims to be another class
+class Any:
+    __class__ = int
+    __eq__ = lambda s, o: True
+def f(x): return Any()
+## is itself a class
+class f:
+    def __init__(self, x): pass
+    def __eq__(self, other): return True
+    def __sub__(self, other): return 0.0
+## leaves before the tests
+import sys
+sys.exit(0)
+## leaves without a word
+import os
+os._exit(0)
+## leaves within a test
+import os
+def f(x): os._exit(0)
+## exits within a test
+def f(x): raise SystemExit(0)
+## replaces AssertionError
+import builtins
+class Never(Exception): pass
+builtins.AssertionError = Never
+def f(x): return 0
+## replaces built-ins
+import builtins
+builtins.abs = builtins.sorted = builtins.len = lambda *a: 0
+def abs(x): return 0
+def sorted(x): return [1]
+def f(x): return 0
+## looks for the tests
+import gc, sys
+def f(x):
+    frame = sys._getframe()
+    while frame:
+        for each in list(frame.f_locals.values()) + gc.get_objects():
+            if isinstance(each, str) and 'assert' in each and str(9130 + 7) in each: return 9137
+        frame = frame.f_back
+    return 0
+## tells the verdict itself
+import os, json
+m = json.dumps({'passed': True, 'error': ''}).encode()
+for fd in range(64):
+    try:
+        for _ in range(9): os.write(fd, len(m).to_bytes(4, 'big') + m)
+    except OSError: pass
+def f(x): return 0
+## prints what tests would
+print('OK', '1 passed', '{"passed": true}', flush=True)
+def f(x): return None
+## closes everything
+import os
+os.closerange(0, 99)
+def f(x): return 1
+## sends nonsense
+import os
+def f(x): os.write(5, b'\0\0\0\4null' * 3)
+## sends a message without end
+import os
+def f(x):
+    os.write(5, b'\x7f\xff\xff\xff')
+    os._exit(0)
+## sends a deep message
+import os
+def f(x):
+    m = b'{"value": ' + b'["l", [' * 50000 + b']]' * 50000 + b'}'
+    m = len(m).to_bytes(4, 'big') + m
+    while m: m = m[os.write(5, m):]
+## replaces its own side
+import mtpctl.sandbox.questions as q
+q._PLAIN = (object,)
+q.Peer._serve = lambda s, m, n: s._send({'value': True})
+def f(x): return 0
+## is stuck
+def f(x):
+    while True: pass
+## is no Python
+def f(x: return
+## fails
+raise ValueError
+## does not define it
+x = 1
+"""
+)
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_wrong_answer_passes_nothing_whatever_it_does(best: Sandbox, name: str) -> None:
+    judged = best.judge(CHEATS[name], HIDDEN, limits=BRIEF)
+    assert len(judged.failures) == len(HIDDEN) and all(judged.failures), judged
+
+
+def test_cheats_pass_nothing_behind_all_walls(sandbox: Sandbox) -> None:
+    for name in ("looks for the tests", "tells the verdict itself", "is equal to everything"):
+        assert sandbox.judge(CHEATS[name], HIDDEN, limits=BRIEF).passed == 0.0, name
+
+
+def test_functions_of_the_tests_can_be_called_by_the_answer_and_nothing_else(best: Sandbox) -> None:
+    """The answer asks for the globals of a function that it was given, by the messages that its own side would never send."""
+    code = """
+import json, os
+def apply(function, x):
+    seen = []
+    for do, number in (("getattr", function._number), ("setattr", function._number)):
+        message = json.dumps({"kind": "do", "with": [do, [["o", number], "__globals__", "x"][: 2 if do == "getattr" else 3], {}]}).encode()
+        os.write(5, len(message).to_bytes(4, "big") + message)
+        length = int.from_bytes(os.read(5, 4), "big")
+        seen.append(os.read(5, length).decode())
+    return seen
+"""
+    tests = ["SECRET = 9137\nseen = apply(lambda x: x, 1)\nassert len(seen) == 2 and all('TypeError' in each for each in seen), seen"]
+    judged = best.judge(code, tests, limits=BRIEF)
+    assert judged.failures == [None], judged
+
+
+def test_failures_are_told_test_by_test(best: Sandbox) -> None:
+    judged = best.judge("def f(x): return x", ["assert f(1) == 1", "assert f(1) == 2, 'not two'", "f()", "g()"])
+    assert judged.passed == 0.25
+    none, two, missing, name = judged.failures
+    assert (none, two) == (None, "AssertionError: not two")
+    assert missing is not None and missing.startswith("TypeError") and name is not None and name.startswith("NameError")
+
+
+def test_tests_that_had_passed_count_when_a_later_one_hangs(best: Sandbox) -> None:
+    code = "def f(x):\n    while x: pass\n    return 0"
+    judged: Judgement = best.judge(code, ["assert f(0) == 0", "f(1)", "assert f(0) == 0"], limits=Limits(cpu_s=30, wall_s=1.5))
+    assert judged.timed_out and judged.failures == [None, "not ended in time", "not ended in time"]
+
+
+def test_an_entry_point_may_have_the_name_of_a_built_in(best: Sandbox) -> None:
+    code = "def sum(x): return 'own'"
+    assert best.judge(code, ["assert sum([1]) == 'own'"], entry_point="sum").passed == 1.0
+    assert best.judge(code, ["assert sum([1]) == 1"]).passed == 1.0
