@@ -17,7 +17,7 @@ from mtpctl.controller.prepare import model_of, store_in, tokenizer_of
 from mtpctl.controller.state import newest_version, version_named
 from mtpctl.data.files import read_problems
 from mtpctl.data.problems import NO_ANSWER, Problem
-from mtpctl.data.prompts import encode_prompt
+from mtpctl.data.prompts import chatted, encode_prompt
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model
 from mtpctl.errors import UserError
 from mtpctl.plan.placement import Host, Placement, place
@@ -100,7 +100,7 @@ def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progr
         source = source_of(recipe, start, folder)
         say(f"model: {source.name}")
         environment = environment_of(recipe.rollout)
-        tools = try_environment(environment, problems, source.tokenizer, chat=recipe.data.chat_template) if environment else []
+        tools = try_environment(environment, problems, source.tokenizer, chat=chatted(recipe.data, problems)) if environment else []
         asked = [
             Prompt(
                 number,

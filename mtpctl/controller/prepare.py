@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from mtpctl.controller.rehearsal import check_sandbox, try_loss
 from mtpctl.controller.trial import check_rewards
-from mtpctl.data.prompts import fit_problems
+from mtpctl.data.prompts import chatted, fit_problems
 from mtpctl.data.sets import ProblemSets, load_problem_sets
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_tokenizer, make_byte_tokenizer
 from mtpctl.errors import EnvironmentMissing, UserError
@@ -73,7 +73,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     context = recipe.rollout.context or model.shape.max_positions
     if context > model.shape.max_positions:
         raise UserError(f"rollout.context: {context} is more than the {model.shape.max_positions} positions of the model; lower it")
-    tools = try_environment(environment, problems.train, tokenizer, chat=recipe.data.chat_template) if environment else []
+    tools = try_environment(environment, problems.train, tokenizer, chat=chatted(recipe.data, problems.train)) if environment else []
     imitated = problems.supervised if "sft" in recipe.train.stages else []
     if imitated is not problems.train:
         fit_problems(tokenizer, problems.train, recipe.data, context=context, tools=tools)

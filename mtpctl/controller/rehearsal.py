@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mtpctl.controller.trial import check_rewards
+from mtpctl.data.prompts import chatted
 from mtpctl.data.sets import load_problem_sets
 from mtpctl.recipe.reward import VERIFIERS
 from mtpctl.recipe.schema import Recipe
@@ -25,7 +26,7 @@ def rehearse(recipe: Recipe) -> list[str]:
         return []
     problems = load_problem_sets(recipe.data, recipe.seed)
     if environment is not None:
-        try_environment(environment, problems.train, None, chat=recipe.data.chat_template)
+        try_environment(environment, problems.train, None, chat=chatted(recipe.data, problems.train))
     warning = check_rewards(problems, recipe) if own_reward else ""
     return [warning] if warning else []
 

@@ -7,7 +7,7 @@ import asyncio
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import ProblemSets
 from mtpctl.errors import UserError
-from mtpctl.recipe.reward import VERIFIERS, RewardConfig
+from mtpctl.recipe.reward import FROM_ENVIRONMENT, VERIFIERS, RewardConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.rewards.outcome import Outcome
 from mtpctl.rl.rewards.rewarder import Rewarder
@@ -28,6 +28,8 @@ def check_rewards(problems: ProblemSets, recipe: Recipe) -> str:
     Raises UserError for a function that cannot be loaded or called, that fails on a row, or, of `exact` and `math`, that accepts no
     solution of a set: no response could be rewarded.
     """
+    if recipe.reward.function == FROM_ENVIRONMENT:
+        return ""  # no environment has run yet
     if recipe.reward.function not in VERIFIERS:
         return asyncio.run(_tried(recipe.reward, problems.train[:TRIED]))
     return asyncio.run(_compared(recipe.reward, {"training": problems.train, "held-out": problems.evaluation}))

@@ -24,6 +24,11 @@ def encode_prompt(tokenizer: Tokenizer, problem: Problem, config: DataConfig, to
     return tokenizer.chat([*_system(problem, config), {"role": "user", "content": problem.prompt}], [*(problem.tools or ()), *tools])
 
 
+def chatted(config: DataConfig, problems: Iterable[Problem]) -> bool:
+    """Whether prompts go through the chat template, because the recipe says so or because one of them is a conversation."""
+    return config.chat_template or any(problem.messages for problem in problems)
+
+
 def encode_target(tokenizer: Tokenizer, problem: Problem) -> list[int]:
     """Ids of the text that the supervised stage trains on, with the end token."""
     return [*tokenizer.encode(problem.target), tokenizer.eos_id]

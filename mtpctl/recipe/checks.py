@@ -19,7 +19,7 @@ from mtpctl.recipe.evaluation import evaluation_fits
 from mtpctl.recipe.model import BYTE_VOCAB_SIZE
 from mtpctl.recipe.model_source import hf_config, model_fits, model_folder, tensor_names
 from mtpctl.recipe.parallel import parallel_fits
-from mtpctl.recipe.reward import VERIFIERS, reward_fits
+from mtpctl.recipe.reward import FROM_ENVIRONMENT, VERIFIERS, reward_fits
 from mtpctl.recipe.rl import clips_fit, correction_fits, loss_fits
 from mtpctl.recipe.rollout import (
     VLLM_ADAPTER_RANKS,
@@ -136,6 +136,8 @@ def _mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
 def _answers(recipe: Recipe) -> Complaints:
     """Rows without answers, for rewards that compare a response with one: an empty response would be right."""
     data, function = recipe.data, recipe.reward.function
+    if function == FROM_ENVIRONMENT and recipe.rollout.environment == "single" and "rl" in recipe.train.stages:
+        yield "reward.function: environment takes what an environment's reward() returns, and rollout.environment is single; name one"
     if data.columns.answer is None and function in VERIFIERS and "rl" in recipe.train.stages:
         yield f"data.columns.answer: null leaves the reward {function} nothing to compare a response with; name the column"
     for name, each in recipe.evaluation.sets.items():

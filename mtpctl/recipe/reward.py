@@ -10,13 +10,16 @@ from pydantic import Field
 from mtpctl.recipe.section import Complaints, PositiveFloat, PositiveInt, Section
 from mtpctl.user_code import is_reference, missing_file
 
+FROM_ENVIRONMENT = "environment"
+"""The function that takes what the environment's own `reward()` returned."""
+
 BUILT_IN = {
     "exact": "mtpctl.rl.rewards.exact:score",
     "math": "mtpctl.rl.rewards.math:score",
     "length": "mtpctl.rl.rewards.length:score",
     "llm_judge": "mtpctl.rl.rewards.llm_judge:score",
     "code": "mtpctl.sandbox.reward:score",
-    "environment": "mtpctl.rollout.environment_reward:score",
+    FROM_ENVIRONMENT: "mtpctl.rollout.environment_reward:score",
 }
 """Functions that come with mtpctl: the name in a recipe, and where it is found. All have the signature of a user's own."""
 
