@@ -4,7 +4,8 @@
 
 Weights stay parameters of their own, one an expert, since checkpoints, syncs and adapters name them so. Gradient buffers lay parameters
 out backwards, at equal distances; where all weights of a call lie like this, the products read them where they are, and weight gradients
-are added to the fp32 buffers (`main_grad`) in one step. Weights that lie otherwise are copied into one tensor first.
+are added to the fp32 buffers (`main_grad`) in one step, past autograd, whose bookkeeping for hundreds of weights would hold up the
+card. Weights that lie otherwise are copied into one tensor first.
 
 The products are `torch.nn.functional.grouped_mm`, which needs rows at multiples of 16 bytes; other widths are multiplied expert by expert.
 On a card a kernel of ours adds weight gradients to the buffers, which spares writing and reading them once more. Group borders stay on
@@ -14,7 +15,7 @@ the device: nothing here waits for it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Protocol
@@ -29,15 +30,76 @@ ROW_BYTES = 16
 """Rows of `grouped_mm`'s operands start at multiples of this."""
 
 
-def grouped_linear(x: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
+class Stack:
+    """The weights of a grouped linear layer: E parameters of one shape [out, in], in the order of the groups.
+
+    Where they lie is looked up again only when they have moved: for a layer of hundreds of weights that takes the host longer than their
+    products take a card.
+    """
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.weights = tuple(weights)
+        self._values, self._gradients = _Place(), _Place()
+
+    @property
+    def whole(self) -> Tensor:
+        """The weights as one [E, out, in]: a view where they lie in one storage at equal distances, else a copy."""
+        return self._values.of(self.weights[0], self.weights[-1], lambda: self.weights)
+
+    @property
+    def buffered(self) -> bool:
+        """Whether gradients go into the weights' buffers, `main_grad`, past autograd."""
+        return getattr(self.weights[0], "main_grad", None) is not None
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """What autograd has to know of: all weights, or one that stands for them where gradients go past it."""
+        return self.weights[:1] if self.buffered else self.weights
+
+    def add_gradients(self, grad: Tensor, x: Tensor, ends: Tensor) -> None:
+        """Add the sum of outer products over each group's rows, grad [R, out] and x [R, in], to the weights' buffers."""
+        first, last = _buffer(self.weights[0]), _buffer(self.weights[-1])
+        whole = self._gradients.of(first, last, lambda: [_buffer(weight) for weight in self.weights])
+        if whole.data_ptr() != first.data_ptr():  # a copy: they lie apart
+            torch._foreach_add_([_buffer(weight) for weight in self.weights], list(_outer_products(grad, x, ends).unbind()))
+        elif x.is_cuda and _triton().refusal(grad, x, whole) is None:
+            _triton().add_weight_grads(whole, grad, x, ends)
+        else:
+            whole.add_(_outer_products(grad, x, ends))
+
+
+class _Place:
+    """Tensors that lie at equal distances, as one."""
+
+    def __init__(self) -> None:
+        self._ends: tuple[int, int] | None = None
+        self._view: Tensor | None = None
+
+    def of(self, first: Tensor, last: Tensor, every: Callable[[], Sequence[Tensor]]) -> Tensor:
+        """`stacked(every())`, looked up only where the first or the last of them lies elsewhere than before."""
+        ends = first.data_ptr(), last.data_ptr()
+        if self._view is not None and ends == self._ends:
+            return self._view
+        found = stacked(every())
+        if found.data_ptr() == ends[0]:
+            self._ends, self._view = ends, found
+        return found
+
+
+def _buffer(weight: Tensor) -> Tensor:
+    buffer: Tensor = weight.main_grad  # type: ignore[attr-defined]
+    return buffer
+
+
+def grouped_linear(x: Tensor, ends: Tensor, weights: Stack) -> Tensor:
     """x [R, in], sorted by group → [R, out]. `ends` [E] int32: where each group's rows end, on x's device. `weights`: E of [out, in].
 
-    Where all weights have a `main_grad`, their gradients are added to it, and autograd gets none.
+    Where the weights have a `main_grad`, their gradients are added to it, and autograd gets none.
     """
     if not len(x):
         # No kernel takes zero rows in all. The product keeps the result in the graph, so that gradients flow on to earlier layers.
-        return x @ weights[0].t()
-    out: Tensor = _GroupedLinear.apply(x, ends, *weights)
+        return x @ weights.weights[0].t()
+    out: Tensor = _GroupedLinear.apply(x, ends, weights, *weights.leaves)
     return out
 
 
@@ -56,39 +118,28 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class _Context(AutogradContext, Protocol):
-    weights: tuple[Tensor, ...]
+    weights: Stack
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, ends: Tensor, weights: Stack, *leaves: Tensor) -> Tensor:
         ctx.save_for_backward(x, ends)
         ctx.weights = weights  # parameters, which live longer than the graph
-        return _products(x, stacked(weights).mT, ends)
+        return _products(x, weights.whole.mT, ends)
 
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, weights = grads[0].contiguous(), ctx.weights
         x, ends = ctx.saved_tensors
-        x_grad = _products(grad, stacked(weights), ends) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[2]:
-            return x_grad, None, *[None] * len(weights)
-        buffers = [getattr(weight, "main_grad", None) for weight in weights]
-        if any(buffer is None for buffer in buffers):
-            return x_grad, None, *_outer_products(grad, x, ends).unbind()
-        _add_outer_products([buffer for buffer in buffers if buffer is not None], grad, x, ends)
-        return x_grad, None, *[None] * len(weights)
-
-
-def _add_outer_products(buffers: list[Tensor], grad: Tensor, x: Tensor, ends: Tensor) -> None:
-    """Add the sum of outer products over each group's rows, grad [R, out] and x [R, in], to E buffers of [out, in]."""
-    whole = stacked(buffers)
-    if whole.data_ptr() != buffers[0].data_ptr():  # a copy: they lie apart
-        torch._foreach_add_(buffers, list(_outer_products(grad, x, ends).unbind()))
-    elif x.is_cuda and _triton().refusal(grad, x, whole) is None:
-        _triton().add_weight_grads(whole, grad, x, ends)
-    else:
-        whole.add_(_outer_products(grad, x, ends))
+        x_grad = _products(grad, weights.whole, ends) if ctx.needs_input_grad[0] else None
+        found: Sequence[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 3)
+        if ctx.needs_input_grad[3]:
+            if weights.buffered:
+                weights.add_gradients(grad, x, ends)
+            else:
+                found = _outer_products(grad, x, ends).unbind()
+        return x_grad, None, None, *found
 
 
 def row_sums(rows: Tensor, row_of: Tensor) -> Tensor:

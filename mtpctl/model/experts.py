@@ -17,10 +17,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
-from mtpctl.kernels.grouped import grouped_linear
 from mtpctl.model.dispatch import Exchange, Order, by_expert, shares_of_rows
 from mtpctl.model.layers import GatedMlp
-from mtpctl.model.lora import adapted_grouped
+from mtpctl.model.lora import GroupedLayer, grouped_layer
 from mtpctl.model.recompute import gated_product, recomputed
 
 
@@ -45,6 +44,7 @@ class Experts(SequentialMLP):
         super().__init__(num_local_experts, config, submodules, pg_collection)
         for name in ("linear_fc1", "linear_fc2"):
             _lay_out([getattr(expert, name).weight for expert in reversed(self.local_experts)])
+        self._layers: dict[str, GroupedLayer] = {}  # made at the first pass, when adapters are attached
 
     def run(self, rows: Tensor, ends: Tensor, shares: Tensor) -> Tensor:
         """rows [R, H], shares [R] of a row in its token's sum, ends [E] int32: where the rows of the last expert, the one before it, …
@@ -55,9 +55,10 @@ class Experts(SequentialMLP):
             return self._linear("linear_fc2", product, ends)
 
     def _linear(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
-        linears = [getattr(expert, name) for expert in reversed(self.local_experts)]
-        out = grouped_linear(rows, ends, [linear.weight for linear in linears])
-        return adapted_grouped(out, rows, ends, linears)
+        layer = self._layers.get(name)
+        if layer is None:
+            layer = self._layers[name] = grouped_layer([getattr(expert, name) for expert in reversed(self.local_experts)])
+        return layer(rows, ends)
 
 
 def _lay_out(weights: list[torch.nn.Parameter]) -> None:

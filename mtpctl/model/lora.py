@@ -16,7 +16,7 @@ none, since no inference engine puts adapters on its drafter: their own weights 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from mtpctl.errors import UserError
-from mtpctl.kernels.grouped import grouped_linear
+from mtpctl.kernels.grouped import Stack, grouped_linear
 from mtpctl.model.delta_net import GatedDeltaNet
 from mtpctl.model.latent import ReplicatedLinear
 from mtpctl.model.layers import LayerNormColumnParallelLinear
@@ -132,13 +132,24 @@ class LoraReplicatedLinear(ReplicatedLinear):
         return torch.add(out, F.linear(F.linear(x, self.adapter.lora_a), self.adapter.lora_b), alpha=self.adapter.scale), bias
 
 
-def adapted_grouped(out: Tensor, rows: Tensor, ends: Tensor, linears: Sequence[torch.nn.Module]) -> Tensor:
-    """What a grouped product of experts gave, with their adapters' parts added where they have some; arguments as in `grouped_linear`."""
-    adapters = [linear.adapter for linear in linears if isinstance(linear, _Adapted)]
+type GroupedLayer = Callable[[Tensor, Tensor], Tensor]
+"""A linear layer of many experts: rows [R, in], sorted by expert, and the ends of their groups [E] → [R, out]."""
+
+
+def grouped_layer(linears: Sequence[_Linear]) -> GroupedLayer:
+    """The linear layers of many experts as one grouped product, their adapters' parts added where they have some."""
+    weights = Stack([linear.weight for linear in linears])
+    adapters: list[Adapter] = [linear.adapter for linear in linears if isinstance(linear, _Adapted)]
     if not adapters:
-        return out
-    low = grouped_linear(rows, ends, [adapter.lora_a for adapter in adapters])
-    return torch.add(out, grouped_linear(low, ends, [adapter.lora_b for adapter in adapters]), alpha=adapters[0].scale)
+        return lambda rows, ends: grouped_linear(rows, ends, weights)
+    a, b = Stack([adapter.lora_a for adapter in adapters]), Stack([adapter.lora_b for adapter in adapters])
+    scale = adapters[0].scale
+
+    def adapted(rows: Tensor, ends: Tensor) -> Tensor:
+        low = grouped_linear(rows, ends, a)
+        return torch.add(grouped_linear(rows, ends, weights), grouped_linear(low, ends, b), alpha=scale)
+
+    return adapted
 
 
 type _Linear = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear

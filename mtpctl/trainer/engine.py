@@ -190,7 +190,8 @@ class MegatronEngine:
         depths = self.depths if self.trains_mtp else 0
         loss = UpdateLoss(self.head, self.config, objective, sequences, temperature=temperature, depths=depths)
         micros = self._micro_batches(sequences, depths)
-        self.model.train()
+        if not self.model.training:  # going over thousands of experts takes its time
+            self.model.train()
         allocate(data_parallel.gradients(self.model))
         self.model.zero_grad_buffer()
         return loss.metrics(self._run(micros, loss, forward_only=False))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpctl.kernels.grouped import grouped_linear, stacked
+from mtpctl.kernels.grouped import Stack, grouped_linear, stacked
 
 COUNTS = [3, 0, 7, 1, 0]
 
@@ -30,7 +30,7 @@ def test_each_group_is_multiplied_with_its_own_weight_and_so_are_the_gradients(
     dtype: torch.dtype, inputs: int, outputs: int, counts: list[int]
 ) -> None:
     x, ends, weights = problem(dtype, inputs, outputs, counts)
-    found = grouped_linear(x, ends, weights)
+    found = grouped_linear(x, ends, Stack(weights))
     right = one_by_one(x.double(), counts, [weight.double() for weight in weights])
     upstream = torch.randn_like(right)
     got = torch.autograd.grad(found, [x, *weights], upstream.to(dtype))
@@ -48,7 +48,7 @@ def test_gradients_are_added_to_the_buffers_of_weights_that_have_some(regular: b
     for weight, buffer in zip(weights, buffers, strict=True):
         weight.main_grad = buffer  # type: ignore[attr-defined]
     right = torch.autograd.grad(one_by_one(x, COUNTS, weights).sum(), weights)
-    grouped_linear(x, ends, weights).sum().backward()
+    grouped_linear(x, ends, Stack(weights)).sum().backward()
     for weight, buffer, wanted in zip(weights, buffers, right, strict=True):
         assert weight.grad is None
         torch.testing.assert_close(buffer, wanted + 1)
@@ -56,13 +56,13 @@ def test_gradients_are_added_to_the_buffers_of_weights_that_have_some(regular: b
 
 def test_weights_that_are_frozen_get_no_gradient_and_the_rows_do() -> None:
     x, ends, weights = problem(torch.float32, 12, 20, COUNTS)
-    grouped_linear(x, ends, [weight.detach() for weight in weights]).sum().backward()
+    grouped_linear(x, ends, Stack([weight.detach() for weight in weights])).sum().backward()
     torch.testing.assert_close(x.grad, torch.autograd.grad(one_by_one(x, COUNTS, weights).sum(), x)[0])
 
 
 def test_no_rows_at_all_give_no_rows_and_leave_the_graph_whole() -> None:
     x, ends, weights = problem(torch.float32, 12, 20, [0, 0])
-    found = grouped_linear(x, ends, weights)
+    found = grouped_linear(x, ends, Stack(weights))
     assert found.shape == (0, 20)
     found.sum().backward()
     assert x.grad is not None and x.grad.shape == (0, 12)
@@ -83,3 +83,17 @@ def test_tensors_that_lie_otherwise_are_copied(starts: tuple[int, ...]) -> None:
     found = stacked(places)
     assert found.data_ptr() != places[0].data_ptr()
     torch.testing.assert_close(found, torch.stack(places))
+
+
+def test_weights_and_buffers_that_move_are_found_again() -> None:
+    x, ends, weights = problem(torch.float32, 12, 20, COUNTS)
+    stack = Stack(weights)
+    for _ in range(2):
+        for weight, value, buffer in zip(weights, torch.randn(len(COUNTS), 20, 12), torch.zeros(len(COUNTS), 20, 12), strict=True):
+            weight.data, weight.main_grad = value, buffer  # type: ignore[attr-defined]
+        found = grouped_linear(x, ends, stack)
+        torch.testing.assert_close(found, one_by_one(x, COUNTS, weights))
+        found.sum().backward()
+        right = torch.autograd.grad(one_by_one(x, COUNTS, weights).sum(), weights)
+        for weight, wanted in zip(weights, right, strict=True):
+            torch.testing.assert_close(weight.main_grad, wanted)  # type: ignore[attr-defined]
