@@ -98,8 +98,6 @@ def _layout(stages: list[int], depths: int) -> list[list[str]]:
 
 
 def _check_fit(shape: ModelShape, parallel: ParallelConfig) -> None:
-    if shape.delta and parallel.cp > 1:
-        raise UserError(f"train.parallel.cp: {parallel.cp} blocks would cut the linear attention of {shape.family}; it runs with cp 1")
     counts = _split_over_tp(shape)
     if any(not _divides(parallel.tp, what, count) for what, count in counts.items()):
         said = " and ".join(f"{count} {what}" for what, count in counts.items())

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mtpctl.compat import flash_linear_attention
 from mtpctl.model.delta_rule import gated_delta_rule
+from mtpctl.model.head_exchange import to_heads, to_tokens
 from mtpctl.model.packing import Packing
 
 try:
@@ -37,26 +38,40 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
         self, hidden_states: Tensor, attention_mask: None, *_: object, packed_seq_params: Packing, **__: object
     ) -> tuple[Tensor, Tensor | None]:
         projected, _bias = self.in_proj(hidden_states)
-        mixed, gate, beta, alpha = projected.squeeze(1).split(self.feat_dim_split, dim=-1)
-        mixed = F.silu(self._convolved(mixed, packed_seq_params.position_ids))
-        keys = self.num_k_heads_local_tp
-        q, k, v = mixed.split([self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp], dim=-1)
-        repeat = self.num_v_heads_local_tp // keys
-        q, k = (_normed(x.unflatten(-1, (keys, -1))).repeat_interleave(repeat, dim=1) for x in (q, k))
-        v = v.unflatten(-1, (self.num_v_heads_local_tp, -1))
-        g = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
-        out = self._recurrence(q, k, v, g, beta.sigmoid(), packed_seq_params)
+        keys, values = self.num_k_heads_local_tp, self.num_v_heads_local_tp
+        mixed, gate, beta, alpha = projected.squeeze(1).split([sum(self._widths), self.v_dim_local_tp, values, values], dim=-1)
+        taps, decay, bias = self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias
+        if self.cp_size > 1:
+            mixed, beta, alpha = self._exchanged(mixed, beta, alpha, packed_seq_params)
+            taps = torch.cat(self._own_heads(*taps.split(self._widths)))
+            decay, bias = self._own_heads(decay, bias)
+            keys, values = keys // self.cp_size, values // self.cp_size
+        row = packed_seq_params.whole
+        q, k, v = F.silu(_convolved(mixed, taps, row.position_ids)).split([width // self.cp_size for width in self._widths], dim=-1)
+        q, k = (_normed(x.unflatten(-1, (keys, -1))).repeat_interleave(values // keys, dim=1) for x in (q, k))
+        v = v.unflatten(-1, (values, -1))
+        g = -decay.float().exp() * F.softplus(alpha.float() + bias)
+        out = self._recurrence(q, k, v, g, beta.sigmoid(), row)
+        if self.cp_size > 1:
+            out = to_tokens(out, packed_seq_params, self.pg_collection.cp)
         out = self.out_norm(out) * F.silu(gate.float()).view_as(out)
         return self.out_proj(out.to(v.dtype).flatten(1)[:, None])
 
-    def _convolved(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        """Each channel with its own causal kernel; x [T, channels], a sample's first tokens see zeros before them."""
-        taps = self.conv1d.weight.squeeze(1).unbind(-1)
-        out = x * taps[-1]
-        for back, tap in enumerate(reversed(taps[:-1]), start=1):
-            earlier = F.pad(x, (0, 0, back, 0))[: len(x)]
-            out = out + earlier.masked_fill((position_ids < back)[:, None], 0.0) * tap
-        return out
+    @property
+    def _widths(self) -> list[int]:
+        """Channels of queries, keys and values on this tensor-parallel rank."""
+        return [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
+
+    def _exchanged(self, mixed: Tensor, beta: Tensor, alpha: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
+        """Of this rank's tokens [t, …] → of the heads that it computes, all tokens of the row [T, …]."""
+        heads = (self.num_k_heads_local_tp, self.num_k_heads_local_tp, self.num_v_heads_local_tp)
+        parts = [x.unflatten(-1, (count, -1)) for x, count in zip(mixed.split(self._widths, dim=-1), heads, strict=True)]
+        *parts, beta, alpha = to_heads([*parts, beta, alpha], packing, self.pg_collection.cp)
+        return torch.cat([part.flatten(1) for part in parts], dim=-1), beta, alpha
+
+    def _own_heads(self, *weights: Tensor) -> list[Tensor]:
+        """The parts of weights, by heads, of those that this rank computes."""
+        return [weight.chunk(self.cp_size)[self.pg_collection.cp.rank()] for weight in weights]
 
     def _recurrence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packing: Packing) -> Tensor:
         if q.is_cuda and chunk_gated_delta_rule is not None:
@@ -69,6 +84,16 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
             found = gated_delta_rule(*(x[group.queries] for x in (q, k, v, g, beta)))
             out = out.index_put((group.queries[group.valid],), found[group.valid])
         return out
+
+
+def _convolved(x: Tensor, weight: Tensor, position_ids: Tensor) -> Tensor:
+    """Each channel with its own causal kernel; x [T, channels], weight [channels, width], a sample's first tokens see zeros before them."""
+    taps = weight.unbind(-1)
+    out = x * taps[-1]
+    for back, tap in enumerate(reversed(taps[:-1]), start=1):
+        earlier = F.pad(x, (0, 0, back, 0))[: len(x)]
+        out = out + earlier.masked_fill((position_ids < back)[:, None], 0.0) * tap
+    return out
 
 
 def _normed(x: Tensor) -> Tensor:

@@ -53,6 +53,7 @@ class Packing(PackedSeqParams):
         the block on; empty without context parallelism.
     position_ids: of this rank's tokens, restarting at 0 with each sample.
     lengths: of each part here, in queries and in keys.
+    sample_lengths: of all samples of the row. ranks: context-parallel ones that share it.
     """
 
     starts: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long))
@@ -60,6 +61,8 @@ class Packing(PackedSeqParams):
     sight: list[tuple[int, int]] = field(default_factory=list)
     position_ids: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     lengths: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    sample_lengths: list[int] = field(default_factory=list)
+    ranks: int = 1
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device | str, *, cp_rank: int = 0, cp: int = 1) -> Packing:
@@ -96,6 +99,8 @@ class Packing(PackedSeqParams):
             sight=sight,
             position_ids=torch.cat(positions).to(device),
             lengths=(queries, keys),
+            sample_lengths=lengths,
+            ranks=cp,
         )
 
     @cached_property
@@ -104,6 +109,20 @@ class Packing(PackedSeqParams):
         found = torch.full((int(self.starts[-1]),), -1, device=self.tokens.device)
         found[self.tokens] = torch.arange(len(self.tokens), device=self.tokens.device)
         return found
+
+    @cached_property
+    def held(self) -> Tensor:
+        """int64 [T]: the place in the row of each token, in the order in which the context-parallel ranks hold them, one after another."""
+        count = self.ranks * 2
+        size = len(self.tokens) // 2
+        blocks = [block for rank in range(self.ranks) for block in (rank, count - 1 - rank)]
+        starts = torch.tensor(blocks, device=self.tokens.device)[:, None] * size
+        return (starts + torch.arange(size, device=self.tokens.device)).flatten()
+
+    @cached_property
+    def whole(self) -> Packing:
+        """The same row as one rank sees it that holds all of its tokens."""
+        return self if self.ranks == 1 else Packing.of(self.sample_lengths, self.tokens.device)
 
     def seen(self, gathered: Tensor) -> Tensor:
         """The keys or values that this rank's queries attend to, part by part, from those of all ranks [T, …] in rank order."""

@@ -47,8 +47,10 @@ def parallel_fits(parallel: ParallelConfig, shape: ModelShape, field: str) -> Co
             yield f"{field}.pp_layout: must name {parallel.pp} stages with {shape.layers} layers in all, got {list(parallel.pp_layout)}"
     elif parallel.pp > shape.layers:
         yield f"{field}.pp: {parallel.pp} stages for {shape.layers} layers; take at most {shape.layers}"
-    if parallel.cp > 1 and shape.delta is not None:
-        yield f"{field}.cp: {parallel.cp} ranks would cut the linear attention of {shape.family}; set it to 1"
+    if shape.delta is not None and not shape.delta.key_heads % parallel.tp:
+        # Linear attention is shared among context-parallel ranks by its heads.
+        each = {"linear key heads a tensor-parallel rank": shape.delta.key_heads // parallel.tp}
+        yield from divides(parallel.cp, each | {"linear value heads": shape.delta.value_heads // parallel.tp}, f"{field}.cp")
     if parallel.ep > 1:
         if shape.moe is None:
             yield f"{field}.ep: the model has no experts; set it to 1"

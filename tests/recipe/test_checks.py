@@ -245,11 +245,11 @@ def test_stages_need_not_be_even() -> None:
     assert not list_complaints(["train.parallel.pp=3", "logprob={standalone: true, parallel: {pp: 3}}"])
 
 
-def test_linear_attention_is_not_cut() -> None:
+def test_context_parallel_ranks_share_the_heads_of_linear_attention() -> None:
     model = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, **DELTA}
     sets = [f"model.config.{key}={json.dumps(value)}" for key, value in model.items()]
-    assert complaint(*SIZES, *sets, "train.precision=bf16", "train.parallel.cp=2").startswith(
-        "train.parallel.cp: 2 ranks would cut the linear attention of qwen3.5"
+    assert complaint(*SIZES, *sets, "train.precision=bf16", "train.parallel.cp=3").startswith(
+        "train.parallel.cp: 3 does not divide"
     )
 
 

@@ -193,6 +193,7 @@ CASES = [
     _case("qwen3.5-tp2", "qwen3.5", tp=2),
     _case("qwen3.5-sp2", "qwen3.5", tp=2, sequence_parallel=True),
     _case("qwen3.5-pp2", "qwen3.5", pp=2),
+    _case("qwen3.5-cp2", "qwen3.5", cp=2),
     *(
         _case(f"{loss}-{layout}", mode="isolated", policy=policy, like=f"{loss}-one", **parallel)
         for loss, policy in POLICIES.items()
