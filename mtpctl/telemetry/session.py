@@ -14,6 +14,7 @@ from mtpctl.telemetry.history import load_history
 from mtpctl.telemetry.metrics_file import MetricsFile
 from mtpctl.telemetry.panel import Display, LivePanel, PlainLines
 from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.sample_log import KeptSample, SampleLog, Tables
 from mtpctl.telemetry.sinks import Sink, TensorBoardSink, WandbSink
 from mtpctl.telemetry.summary import before_and_after, in_between, summary_table
 
@@ -43,10 +44,14 @@ class Telemetry:
         name = run_dir.path.name if title is None else title
         self._file = MetricsFile(run_dir.metrics)
         self._sinks: list[Sink] = []
+        tables: list[Tables] = []
         if config.tensorboard:
             self._sinks.append(TensorBoardSink(run_dir.tensorboard))
         if config.wandb is not None:
-            self._sinks.append(WandbSink(config.wandb, name, run_dir.path))
+            wandb = WandbSink(config.wandb, name, run_dir.path)
+            self._sinks.append(wandb)
+            tables.append(wandb.samples)
+        self._samples = SampleLog(run_dir.samples, self._file.session, tables)
         self._display: Display
         if plain or not self._console.is_terminal:
             self._display = PlainLines(self._console, totals or {})
@@ -68,6 +73,11 @@ class Telemetry:
             self._file.append({"time": time.time(), "event": kind, "message": message})
             self._display.event(kind, message)
 
+    def samples(self, rows: list[KeptSample]) -> None:
+        """Keep samples of one step, to be read: in `samples/`, and in W&B as a table. Returns before they are written."""
+        if rows:
+            self._samples.write(rows)
+
     def print_summary(self) -> None:
         """Print the metrics before and after RL, and held-out accuracy in between; nothing for fewer than two steps. Ends the panel."""
         with self._lock:
@@ -83,6 +93,10 @@ class Telemetry:
 
     def close(self) -> None:
         """End the panel and close all sinks. A second call does nothing."""
+        if not self._closed:
+            self._samples.close()
+            if self._samples.left_out:
+                self.event("samples", self._samples.told)
         with self._lock:
             if self._closed:
                 return

@@ -7,14 +7,17 @@ import sys
 import threading
 import types
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
 from mtpctl.errors import EnvironmentMissing
 from mtpctl.recipe.telemetry import TelemetryConfig
+from mtpctl.samples import Sample
 from mtpctl.telemetry.history import load_history
 from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.sample_log import keep
 from mtpctl.telemetry.session import Telemetry
 
 
@@ -99,6 +102,7 @@ def test_wandb_gets_the_rows_and_the_same_identity_on_resume(tmp_path: Path, mon
             logged.append({"finished": 1.0})
 
     fake = types.ModuleType("wandb")
+    fake.Table = lambda columns, data: (columns, data)  # type: ignore[attr-defined]
     fake.init = lambda **options: begun.append(options) or Run()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setattr("mtpctl.telemetry.sinks.find_spec", lambda name: object())
@@ -107,5 +111,15 @@ def test_wandb_gets_the_rows_and_the_same_identity_on_resume(tmp_path: Path, mon
         config = TelemetryConfig(tensorboard=False, wandb="project")
         with run, Telemetry(run, config, plain=True, console=Console(file=io.StringIO())) as telemetry:
             telemetry.log(3, {"reward/mean": 0.5}, "rl")
+            sample = Sample("p", "g", [50], reward=0.5, reward_parts={"format": 1.0})
+            sample.append([51], [0.0], 2)
+            sample.append([52], [0.0], 2, trained=False)
+            telemetry.samples([keep(sample, lambda ids: "".join(map(chr, ids)), step=3, kind="update", answer="4")])
+    tables = [values for values in logged if "samples/update" in values]
+    assert tables[0]["rl/step"] == 3
+    columns, (cells,) = cast(Any, tables[0]["samples/update"])
+    found = dict(zip(columns, cells, strict=True))
+    assert (found["prompt"], found["response"], found["reward"], found["reward/format"], found["versions"]) == ("2", "3⟦4⟧", 0.5, 1.0, "2")
+    logged = [values for values in logged if values not in tables]
     assert logged[:2] == [{"reward/mean": 0.5, "rl/step": 3}, {"finished": 1.0}]
     assert begun[0]["id"] == begun[1]["id"] and begun[0]["project"] == "project"
