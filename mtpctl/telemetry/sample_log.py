@@ -171,7 +171,7 @@ class SampleLog:
                 for table in self._tables:
                     table(rows)
             except Exception as error:
-                # Samples are no reason to end a run: a disk that is full ends it by its metrics, and what a table is can be told at the end.
+                # Samples are no reason to end a run. A full disk ends it by its metrics; the rest is told at the end.
                 self._leave_out(rows, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
     def _leave_out(self, rows: list[KeptSample], why: str) -> None:
