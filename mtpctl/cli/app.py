@@ -11,7 +11,21 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from mtpctl.cli import bench, clean, convert_hf, doctor, evaluate, init, logprob_serve, recipe, report, rollout, sync_weights, train
+from mtpctl.cli import (
+    bench,
+    clean,
+    convert_hf,
+    doctor,
+    evaluate,
+    init,
+    logprob_serve,
+    recipe,
+    report,
+    rollout,
+    samples,
+    sync_weights,
+    train,
+)
 from mtpctl.errors import MtpctlError
 
 if TYPE_CHECKING:
@@ -66,6 +80,7 @@ app.command("eval")(evaluate.evaluate)
 app.command("logprob-serve")(logprob_serve.logprob_serve)
 app.command("convert-hf")(convert_hf.convert_hf)
 app.command("report")(report.report)
+app.command("samples")(samples.samples)
 app.command("sync-weights")(sync_weights.sync_weights)
 app.command("doctor")(doctor.doctor)
 app.command("clean")(clean.clean)

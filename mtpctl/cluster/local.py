@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpctl.cluster import leftovers
+from mtpctl.cluster.logs import folder_for_all
 from mtpctl.errors import ClusterResources, EnvironmentMissing
 from mtpctl.recipe.cluster import ClusterConfig
 
@@ -45,11 +46,11 @@ def _too_few(name: str, need: float, have: float, field: str) -> ClusterResource
 
 
 @contextlib.contextmanager
-def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = True) -> Iterator[None]:
+def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = True, logs: Path | None = None) -> Iterator[None]:
     """Connect to a Ray cluster that has `cpus` and `gpus` while the block runs; with `tidy`, first remove what killed runs left here.
 
-    Leaves the handler of SIGTERM as it was. Raises ClusterResources where there are fewer CPUs or GPUs, EnvironmentMissing where Ray does
-    not start or does not answer at the address.
+    Actors that write to files of their run (`cluster/logs.py`) do so in the folder `logs`. Leaves the handler of SIGTERM as it was. Raises
+    ClusterResources where there are fewer CPUs or GPUs, EnvironmentMissing where Ray does not start or does not answer at the address.
     """
     check_room(config, cpus=cpus, gpus=gpus)
     if tidy:
@@ -73,6 +74,7 @@ def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = Tru
             configure_logging=True,
             logging_level=logging.ERROR,
             namespace="mtpctl",
+            runtime_env={"env_vars": folder_for_all(logs)} if logs else None,
         )
     except Exception as error:  # Ray raises plain `Exception` where one of its own processes does not start.
         where = f"no Ray cluster answers at {config.address}" if config.address else "Ray did not start on this machine"

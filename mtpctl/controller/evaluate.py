@@ -19,6 +19,9 @@ from mtpctl.rl.rewards.outcome import Reward
 from mtpctl.rollout.protocol import DEADLINE, Generator
 from mtpctl.samples import GenerationRequest, Sample, response_limit
 
+TakeAnswers = Callable[[Mapping[str, list[tuple[Problem, list[Sample]]]]], None]
+"""Takes the responses to the problems of each held-out set, by the name of the set."""
+
 
 @dataclass(slots=True)
 class HeldOut:
@@ -64,13 +67,15 @@ async def evaluate(
     version: int = 0,
     n: int | None = None,
     progressed: Callable[[], None] = lambda: None,
+    answered: TakeAnswers = lambda answers: None,
 ) -> dict[str, float]:
     """`eval/*`: what the responses to all held-out problems are worth, and draft acceptance over them. Empty without such problems.
 
     Responses are sampled as in rollout, but where their set says otherwise, and rewarded while others are generated; `rewards` are by the
     names of sets, and that of `UNNAMED` serves those that have none. A reward that failed counts as 0. `version` is the weight version
     that the engines have at the begin: `eval/mixed_fraction` is the share of responses with a token of another one. `n` replaces the
-    number of responses that the sets ask for. `progressed` is called at every response.
+    number of responses that the sets ask for. `progressed` is called at every response,
+    `answered` at the end, with all of them.
     """
     sets = []
     for name, problems in prepared.problems.held_out.items():
@@ -104,6 +109,7 @@ async def evaluate(
                 tasks.create_task(reward(sample))
     except ExceptionGroup as group:
         raise _first(group) from group
+    answered({each.name: list(zip(each.problems, each.answers, strict=True)) for each in sets})
     every = [sample for held_out in sets for sample in held_out.samples]
     mixed = sum(any(span.version != version for span in sample.version_spans) for sample in every)
     metrics = {"eval/version": float(version), "eval/mixed_fraction": mixed / len(every)}

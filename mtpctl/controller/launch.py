@@ -62,7 +62,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
         with Telemetry(directory, recipe.telemetry, plain, totals=totals) as telemetry:
             if prepared.unrewarded:
                 telemetry.event("data", prepared.unrewarded)
-            with cluster(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus):
+            with cluster(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus, logs=directory.logs):
                 finished = asyncio.run(Run(recipe, prepared, directory, telemetry, placement, changed).drive())
                 if finished:
                     telemetry.print_summary()

@@ -32,6 +32,7 @@ from mtpctl.cluster.deadlines import finished_before
 from mtpctl.controller.buffer import Group, SampleBuffer
 from mtpctl.controller.clock import BusyClock
 from mtpctl.controller.evaluate import cut_responses, evaluate
+from mtpctl.controller.keeping import Keeper
 from mtpctl.controller.metrics import of_samples
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.rollout_loop import RolloutLoop, Score
@@ -70,7 +71,10 @@ class RlStage:
         self.sync, self.rewards, self.telemetry, self.state = sync, rewards, telemetry, state
         self.buffer = SampleBuffer(ordered=recipe.async_.deterministic)
         self.clock = BusyClock()
-        self.rollout = RolloutLoop(recipe, prepared, generator, rewards[UNNAMED], telemetry, state, self.buffer, self.clock, score)
+        self.keeper = Keeper(telemetry, prepared.tokenizer, recipe.telemetry.samples)
+        self.rollout = RolloutLoop(
+            recipe, prepared, generator, rewards[UNNAMED], telemetry, state, self.buffer, self.clock, score, keeper=self.keeper
+        )
         self.stability = StabilityWatch(recipe)
         self._evaluating: asyncio.Task[None] | None = None
         self._updated = asyncio.Event()  # set at the end of each update
@@ -138,6 +142,7 @@ class RlStage:
                 self.clock.set("trainer", False)
                 metrics |= self._step_metrics(metrics, seconds, groups)
                 self.telemetry.log(self.state.step, metrics, "rl")
+                self.keeper.updated(self.state.step, groups)
             await self.state.checkpoint_if_due(self.trainer)
             if self._evaluation_due():
                 await self._evaluate(beside=True)
@@ -296,7 +301,15 @@ class RlStage:
             # Engines that are busy with held-out problems have not stopped working.
             self.rollout.last_progress = time.monotonic()
 
-        metrics = await evaluate(self.recipe, self.prepared, self.generator, self.rewards, version=version, progressed=progressed)
+        metrics = await evaluate(
+            self.recipe,
+            self.prepared,
+            self.generator,
+            self.rewards,
+            version=version,
+            progressed=progressed,
+            answered=lambda answers: self.keeper.evaluated(step, answers),
+        )
         if not metrics:
             return
         metrics["timing_s/evaluation"] = time.perf_counter() - began

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from mtpctl.controller.buffer import Group, SampleBuffer
 from mtpctl.controller.clock import BusyClock
 from mtpctl.controller.evaluate import request_of
+from mtpctl.controller.keeping import Keeper
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.staleness import Admission
 from mtpctl.controller.state import RunState
@@ -94,9 +95,12 @@ class RolloutLoop:
         buffer: SampleBuffer,
         clock: BusyClock,
         score: Score | None = None,
+        *,
+        keeper: Keeper,
     ) -> None:
         self.recipe, self.prepared, self.generator, self.reward = recipe, prepared, generator, reward
         self.telemetry, self.state, self.buffer, self.clock, self.score = telemetry, state, buffer, clock, score
+        self.keeper = keeper
         self.admission = Admission(recipe.train.rl.prompts_per_step, recipe.async_.sync_every, recipe.async_.staleness)
         self.cursor = PromptCursor(prepared.problems.train, recipe.seed, shuffle=recipe.data.shuffle)
         if state.cursor is not None:
@@ -219,6 +223,7 @@ class RolloutLoop:
         rewards = [sample.reward for sample in group.samples if sample.reward is not None]
         if len(rewards) < group.size:
             self.counts.unrewarded += 1
+            self.keeper.dropped(self.state.step + 1, group, f"no reward: {last.error}")
             await self._drop(
                 group, f"reward.on_error: {{}} groups in a row were left out (the last: {last.error}); mend the reward function"
             )
@@ -229,6 +234,7 @@ class RolloutLoop:
             await self.buffer.put(group)
             return
         self.counts.dropped += 1
+        self.keeper.dropped(self.state.step + 1, group, f"no signal: every reward of its group is {rewards[0]:g}")
         await self._drop(
             group,
             f"train.rl.dynamic_sampling: {{}} groups in a row had no signal (the last rewards were all {rewards[0]:g}); "

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.logs import name_for_one
 from mtpctl.plan.placement import Placement
 from mtpctl.recipe.schema import Recipe
 from mtpctl.trainer.actor import TrainerRank
@@ -25,9 +26,10 @@ class TrainerGroup:
         self.recipe = recipe
         world_size = recipe.train.parallel.world_size
         payload = recipe.model_dump_json(by_alias=True)
-        environment = {"env_vars": {"OMP_NUM_THREADS": str(recipe.train.threads)} if recipe.train.threads else {}}
+        threads = {"OMP_NUM_THREADS": str(recipe.train.threads)} if recipe.train.threads else {}
         self.ranks: list[ActorHandle] = []
         for seat in placement.of("trainer"):
+            environment = {"env_vars": threads | name_for_one(f"trainer rank {seat.rank}")}
             actor = ray.remote(TrainerRank).options(num_cpus=seat.cpus, num_gpus=seat.gpus, runtime_env=environment)
             rank = actor.remote(payload, seat.rank, world_size)
             assert isinstance(rank, ActorHandle)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtpctl.cluster.heap import importing, settle_heap
+from mtpctl.cluster.logs import write_to_run
 from mtpctl.logprob.protocol import Bounds, Scored, ScoreRequest
 from mtpctl.plan.buckets import Bucket, Entry
 from mtpctl.recipe.kernels import KernelsConfig
@@ -57,6 +58,7 @@ class ScoreRank:
     """A `MegatronEngine` that scores, and whose weights can be updated."""
 
     def __init__(self, config: ReplicaConfig, rank: int) -> None:
+        write_to_run()
         self.config, self.rank = config, rank
         self._stream: WeightStream | None = None
         self._begun = False

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from mtpctl.cluster.logs import name_for_one
 from mtpctl.logprob.protocol import Bounds, ReplicaDead, Scored, ScoreRequest
 from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
 from mtpctl.plan.buckets import Bucket
@@ -140,8 +141,13 @@ async def start_replica(config: ReplicaConfig, *, name: str, cpus: float, gpus: 
     import ray
 
     threads = {"OMP_NUM_THREADS": str(config.threads)} if config.threads else {}
-    actor = ray.remote(kind).options(num_cpus=cpus, num_gpus=gpus, runtime_env={"env_vars": threads})
-    handles = [cast("ActorHandle[ScoreRank]", actor.remote(config, rank)) for rank in range(config.parallel.world_size)]
+
+    def begin(rank: int) -> ActorHandle[ScoreRank]:
+        environment = {"env_vars": threads | name_for_one(f"{name} rank {rank}")}
+        actor = ray.remote(kind).options(num_cpus=cpus, num_gpus=gpus, runtime_env=environment)
+        return cast("ActorHandle[ScoreRank]", actor.remote(config, rank))
+
+    handles = [begin(rank) for rank in range(config.parallel.world_size)]
     ranks = RayRanks(handles, name)
     try:
         master = await ranks.call("address")

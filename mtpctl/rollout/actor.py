@@ -17,6 +17,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Protocol, cast
 
 from mtpctl.cluster.heap import settle_heap
+from mtpctl.cluster.logs import name_for_one, write_to_run
 from mtpctl.errors import MtpctlError
 from mtpctl.rollout.protocol import EngineDead, Health, SpecStats, SpeculationState
 from mtpctl.rollout.sglang.settings import SglangSettings
@@ -68,6 +69,7 @@ class RolloutActor:
     _engine: Engine
 
     def __init__(self, settings: EngineSettings, version: int = 0) -> None:
+        write_to_run()
         self._settings = settings
         self._version = version
         self._answers: list[Answer] = []
@@ -319,7 +321,7 @@ async def start_replica(
     """
     import ray
 
-    environment: dict[str, object] = {"env_vars": settings.environment}
+    environment: dict[str, object] = {"env_vars": settings.environment | name_for_one(name)}
     if isinstance(settings, SglangSettings) and settings.python is not None:
         environment["py_executable"] = settings.python
     remote = ray.remote(RolloutActor).options(max_concurrency=CONCURRENCY, runtime_env=environment, **(options or {}))

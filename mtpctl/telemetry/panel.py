@@ -76,8 +76,11 @@ class Pace:
 class PlainLines:
     """One line a row: `rl 12/100  reward 0.531  accept 78.2%  …  left 1 min 10 s`."""
 
-    def __init__(self, console: Console, totals: Mapping[str, int], clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._totals = console, totals
+    def __init__(
+        self, console: Console, totals: Mapping[str, int], clock: Callable[[], float] = time.monotonic, *, dated: bool = False
+    ) -> None:
+        """`dated`: each line begins with the time."""
+        self._console, self._totals, self._dated = console, totals, dated
         self._pace = Pace(totals, clock)
 
     def row(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
@@ -96,6 +99,7 @@ class PlainLines:
         pass
 
     def _print(self, line: str) -> None:
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}" if self._dated else line
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

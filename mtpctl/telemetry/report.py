@@ -21,6 +21,8 @@ from mtpctl.telemetry.history import History, load_history
 from mtpctl.telemetry.names import describe, format_duration, format_value
 from mtpctl.telemetry.page import page, write_page
 from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.sample_log import read_samples
+from mtpctl.telemetry.sample_page import samples_section
 from mtpctl.telemetry.summary import before_and_after, evaluations, in_between
 
 
@@ -111,7 +113,7 @@ def render_report(run: RunDirectory, history: History) -> str:
     charts = "".join(render_chart(chart) for chart in found if chart)
     body = (
         f'<section class="tiles">{_tiles(history)}</section><section class="charts">{charts}</section>'
-        f"{_before_after(history)}{_all_metrics(history)}{_events(history)}{_recipe(recipe_text)}{_versions(versions)}"
+        f"{_before_after(history)}{samples_section(read_samples(run.path))}{_all_metrics(history)}{_events(history)}{_recipe(recipe_text)}{_versions(versions)}"
     )
     return page(name, " · ".join(_subtitle(recipe, history)), body, run.path.name)
 

@@ -40,6 +40,7 @@ class RunDirectory:
         self.buffer = self.path / "buffer"
         self.logs = self.path / "logs"
         self.tensorboard = self.path / "tensorboard"
+        self.samples = self.path / "samples"
         self.report = self.path / "report.html"
         self._lock: IO[str] | None = None
 

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
+from typing import TextIO
 
 from rich.console import Console
 
+from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.telemetry.history import load_history
 from mtpctl.telemetry.metrics_file import MetricsFile
 from mtpctl.telemetry.panel import Display, LivePanel, PlainLines
 from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.sample_log import KeptSample, SampleLog, Tables
 from mtpctl.telemetry.sinks import Sink, TensorBoardSink, WandbSink
 from mtpctl.telemetry.summary import before_and_after, in_between, summary_table
 
+LOG_BYTES = 16 << 20
+
+
+def open_log(path: Path) -> TextIO:
+    """Open a log to append to. One that has grown over `LOG_BYTES` is renamed to `NAME.1.log` first."""
+    if path.exists() and path.stat().st_size > LOG_BYTES:
+        path.replace(path.with_suffix(".1.log"))
+    return path.open("a", encoding="utf-8", buffering=1)
+
 
 class Telemetry:
-    """Writes metrics and events to `metrics.jsonl`, to the other sinks and to the screen. Safe to call from several threads.
+    """Writes metrics and events to `metrics.jsonl`, `logs/run.log`, the other sinks and the screen. Safe to call from several threads.
 
     Steps are counted within their phase. A step may be logged in parts, such as an evaluation after the update: `load_history` merges
     them.
@@ -43,15 +58,23 @@ class Telemetry:
         name = run_dir.path.name if title is None else title
         self._file = MetricsFile(run_dir.metrics)
         self._sinks: list[Sink] = []
+        tables: list[Tables] = []
         if config.tensorboard:
             self._sinks.append(TensorBoardSink(run_dir.tensorboard))
         if config.wandb is not None:
-            self._sinks.append(WandbSink(config.wandb, name, run_dir.path))
+            wandb = WandbSink(config.wandb, name, run_dir.path)
+            self._sinks.append(wandb)
+            tables.append(wandb.samples)
+        self._samples = SampleLog(run_dir.samples, self._file.session, tables)
         self._display: Display
         if plain or not self._console.is_terminal:
             self._display = PlainLines(self._console, totals or {})
         else:
             self._display = LivePanel(self._console, name, totals or {})
+
+        run_dir.logs.mkdir(exist_ok=True)
+        self._log_file = open_log(run_dir.logs / "run.log")
+        self._log = PlainLines(Console(file=self._log_file, no_color=True), totals or {}, dated=True)
 
     def log(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
         """Log metrics of a step, whose values `float` converts. Raises RuntimeFailure where the disk is full."""
@@ -60,13 +83,41 @@ class Telemetry:
             self._file.append({"time": time.time(), "phase": phase, "step": step, **values})
             for sink in self._sinks:
                 sink.write(step, values, phase)
+            with self._room():
+                self._log.row(step, values, phase)
             self._display.row(step, values, phase)
 
     def event(self, kind: str, message: str) -> None:
         """Log an event beside the steps, of a kind such as `resume` or `alarm`."""
         with self._lock:
             self._file.append({"time": time.time(), "event": kind, "message": message})
+            with self._room():
+                self._log.event(kind, message)
             self._display.event(kind, message)
+
+    @contextlib.contextmanager
+    def _room(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RuntimeFailure(
+                f"cannot write {self._log_file.name}: {error.strerror}; free space and start the same command again"
+            ) from error
+
+    def failed(self, error: Exception) -> None:
+        """Record the error that ends the run: its line as an event, with the traceback in `logs/run.log`. The command itself shows it."""
+        told = str(error) if isinstance(error, MtpctlError) else f"{type(error).__name__}: {error}"
+        # Where the disk is full, that is the error, and nobody is to be told another one.
+        with self._lock, contextlib.suppress(OSError, RuntimeFailure):
+            self._log.event("error", told)
+            self._log_file.write("".join(traceback.format_exception(error)))
+            self._log_file.flush()
+            self._file.append({"time": time.time(), "event": "error", "message": told})
+
+    def samples(self, rows: list[KeptSample]) -> None:
+        """Keep samples of one step, to be read: in `samples/`, and in W&B as a table. Returns before they are written."""
+        if rows:
+            self._samples.write(rows)
 
     def print_summary(self) -> None:
         """Print the metrics before and after RL, and held-out accuracy in between; nothing for fewer than two steps. Ends the panel."""
@@ -83,6 +134,10 @@ class Telemetry:
 
     def close(self) -> None:
         """End the panel and close all sinks. A second call does nothing."""
+        if not self._closed:
+            self._samples.close()
+            if self._samples.left_out:
+                self.event("samples", self._samples.told)
         with self._lock:
             if self._closed:
                 return
@@ -91,9 +146,12 @@ class Telemetry:
             for sink in self._sinks:
                 sink.close()
             self._file.close()
+            self._log_file.close()
 
     def __enter__(self) -> Telemetry:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            self.failed(error)
         self.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mtpctl.errors import EnvironmentMissing
+from mtpctl.telemetry.sample_log import KeptSample, response_text
 
 
 class Sink(Protocol):
@@ -42,6 +43,28 @@ class TensorBoardSink:
             writer.close()
 
 
+SAMPLE_COLUMNS = ("step", "set", "prompt", "answer", "response", "reward", "tokens", "ended", "versions", "drafted", "accepted", "note")
+
+
+def _cells(row: KeptSample, columns: list[str]) -> list[object]:
+    parts = {f"reward/{name}": value for name, value in row["reward_parts"].items()}
+    cells: dict[str, object] = {
+        "step": row["step"],
+        "set": row["set"],
+        "prompt": row["prompt"],
+        "answer": row["answer"],
+        "response": response_text(row),
+        "reward": row["reward"],
+        "tokens": row["tokens"],
+        "ended": row["finish_reason"],
+        "versions": ", ".join(str(version) for version in dict.fromkeys(span[2] for span in row["versions"])),
+        "drafted": row["drafts"]["drafted"],
+        "accepted": row["drafts"]["accepted"],
+        "note": row["note"],
+    }
+    return [(cells | parts).get(name) for name in columns]
+
+
 class WandbSink:
     """Weights & Biases. Raises EnvironmentMissing where the package is not installed."""
 
@@ -57,6 +80,16 @@ class WandbSink:
     def write(self, step: int, metrics: dict[str, float], phase: str) -> None:
         # W&B wants one step that only grows; each phase has its own instead, as a metric of that name.
         self._run.log({**metrics, f"{phase}/step": step})
+
+    def samples(self, rows: list[KeptSample]) -> None:
+        """A table for each kind of samples, all of one step: `samples/update`, `samples/eval`, `samples/dropped`."""
+        from wandb import Table
+
+        columns = [*SAMPLE_COLUMNS, *dict.fromkeys(f"reward/{name}" for row in rows for name in row["reward_parts"])]
+        for kind in dict.fromkeys(row["kind"] for row in rows):
+            of_kind = [row for row in rows if row["kind"] == kind]
+            table = Table(columns=columns, data=[_cells(row, columns) for row in of_kind])
+            self._run.log({f"samples/{kind}": table, "rl/step": of_kind[0]["step"]})
 
     def close(self) -> None:
         self._run.finish()

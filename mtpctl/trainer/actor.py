@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from mtpctl.cluster.heap import importing, settle_heap
+from mtpctl.cluster.logs import write_to_run
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Sample
@@ -52,6 +53,7 @@ class TrainerRank(WeightSource):
     engine: MegatronEngine
 
     def __init__(self, recipe_json: str, rank: int, world_size: int) -> None:
+        write_to_run()
         super().__init__(Recipe.model_validate_json(recipe_json), rank)
         self.world_size = world_size
         self.reference: list[torch.Tensor] | None = None

@@ -26,6 +26,7 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.rewards.outcome import Answered, Outcome, Reward
 from mtpctl.rollout.protocol import DEADLINE
 from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.telemetry.sample_log import KeptSample
 from mtpctl.telemetry.session import Telemetry
 from tests.controller.test_state import Trainer
 
@@ -55,6 +56,7 @@ class World:
     made_while_updating: int = 0
     rows: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     events: list[tuple[str, str]] = field(default_factory=list)
+    kept: list[KeptSample] = field(default_factory=list)
 
 
 class FakeTrainer:
@@ -118,6 +120,9 @@ class Rows:
 
     def event(self, kind: str, message: str) -> None:
         self.world.events.append((kind, message))
+
+    def samples(self, rows: list[KeptSample]) -> None:
+        self.world.kept += rows
 
 
 def recipe_of(
@@ -740,3 +745,25 @@ def test_a_resumed_run_makes_up_for_the_evaluation_it_may_have_ended_in(tmp_path
 
     asyncio.run(scenario())
     assert [step for step, metrics in world.rows if "eval/accuracy" in metrics] == evaluated
+
+
+def test_samples_of_updates_and_of_dropped_groups_are_kept_to_be_read(tmp_path: Path) -> None:
+    recipe = recipe_of(steps=3)
+    assert recipe.telemetry.samples == 8
+
+    def text(sample: Sample) -> str:
+        return "1" if int(sample.prompt_id[1:]) % 3 == 0 else str(sample.index)
+
+    world = run(recipe, tmp_path, text)
+    for step in (1, 2, 3):
+        updated = [row for row in world.kept if (row["step"], row["kind"]) == (step, "update")]
+        assert len(updated) == 8 and {row["reward"] for row in updated} == {0.0, 1.0}
+        assert all(row["answer"] == "1" and row["prompt"] == row["prompt_id"][1:] for row in updated)
+    dropped = [row for row in world.kept if row["kind"] == "dropped"]
+    assert dropped and all(row["note"] == "no signal: every reward of its group is 1" for row in dropped)
+
+
+def test_with_samples_0_none_are_kept(tmp_path: Path) -> None:
+    recipe = recipe_of(steps=2)
+    recipe = recipe.model_copy(update={"telemetry": recipe.telemetry.model_copy(update={"samples": 0})})
+    assert run(recipe, tmp_path).kept == []

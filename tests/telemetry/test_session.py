@@ -7,15 +7,18 @@ import sys
 import threading
 import types
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
-from mtpctl.errors import EnvironmentMissing
+from mtpctl.errors import EnvironmentMissing, RuntimeFailure
 from mtpctl.recipe.telemetry import TelemetryConfig
+from mtpctl.samples import Sample
 from mtpctl.telemetry.history import load_history
 from mtpctl.telemetry.run_directory import RunDirectory
-from mtpctl.telemetry.session import Telemetry
+from mtpctl.telemetry.sample_log import keep
+from mtpctl.telemetry.session import Telemetry, open_log
 
 
 def start(path: Path, config: TelemetryConfig | None = None) -> tuple[Telemetry, io.StringIO]:
@@ -99,6 +102,7 @@ def test_wandb_gets_the_rows_and_the_same_identity_on_resume(tmp_path: Path, mon
             logged.append({"finished": 1.0})
 
     fake = types.ModuleType("wandb")
+    fake.Table = lambda columns, data: (columns, data)  # type: ignore[attr-defined]
     fake.init = lambda **options: begun.append(options) or Run()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setattr("mtpctl.telemetry.sinks.find_spec", lambda name: object())
@@ -107,5 +111,49 @@ def test_wandb_gets_the_rows_and_the_same_identity_on_resume(tmp_path: Path, mon
         config = TelemetryConfig(tensorboard=False, wandb="project")
         with run, Telemetry(run, config, plain=True, console=Console(file=io.StringIO())) as telemetry:
             telemetry.log(3, {"reward/mean": 0.5}, "rl")
+            sample = Sample("p", "g", [50], reward=0.5, reward_parts={"format": 1.0})
+            sample.append([51], [0.0], 2)
+            sample.append([52], [0.0], 2, trained=False)
+            telemetry.samples([keep(sample, lambda ids: "".join(map(chr, ids)), step=3, kind="update", answer="4")])
+    tables = [values for values in logged if "samples/update" in values]
+    assert tables[0]["rl/step"] == 3
+    columns, (cells,) = cast(Any, tables[0]["samples/update"])
+    found = dict(zip(columns, cells, strict=True))
+    assert (found["prompt"], found["response"], found["reward"], found["reward/format"], found["versions"]) == ("2", "3⟦4⟧", 0.5, 1.0, "2")
+    logged = [values for values in logged if values not in tables]
     assert logged[:2] == [{"reward/mean": 0.5, "rl/step": 3}, {"finished": 1.0}]
     assert begun[0]["id"] == begun[1]["id"] and begun[0]["project"] == "project"
+
+
+def test_the_run_log_has_every_line_with_its_time_and_the_error_that_ended_the_run(tmp_path: Path) -> None:
+    telemetry, out = start(tmp_path / "run")
+    with pytest.raises(RuntimeFailure), telemetry:
+        telemetry.event("start", "trainer ready")
+        telemetry.log(1, {"reward/mean": 0.5}, "rl")
+        raise RuntimeFailure("rollout replica 0: died")
+    log = (tmp_path / "run" / "logs" / "run.log").read_text()
+    first, second, third, *rest = log.splitlines()
+    assert first[:2] == "20" and first.endswith("  start: trainer ready")
+    assert second.endswith("  rl 1/20  reward 0.5") and third.endswith("  error: rollout replica 0: died")
+    assert rest[0].startswith("Traceback") and rest[-1] == "mtpctl.errors.RuntimeFailure: rollout replica 0: died"
+    last = load_history(tmp_path / "run").events[-1]
+    assert (last.kind, last.message) == ("error", "rollout replica 0: died")
+    assert "died" not in out.getvalue(), "the command prints it"
+
+
+def test_a_bug_is_named_by_its_kind_and_ctrl_c_is_no_error(tmp_path: Path) -> None:
+    telemetry, _ = start(tmp_path / "run")
+    with pytest.raises(KeyError), telemetry:
+        raise KeyError("reward")
+    assert load_history(tmp_path / "run").events[-1].message == "KeyError: 'reward'"
+    telemetry, _ = start(tmp_path / "other")
+    with pytest.raises(KeyboardInterrupt), telemetry:
+        raise KeyboardInterrupt
+    assert load_history(tmp_path / "other").events == []
+
+
+def test_a_run_log_that_has_grown_is_renamed_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtpctl.telemetry.session.LOG_BYTES", 10)
+    (tmp_path / "run.log").write_text("x" * 11)
+    open_log(tmp_path / "run.log").close()
+    assert (tmp_path / "run.1.log").stat().st_size == 11 and (tmp_path / "run.log").stat().st_size == 0

@@ -1,0 +1,70 @@
+"""What actors print goes to files of the run: `logs/NAME.log` in its directory.
+
+Ray has a file for each worker in its session folder, which is gone with the session, and no name tells whose it is. An actor puts its own
+file in the place of stdout and stderr when it starts, so that native code and the processes that it starts write there too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+
+FOLDER_VARIABLE, NAME_VARIABLE = "MTPCTL_LOGS", "MTPCTL_LOG"
+FILE_BYTES = 16 << 20
+_LOOK_S = 10.0
+
+
+def folder_for_all(folder: Path) -> dict[str, str]:
+    """The environment by which all actors of a Ray job know the folder."""
+    return {FOLDER_VARIABLE: str(folder.absolute())}
+
+
+def name_for_one(actor: str) -> dict[str, str]:
+    """The environment by which one actor knows its name, such as `rollout replica 0`."""
+    return {NAME_VARIABLE: re.sub(r"[^a-z0-9]+", "-", actor.lower()).strip("-")}
+
+
+def write_to_run() -> Path | None:
+    """Have this process print to its file from now on. Returns the file; None where it has none, and where this host lacks the folder.
+
+    A file that has grown over `FILE_BYTES` is copied to `NAME.1.log` and emptied. It is not renamed, since processes that this one has
+    started write to the same file. An actor that takes another's place appends.
+    """
+    folder, name = os.environ.get(FOLDER_VARIABLE), os.environ.get(NAME_VARIABLE)
+    if not folder or not name or not os.path.isdir(folder):
+        return None
+    path = Path(folder) / f"{name}.log"
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        print(f"{path} cannot be written ({error.strerror}); Ray keeps what this actor prints", file=sys.stderr)
+        return None
+    os.write(file, f"── {time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()} on {os.uname().nodename}\n".encode())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    threading.Thread(target=_keep_small, args=(path, file), name="log size", daemon=True).start()
+    return path
+
+
+def _keep_small(path: Path, file: int) -> None:
+    while True:
+        time.sleep(_LOOK_S)
+        empty_if_large(path, file)
+
+
+def empty_if_large(path: Path, file: int) -> None:
+    """Copy the file to `NAME.1.log` and empty it, where it is larger than `FILE_BYTES`. Whoever appends to it goes on at its beginning."""
+    try:
+        if os.fstat(file).st_size > FILE_BYTES:
+            shutil.copyfile(path, path.with_suffix(".1.log"))
+            os.ftruncate(file, 0)
+    except OSError as error:
+        # The disk is full, or the run's directory was moved away; what the actor does does not depend on it.
+        print(f"{path} cannot be made smaller: {error}", file=sys.stderr)

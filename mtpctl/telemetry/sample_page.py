@@ -1,0 +1,117 @@
+"""The report's section of samples: what the model wrote, to be filtered by step, kind and reward without a script.
+
+The filters are `<select>`s. A rule of CSS for each choice hides the samples that it leaves out, so the page works from a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from mtpctl.telemetry.sample_log import KeptSample, shortened
+
+MOST_SAMPLES = 320
+MOST_CHARACTERS = 4000
+MOST_BANDS = 5
+KINDS = {"update": "trained on", "eval": "held-out", "dropped": "dropped"}
+
+
+def samples_section(rows: Sequence[KeptSample]) -> str:
+    """The section as HTML; empty without samples. Of many steps some are shown, evenly spread, the first and the last among them."""
+    shown = of_spread_steps(rows, MOST_SAMPLES)
+    if not shown:
+        return ""
+    steps = list(dict.fromkeys(row["step"] for row in shown))
+    bands = reward_bands([row["reward"] for row in shown if row["reward"] is not None])
+    kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in shown)]
+    filters = (
+        _select("step", "Step", [(str(step), str(step)) for step in reversed(steps)])
+        + _select("kind", "Kind", [(kind, KINDS[kind]) for kind in kinds])
+        + _select("band", "Reward", [(str(index), label) for index, (_, label) in enumerate(bands)])
+    )
+    left_out = f", {len(shown)} of {len(rows)} samples of the run" if len(shown) < len(rows) else f", {len(shown)} samples"
+    newest_first = sorted(shown, key=lambda row: -row["step"])
+    return (
+        f'<section class="card samples" id="samples"><h2>What the model wrote{left_out}</h2>'
+        f"<style>{_rules('step', map(str, steps))}{_rules('kind', kinds)}{_rules('band', (str(i) for i in range(len(bands))))}</style>"
+        f'<div class="filters">{filters}</div><div class="list">{"".join(_article(row, bands) for row in newest_first)}</div></section>'
+    )
+
+
+def of_spread_steps(rows: Sequence[KeptSample], most: int) -> list[KeptSample]:
+    """At most about `most` rows: all of some steps, evenly spread over the run."""
+    steps = sorted({row["step"] for row in rows})
+    count = max(2, most * len(steps) // max(len(rows), 1))
+    if len(rows) <= most or len(steps) <= count:
+        return list(rows)
+    chosen = {steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)}
+    return [row for row in rows if row["step"] in chosen]
+
+
+def reward_bands(rewards: Sequence[float]) -> list[tuple[float, str]]:
+    """Bands of rewards as (their upper end, label), the lowest first: each value where there are few, else bands of equally many."""
+    values = sorted(set(rewards))
+    if len(values) <= MOST_BANDS:
+        return [(value, f"{value:g}") for value in values]
+    ordered = sorted(rewards)
+    ends = sorted({ordered[round((i + 1) * (len(ordered) - 1) / MOST_BANDS)] for i in range(MOST_BANDS)})
+    begins = [values[0], *(min(value for value in values if value > end) for end in ends[:-1])]
+    return [(end, f"{begin:.3g} to {end:.3g}" if begin < end else f"{end:.3g}") for begin, end in zip(begins, ends, strict=True)]
+
+
+def _select(name: str, label: str, options: Sequence[tuple[str, str]]) -> str:
+    rows = "".join(f'<option value="{escape(value)}">{escape(text)}</option>' for value, text in options)
+    return f'<label>{label} <select class="{name}"><option value="">all</option>{rows}</select></label>'
+
+
+def _rules(name: str, values: Iterable[str]) -> str:
+    return "".join(
+        f'.samples:has(select.{name} option[value="{value}"]:checked) .sample:not([data-{name}="{value}"]){{display:none}}'
+        for value in values
+    )
+
+
+def _article(row: KeptSample, bands: Sequence[tuple[float, str]]) -> str:
+    reward = row["reward"]
+    band = "" if reward is None else str(next((i for i, (end, _) in enumerate(bands) if reward <= end), len(bands) - 1))
+    parts = "".join(
+        f'<span class="{part["by"]}"{_told(part["tokens"]) if part["by"] == "environment" else ""}>{_text(part["text"])}</span>'
+        for part in row["parts"]
+    )
+    head = " · ".join(escape(fact) for fact in facts(row))
+    answer = f'<p class="asked">wanted <b>{_text(row["answer"])}</b></p>' if row["answer"] else ""
+    note = f'<p class="asked">{escape(row["note"])}</p>' if row["note"] else ""
+    value = "–" if reward is None else f"{reward:.3g}"
+    return (
+        f'<details class="sample" data-step="{row["step"]}" data-kind="{row["kind"]}" data-band="{band}"><summary><b>{value}</b> {head}'
+        f"<em>{escape(shortened(' '.join(row['prompt'].split())[-90:], 90))}</em></summary>"
+        f'<div class="prompt">{_text(row["prompt"])}</div><div class="response">{parts}</div>{answer}{note}</details>'
+    )
+
+
+def _told(tokens: int) -> str:
+    return f' title="the environment, {tokens} tokens"'
+
+
+def _text(text: str) -> str:
+    return escape(shortened(text, MOST_CHARACTERS), quote=False)
+
+
+def facts(row: KeptSample) -> list[str]:
+    """What is to be said of a sample besides its reward and its texts, in a few words each."""
+    where = {"update": f"update {row['step']}", "eval": f"held-out {row['set']}".strip() + f" at {row['step']}"}
+    told = [where.get(row["kind"], f"dropped before update {row['step']}")]
+    told += [f"{name} {value:.3g}" for name, value in row["reward_parts"].items()]
+    if row["environment_reward"] is not None:
+        told.append(f"environment's reward {row['environment_reward']:.3g}")
+    turns = sum(part["by"] == "environment" for part in row["parts"])
+    told.append(f"{row['tokens']} tokens" + (f", {turns} of the environment's answers" if turns else ""))
+    if row["finish_reason"]:
+        told.append(f"ended by {row['finish_reason']}")
+    versions = list(dict.fromkeys(version for _, _, version in row["versions"]))
+    if versions:
+        told.append(f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]} to {versions[-1]}")
+    drafts = row["drafts"]
+    if drafts["drafted"]:
+        told.append(f"{drafts['accepted']} of {drafts['drafted']} drafts accepted")
+    return told

@@ -1,0 +1,140 @@
+"""Samples that are kept to be read: what a row says, and that writing neither blocks nor grows without end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mtpctl.errors import UserError
+from mtpctl.samples import Sample, Speculation
+from mtpctl.telemetry import sample_log
+from mtpctl.telemetry.sample_log import KeptSample, SampleLog, keep, read_samples, response_text, shortened, spread
+
+
+def text(ids: list[int]) -> str:
+    return "".join(map(chr, ids))
+
+
+def sample(reward: float | None = 0.5, response: str = "a") -> Sample:
+    made = Sample("p1", "g1", [ord(c) for c in "2+2="], reward=reward)
+    made.append([ord(c) for c in response], [0.0] * len(response), 3)
+    return made
+
+
+def row(step: int, response: str = "a", kind: sample_log.Kind = "update") -> KeptSample:
+    return keep(sample(response=response), text, step=step, kind=kind)
+
+
+def test_a_row_tells_the_models_turns_from_the_environments() -> None:
+    made = sample(response="ask")
+    made.append([ord(c) for c in "told"], [0.0] * 4, 3, trained=False)
+    made.append([ord("4")], [0.0], 4)
+    made.speculation = Speculation(drafted=5, accepted=2, accepted_by_position=[2, 0], steps=3)
+    made.reward_parts = {"exact": 1.0}
+    kept = keep(made, text, step=7, kind="update", answer="4")
+    assert [(part["by"], part["text"], part["tokens"]) for part in kept["parts"]] == [
+        ("model", "ask", 3),
+        ("environment", "told", 4),
+        ("model", "4", 1),
+    ]
+    assert response_text(kept) == "ask⟦told⟧4"
+    assert (kept["step"], kept["prompt"], kept["answer"], kept["reward"], kept["reward_parts"]) == (7, "2+2=", "4", 0.5, {"exact": 1.0})
+    assert kept["versions"] == [[0, 7, 3], [7, 8, 4]]
+    assert kept["drafts"] == {"drafted": 5, "accepted": 2, "accepted_by_position": [2, 0], "steps": 3}
+
+
+def test_a_response_without_a_token_has_no_parts() -> None:
+    assert keep(sample(response=""), text, step=1, kind="eval")["parts"] == []
+
+
+def test_the_samples_that_are_kept_reach_from_the_lowest_reward_to_the_highest() -> None:
+    samples = [sample(i / 10) for i in (7, 0, 3, 9, 5, 1)]
+    assert [each.reward for each in spread(samples, 3)] == [0.0, 0.3, 0.9]
+    assert [each.reward for each in spread(samples, 1)] == [0.0]
+    assert len(spread(samples, 20)) == 6
+
+
+def test_a_long_text_keeps_both_ends() -> None:
+    short = shortened("a" * 50 + "b" * 50, 20)
+    assert short == "a" * 10 + "\n[… 80 characters …]\n" + "b" * 10
+    assert shortened("ab", 2) == "ab"
+
+
+def test_what_is_written_is_read_in_the_order_of_steps(tmp_path: Path) -> None:
+    log = SampleLog(tmp_path / "samples", 1)
+    for step in (2, 1):
+        log.write([row(step)])
+    log.close()
+    assert [(each["step"], each["session"]) for each in read_samples(tmp_path)] == [(1, 1), (2, 1)]
+    assert log.left_out == 0
+
+
+def test_of_a_step_that_a_resumed_run_did_again_the_later_samples_stand(tmp_path: Path) -> None:
+    for session, steps in ((1, (1, 2, 3, 4)), (2, (3,))):
+        log = SampleLog(tmp_path / "samples", session)
+        for step in steps:
+            log.write([row(step, f"session {session}")])
+        log.close()
+    assert [(each["step"], response_text(each)) for each in read_samples(tmp_path)] == [
+        (1, "session 1"),
+        (2, "session 1"),
+        (3, "session 2"),
+    ]
+
+
+def test_files_are_small_and_few_and_the_first_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_log, "FILE_BYTES", 2000)
+    monkeypatch.setattr(sample_log, "MOST_FILES", 3)
+    log = SampleLog(tmp_path / "samples", 1)
+    for step in range(60):
+        while log._queue.full():
+            time.sleep(0.001)
+        log.write([row(step)])
+    log.close()
+    files = sorted((tmp_path / "samples").iterdir())
+    assert len(files) == 3 and all(file.stat().st_size < 3000 for file in files)
+    steps = [each["step"] for each in read_samples(tmp_path)]
+    assert steps[0] == 0 and steps[-1] == 59 and len(steps) < 30
+
+
+def test_a_disk_that_is_slow_holds_nobody_up_and_what_is_left_out_is_counted(tmp_path: Path) -> None:
+    free = threading.Event()
+    log = SampleLog(tmp_path / "samples", 1, [lambda rows: free.wait() and None])
+    began = time.perf_counter()
+    for step in range(200):
+        log.write([row(step)])
+    assert time.perf_counter() - began < 2.0
+    free.set()
+    log.close()
+    assert 0 < log.left_out < 200 and len(read_samples(tmp_path)) == 200 - log.left_out
+    assert log.told == f"{log.left_out} samples were left out of samples/ or a table; the last, they came faster than they could be written"
+
+
+def test_a_table_that_fails_is_told_and_the_file_goes_on(tmp_path: Path) -> None:
+    def table(rows: list[KeptSample]) -> None:
+        raise ConnectionError("no network\nat all")
+
+    log = SampleLog(tmp_path / "samples", 1, [table])
+    log.write([row(1)])
+    log.write([row(2)])
+    log.close()
+    assert len(read_samples(tmp_path)) == 2 and log.told.endswith("the last, ConnectionError: no network")
+
+
+def test_a_torn_last_line_is_left_out_and_a_broken_one_is_named(tmp_path: Path) -> None:
+    log = SampleLog(tmp_path / "samples", 1)
+    log.write([row(1)])
+    log.close()
+    file = tmp_path / "samples" / "000000.jsonl"
+    whole = file.read_text()
+    file.write_text(whole + '{"step": 2, "ki')
+    log = SampleLog(tmp_path / "samples", 2)
+    log.write([row(2)])
+    log.close()
+    assert [each["step"] for each in read_samples(tmp_path)] == [1, 2]
+    file.write_text("{}\n" + whole)
+    with pytest.raises(UserError, match=r"000000\.jsonl:1: not a sample; remove the line$"):
+        read_samples(tmp_path)
