@@ -32,6 +32,8 @@ class _Commands(TyperGroup):
             if ctx.params.get("debug"):
                 traceback.print_exc()
             print(f"error: {error}", file=sys.stderr)
+            for note in getattr(error, "__notes__", ()):
+                print(f"also: {note}", file=sys.stderr)
             raise typer.Exit(error.exit_code) from error
         except KeyboardInterrupt as error:
             print("interrupted", file=sys.stderr)

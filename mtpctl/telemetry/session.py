@@ -14,7 +14,7 @@ from mtpctl.telemetry.history import load_history
 from mtpctl.telemetry.metrics_file import MetricsFile
 from mtpctl.telemetry.panel import Display, LivePanel, PlainLines
 from mtpctl.telemetry.run_directory import RunDirectory
-from mtpctl.telemetry.sinks import Sink, TensorBoardSink, WandbSink
+from mtpctl.telemetry.sinks import Sink, TensorBoardSink, WandbSink, check_packages
 from mtpctl.telemetry.summary import before_and_after, in_between, summary_table
 
 
@@ -46,6 +46,7 @@ class Telemetry:
         if config.tensorboard:
             self._sinks.append(TensorBoardSink(run_dir.tensorboard))
         if config.wandb is not None:
+            check_packages(config)
             self._sinks.append(WandbSink(config.wandb, name, run_dir.path))
         self._display: Display
         if plain or not self._console.is_terminal:

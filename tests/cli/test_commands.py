@@ -85,7 +85,7 @@ def test_a_loss_of_ones_own_is_tried_and_its_mistake_told_with_file_and_line(mtp
     )
     assert mtpctl(*command, "--set", f"train.rl.loss={tmp_path}/mine.py:right").code == 0
     told = mtpctl(*command, "--set", f"train.rl.loss={tmp_path}/mine.py:wrong")
-    assert (told.code, told.out) == (2, "")
+    assert (told.code, bool(told.out)) == (2, command[0] == "train")  # a dry run shows its table in any case
     assert told.err == "error: train.rl.loss: mine.py:7: TypeError: object of type 'TokenTerms' has no len()\n"
     assert mtpctl(*command, "--set", f"train.rl.loss={tmp_path}/mine.py:wrong", "--set", "train.stages=[sft]").code == 0
 
@@ -127,17 +127,57 @@ def test_plans_of_an_adapters_sync_tell_what_its_first_one_brings_beside(mtpctl:
 
 
 @pytest.mark.parametrize(
-    ("sets", "code"),
+    ("sets", "code", "table"),
     [
-        (["trian.rl.steps=1"], 2),
-        (["rollout.kv_cache_bytes=1024"], 2),
-        (["cluster.num_cpus=1"], 4),
+        (["trian.rl.steps=1"], 2, False),
+        (["rollout.kv_cache_bytes=1024"], 2, True),
+        (["cluster.num_cpus=1"], 4, True),
+        (["telemetry.wandb=project"], 3, True),
+        (["rollout.engine_args={foo: 1}"], 2, True),
+        (["data.task=null", "data.path=FOLDER/wrong.jsonl"], 2, True),
+        (["run_dir=/proc/no/place"], 2, True),
     ],
 )
-def test_exit_codes(mtpctl: Any, sets: list[str], code: int) -> None:
+def test_what_cannot_run_is_refused_by_a_dry_run_below_its_table(
+    mtpctl: Any, sets: list[str], code: int, table: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mtpctl.telemetry.sinks.find_spec", lambda name: None)
+    (tmp_path / "wrong.jsonl").write_text('{"prompt": "1", "answer": "1"}\n{"prompt": "1"}\n')
+    sets = ["cluster.num_cpus=8", *(text.replace("FOLDER", str(tmp_path)) for text in sets)]
     told = mtpctl("train", "tiny_mtp", "--dry-run", *(part for text in sets for part in ("--set", text)))
-    assert (told.code, told.out) == (code, "")
+    assert (told.code, "memory     estimates" in told.out) == (code, table)
     assert told.err.startswith("error: ") and told.err.count("\n") == 1
+
+
+def test_a_dry_run_tells_everything_that_is_wrong_a_line_each(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtpctl.telemetry.sinks.find_spec", lambda name: None)
+    wrong = ["rollout.engine_args={max_num_seq: 1}", "telemetry.wandb=project", "cluster.num_cpus=8"]
+    arguments = ["train", "tiny_mtp", "--dry-run", *(part for text in wrong for part in ("--set", text))]
+    told = mtpctl(*arguments)
+    assert told.code == 2 and told.err.splitlines() == [
+        "error: rollout.engine_args.max_num_seq: vLLM has no such option; did you mean max_num_seqs?",
+        "also: telemetry.wandb: the package wandb is not installed; install it, or remove the key",
+    ]
+    assert [line.split(": ", 1)[1] for line in told.err.splitlines()] == json.loads(mtpctl(*arguments, "--json").out)["errors"]
+
+
+def test_a_rank_that_does_not_fit_is_told_with_what_would_make_it_fit(mtpctl: Any) -> None:
+    arguments = ["train", "mimo7b_mtp", "--dry-run", "--set", "train.parallel={tp: 1}"]
+    told = mtpctl(*arguments)
+    assert told.code == 4 and told.err.startswith("error: train.parallel: a trainer rank needs 226 GiB of the 139 that it has of a card;")
+    assert "card       139 GiB (cluster.gpu_gib); the fullest rank needs one of 225.7 GiB\n" in told.out
+    assert "87.5 GiB  --set train.offload.optimizer=true  (fits)\n" in told.out and "80.8 GiB  --set train.recompute=full\n" in told.out
+    assert mtpctl(*arguments, "--set", "train.offload.optimizer=true").code == 0
+
+
+def test_a_card_of_unknown_size_is_not_passed_in_silence_and_this_machines_is_taken(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["train", "mimo7b_mtp", "--dry-run", "--set", "train.parallel={tp: 1}", "--set", "cluster.gpu_gib=null"]
+    monkeypatch.setattr("mtpctl.cli.dry_run.card_gib", lambda: None)
+    told = mtpctl(*arguments)
+    assert told.code == 0 and "of unknown size, so nothing is checked: the fullest rank needs one of 225.7 GiB; set" in told.out
+    monkeypatch.setattr("mtpctl.cli.dry_run.card_gib", lambda: 80.0)
+    told = mtpctl(*arguments)
+    assert told.code == 4 and "card       80 GiB (this machine)" in told.out
 
 
 def test_a_hub_that_does_not_answer_is_exit_3(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
