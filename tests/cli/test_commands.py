@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +202,60 @@ def test_a_family_that_cannot_be_served_here_is_exit_3_with_the_mend(mtpctl: Any
     assert mtpctl("train", "tiny_mtp", "--dry-run", "--set", model, "--set", "train.stages=[sft]").code == 0
 
 
+def test_the_version_is_the_packages(mtpctl: Any) -> None:
+    from importlib.metadata import version
+
+    assert mtpctl("--version").out == f"mtpctl {version('mtpctl')}\n"
+
+
+def test_a_recipe_is_copied_with_its_comments_and_over_nothing(mtpctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert mtpctl("recipe", "copy", "tiny_mtp").out == "tiny_mtp.yaml\n"
+    assert (tmp_path / "tiny_mtp.yaml").read_text() == load_recipe("tiny_mtp", sets=[]).sources[0].read_text()
+    assert mtpctl("recipe", "copy", "h200x2", "mine/cards.yaml").code == 0
+    assert mtpctl("recipe", "validate", "mimo7b_mtp", "--overlay", "mine/cards.yaml").code == 0
+    (tmp_path / "tiny_mtp.yaml").write_text("kept")
+    told = mtpctl("recipe", "copy", "tiny_mtp", "tiny_mtp.yaml")
+    assert (told.code, told.err) == (2, "error: tiny_mtp.yaml: exists; name another FILE\n")
+    assert (tmp_path / "tiny_mtp.yaml").read_text() == "kept"
+    assert mtpctl("recipe", "copy", "tiny_mpt").err == "error: there is no recipe 'tiny_mpt'; did you mean tiny_mtp?\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands_and_recipes(mtpctl: Any, shell: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").touch()
+    (tmp_path / "mine.txt").touch()
+    monkeypatch.setenv("_MTPCTL_COMPLETE", f"complete_{shell}")
+
+    def completed(line: str, word: str) -> str:
+        # Typer's scripts hand zsh's and fish's line over in a variable of their own.
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - bool(word)))
+        monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
+        monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+        return str(mtpctl().out)
+
+    assert "doctor" in completed("mtpctl doc", "doc")
+    assert "tiny_mtp" in completed("mtpctl train ti", "ti")
+    found = completed("mtpctl train mi", "mi")
+    assert "mimo7b_mtp" in found and "mine.yaml" in found and "mine.txt" not in found
+    assert "h200x2" in completed("mtpctl train mine.yaml --overlay h2", "h2")
+
+
+@pytest.mark.parametrize("where", [0, 2, 4])
+def test_verbose_shows_what_libraries_log_wherever_it_stands(where: int) -> None:
+    code = (
+        "import logging, sys; from mtpctl.cli.app import main; import mtpctl.cli.recipe as recipe; loaded = recipe.load; "
+        "recipe.load = lambda *given: (logging.getLogger('library').info('hello'), loaded(*given))[1]; main(sys.argv[1:])"
+    )
+    arguments = ["recipe", "show", "tiny_mtp", "--json"]
+    for verbose in ("-v", "--verbose", None):
+        line = [*arguments[:where], verbose, *arguments[where:]] if verbose else arguments
+        done = subprocess.run([sys.executable, "-c", code, *line], capture_output=True, text=True, timeout=60, check=True)
+        assert ("library: hello" in done.stderr) == bool(verbose)
+
+
 def test_json_without_a_dry_run_is_refused(mtpctl: Any) -> None:
     told = mtpctl("train", "tiny_mtp", "--json")
     assert (told.code, told.err.startswith("error: --json")) == (2, True)
@@ -220,7 +276,6 @@ def test_a_wrong_command_line_is_exit_2_without_a_traceback(mtpctl: Any, argumen
 
 
 def test_a_run_is_handed_the_recipe_and_its_exit_code_is_ours(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
     from types import ModuleType
 
     handed: list[Any] = []
@@ -233,7 +288,6 @@ def test_a_run_is_handed_the_recipe_and_its_exit_code_is_ours(mtpctl: Any, monke
 
 
 def test_a_recipe_that_does_not_fit_starts_nothing(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
 
     monkeypatch.setitem(sys.modules, "mtpctl.controller.launch", None)
     assert mtpctl("train", "tiny_mtp", "--set", "train.stages=[]").code == 2
