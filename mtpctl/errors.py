@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class MtpctlError(Exception):
     """A failure with a message of one line and an exit code."""
@@ -37,6 +39,15 @@ class ThresholdMissed(MtpctlError):
     """A measurement or parity check ended beyond its bound."""
 
     exit_code = 6
+
+
+def first_of(errors: Sequence[MtpctlError]) -> MtpctlError:
+    """The first of several errors, with the others as its notes, which the command line prints a line each."""
+    first, *others = errors
+    for other in dict.fromkeys(map(str, others)):
+        if other != str(first):
+            first.add_note(other)
+    return first
 
 
 class UpstreamMoved(RuntimeError):

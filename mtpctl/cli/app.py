@@ -26,12 +26,15 @@ from mtpctl.cli import (
     sync_weights,
     train,
 )
+from mtpctl.cli.answers import answer
 from mtpctl.errors import MtpctlError
 
 if TYPE_CHECKING:
     from typer._click import Context
 
 INTERRUPTED = 130
+ANYWHERE = ("--debug", "--verbose", "-v")
+"""Options that may stand anywhere on the line. With any of them, warnings that are known to be idle are shown too."""
 
 
 class _Commands(TyperGroup):
@@ -46,6 +49,8 @@ class _Commands(TyperGroup):
             if ctx.params.get("debug"):
                 traceback.print_exc()
             print(f"error: {error}", file=sys.stderr)
+            for note in getattr(error, "__notes__", ()):
+                print(f"also: {note}", file=sys.stderr)
             raise typer.Exit(error.exit_code) from error
         except KeyboardInterrupt as error:
             print("interrupted", file=sys.stderr)
@@ -59,18 +64,32 @@ app = typer.Typer(
     cls=_Commands,
     help="Asynchronous RL post-training for language models that carry multi-token-prediction heads.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # Its panels cost 0.2 s at every start.
 )
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        answer(f"mtpctl {version('mtpctl')}")
+        raise typer.Exit()
+
+
 @app.callback()
 def _everywhere(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error. May stand anywhere on the line.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show what libraries log, and their warnings. May stand anywhere on the line.")
+    ] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")] = False,
 ) -> None:
-    # `_Commands` reads it; this declares it to the parser, and for --help.
-    pass
+    # `_Commands` reads --debug; this declares it to the parser, and for --help.
+    if verbose:
+        import logging
+
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
 
 
 app.command("init")(init.init)
@@ -94,10 +113,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     Exit codes: those of `mtpctl.errors`, 2 for a wrong command line, 130 after Ctrl-C or SIGTERM, 1 for a bug, with its traceback.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if "--debug" not in arguments:
+    asked = [option for option in ANYWHERE if option in arguments]
+    arguments = [*asked, *(argument for argument in arguments if argument not in ANYWHERE)]
+    if not asked:
         # megatron-core warns at import of optional packages that are missing. Warnings of its compiled code name a path, not a module.
         warnings.filterwarnings("ignore", module=r"(.*/)?megatron[./]")
-    else:
-        arguments = ["--debug", *(argument for argument in arguments if argument != "--debug")]
     app(arguments, prog_name="mtpctl")
     raise AssertionError("a command line ends by exiting")

@@ -58,6 +58,9 @@ def convert_hf(
         found = look(source, model)
         answer(json.dumps(found, indent=2) if as_json else _listed(found))
         return
+    from mtpctl.convert.target import check_target
+
+    check_target(source, target, force=force)  # before torch is imported, which takes seconds
     from mtpctl.cluster.heap import importing
 
     with importing():

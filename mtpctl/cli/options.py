@@ -13,8 +13,35 @@ from mtpctl.cli.answers import stdout_is_for_answers
 if TYPE_CHECKING:
     from mtpctl.recipe.loading import Loaded
 
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of one that comes with mtpctl.")]
-Overlays = Annotated[list[str] | None, typer.Option("--overlay", metavar="FILE", help="Lay this file over the recipe; may be repeated.")]
+
+def _recipes(incomplete: str) -> list[str]:
+    return _named("recipes", incomplete)
+
+
+def _overlays(incomplete: str) -> list[str]:
+    return _named("recipes/overlays", incomplete)
+
+
+def _named(folder: str, incomplete: str) -> list[str]:
+    """What a shell completes: the names of recipes or overlays that come with mtpctl, YAML files, and folders on the way to them."""
+    from mtpctl.recipe.loading import RECIPES, available
+
+    names = [path.stem for path in available(RECIPES.parent / folder)]
+    files = [f"{path}/" if path.is_dir() else str(path) for path in sorted(Path().glob(f"{incomplete}*")) if _leads_on(path)]
+    return [name for name in names if name.startswith(incomplete)] + files
+
+
+def _leads_on(path: Path) -> bool:
+    return not path.name.startswith(".") and (path.is_dir() or path.suffix in (".yaml", ".yml"))
+
+
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of one that comes with mtpctl.", autocompletion=_recipes)
+]
+Overlays = Annotated[
+    list[str] | None,
+    typer.Option("--overlay", metavar="FILE", help="Lay this file over the recipe; may be repeated.", autocompletion=_overlays),
+]
 Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Set a key to a YAML value, or append to a list with KEY+=VALUE; may be repeated."),

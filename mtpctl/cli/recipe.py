@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -62,6 +63,29 @@ def show(
             answer(f"{line:{width}}  # {loaded.origins[key]}")
     else:
         answer(yaml12.dump(_nested(values, tree)), end="")
+
+
+@app.command()
+def copy(
+    name: RecipeArgument,
+    target: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Where to; default: NAME.yaml here.")] = None,
+) -> None:
+    """Copy a recipe or an overlay that comes with mtpctl, comments included, to a file of your own."""
+    from mtpctl.errors import UserError
+    from mtpctl.recipe.loading import locate
+
+    source = locate(name)
+    file = target or Path(source.name)
+    file = file / source.name if file.is_dir() else file
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("x", encoding="utf-8") as opened:
+            opened.write(source.read_text(encoding="utf-8"))
+    except FileExistsError as error:
+        raise UserError(f"{file}: exists; name another FILE") from error
+    except OSError as error:
+        raise UserError(f"{file}: cannot be written ({error.strerror}); name another FILE") from error
+    answer(str(file))
 
 
 @app.command()

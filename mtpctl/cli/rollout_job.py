@@ -26,10 +26,11 @@ from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.rewards.rewarder import Rewarder
 from mtpctl.rollout.environments import environment_of
+from mtpctl.rollout.installed import check_engine
 from mtpctl.rollout.offline import Progress, Prompt, answer_all, summary, wanted
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.sample_file import Origin, SampleFile
-from mtpctl.rollout.start import check_engine_installed, start_pool
+from mtpctl.rollout.start import start_pool
 from mtpctl.rollout.trial import try_environment
 from mtpctl.samples import Sample
 from mtpctl.sync.manifest import Manifest
@@ -239,7 +240,7 @@ def _generate(
 @contextlib.contextmanager
 def room_for_engines(recipe: Recipe, source: Source, folder: Path) -> Iterator[VersionStore]:
     """A cluster with room for the recipe's engines, and a version store in `folder` to feed them from."""
-    check_engine_installed(recipe)
+    check_engine(recipe)
     placement = _engines(recipe)
     with contextlib.ExitStack() as stack:
         stack.enter_context(cluster(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus))

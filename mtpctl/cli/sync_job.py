@@ -21,8 +21,9 @@ from mtpctl.logprob.placed import start_server
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.plan.placement import Placement, place
 from mtpctl.recipe.schema import Recipe
+from mtpctl.rollout.installed import check_engine
 from mtpctl.rollout.pool import ReplicaPool
-from mtpctl.rollout.start import check_engine_installed, start_pool
+from mtpctl.rollout.start import start_pool
 from mtpctl.rollout.vllm.http import ServedEngine, ServedEngines
 from mtpctl.sync.store import VersionStore
 
@@ -71,7 +72,7 @@ class Synced:
 def sync_by_hand(recipe: Recipe, source: Source, urls: list[str], *, verify: bool, repeat: int, say: Callable[[str], None]) -> list[Synced]:
     """Do it. Raises what starting and syncing raise."""
     if not urls:
-        check_engine_installed(recipe)
+        check_engine(recipe)
     engines = asyncio.run(_serving(recipe, urls))
     placement = place(recipe)
     seats = placement.of("trainer") if engines else placement.actors

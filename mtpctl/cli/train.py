@@ -33,11 +33,12 @@ def train(
     if dry_run:
         from mtpctl.cli.dry_run import dry_run as plan_run
         from mtpctl.cli.dry_run import render
-        from mtpctl.controller.rehearsal import rehearse
+        from mtpctl.errors import first_of
 
-        rehearse(loaded.recipe)
-        plan = plan_run(loaded.recipe)
+        plan, errors = plan_run(loaded.recipe)
         answer(json.dumps(plan, indent=2) if as_json else render(plan))
+        if errors:
+            raise first_of(errors)
         return
     from mtpctl.controller.launch import run
 

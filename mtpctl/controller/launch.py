@@ -27,10 +27,12 @@ from mtpctl.plan.placement import Placement, place
 from mtpctl.recipe.cautions import cautions_of
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
+from mtpctl.rollout.installed import check_engine
 from mtpctl.rollout.pool import ReplicaPool
-from mtpctl.rollout.start import check_engine_installed, start_pool
+from mtpctl.rollout.start import start_pool
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.session import Telemetry
+from mtpctl.telemetry.sinks import check_packages
 
 INTERRUPTED = 130
 
@@ -39,7 +41,8 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     """Train as the recipe says. Returns the exit code: 0, or 130 after a stop that was asked for."""
     totals: dict[str, int] = {stage: getattr(recipe.train, stage).steps for stage in recipe.train.stages}
     if "rl" in recipe.train.stages:
-        check_engine_installed(recipe)
+        check_engine(recipe)
+    check_packages(recipe.telemetry)
     placement = place(recipe)
     check_room(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus)
     fresh = not recipe.run_path.exists()

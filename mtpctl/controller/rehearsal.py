@@ -1,15 +1,13 @@
-"""Trying the user's own code before anything starts, for commands that start nothing as well."""
+"""Trying the user's own code before anything starts, for commands that start nothing as well.
+
+What only some recipes need is imported where they need it: most recipes name no code, and are checked in less than a second.
+"""
 
 from __future__ import annotations
 
-from mtpctl.controller.trial import check_rewards
-from mtpctl.data.prompts import chatted
 from mtpctl.data.sets import load_problem_sets
 from mtpctl.recipe.reward import VERIFIERS
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rollout.environments import environment_of
-from mtpctl.rollout.trial import try_environment
-from mtpctl.sandbox.shared import require
 
 
 def rehearse(recipe: Recipe) -> list[str]:
@@ -21,13 +19,23 @@ def rehearse(recipe: Recipe) -> list[str]:
         return []
     check_sandbox(recipe)
     try_loss(recipe)
-    environment, own_reward = environment_of(recipe.rollout), recipe.reward.function not in VERIFIERS
-    if environment is None and not own_reward:
+    with_environment, own_reward = recipe.rollout.environment != "single", recipe.reward.function not in VERIFIERS
+    if not with_environment and not own_reward:
         return []
+    from mtpctl.rollout.environments import environment_of
+
+    environment = environment_of(recipe.rollout)
     problems = load_problem_sets(recipe.data, recipe.seed)
     if environment is not None:
+        from mtpctl.data.prompts import chatted
+        from mtpctl.rollout.trial import try_environment
+
         try_environment(environment, problems.train, None, chat=chatted(recipe.data, problems.train))
-    warning = check_rewards(problems, recipe) if own_reward else ""
+    if not own_reward:
+        return []
+    from mtpctl.controller.trial import check_rewards
+
+    warning = check_rewards(problems, recipe)
     return [warning] if warning else []
 
 
@@ -38,6 +46,10 @@ def check_sandbox(recipe: Recipe) -> None:
     asked = {f"{field}.args": reward.args for field, reward in rewards.items() if reward.function == "code"}
     if recipe.rollout.environment == "python":
         asked["rollout.environment_args"] = recipe.rollout.environment_args
+    if not asked:
+        return
+    from mtpctl.sandbox.shared import require
+
     for field, args in asked.items():
         require(field, args.get("isolation", "required"))
 

@@ -32,6 +32,7 @@ from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.convert.parts import PartReader, PartWriter, Reader
 from mtpctl.convert.skeleton import Skeleton
 from mtpctl.convert.source import HF, LAYOUT, Reference, checkpoint_at, has_mtp, names_in, reference_of
+from mtpctl.convert.target import check_target
 from mtpctl.convert.verification import Verified, verify_conversion
 from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
@@ -84,7 +85,7 @@ def convert(source: Path, target: Path, options: ConversionOptions, *, say: Say,
         raise UserError("--verify: what an adapter is merged into or written as has no other side to be compared with; leave it out")
     if options.dtype and adapter is not None and not options.merge:
         raise UserError("--dtype: an adapter's folder keeps the type that it was trained in; leave it out, or write the model with --merge")
-    _check_target(source, target, force=options.force)
+    check_target(source, target, force=options.force)
     began = time.perf_counter()
     if checkpoint is None:
         made = _to_megatron(ModelWeights(source), target, options, say, progress)
@@ -216,16 +217,6 @@ def _types_and_layout(
 
 
 # ------------------------------------------------------------------------------------------------------------ target
-
-
-def _check_target(source: Path, target: Path, *, force: bool) -> None:
-    here, there = source.resolve(), target.resolve()
-    if there.is_relative_to(here) or here.is_relative_to(there):
-        raise UserError(f"{target}: lies inside {source}, or the other way round; name a DST outside of it")
-    if target.exists() and not target.is_dir():
-        raise UserError(f"{target}: is a file; name a folder")
-    if target.exists() and not force:
-        raise UserError(f"{target}: exists; name another DST, or replace it with --force")
 
 
 def _begin(journal: Journal, parts: list[int], tail: int, files: Path, say: Say, progress: Progress) -> Callable[[int], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -36,6 +37,7 @@ from mtpctl.logprob.server import LogprobServer
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
+_JSON = re.compile(r"application/(?:[\w.-]+\+)?json\b", re.IGNORECASE)
 NUMBERS = 1 << 21
 """Numbers that one answer may have: tokens times the numbers a token."""
 
@@ -45,6 +47,8 @@ def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, k
     api = FastAPI(
         title="mtpctl log-prob server", version=version_of("mtpctl"), description=f"Per-token log-probs under {name}.", redoc_url=None
     )
+
+    started = int(time.time())
 
     @api.post("/v1/logprobs", response_model=LogprobsResponse)
     async def logprobs(body: LogprobsRequest, request: Request) -> Response:
@@ -88,13 +92,22 @@ def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, k
     async def version() -> dict[str, object]:
         return {"version": server.version, "held": server.held(), "model": name, "mtpctl": version_of("mtpctl")}
 
+    @api.get("/v1/models")
+    async def models() -> dict[str, object]:
+        return {"object": "list", "data": [{"id": name, "object": "model", "created": started, "owned_by": "mtpctl"}]}
+
     @api.get("/metrics")
     async def metrics() -> Response:
         return PlainTextResponse(prometheus(server), media_type="text/plain; version=0.0.4")
 
     @api.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
+        kind = request.headers.get("content-type", "")
+        if first["loc"] == ("body",) and first["type"] != "missing" and not _JSON.match(kind):
+            said = f"got {kind}" if kind else "got none"
+            text = f"content-type: must be application/json, {said}; send the header 'content-type: application/json'"
+            return JSONResponse(error_body(text, "invalid_request_error"), 415)
         if first["type"] == "json_invalid":
             return JSONResponse(error_body(f"body: not valid JSON: {first['ctx']['error']}", "invalid_request_error"), 400)
         place = ".".join(str(part) for part in first["loc"] if part != "body")

@@ -94,7 +94,8 @@ async def _serve(recipe: Recipe, served: Served, bound: socket.socket, key: str 
     settle_heap()
     watching = asyncio.create_task(server.watch())
     host, port = bound.getsockname()[:2]
-    say(f"weights version {server.version}; http://{host}:{port}/v1/logprobs, /v1/completions, /health, /version, /metrics, /docs")
+    routes = "/v1/logprobs, /v1/completions, /v1/models, /health, /version, /metrics, /docs"
+    say(f"weights version {server.version}; http://{host}:{port}{routes}")
     try:
         await face.serve(sockets=[bound])
     finally:

@@ -7,11 +7,9 @@ card for them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from mtpctl.errors import ClusterResources, UserError
 from mtpctl.families.shape import ModelShape
-from mtpctl.plan.placement import engine_share
 from mtpctl.plan.sharding import Stage, expert_tp, optimizer_ranks, stages
 from mtpctl.plan.wire import adapted_weights
 from mtpctl.recipe.parallel import ParallelConfig
@@ -97,11 +95,7 @@ def trainer_memory(recipe: Recipe, shape: ModelShape) -> TrainerMemory:
 
 
 def engine_memory(recipe: Recipe, shape: ModelShape) -> EngineMemory:
-    """One rank of a rollout engine.
-
-    Raises UserError where the key-value cache cannot hold one sample of full length, ClusterResources where weights leave no
-    room for a cache in the engine's share of the card, or for the cache that is asked for on the card.
-    """
+    """One rank of a rollout engine. Its cache is negative where weights exceed the engine's share of the card."""
     rollout = recipe.rollout
     width = WEIGHT_BYTES[recipe.train.precision if rollout.dtype == "auto" else rollout.dtype]
     drafting = rollout.speculation.num_tokens > 0 and recipe.mtp.mode != "off"
@@ -109,30 +103,10 @@ def engine_memory(recipe: Recipe, shape: ModelShape) -> EngineMemory:
     weights = held.parameters * width
     per_token = kv_bytes_per_token(shape, rollout.tp, width, drafting=drafting)
     cache, card = rollout.kv_cache_bytes, recipe.cluster.gpu_gib
-    if cache is not None and card is not None and weights + cache > card * GIB:
-        raise ClusterResources(
-            f"rollout.kv_cache_bytes: {cache / GIB:.1f} GiB and {weights / GIB:.1f} GiB of weights exceed the card's {card:g} GiB; lower it"
-        )
     if cache is None and card is not None:
-        share = int(card * GIB * rollout.gpu_memory)
-        cache = share - weights
-        if cache <= 0:
-            raise ClusterResources(
-                f"rollout.gpu_memory: {share / GIB:.1f} GiB of the card do not hold {weights / GIB:.1f} GiB of weights; "
-                "raise it, or rollout.tp"
-            )
+        cache = int(card * GIB * rollout.gpu_memory) - weights
     state = _sequence_state(recipe, shape, width)
-    memory = EngineMemory(weights, per_token, cache, state, state * rollout.max_in_flight)
-    longest = min(rollout.context or shape.max_positions, shape.max_positions)
-    # With fewer sequences in flight an engine still runs; one alone has to fit.
-    alone = replace(memory, states=state).kv_tokens
-    if alone is not None and alone < longest:
-        given = "rollout.kv_cache_bytes:" if rollout.kv_cache_bytes else f"rollout.gpu_memory: {rollout.gpu_memory} leaves a cache;"
-        raise UserError(
-            f"{given} {cache} bytes hold {alone} tokens at {per_token} bytes each, less than one sample of "
-            f"{longest}; give at least {longest * per_token + state}, or lower rollout.context"
-        )
-    return memory
+    return EngineMemory(weights, per_token, cache, state, state * rollout.max_in_flight)
 
 
 def logprob_memory(recipe: Recipe, shape: ModelShape) -> LogprobMemory:
@@ -147,36 +121,6 @@ def logprob_memory(recipe: Recipe, shape: ModelShape) -> LogprobMemory:
     one_layer = int(server.tokens_per_batch // server.parallel.cp * elements * width)
     weights, base = max(((whole * copies, adapted) for whole, adapted in held), key=sum)
     return LogprobMemory(weights * width, base * width, one_layer, _workspace(recipe, shape, server.tokens_per_batch, server.parallel))
-
-
-def check_fits(recipe: Recipe, shape: ModelShape) -> None:
-    """Raise ClusterResources where a rank needs more than the card of `cluster.gpu_gib`."""
-    card = recipe.cluster.gpu_gib
-    if card is None:
-        return
-    trainer, room = trainer_memory(recipe, shape), card * recipe.train.gpus
-    if trainer.total > room * GIB:
-        raise ClusterResources(
-            f"train.parallel: a trainer rank needs {trainer.total / GIB:.0f} GiB of the {room:g} that it has of a card; "
-            "raise tp, pp or dp with distributed_optimizer, offload the optimizer, or lower tokens_per_microbatch"
-        )
-    if "rl" not in recipe.train.stages:
-        return
-    server = recipe.logprob
-    shares = {"train.gpus": recipe.train.gpus}
-    if server.standalone:
-        needed, share = logprob_memory(recipe, shape).total, card * GIB * min(1.0, server.gpus)
-        if needed > share:
-            raise ClusterResources(f"logprob.gpus: a rank needs {needed / GIB:.0f} GiB, its share is {share / GIB:.0f} GiB; raise it")
-        shares["logprob.gpus"] = server.gpus
-    engine = engine_share(recipe)
-    beside = {field: share for field, share in shares.items() if share + engine <= 1 + 1e-9}
-    # One of them may be on the engine's card, or all of them.
-    together = [beside] if sum(beside.values()) + engine <= 1 + 1e-9 else [{field: share} for field, share in beside.items()]
-    for held in together:
-        if sum(held.values()) + recipe.rollout.gpu_memory > 1 + 1e-9:
-            others = " and ".join(f"{field}: {share:g}" for field, share in held.items())
-            raise ClusterResources(f"rollout.gpu_memory: {recipe.rollout.gpu_memory} and {others} share a card and exceed it; lower one")
 
 
 def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from mtpctl.errors import UserError
+from mtpctl.errors import UserError, first_of
 from mtpctl.families.reading import shape_of
 from mtpctl.families.serving import missing_fields, unsupported_by_vllm_cpu
 from mtpctl.families.shape import ModelShape
@@ -42,12 +42,12 @@ URL_PASSWORD = re.compile(r"://[^/\s:@]+:[^/\s@]+@")
 
 
 def validate(recipe: Recipe) -> None:
-    """Raise UserError for the first thing that does not fit, naming the fields of the others."""
-    complaints = list(complaints_of(recipe))
-    if not complaints:
-        return
-    others = ", ".join(dict.fromkeys(text.split(":", 1)[0] for text in complaints[1:]))
-    raise UserError(complaints[0] + (f" (also wrong: {others})" if others else ""))
+    """Raise UserError for the first thing that does not fit; its notes say what is wrong with other fields."""
+    complaints: dict[str, str] = {}
+    for text in complaints_of(recipe):
+        complaints.setdefault(text.split(":", 1)[0], text)
+    if complaints:
+        raise first_of([UserError(text) for text in complaints.values()])
 
 
 def complaints_of(recipe: Recipe) -> Complaints:

@@ -15,7 +15,9 @@ class ClusterConfig(Section):
     num_cpus: PositiveInt | None = Field(None, description="CPUs of the local cluster; default: this machine's.")
     num_gpus: NonNegativeInt | None = Field(None, description="GPUs of the local cluster; default: this machine's.")
     gpus_per_node: PositiveInt = Field(8, description="GPUs of a host, for the placement plan.")
-    gpu_gib: PositiveFloat | None = Field(None, description="Memory of a card in GiB, for the memory plan; default: nothing is checked.")
+    gpu_gib: PositiveFloat | None = Field(
+        None, description="Memory of a card in GiB, for the memory plan; default: this machine's cards, where it has any."
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cpu with sync.transport: shm, else cuda.")
     actor_deadline_s: PositiveFloat = Field(300.0, description="Seconds that an actor has to start.")
     step_deadline_s: PositiveFloat = Field(

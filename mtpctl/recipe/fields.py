@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from mtpctl.recipe.aliases import ours
 from mtpctl.recipe.schema import DEFAULT_VARIANTS, Recipe
 
 Keys = tuple[str, ...]
@@ -111,14 +112,19 @@ def find(path: Keys) -> Key | None:
 
 
 def suggest(path: Keys, siblings: tuple[str, ...] = ()) -> str:
-    """What a message about an unknown key ends with: `; did you mean ...?`, searched first among its siblings and then among all keys.
+    """What a message about an unknown key ends with: `; did you mean ...?`, searched first among its siblings, then
+    among the names that other frameworks have, then among all keys.
 
     Where nothing is like it: the siblings' names, or an empty text without siblings.
     """
     prefix = ".".join(path[:-1])
-    close = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.7)
+    known = ours(path)
+    # A name of another framework's is no misspelling, unless it is one by a letter.
+    close = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.85 if known else 0.7)
     if close:
         return f"; did you mean {'.'.join((*path[:-1], close[0]))}?"
+    if known:
+        return f"; did you mean {known}?"
     dotted = ".".join(path)
     like = [key for key in dotted_keys() if difflib.SequenceMatcher(None, key.rsplit(".", 1)[-1], path[-1]).ratio() >= 0.7]
     same = [key for key in like if key.rsplit(".", 1)[-1] == path[-1]]

@@ -13,7 +13,7 @@ from typing import cast
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from mtpctl.errors import UserError
+from mtpctl.errors import UserError, first_of
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.fields import Key, Keys, children, element, find, suggest, type_text, variant
 from mtpctl.recipe.presets import PRESETS
@@ -68,7 +68,7 @@ def load_recipe(recipe: str | Path, *, overlays: Sequence[str | Path] = (), sets
     try:
         checked = Recipe.model_validate(tree)
     except ValidationError as error:
-        raise UserError(_explain(error, origins, tree)) from error
+        raise _explained(error, origins, tree) from error
     return Loaded(checked, _all_origins(checked, origins), tuple(sources))
 
 
@@ -86,6 +86,12 @@ def flatten(tree: Mapping[str, object], path: Keys = ()) -> dict[Keys, object]:
         else:
             flat[(*path, name)] = value
     return flat
+
+
+def locate(name: str | Path) -> Path:
+    """The file of a recipe or an overlay that comes with mtpctl. Raises UserError for a name that is neither."""
+    overlay = RECIPES / "overlays" / f"{name}.yaml"
+    return overlay if overlay.is_file() else _locate(name, RECIPES, "recipe")
 
 
 def available(folder: Path = RECIPES) -> list[Path]:
@@ -260,9 +266,9 @@ def _inside_value(path: Keys, origins: Origins) -> bool:
     return key is not None and key.free and key.path in origins
 
 
-def _explain(error: ValidationError, origins: Origins, tree: Tree) -> str:
-    """The first mistake in one line: its origin, its key and what is wrong; then the keys of further mistakes."""
-    mistakes = []
+def _explained(error: ValidationError, origins: Origins, tree: Tree) -> UserError:
+    """An error of the first mistake: its origin, its key and what is wrong. Its notes say the same of further keys."""
+    mistakes: dict[Keys, UserError] = {}
     for item in error.errors(include_url=False):
         path = _yaml_path(item["loc"], tree)
         if item["type"] == "union_tag_invalid":
@@ -270,10 +276,9 @@ def _explain(error: ValidationError, origins: Origins, tree: Tree) -> str:
         elif item["type"] == "missing":  # of a list that is too short: every key has a default
             path = path[:-1]
         origin = next((origins[path[:depth]] for depth in range(len(path), 0, -1) if path[:depth] in origins), None)
-        mistakes.append((path, f"{origin}: " if origin else "", _sentence(item, path, tree)))
-    path, origin, sentence = mistakes[0]
-    more = ", ".join(dict.fromkeys(".".join(p) for p, _, _ in mistakes[1:] if p != path))
-    return f"{origin}{'.'.join(path)} {sentence}" + (f" (also wrong: {more})" if more else "")
+        said = f"{origin}: " if origin else ""
+        mistakes.setdefault(path, UserError(f"{said}{'.'.join(path)} {_sentence(item, path, tree)}"))
+    return first_of(list(mistakes.values()))
 
 
 def _yaml_path(loc: Iterable[str | int], tree: Tree) -> Keys:

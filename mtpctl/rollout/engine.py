@@ -305,13 +305,3 @@ def speculation_counts(by_count: list[int], drafted: int) -> Speculation:
     """Counts by position from a histogram of how many steps accepted exactly j drafts."""
     by_position = [sum(by_count[position + 1 :]) for position in range(len(by_count) - 1)]
     return Speculation(drafted, sum(by_position), by_position, sum(by_count))
-
-
-def check_options(engine: str, known: Collection[str], asked: Collection[str]) -> None:
-    """Raise UserError for an option in `asked` that `engine` does not know, naming the most similar one that it knows."""
-    from difflib import get_close_matches
-
-    for name in asked:
-        if name not in known:
-            near = get_close_matches(name, known, 1)
-            raise UserError(f"rollout.engine_args.{name}: {engine} has no such option" + (f"; did you mean {near[0]}?" if near else ""))

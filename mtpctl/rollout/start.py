@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from itertools import count
 from math import ceil
 from typing import Protocol
 
 from mtpctl.cluster.deadlines import within
-from mtpctl.errors import EnvironmentMissing
 from mtpctl.plan.placement import Placement
 from mtpctl.recipe.rollout import SglangConfig
 from mtpctl.recipe.schema import Recipe
@@ -29,18 +27,6 @@ class NamedText(Text, ChatText, Protocol):
     """A tokenizer, and the folder or hub id that it is loaded from."""
 
     name: str
-
-
-def check_engine_installed(recipe: Recipe) -> None:
-    """Raise EnvironmentMissing where this machine is to run the engine and its package, or SGLang's Python environment, is not there."""
-    rollout = recipe.rollout
-    if isinstance(rollout, SglangConfig):
-        if rollout.python is None:
-            raise EnvironmentMissing(
-                "rollout.python: SGLang lives in an environment of its own; scripts/sglang_environment.sh makes one; name its python"
-            )
-    elif recipe.cluster.address is None and find_spec(rollout.engine) is None:
-        raise EnvironmentMissing(f"rollout.engine: {rollout.engine} is not installed; install mtpctl with the extra [cpu] or [gpu]")
 
 
 async def start_pool(

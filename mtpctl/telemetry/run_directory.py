@@ -19,6 +19,7 @@ from mtpctl.telemetry.versions import collect_versions
 
 RECIPE = "recipe.resolved.yaml"
 """The recipe with every default written out, as the run went on with it last."""
+LOCK = ".lock"
 _FOLDERS = ("checkpoints", "buffer", "logs", "tensorboard")
 _ROOM = 64 << 20
 """Bytes that must be free to begin: less than the smallest checkpoint, more than every text file together."""
@@ -62,15 +63,25 @@ class RunDirectory:
             run._take()
         return run
 
+    @staticmethod
+    def check_writable(path: str | Path) -> None:
+        """Raise UserError as `create` would, and make nothing: the file that is tried has no name."""
+        path = Path(path)
+        with _writing(path):
+            place = next(above for above in (path.absolute(), *path.absolute().parents) if above.exists())
+            with tempfile.TemporaryFile(dir=place):
+                pass
+            if shutil.disk_usage(place).free < _ROOM:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if (path / LOCK).exists():
+                with (path / LOCK).open("r+") as lock:
+                    _lock(lock, path)
+
     def _take(self) -> None:
         for folder in _FOLDERS:
             (self.path / folder).mkdir(exist_ok=True)
-        lock = (self.path / ".lock").open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            raise UserError(f"run_dir: another run is writing {self.path}; wait for it, or name another place") from None
+        lock = (self.path / LOCK).open("w")
+        _lock(lock, self.path)
         self._lock = lock
 
     def record(self, recipe_text: str) -> None:
@@ -95,6 +106,15 @@ class RunDirectory:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _lock(file: IO[str], path: Path) -> None:
+    """Lock the directory by its lock file. Raises UserError, and closes the file, where another run has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UserError(f"run_dir: another run is writing {path}; wait for it, or name another place") from None
 
 
 @contextmanager

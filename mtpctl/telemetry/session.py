@@ -20,7 +20,7 @@ from mtpctl.telemetry.metrics_file import MetricsFile
 from mtpctl.telemetry.panel import Display, LivePanel, PlainLines
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.sample_log import KeptSample, SampleLog, Tables
-from mtpctl.telemetry.sinks import Sink, TensorBoardSink, WandbSink
+from mtpctl.telemetry.sinks import Sink, TensorBoardSink, WandbSink, check_packages
 from mtpctl.telemetry.summary import before_and_after, in_between, summary_table
 
 LOG_BYTES = 16 << 20
@@ -62,6 +62,7 @@ class Telemetry:
         if config.tensorboard:
             self._sinks.append(TensorBoardSink(run_dir.tensorboard))
         if config.wandb is not None:
+            check_packages(config)
             wandb = WandbSink(config.wandb, name, run_dir.path)
             self._sinks.append(wandb)
             tables.append(wandb.samples)

@@ -9,7 +9,18 @@ from pathlib import Path
 from typing import Protocol
 
 from mtpctl.errors import EnvironmentMissing
+from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.telemetry.sample_log import KeptSample, response_text
+
+PACKAGES = ("wandb",)
+"""Keys of the section `telemetry` that need a package of their own, which has the key's name."""
+
+
+def check_packages(telemetry: TelemetryConfig) -> None:
+    """Raise EnvironmentMissing where the section names a destination whose package is not installed."""
+    for key in PACKAGES:
+        if getattr(telemetry, key) and find_spec(key) is None:
+            raise EnvironmentMissing(f"telemetry.{key}: the package {key} is not installed; install it, or remove the key")
 
 
 class Sink(Protocol):
@@ -66,11 +77,9 @@ def _cells(row: KeptSample, columns: list[str]) -> list[object]:
 
 
 class WandbSink:
-    """Weights & Biases. Raises EnvironmentMissing where the package is not installed."""
+    """Weights & Biases."""
 
     def __init__(self, project: str, name: str, folder: Path) -> None:
-        if find_spec("wandb") is None:
-            raise EnvironmentMissing("telemetry.wandb: the package wandb is not installed; install it, or remove the key")
         import wandb
 
         # The same directory is the same run, so that a resumed one goes on in its place.

@@ -61,6 +61,17 @@ def visible_cards() -> list[str]:
 
     Where nvidia-smi fails or hangs, the reason takes the place of the names: a run does not fail or wait for this record.
     """
+    return _of_cards("name")
+
+
+def card_gib() -> float | None:
+    """Memory in GiB of the smallest card that this process may use; None where there is none, or nvidia-smi does not tell."""
+    sizes = [int(size) for told in _of_cards("memory.total") if (size := told.removesuffix(" MiB")).isdecimal()]
+    return min(sizes) / 1024 if sizes else None
+
+
+def _of_cards(what: str) -> list[str]:
+    """What nvidia-smi calls `what` of each card that this process may use; the reason in words where it does not tell."""
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     tool = shutil.which("nvidia-smi")
     if allowed == "":
@@ -69,7 +80,7 @@ def visible_cards() -> list[str]:
         return _unknown("there is no nvidia-smi")
     try:
         asked = subprocess.Popen(
-            [tool, "--query-gpu=index,uuid,name", "--format=csv,noheader"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            [tool, f"--query-gpu=index,uuid,{what}", "--format=csv,noheader"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
     except OSError as error:
         return _unknown(f"nvidia-smi does not run: {error.strerror}")
@@ -85,9 +96,9 @@ def visible_cards() -> list[str]:
     if not rows:
         return _unknown(f"nvidia-smi told none, exit code {asked.returncode}")
     if allowed is None:
-        return [name for _, _, name in rows]
+        return [told for _, _, told in rows]
     wanted = [want.strip() for want in allowed.split(",")]
-    return [name for want in wanted for index, uuid, name in rows if want and (want == index or uuid.startswith(want))]
+    return [told for want in wanted for index, uuid, told in rows if want and (want == index or uuid.startswith(want))]
 
 
 def _unknown(why: str) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +87,7 @@ def test_a_loss_of_ones_own_is_tried_and_its_mistake_told_with_file_and_line(mtp
     )
     assert mtpctl(*command, "--set", f"train.rl.loss={tmp_path}/mine.py:right").code == 0
     told = mtpctl(*command, "--set", f"train.rl.loss={tmp_path}/mine.py:wrong")
-    assert (told.code, told.out) == (2, "")
+    assert (told.code, bool(told.out)) == (2, command[0] == "train")  # a dry run shows its table in any case
     assert told.err == "error: train.rl.loss: mine.py:7: TypeError: object of type 'TokenTerms' has no len()\n"
     assert mtpctl(*command, "--set", f"train.rl.loss={tmp_path}/mine.py:wrong", "--set", "train.stages=[sft]").code == 0
 
@@ -127,17 +129,57 @@ def test_plans_of_an_adapters_sync_tell_what_its_first_one_brings_beside(mtpctl:
 
 
 @pytest.mark.parametrize(
-    ("sets", "code"),
+    ("sets", "code", "table"),
     [
-        (["trian.rl.steps=1"], 2),
-        (["rollout.kv_cache_bytes=1024"], 2),
-        (["cluster.num_cpus=1"], 4),
+        (["trian.rl.steps=1"], 2, False),
+        (["rollout.kv_cache_bytes=1024"], 2, True),
+        (["cluster.num_cpus=1"], 4, True),
+        (["telemetry.wandb=project"], 3, True),
+        (["rollout.engine_args={foo: 1}"], 2, True),
+        (["data.task=null", "data.path=FOLDER/wrong.jsonl"], 2, True),
+        (["run_dir=/proc/no/place"], 2, True),
     ],
 )
-def test_exit_codes(mtpctl: Any, sets: list[str], code: int) -> None:
+def test_what_cannot_run_is_refused_by_a_dry_run_below_its_table(
+    mtpctl: Any, sets: list[str], code: int, table: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mtpctl.telemetry.sinks.find_spec", lambda name: None)
+    (tmp_path / "wrong.jsonl").write_text('{"prompt": "1", "answer": "1"}\n{"prompt": "1"}\n')
+    sets = ["cluster.num_cpus=8", *(text.replace("FOLDER", str(tmp_path)) for text in sets)]
     told = mtpctl("train", "tiny_mtp", "--dry-run", *(part for text in sets for part in ("--set", text)))
-    assert (told.code, told.out) == (code, "")
+    assert (told.code, "memory     estimates" in told.out) == (code, table)
     assert told.err.startswith("error: ") and told.err.count("\n") == 1
+
+
+def test_a_dry_run_tells_everything_that_is_wrong_a_line_each(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtpctl.telemetry.sinks.find_spec", lambda name: None)
+    wrong = ["rollout.engine_args={max_num_seq: 1}", "telemetry.wandb=project", "cluster.num_cpus=8"]
+    arguments = ["train", "tiny_mtp", "--dry-run", *(part for text in wrong for part in ("--set", text))]
+    told = mtpctl(*arguments)
+    assert told.code == 2 and told.err.splitlines() == [
+        "error: rollout.engine_args.max_num_seq: vLLM has no such option; did you mean max_num_seqs?",
+        "also: telemetry.wandb: the package wandb is not installed; install it, or remove the key",
+    ]
+    assert [line.split(": ", 1)[1] for line in told.err.splitlines()] == json.loads(mtpctl(*arguments, "--json").out)["errors"]
+
+
+def test_a_rank_that_does_not_fit_is_told_with_what_would_make_it_fit(mtpctl: Any) -> None:
+    arguments = ["train", "mimo7b_mtp", "--dry-run", "--set", "train.parallel={tp: 1}"]
+    told = mtpctl(*arguments)
+    assert told.code == 4 and told.err.startswith("error: train.parallel: a trainer rank needs 226 GiB of the 139 that it has of a card;")
+    assert "card       139 GiB (cluster.gpu_gib); the fullest rank needs one of 225.7 GiB\n" in told.out
+    assert "87.5 GiB  --set train.offload.optimizer=true  (fits)\n" in told.out and "80.8 GiB  --set train.recompute=full\n" in told.out
+    assert mtpctl(*arguments, "--set", "train.offload.optimizer=true").code == 0
+
+
+def test_a_card_of_unknown_size_is_not_passed_in_silence_and_this_machines_is_taken(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["train", "mimo7b_mtp", "--dry-run", "--set", "train.parallel={tp: 1}", "--set", "cluster.gpu_gib=null"]
+    monkeypatch.setattr("mtpctl.cli.dry_run.card_gib", lambda: None)
+    told = mtpctl(*arguments)
+    assert told.code == 0 and "of unknown size, so nothing is checked: the fullest rank needs one of 225.7 GiB; set" in told.out
+    monkeypatch.setattr("mtpctl.cli.dry_run.card_gib", lambda: 80.0)
+    told = mtpctl(*arguments)
+    assert told.code == 4 and "card       80 GiB (this machine)" in told.out
 
 
 def test_a_hub_that_does_not_answer_is_exit_3(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +202,60 @@ def test_a_family_that_cannot_be_served_here_is_exit_3_with_the_mend(mtpctl: Any
     assert mtpctl("train", "tiny_mtp", "--dry-run", "--set", model, "--set", "train.stages=[sft]").code == 0
 
 
+def test_the_version_is_the_packages(mtpctl: Any) -> None:
+    from importlib.metadata import version
+
+    assert mtpctl("--version").out == f"mtpctl {version('mtpctl')}\n"
+
+
+def test_a_recipe_is_copied_with_its_comments_and_over_nothing(mtpctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert mtpctl("recipe", "copy", "tiny_mtp").out == "tiny_mtp.yaml\n"
+    assert (tmp_path / "tiny_mtp.yaml").read_text() == load_recipe("tiny_mtp", sets=[]).sources[0].read_text()
+    assert mtpctl("recipe", "copy", "h200x2", "mine/cards.yaml").code == 0
+    assert mtpctl("recipe", "validate", "mimo7b_mtp", "--overlay", "mine/cards.yaml").code == 0
+    (tmp_path / "tiny_mtp.yaml").write_text("kept")
+    told = mtpctl("recipe", "copy", "tiny_mtp", "tiny_mtp.yaml")
+    assert (told.code, told.err) == (2, "error: tiny_mtp.yaml: exists; name another FILE\n")
+    assert (tmp_path / "tiny_mtp.yaml").read_text() == "kept"
+    assert mtpctl("recipe", "copy", "tiny_mpt").err == "error: there is no recipe 'tiny_mpt'; did you mean tiny_mtp?\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands_and_recipes(mtpctl: Any, shell: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").touch()
+    (tmp_path / "mine.txt").touch()
+    monkeypatch.setenv("_MTPCTL_COMPLETE", f"complete_{shell}")
+
+    def completed(line: str, word: str) -> str:
+        # Typer's scripts hand zsh's and fish's line over in a variable of their own.
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - bool(word)))
+        monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
+        monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+        return str(mtpctl().out)
+
+    assert "doctor" in completed("mtpctl doc", "doc")
+    assert "tiny_mtp" in completed("mtpctl train ti", "ti")
+    found = completed("mtpctl train mi", "mi")
+    assert "mimo7b_mtp" in found and "mine.yaml" in found and "mine.txt" not in found
+    assert "h200x2" in completed("mtpctl train mine.yaml --overlay h2", "h2")
+
+
+@pytest.mark.parametrize("where", [0, 2, 4])
+def test_verbose_shows_what_libraries_log_wherever_it_stands(where: int) -> None:
+    code = (
+        "import logging, sys; from mtpctl.cli.app import main; import mtpctl.cli.recipe as recipe; loaded = recipe.load; "
+        "recipe.load = lambda *given: (logging.getLogger('library').info('hello'), loaded(*given))[1]; main(sys.argv[1:])"
+    )
+    arguments = ["recipe", "show", "tiny_mtp", "--json"]
+    for verbose in ("-v", "--verbose", None):
+        line = [*arguments[:where], verbose, *arguments[where:]] if verbose else arguments
+        done = subprocess.run([sys.executable, "-c", code, *line], capture_output=True, text=True, timeout=60, check=True)
+        assert ("library: hello" in done.stderr) == bool(verbose)
+
+
 def test_json_without_a_dry_run_is_refused(mtpctl: Any) -> None:
     told = mtpctl("train", "tiny_mtp", "--json")
     assert (told.code, told.err.startswith("error: --json")) == (2, True)
@@ -180,7 +276,6 @@ def test_a_wrong_command_line_is_exit_2_without_a_traceback(mtpctl: Any, argumen
 
 
 def test_a_run_is_handed_the_recipe_and_its_exit_code_is_ours(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
     from types import ModuleType
 
     handed: list[Any] = []
@@ -193,7 +288,6 @@ def test_a_run_is_handed_the_recipe_and_its_exit_code_is_ours(mtpctl: Any, monke
 
 
 def test_a_recipe_that_does_not_fit_starts_nothing(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
 
     monkeypatch.setitem(sys.modules, "mtpctl.controller.launch", None)
     assert mtpctl("train", "tiny_mtp", "--set", "train.stages=[]").code == 2

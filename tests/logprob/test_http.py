@@ -225,6 +225,8 @@ def test_health_version_metrics_and_the_openapi_page(served: Served, client: htt
         assert anonymous.get("/docs").status_code == 200
         assert [anonymous.get(path).status_code for path in ("/version", "/metrics")] == [401, 401]
     assert client.get("/version").json()["held"] == [0]
+    listed = client.get("/v1/models").json()
+    assert listed["object"] == "list" and [(each["id"], each["object"]) for each in listed["data"]] == [("tiny", "model")]
     values = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if not line.startswith("#"))
     assert float(values["mtpctl_logprob_requests_total"]) >= 1 and float(values["mtpctl_logprob_replicas_alive"]) == 1
 
@@ -363,3 +365,15 @@ def test_a_full_queue_says_when_to_come_back(served: Served, client: httpx.Clien
     for one in clients:
         one.join(30)
     assert answers == [200, 200, 200]
+
+
+@pytest.mark.parametrize(("kind", "said"), [(None, "got none"), ("text/plain", "got text/plain")])
+def test_a_request_without_the_content_type_of_json_is_told_the_header_to_send(client: httpx.Client, kind: str | None, said: str) -> None:
+    request = client.build_request("POST", "/v1/logprobs", content='{"token_ids": [1, 2]}')
+    request.headers.pop("content-type", None)
+    if kind:
+        request.headers["content-type"] = kind
+    response = client.send(request)
+    assert response.status_code == 415
+    told = f"content-type: must be application/json, {said}; send the header 'content-type: application/json'"
+    assert response.json()["error"]["message"] == told

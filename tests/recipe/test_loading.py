@@ -9,6 +9,8 @@ import pytest
 
 from mtpctl.errors import UserError
 from mtpctl.recipe import yaml12
+from mtpctl.recipe.aliases import KEYS
+from mtpctl.recipe.fields import find
 from mtpctl.recipe.loading import RECIPES, available, dump_resolved, flatten, load_recipe
 from mtpctl.recipe.schema import Recipe
 
@@ -173,10 +175,49 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, message:
     assert f"{path}{message}" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_further_mistakes_are_named(tmp_path: Path) -> None:
+def test_further_mistakes_are_told_with_their_place_and_reason(tmp_path: Path) -> None:
     path = write(tmp_path / "r.yaml", "train:\n  rl:\n    steps: a\nseed: b\n")
-    with pytest.raises(UserError, match=r":4: seed must be an integer, got 'b' \(also wrong: train.rl.steps\)"):
+    with pytest.raises(UserError, match=r"(?m)^.*:4: seed must be an integer, got 'b'$") as caught:
         load_recipe(path)
+    assert caught.value.__notes__ == [f"{path}:3: train.rl.steps must be an integer, got 'a'"]
+
+
+def test_a_key_with_several_types_is_told_once() -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe("tiny_mtp", sets=["cluster.gpu_gib=[a]", "rollout.context={}"])
+    assert [text.count("must be") for text in (str(caught.value), *caught.value.__notes__)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("learning_rate", "train.rl.optimizer.lr"),
+        ("train.rl.learning_rate", "train.rl.optimizer.lr"),
+        ("train.sft.lr", "train.sft.optimizer.lr"),
+        ("train.rl.n_samples", "train.rl.group_size"),
+        ("train.rl.kl_beta", "train.rl.kl_coef"),
+        ("train.batch_size", "train.rl.prompts_per_step"),
+        ("train.sft.train_batch_size", "train.sft.batch_size"),
+        ("rollout.gpu_memory_utilization", "rollout.gpu_memory"),
+        ("train.rl.optimizer.beta", "train.rl.optimizer.betas"),
+        ("rollout.tensor_parallel_size", "rollout.tp"),
+    ],
+)
+def test_the_names_of_other_frameworks_are_understood(tmp_path: Path, given: str, meant: str) -> None:
+    with pytest.raises(UserError, match=rf"{given} is not a key; did you mean {meant}\?$"):
+        load_recipe("tiny_mtp", sets=[f"{given}=1"])
+    *above, name = given.split(".")
+    text = "".join(f"{'  ' * depth}{each}:\n" for depth, each in enumerate(above)) + f"{'  ' * len(above)}{name}: 1\n"
+    with pytest.raises(UserError, match=rf"{given} is not a key; did you mean {meant}\?$"):
+        load_recipe(write(tmp_path / "r.yaml", text))
+
+
+def test_the_keys_that_aliases_point_to_exist_and_no_alias_is_a_key_of_ours_beside_them() -> None:
+    for alias, keys in KEYS.items():
+        for key in keys:
+            found = find(tuple(key.split(".")))
+            assert found is not None and found.dotted == key, (alias, key)
+            assert not key.endswith(f".{alias}") or alias in ("lr", "batch_size")
 
 
 def test_a_missing_recipe_names_near_ones(tmp_path: Path) -> None:

@@ -93,3 +93,20 @@ def test_a_disk_with_no_room_is_refused_before_anything_is_written(tmp_path: Pat
     with pytest.raises(UserError, match="No space left"):
         RunDirectory.create(tmp_path / "run", "a: 1\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_is_tried_without_making_anything(tmp_path: Path) -> None:
+    RunDirectory.check_writable(tmp_path / "runs" / "a")
+    assert not list(tmp_path.iterdir())
+    for place in ("/proc/no/place", str(tmp_path / "file" / "run")):
+        (tmp_path / "file").touch()
+        with pytest.raises(UserError, match=r"^run_dir: cannot write .*; name a place that can be written$"):
+            RunDirectory.check_writable(place)
+
+
+def test_a_place_that_another_run_holds_is_told_and_left_to_it(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "run", "name: a\n"), pytest.raises(UserError, match=r"^run_dir: another run is writing"):
+        RunDirectory.check_writable(tmp_path / "run")
+    RunDirectory.check_writable(tmp_path / "run")
+    with RunDirectory.create(tmp_path / "run", "name: a\n"):
+        pass

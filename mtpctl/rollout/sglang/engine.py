@@ -17,7 +17,8 @@ import psutil
 
 from mtpctl.cluster.meeting import host_store
 from mtpctl.errors import UserError
-from mtpctl.rollout.engine import Engine, GenerationChunk, check_options, speculation_counts
+from mtpctl.rollout.engine import Engine, GenerationChunk, speculation_counts
+from mtpctl.rollout.installed import check_options
 from mtpctl.rollout.protocol import ABORTED, SpeculationState
 from mtpctl.rollout.sglang.client import SglangClient
 from mtpctl.rollout.sglang.settings import SglangSettings

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from mtpctl.cluster.heap import importing
 from mtpctl.errors import EnvironmentMissing, UserError
-from mtpctl.rollout.engine import Engine, GenerationChunk, check_options, speculation_counts
+from mtpctl.rollout.engine import Engine, GenerationChunk, speculation_counts
+from mtpctl.rollout.installed import check_options
 from mtpctl.rollout.protocol import SpeculationState
 from mtpctl.rollout.vllm import root_cause
 from mtpctl.rollout.vllm.client import VllmClient, adapter_request

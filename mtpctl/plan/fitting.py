@@ -1,0 +1,301 @@
+"""Whether each rank of a run fits its share of a card, and which settings would make it fit, each with what it gains.
+
+A rank's shortfall is what it needs less the room that it has, in bytes. The gain of a setting is the shortfall without it less the
+shortfall with it, by the same estimates as the memory plan (`mtpctl.plan.memory`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pydantic import BaseModel
+
+from mtpctl.errors import ClusterResources, MtpctlError, UserError
+from mtpctl.families.shape import ModelShape
+from mtpctl.plan.memory import GIB, EngineMemory, engine_memory, logprob_memory, trainer_memory
+from mtpctl.plan.placement import engine_share
+from mtpctl.recipe.parallel import ParallelConfig, parallel_fits
+from mtpctl.recipe.rollout import heads_split
+from mtpctl.recipe.schema import Recipe
+
+Rank = Literal["trainer_rank", "rollout_rank", "logprob_rank", "shared_card"]
+Change = Mapping[str, object]
+"""Values by dotted key, as `--set` takes them."""
+Shortfall = Callable[[Recipe], int]
+HIGHEST_SHARE = 0.95
+"""Of a card that an engine may be told to fill: its CUDA graphs and the context take the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change of the recipe, and the bytes that it gains. `fits`: the rank fits with it. `cards`: it asks for more cards."""
+
+    change: Change
+    gain: int
+    fits: bool
+    cards: bool
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in self.change.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """A rank that does not fit: the error that tells it, bytes that are missing, remedies with the largest gain first.
+
+    `together`: remedies that suffice where none does alone, without more cards where that is possible; empty where one does, or where
+    all of them do not.
+    """
+
+    rank: Rank
+    error: MtpctlError
+    shortfall: int
+    remedies: tuple[Remedy, ...]
+    together: tuple[Remedy, ...]
+
+
+def check_fits(recipe: Recipe, shape: ModelShape) -> None:
+    """Raise the error of the first rank that does not fit the card of `cluster.gpu_gib`; without it, a cache by bytes alone is checked."""
+    for misfit in misfits(recipe, shape):
+        raise misfit.error
+
+
+def misfits(recipe: Recipe, shape: ModelShape) -> Iterator[Misfit]:
+    """Every rank that does not fit the card of `cluster.gpu_gib`, with what would make it fit."""
+    card = recipe.cluster.gpu_gib
+    if card is not None and (missing := _trainer(recipe, shape)) > 0:
+        needed, room = missing / GIB + card * recipe.train.gpus, card * recipe.train.gpus
+        found = _misfit("trainer_rank", recipe, lambda made: _trainer(made, shape), _trainer_changes(recipe, shape))
+        first = found.remedies[0] if found.remedies else None
+        mend = f"set {first}, which gains {first.gain / GIB:.1f} GiB" if first else "take larger cards"
+        text = f"train.parallel: a trainer rank needs {needed:.0f} GiB of the {room:g} that it has of a card; {mend}"
+        yield replace(found, error=ClusterResources(text))
+    if "rl" not in recipe.train.stages:
+        return
+    server = recipe.logprob
+    if card is not None and server.standalone and (missing := _logprob(recipe, shape)) > 0:
+        share = card * min(1.0, server.gpus)
+        text = f"logprob.gpus: a rank needs {missing / GIB + share:.0f} GiB, its share is {share:.0f} GiB; raise it"
+        found = _misfit("logprob_rank", recipe, lambda made: _logprob(made, shape), _logprob_changes(recipe, shape))
+        yield replace(found, error=ClusterResources(text))
+    if card is not None and (shared := _shared(recipe)) > 0:
+        others = " and ".join(f"{field}: {share:g}" for field, share in _beside_engine(recipe)[1].items())
+        text = f"rollout.gpu_memory: {recipe.rollout.gpu_memory} and {others} share a card and exceed it; lower one"
+        lower = math.floor(100 * (recipe.rollout.gpu_memory - shared / GIB / card) + 1e-6) / 100
+        changes = [{"rollout.gpu_memory": lower}] if lower > 0 else []
+        yield replace(_misfit("shared_card", recipe, _shared, changes), error=ClusterResources(text))
+    if (error := _engine_error(recipe, shape)) is not None:
+        found = _misfit("rollout_rank", recipe, lambda made: _engine(made, shape), _engine_changes(recipe, shape))
+        yield replace(found, error=error)
+
+
+def card_needed(recipe: Recipe, shape: ModelShape) -> float:
+    """GiB that a card must have for the fullest rank of the recipe, by its share of one; an engine's cache holds one sample at least."""
+    needed = [trainer_memory(recipe, shape).total / recipe.train.gpus]
+    if "rl" in recipe.train.stages:
+        rollout = recipe.rollout
+        needed.append(_engine_needs(recipe, shape) / (1.0 if rollout.kv_cache_bytes else max(rollout.gpu_memory, 1e-9)))
+        if recipe.logprob.standalone:
+            needed.append(logprob_memory(recipe, shape).total / (min(1.0, recipe.logprob.gpus) or 1.0))
+    return max(needed) / GIB
+
+
+def changed(recipe: Recipe, change: Change) -> Recipe:
+    """The recipe with these values. Checks that concern several sections are not run on it."""
+    for key, value in change.items():
+        recipe = _with(recipe, key.split("."), value)
+    return recipe
+
+
+def _with[T: BaseModel](section: T, path: Sequence[str], value: object) -> T:
+    head, *rest = path
+    return section.model_copy(update={head: _with(getattr(section, head), rest, value) if rest else value})
+
+
+# ------------------------------------------------------------------------------------------------------ shortfalls
+
+
+def _trainer(recipe: Recipe, shape: ModelShape) -> int:
+    return trainer_memory(recipe, shape).total - int(_card(recipe) * recipe.train.gpus)
+
+
+def _logprob(recipe: Recipe, shape: ModelShape) -> int:
+    return logprob_memory(recipe, shape).total - int(_card(recipe) * min(1.0, recipe.logprob.gpus))
+
+
+def _engine(recipe: Recipe, shape: ModelShape) -> int:
+    rollout, memory = recipe.rollout, engine_memory(recipe, shape)
+    if rollout.kv_cache_bytes is None:
+        return _engine_needs(recipe, shape) - int(_card(recipe) * rollout.gpu_memory)
+    too_long = memory.weights + _one_sample(recipe, shape, memory) - (memory.weights + rollout.kv_cache_bytes)
+    too_large = 0 if recipe.cluster.gpu_gib is None else memory.weights + rollout.kv_cache_bytes - int(_card(recipe))
+    return max(too_long, too_large)
+
+
+def _shared(recipe: Recipe) -> int:
+    """By how much those beside an engine on one card exceed it."""
+    return int((_beside_engine(recipe)[0] - 1) * _card(recipe) + 0.5)
+
+
+def _beside_engine(recipe: Recipe) -> tuple[float, dict[str, float]]:
+    """The fullest card with an engine: the share that is taken of it, and the shares of those beside the engine, by field."""
+    shares = {"train.gpus": recipe.train.gpus}
+    if recipe.logprob.standalone:
+        shares["logprob.gpus"] = recipe.logprob.gpus
+    engine = engine_share(recipe)
+    beside = {field: share for field, share in shares.items() if share + engine <= 1 + 1e-9}
+    # One of them may be on the engine's card, or all of them.
+    together = [beside] if sum(beside.values()) + engine <= 1 + 1e-9 else [{field: share} for field, share in beside.items()]
+    filled = [(sum(held.values()) + recipe.rollout.gpu_memory, held) for held in together if held]
+    return max(filled, key=lambda each: each[0], default=(0.0, {}))
+
+
+def _card(recipe: Recipe) -> float:
+    return (recipe.cluster.gpu_gib or 0.0) * GIB
+
+
+def _engine_needs(recipe: Recipe, shape: ModelShape) -> int:
+    """Weights, and a cache that holds one sample of full length. With fewer sequences in flight an engine still runs."""
+    memory = engine_memory(recipe, shape)
+    return memory.weights + (recipe.rollout.kv_cache_bytes or _one_sample(recipe, shape, memory))
+
+
+def _one_sample(recipe: Recipe, shape: ModelShape, memory: EngineMemory) -> int:
+    return _longest(recipe, shape) * memory.kv_token + memory.sequence_state
+
+
+def _longest(recipe: Recipe, shape: ModelShape) -> int:
+    return min(recipe.rollout.context or shape.max_positions, shape.max_positions)
+
+
+def _engine_error(recipe: Recipe, shape: ModelShape) -> MtpctlError | None:
+    rollout, card, memory = recipe.rollout, recipe.cluster.gpu_gib, engine_memory(recipe, shape)
+    weights, cache = memory.weights, memory.kv_cache
+    if rollout.kv_cache_bytes is not None and card is not None and weights + rollout.kv_cache_bytes > card * GIB:
+        return ClusterResources(
+            f"rollout.kv_cache_bytes: {rollout.kv_cache_bytes / GIB:.1f} GiB and {weights / GIB:.1f} GiB of weights exceed the card's "
+            f"{card:g} GiB; lower it"
+        )
+    if cache is not None and cache <= 0:
+        return ClusterResources(
+            f"rollout.gpu_memory: {(weights + cache) / GIB:.1f} GiB of the card do not hold {weights / GIB:.1f} GiB of weights; "
+            "raise it, or rollout.tp"
+        )
+    alone = replace(memory, states=memory.sequence_state).kv_tokens
+    if alone is not None and alone < _longest(recipe, shape):
+        given = "rollout.kv_cache_bytes:" if rollout.kv_cache_bytes else f"rollout.gpu_memory: {rollout.gpu_memory} leaves a cache;"
+        return UserError(
+            f"{given} {cache} bytes hold {alone} tokens at {memory.kv_token} bytes each, less than one sample of "
+            f"{_longest(recipe, shape)}; give at least {_one_sample(recipe, shape, memory)}, or lower rollout.context"
+        )
+    return None
+
+
+# -------------------------------------------------------------------------------------------------------- remedies
+
+
+def _misfit(rank: Rank, recipe: Recipe, shortfall: Shortfall, changes: Sequence[Change]) -> Misfit:
+    before = shortfall(recipe)
+    found = sorted((_remedy(recipe, change, shortfall) for change in changes), key=lambda remedy: -remedy.gain)
+    found = [remedy for remedy in found if remedy.gain > 0]
+    together: list[Remedy] = []
+    if not any(remedy.fits for remedy in found):
+        together = _together(recipe, [r for r in found if not r.cards], shortfall) or _together(recipe, found, shortfall)
+    return Misfit(rank, UserError(rank), before, tuple(found), tuple(together))
+
+
+def _remedy(recipe: Recipe, change: Change, shortfall: Shortfall) -> Remedy:
+    made = changed(recipe, change)
+    after = shortfall(made)
+    return Remedy(change, shortfall(recipe) - after, after <= 0, _cards(made) > _cards(recipe))
+
+
+def _together(recipe: Recipe, remedies: Sequence[Remedy], shortfall: Shortfall) -> list[Remedy]:
+    """Remedies that suffice together, each time the one with the largest gain on top of those before; empty where all do not."""
+    left, taken = list(remedies), []
+    while left and shortfall(recipe) > 0:
+        best = min(left, key=lambda remedy: shortfall(changed(recipe, remedy.change)))
+        recipe = changed(recipe, best.change)
+        taken.append(best)
+        left = [remedy for remedy in left if not remedy.change.keys() & best.change.keys()]
+    return taken if shortfall(recipe) <= 0 else []
+
+
+def _cards(recipe: Recipe) -> float:
+    cards = recipe.train.parallel.world_size * recipe.train.gpus
+    if "rl" in recipe.train.stages:
+        cards += recipe.rollout.replicas * recipe.rollout.tp * engine_share(recipe)
+        cards += recipe.logprob.replicas * recipe.logprob.parallel.world_size * recipe.logprob.gpus if recipe.logprob.standalone else 0
+    return cards
+
+
+def _trainer_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
+    train, parallel = recipe.train, recipe.train.parallel
+    modes = {"none": ("selective", "full"), "selective": ("full",), "full": ()}[train.recompute]
+    changes: list[Change] = [{"train.recompute": mode} for mode in modes]
+    changes += [{f"train.offload.{part}": True} for part in ("optimizer", "params", "grads") if not getattr(train.offload, part)]
+    if not train.distributed_optimizer:
+        wider: Change = {"train.parallel.dp": 2} if parallel.dp * parallel.cp == 1 else {}
+        changes.append({**wider, "train.distributed_optimizer": True})
+    else:
+        changes.append({"train.parallel.dp": 2 * parallel.dp})
+    if train.tokens_per_microbatch // 2 >= _longest(recipe, shape):  # a sample that is longer would be a micro-batch by itself
+        changes.append({"train.tokens_per_microbatch": train.tokens_per_microbatch // 2})
+    if train.precision == "fp32":
+        changes.append({"train.precision": "bf16"})
+    if recipe.kernels.linear_logprob == "reference":
+        changes.append({"kernels.linear_logprob": "auto"})
+    return [*changes, *_splits(parallel, shape, "train.parallel")]
+
+
+def _logprob_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
+    server = recipe.logprob
+    changes: list[Change] = [{"logprob.keep_previous": False}] if server.keep_previous else []
+    if server.gpus < 1:
+        needed = logprob_memory(recipe, shape).total / _card(recipe)
+        changes += [{"logprob.gpus": math.ceil(100 * needed) / 100}] if needed <= 1 else []
+    if server.tokens_per_batch // 2 >= _longest(recipe, shape):
+        changes.append({"logprob.tokens_per_batch": server.tokens_per_batch // 2})
+    return [*changes, *_splits(server.parallel, shape, "logprob.parallel")]
+
+
+def _splits(parallel: ParallelConfig, shape: ModelShape, field: str) -> Iterator[Change]:
+    """The same model over twice the ranks, as far as Megatron splits it."""
+    names = ["tp"] + (["pp"] if parallel.pp_layout is None else []) + ["cp"] + (["ep"] if shape.moe else [])
+    for name in names:
+        update: dict[str, object] = {name: 2 * getattr(parallel, name)}
+        if name == "tp" and not parallel.sequence_parallel:
+            update["sequence_parallel"] = True
+        if name == "ep" and (parallel.dp * parallel.cp) % (2 * parallel.ep):
+            update["dp"] = 2 * parallel.dp
+        if not list(parallel_fits(parallel.model_copy(update=update), shape, field)):
+            yield {f"{field}.{key}": value for key, value in update.items()}
+
+
+def _engine_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
+    rollout = recipe.rollout
+    changes: list[Change] = []
+    if not list(heads_split(2 * rollout.tp, shape)):
+        changes.append({"rollout.tp": 2 * rollout.tp})
+    if recipe.train.precision == "fp32" and rollout.dtype == "auto":
+        changes.append({"rollout.dtype": "bf16"})
+    memory = engine_memory(recipe, shape)
+    if rollout.kv_cache_bytes is None:
+        share = math.ceil(100 * _engine_needs(recipe, shape) / _card(recipe)) / 100
+        changes += [{"rollout.gpu_memory": share}] if share <= HIGHEST_SHARE else []
+        room = int(_card(recipe) * rollout.gpu_memory) - memory.weights
+    else:
+        most = None if recipe.cluster.gpu_gib is None else int(_card(recipe)) - memory.weights
+        wanted = _one_sample(recipe, shape, memory)
+        if rollout.kv_cache_bytes < wanted and (most is None or wanted <= most):
+            changes.append({"rollout.kv_cache_bytes": wanted})
+        elif most is not None and wanted <= most:
+            changes.append({"rollout.kv_cache_bytes": most})
+        room = rollout.kv_cache_bytes
+    context = (room - memory.sequence_state) // memory.kv_token if memory.kv_token else 0
+    if 1 < context < _longest(recipe, shape):
+        changes.append({"rollout.context": context})
+    return changes

@@ -1,0 +1,90 @@
+"""What would make a rank fit is told with its gain, and holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtpctl.families.hub import hub_config
+from mtpctl.families.reading import shape_of
+from mtpctl.plan.fitting import Misfit, card_needed, changed, check_fits, misfits
+from mtpctl.plan.memory import GIB, trainer_memory
+from mtpctl.recipe.checks import complaints_of
+from mtpctl.recipe.loading import load_recipe
+from mtpctl.recipe.schema import Recipe
+
+MIMO = shape_of(hub_config("XiaomiMiMo/MiMo-7B-RL"))
+ONE_CARD = "train.parallel={tp: 1}"
+
+
+def recipe(*sets: str) -> Recipe:
+    return load_recipe("mimo7b_mtp", sets=sets).recipe
+
+
+def only(made: Recipe) -> Misfit:
+    (misfit,) = misfits(made, MIMO)
+    return misfit
+
+
+def test_the_gain_of_a_remedy_is_what_the_rank_needs_less_with_it() -> None:
+    made = recipe(ONE_CARD)
+    needs = trainer_memory(made, MIMO).total
+    for remedy in only(made).remedies:
+        assert remedy.gain == needs - trainer_memory(changed(made, remedy.change), MIMO).total > 0
+        assert remedy.fits == (needs - remedy.gain <= 139 * GIB)
+
+
+def test_the_largest_gain_comes_first_and_is_the_error_lines_mend() -> None:
+    misfit = only(recipe(ONE_CARD))
+    gains = [remedy.gain for remedy in misfit.remedies]
+    assert gains == sorted(gains, reverse=True) and len(gains) >= 6
+    assert str(misfit.error).endswith(f"set {misfit.remedies[0]}, which gains {gains[0] / GIB:.1f} GiB")
+
+
+def test_remedies_are_settings_that_the_recipes_checks_let_through_and_say_whether_they_take_cards() -> None:
+    sets = {str(remedy): remedy for remedy in only(recipe(ONE_CARD)).remedies}
+    for text, remedy in sets.items():
+        made = recipe(ONE_CARD, *text.split())
+        assert not list(complaints_of(made)) and made == changed(recipe(ONE_CARD), remedy.change)
+    assert sets["train.parallel.tp=2 train.parallel.sequence_parallel=true"].cards
+    assert not sets["train.recompute=full"].cards and not sets["train.offload.optimizer=true"].cards
+
+
+@pytest.mark.parametrize("card", [90, 60, 50])
+def test_where_no_remedy_suffices_alone_those_that_do_together_are_told(card: int) -> None:
+    made = recipe(ONE_CARD, f"cluster.gpu_gib={card}", "rollout.gpu_memory=0.5")
+    misfit = only(made)
+    assert not any(remedy.fits for remedy in misfit.remedies) and len(misfit.together) > 1
+    for remedy in misfit.together:
+        made = changed(made, remedy.change)
+    check_fits(made, MIMO)
+
+
+def test_an_engine_without_room_is_given_a_larger_share_or_two_ranks() -> None:
+    misfit = only(recipe("rollout.gpu_memory=0.1"))
+    assert {"rollout.tp=2": True, "rollout.gpu_memory=0.12": True}.items() <= {str(r): r.fits for r in misfit.remedies}.items()
+    for text in ("rollout.gpu_memory=0.12", "rollout.tp=2"):
+        check_fits(recipe("rollout.gpu_memory=0.1", text), MIMO)
+
+
+def test_a_cache_in_bytes_that_is_too_small_or_too_large_is_given_one_that_fits() -> None:
+    for asked in (1 << 20, 128 * GIB):
+        made = recipe(f"rollout.kv_cache_bytes={asked}")
+        remedy = next(remedy for remedy in only(made).remedies if "rollout.kv_cache_bytes" in remedy.change)
+        assert remedy.fits
+        check_fits(changed(made, remedy.change), MIMO)
+
+
+def test_a_log_prob_rank_and_a_shared_card_name_the_shares_that_would_do() -> None:
+    shares = ["logprob.gpus=0.1", "rollout.gpu_memory=0.8"]
+    remedy = next(remedy for remedy in only(recipe(*shares)).remedies if "logprob.gpus" in remedy.change)
+    assert remedy.fits and remedy.change["logprob.gpus"] == 0.14
+    shared = only(recipe("logprob.gpus=0.3", "rollout.gpu_memory=0.8"))
+    assert (shared.rank, str(shared.remedies[0]), shared.remedies[0].fits) == ("shared_card", "rollout.gpu_memory=0.7", True)
+
+
+def test_the_card_that_is_needed_holds_the_run_and_a_smaller_one_does_not() -> None:
+    for sets in ([ONE_CARD], ["logprob.gpus=0.1"], ["rollout.gpu_memory=0.1"]):
+        made = recipe(*sets, "cluster.gpu_gib=null")
+        needed = card_needed(made, MIMO)
+        assert not list(misfits(changed(made, {"cluster.gpu_gib": needed * 1.001}), MIMO))
+        assert list(misfits(changed(made, {"cluster.gpu_gib": needed * 0.99}), MIMO))

@@ -1,0 +1,71 @@
+"""An engine's options are known without importing it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.recipe.loading import load_recipe
+from mtpctl.recipe.rollout import SglangConfig, VllmConfig
+from mtpctl.recipe.schema import Recipe
+from mtpctl.rollout import installed
+from mtpctl.rollout.installed import check_engine, check_engine_args, fields_of, installed_options
+
+
+def recipe(*sets: str) -> Recipe:
+    return load_recipe("tiny_mtp", sets=sets).recipe
+
+
+def test_the_options_read_from_vllms_source_are_those_of_its_class() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    assert installed_options(VllmConfig()) == {field.name for field in fields(AsyncEngineArgs)}
+
+
+def test_reading_them_imports_neither_vllm_nor_torch() -> None:
+    code = (
+        "import sys; from mtpctl.recipe.rollout import VllmConfig; from mtpctl.rollout.installed import installed_options; "
+        "assert 'max_num_seqs' in installed_options(VllmConfig()); assert not {'vllm', 'torch', 'ray'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_name_that_vllm_lacks_is_refused_with_the_nearest_one() -> None:
+    check_engine(recipe("rollout.engine_args={max_num_batched_tokens: 64}"))
+    with pytest.raises(UserError, match=r"^rollout\.engine_args\.max_num_seq: vLLM has no such option; did you mean max_num_seqs\?$"):
+        check_engine(recipe("rollout.engine_args={max_num_seq: 1}"))
+    with pytest.raises(UserError, match=r"^rollout\.engine_args\.foo: vLLM has no such option; leave it out$"):
+        check_engine(recipe("rollout.engine_args={foo: 1}"))
+
+
+def test_the_engines_of_another_cluster_are_not_judged_by_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_engine(recipe("rollout.engine_args={foo: 1}", "cluster.address=host:6379"))
+    monkeypatch.setattr(installed, "find_spec", lambda name: None)
+    check_engine_args(recipe("rollout.engine_args={foo: 1}"))
+    with pytest.raises(EnvironmentMissing, match=r"^rollout\.engine: vllm is not installed; install"):
+        check_engine(recipe())
+
+
+def test_sglangs_options_are_read_beside_the_interpreter_that_the_recipe_names(tmp_path: Path) -> None:
+    source = tmp_path / "lib" / "python3.12" / "site-packages" / "sglang" / "srt" / "server_args.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("class ServerArgs:\n    model_path: str\n    tp_size: int = 1\n    KINDS: ClassVar[int] = 2\n")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    made = SglangConfig(engine="sglang", python=str(tmp_path / "bin" / "python"), engine_args={"tp_sise": 2})
+    assert installed_options(made) == {"model_path", "tp_size"}
+    with pytest.raises(UserError, match=r"tp_sise: SGLang has no such option; did you mean tp_size\?"):
+        check_engine_args(recipe().model_copy(update={"rollout": made}))
+    assert not installed_options(SglangConfig(engine="sglang", python=str(tmp_path / "elsewhere" / "bin" / "python")))
+
+
+def test_bases_in_the_file_are_read_and_with_one_from_elsewhere_nothing_is_claimed(tmp_path: Path) -> None:
+    source = tmp_path / "args.py"
+    source.write_text("class A(msgspec.Struct):\n    a: int\nclass B(A):\n    b: int = 0\nclass C(A, Elsewhere):\n    c: int\n")
+    assert fields_of(source, "B") == {"a", "b"}
+    assert fields_of(source, "C") == fields_of(source, "D") == frozenset()
