@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from mtpctl.controller.trial import check_rewards
+from mtpctl.controller.trial import TRIED, try_reward, try_set_rewards
 from mtpctl.data.prompts import chatted
-from mtpctl.data.sets import load_problem_sets
-from mtpctl.recipe.reward import VERIFIERS
+from mtpctl.data.sets import first_problems
+from mtpctl.recipe.reward import VERIFIERS, reference_of
 from mtpctl.recipe.schema import Recipe
+from mtpctl.rl.rewards.function import load_function
 from mtpctl.rollout.environments import environment_of
 from mtpctl.rollout.trial import try_environment
 from mtpctl.sandbox.shared import require
@@ -21,14 +22,23 @@ def rehearse(recipe: Recipe) -> list[str]:
         return []
     check_sandbox(recipe)
     try_loss(recipe)
+    set_rewards = {f"evaluation.sets.{name}.reward": each.reward for name, each in recipe.evaluation.sets.items() if each.reward}
+    for field, config in {"reward": recipe.reward, **set_rewards}.items():
+        if config.function in VERIFIERS:
+            load_function(reference_of(config.function), config.args, field)
     environment, own_reward = environment_of(recipe.rollout), recipe.reward.function not in VERIFIERS
-    if environment is None and not own_reward:
+    own_sets = any(config.function not in VERIFIERS for config in set_rewards.values())
+    if environment is None and not own_reward and not own_sets:
         return []
-    problems = load_problem_sets(recipe.data, recipe.seed)
+    first = first_problems(recipe.data, recipe.seed, recipe.evaluation, TRIED)
+    train = first["train"]
     if environment is not None:
-        try_environment(environment, problems.train, None, chat=chatted(recipe.data, problems.train))
-    warning = check_rewards(problems, recipe) if own_reward else ""
-    return [warning] if warning else []
+        try_environment(environment, train, None, chat=chatted(recipe.data, train), deadline_s=recipe.rollout.deadline_s)
+    warnings = [try_reward(recipe.reward, train)] if own_reward else []
+    try_set_rewards(recipe, {name: first[f"eval/{name}"] for name in recipe.evaluation.sets})
+    if not train:
+        warnings.append(f"{recipe.data.path} is not in the cache yet: your code was loaded, and is tried on rows when the run starts")
+    return [warning for warning in warnings if warning]
 
 
 def check_sandbox(recipe: Recipe) -> None:

@@ -100,7 +100,7 @@ def test_an_environment_may_give_the_reward(tokenizer: Tokenizer) -> None:
         ("Half", r"user_environments\.py:\d+: Half\.reply returned text that is not UTF-8 \(surrogates not allowed\); .*"),
         ("Long", r"user_environments\.py:\d+: Long\.reply returned 1,000,001 characters; return at most 1,000,000"),
         ("NoMessage", r"user_environments\.py:\d+: NoMessage\.reply returned a list of \{'role': 'user'\}; a message has .*"),
-        ("Messages", r"data\.chat_template: the tokenizer .* has no chat template; set it to false"),
+        ("Messages", r"data\.chat_template: the tokenizer .* has no chat template; set it to false .*"),
     ],
 )
 def test_a_reply_that_fails_ends_its_response_is_counted_and_told(tokenizer: Tokenizer, name: str, told: str) -> None:
@@ -281,6 +281,11 @@ def test_one_that_hangs_in_the_trial_is_told(tokenizer: Tokenizer, monkeypatch: 
     monkeypatch.setattr("mtpctl.rollout.trial.TRIAL_S", 0.2)
     with pytest.raises(UserError, match=r"Hangs\.reply took longer than 0\.2 s for one turn; make it return"):
         try_environment(found("Hangs"), ["a"], tokenizer, chat=False)
+
+
+def test_the_trial_takes_no_longer_than_a_response_may(tokenizer: Tokenizer) -> None:
+    with pytest.raises(UserError, match=r"Hangs\.reply took longer than 0\.2 s for one turn; make it return"):
+        try_environment(found("Hangs"), ["a"], tokenizer, chat=False, deadline_s=0.2)
 
 
 def test_tools_are_asked_for_once(tokenizer: Tokenizer) -> None:
