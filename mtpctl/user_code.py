@@ -14,11 +14,16 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 
 from mtpctl.errors import UserError
+
+_NEAR = 0.7
+"""How like two names are, from 0 to 1, of which one may be meant by the other."""
+_LONGEST_DEFAULT = 40
+"""Characters of a default that a message still shows."""
 
 
 def is_reference(text: str) -> bool:
@@ -37,8 +42,7 @@ def load(text: str, field: str) -> object:
         raise UserError(f"{field}: {text!r} is neither FILE.py:NAME nor MODULE:NAME")
     module = _from_file(Path(source).expanduser(), field) if source.endswith(".py") else _from_module(source, field)
     if not hasattr(module, name):
-        near = difflib.get_close_matches(name, [known for known in vars(module) if not known.startswith("_")], 1)
-        raise UserError(f"{field}: {source} defines no {name}" + (f"; did you mean {near[0]}?" if near else ""))
+        raise UserError(f"{field}: {source} defines no {name}; {_defined(module, name)}")
     found: object = getattr(module, name)
     return found
 
@@ -49,8 +53,18 @@ def missing_file(text: str) -> str:
     path = Path(source).expanduser()
     if not source.endswith(".py") or path.is_file():
         return ""
-    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], 1) if path.parent.is_dir() else []
-    return f"there is no file {path}" + (f"; did you mean {path.with_name(near[0])}?" if near else "")
+    near = nearest_file(path, (".py",))
+    return f"there is no file {path}; " + (f"did you mean {near}?" if near else f"it was looked for in {path.parent.resolve()}")
+
+
+def nearest_file(path: Path, suffixes: Collection[str]) -> Path | None:
+    """The file of these suffixes beside `path`, which is not there, whose name is nearest to its own; None where none is near.
+
+    Stems are compared alone: by their suffix all files of a kind are alike.
+    """
+    beside = {each.stem: each for each in sorted(path.parent.glob("*"), reverse=True) if each.suffix in suffixes}
+    near = difflib.get_close_matches(path.stem, beside, 1, _NEAR)
+    return path.with_name(beside[near[0]].name) if near else None
 
 
 def check_call(
@@ -69,7 +83,37 @@ def check_call(
     except TypeError as error:
         name = getattr(function, "__name__", type(function).__name__)
         called = ", ".join([*positional, *(f"{key}={value!r}" for key, value in options.items())])
-        raise UserError(f"{field}: {name}{signature} cannot be called as {name}({called}): {error}") from error
+        unknown = next((key for key in options if key not in signature.parameters), "")
+        near = difflib.get_close_matches(unknown, signature.parameters, 1, _NEAR)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"{field}: {name}{_short(signature)} cannot be called as {name}({called}): {error}{hint}") from error
+
+
+def _short(signature: inspect.Signature) -> str:
+    """A signature in one line that can be read: without types, and with `…` for a default that is long."""
+    shown = []
+    for parameter in signature.parameters.values():
+        default = parameter.default
+        if default is not parameter.empty and len(repr(default)) > _LONGEST_DEFAULT:
+            default = _Ellipsis()
+        shown.append(parameter.replace(annotation=parameter.empty, default=default))
+    return str(signature.replace(parameters=shown, return_annotation=signature.empty))
+
+
+class _Ellipsis:
+    """What stands for a default that is too long to be shown."""
+
+    def __repr__(self) -> str:
+        return "…"
+
+
+def _defined(module: ModuleType, name: str) -> str:
+    """The mend where a module defines no `name`: the nearest name that it has, or the functions and classes that are its own."""
+    known = [each for each in vars(module) if not each.startswith("_")]
+    if near := difflib.get_close_matches(name, known, 1, _NEAR):
+        return f"did you mean {near[0]}?"
+    own = [each for each in known if getattr(vars(module)[each], "__module__", None) == module.__name__]
+    return f"it defines {', '.join(own[:8])}{', …' if len(own) > 8 else ''}" if own else "it defines no function and no class"
 
 
 def describe_error(error: BaseException, text: str) -> str:

@@ -47,7 +47,10 @@ def test_a_function_of_a_module_is_loaded() -> None:
         ("judge.py:", "neither FILE.py:NAME nor MODULE:NAME"),
         (":score", "neither FILE.py:NAME nor MODULE:NAME"),
         ("{dir}/jugde.py:score", "there is no file {dir}/jugde.py; did you mean {dir}/judge.py?"),
+        ("{dir}/far.py:score", "there is no file {dir}/far.py; it was looked for in {dir}"),
         ("{dir}/judge.py:scroe", "defines no scroe; did you mean score?"),
+        ("{dir}/judge.py:reward", "defines no reward; it defines score"),
+        ("{dir}/points.py:reward", "defines no reward; it defines no function and no class"),
         ("no_such_package.judge:score", "there is no module no_such_package; install it, or name a file as FILE.py:NAME"),
         ("{dir}/broken.py:score", "broken.py:2: invalid syntax"),
         ("{dir}/raises.py:score", "raises.py:2: ValueError: no key"),
@@ -56,6 +59,7 @@ def test_a_function_of_a_module_is_loaded() -> None:
 )
 def test_what_cannot_be_loaded_is_told_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     written(tmp_path, "def score(): ...")
+    written(tmp_path, "import json\nPOINTS = 3\n", "points.py")
     written(tmp_path, "\nx = = 1\n", "broken.py")
     written(tmp_path, "def score(): ...\nraise ValueError('no key')\n", "raises.py")
     written(tmp_path, "import no_such_library\n", "needs.py")
@@ -70,8 +74,23 @@ def test_a_wrong_signature_is_told_with_the_call_that_would_be_made() -> None:
         return bonus
 
     check_call(score, ("response", "problem", "sample"), {"bonus": 1}, "reward.function")
-    with pytest.raises(UserError, match=r"score\(response: .* cannot be called as score\(response, problem, sample, malus=1\): .*malus"):
+    with pytest.raises(
+        UserError,
+        match=r"score\(response, problem, sample, bonus=0.0\) cannot be called as score\(response, problem, sample, malus=1\): .*malus",
+    ):
         check_call(score, ("response", "problem", "sample"), {"malus": 1}, "reward.args")
+
+
+def test_a_long_signature_is_told_without_types_and_long_defaults_and_with_the_nearest_name() -> None:
+    def judge(response: str, url: str, prompt: str = "a prompt of many lines " * 20, max_tokens: int = 512) -> float:
+        return 0.0
+
+    with pytest.raises(UserError) as found:
+        check_call(judge, ("response",), {"url": "http://judge", "max_token": 5}, "reward.args")
+    assert str(found.value) == (
+        "reward.args: judge(response, url, prompt=…, max_tokens=512) cannot be called as judge(response, url='http://judge', max_token=5): "
+        "got an unexpected keyword argument 'max_token'; did you mean max_tokens?"
+    )
 
 
 def test_an_error_is_told_with_the_line_of_the_users_file_and_not_of_the_library_that_it_called(tmp_path: Path) -> None:

@@ -100,8 +100,8 @@ def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progr
         folder = Path(made)
         source = source_of(recipe, start, folder)
         say(f"model: {source.name}")
-        environment = environment_of(recipe.rollout)
-        tools = try_environment(environment, problems, source.tokenizer, chat=chatted(recipe.data, problems)) if environment else []
+        environment, chat, deadline_s = environment_of(recipe.rollout), chatted(recipe.data, problems), recipe.rollout.deadline_s
+        tools = try_environment(environment, problems, source.tokenizer, chat=chat, deadline_s=deadline_s) if environment else []
         asked = [
             Prompt(
                 number,

@@ -73,7 +73,8 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     context = recipe.rollout.context or model.shape.max_positions
     if context > model.shape.max_positions:
         raise UserError(f"rollout.context: {context} is more than the {model.shape.max_positions} positions of the model; lower it")
-    tools = try_environment(environment, problems.train, tokenizer, chat=chatted(recipe.data, problems.train)) if environment else []
+    chat, deadline_s = chatted(recipe.data, problems.train), recipe.rollout.deadline_s
+    tools = try_environment(environment, problems.train, tokenizer, chat=chat, deadline_s=deadline_s) if environment else []
     imitated = problems.supervised if "sft" in recipe.train.stages else []
     if imitated is not problems.train:
         fit_problems(tokenizer, problems.train, recipe.data, context=context, tools=tools)

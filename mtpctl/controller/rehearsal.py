@@ -5,8 +5,7 @@ What only some recipes need is imported where they need it: most recipes name no
 
 from __future__ import annotations
 
-from mtpctl.data.sets import load_problem_sets
-from mtpctl.recipe.reward import VERIFIERS
+from mtpctl.recipe.reward import VERIFIERS, reference_of
 from mtpctl.recipe.schema import Recipe
 
 
@@ -19,24 +18,33 @@ def rehearse(recipe: Recipe) -> list[str]:
         return []
     check_sandbox(recipe)
     try_loss(recipe)
-    with_environment, own_reward = recipe.rollout.environment != "single", recipe.reward.function not in VERIFIERS
-    if not with_environment and not own_reward:
+    set_rewards = {f"evaluation.sets.{name}.reward": each.reward for name, each in recipe.evaluation.sets.items() if each.reward}
+    built_in = {field: config for field, config in {"reward": recipe.reward, **set_rewards}.items() if config.function in VERIFIERS}
+    if any(config.args for config in built_in.values()):
+        from mtpctl.rl.rewards.function import load_function
+
+        for field, config in built_in.items():
+            load_function(reference_of(config.function), config.args, field)
+    own_reward = recipe.reward.function not in VERIFIERS
+    own_sets = any(config.function not in VERIFIERS for config in set_rewards.values())
+    if recipe.rollout.environment == "single" and not own_reward and not own_sets:
         return []
+    from mtpctl.controller.trial import TRIED, try_reward, try_set_rewards
+    from mtpctl.data.prompts import chatted
+    from mtpctl.data.sets import first_problems
     from mtpctl.rollout.environments import environment_of
+    from mtpctl.rollout.trial import try_environment
 
     environment = environment_of(recipe.rollout)
-    problems = load_problem_sets(recipe.data, recipe.seed)
+    first = first_problems(recipe.data, recipe.seed, recipe.evaluation, TRIED)
+    train = first["train"]
     if environment is not None:
-        from mtpctl.data.prompts import chatted
-        from mtpctl.rollout.trial import try_environment
-
-        try_environment(environment, problems.train, None, chat=chatted(recipe.data, problems.train))
-    if not own_reward:
-        return []
-    from mtpctl.controller.trial import check_rewards
-
-    warning = check_rewards(problems, recipe)
-    return [warning] if warning else []
+        try_environment(environment, train, None, chat=chatted(recipe.data, train), deadline_s=recipe.rollout.deadline_s)
+    warnings = [try_reward(recipe.reward, train)] if own_reward else []
+    try_set_rewards(recipe, {name: first[f"eval/{name}"] for name in recipe.evaluation.sets})
+    if not train:
+        warnings.append(f"{recipe.data.path} is not in the cache yet: your code was loaded, and is tried on rows when the run starts")
+    return [warning for warning in warnings if warning]
 
 
 def check_sandbox(recipe: Recipe) -> None:

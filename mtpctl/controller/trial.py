@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import ProblemSets
@@ -28,11 +29,31 @@ def check_rewards(problems: ProblemSets, recipe: Recipe) -> str:
     Raises UserError for a function that cannot be loaded or called, that fails on a row, or, of `exact` and `math`, that accepts no
     solution of a set: no response could be rewarded.
     """
-    if recipe.reward.function == FROM_ENVIRONMENT:
-        return ""  # no environment has run yet
+    try_set_rewards(recipe, problems.named)
     if recipe.reward.function not in VERIFIERS:
-        return asyncio.run(_tried(recipe.reward, problems.train[:TRIED]))
+        return try_reward(recipe.reward, problems.train)
     return asyncio.run(_compared(recipe.reward, {"training": problems.train, "held-out": problems.evaluation}))
+
+
+def try_reward(config: RewardConfig, problems: list[Problem], field: str = "reward") -> str:
+    """Reward the own solutions of the first problems. Returns a warning where none is worth anything, empty otherwise.
+
+    Raises UserError that begins with a key of the section `field`, for a function that cannot be loaded or called, or that fails.
+    """
+    if config.function == FROM_ENVIRONMENT:
+        return ""  # no environment has run yet
+    try:
+        return asyncio.run(_tried(config, problems[:TRIED]))
+    except UserError as error:
+        # Processes that load and call the function know it as the one of the section `reward`.
+        raise UserError(f"{field}{str(error).removeprefix('reward')}") from error
+
+
+def try_set_rewards(recipe: Recipe, named: Mapping[str, list[Problem]]) -> None:
+    """Try the rewards that held-out sets have of their own, so that a mistake in one does not show at the first evaluation."""
+    for name, each in recipe.evaluation.sets.items():
+        if each.reward is not None and each.reward.function not in VERIFIERS:
+            try_reward(each.reward, named.get(name, []), f"evaluation.sets.{name}.reward")
 
 
 async def _compared(config: RewardConfig, named: dict[str, list[Problem]]) -> str:
@@ -59,9 +80,10 @@ async def _tried(config: RewardConfig, rows: list[Problem]) -> str:
     outcomes = await _rewarded(config, rows)
     for row, outcome in zip(rows, outcomes, strict=True):
         if outcome.error:
+            if outcome.error.startswith("reward."):  # told by one of ours, with its key and mend
+                raise UserError(outcome.error)
             mend = "raise reward.timeout_s, or make it faster" if outcome.timed_out else "mend it"
-            field = "" if outcome.error.startswith("reward.") else "reward.function: "
-            raise UserError(f"{field}{outcome.error}, for {row.prompt_id} with the row's own solution as response; {mend}")
+            raise UserError(f"reward.function: {outcome.error}, for {row.prompt_id} with the row's own solution as response; {mend}")
     rewards = {outcome.reward for outcome in outcomes}
     if len(rewards) == 1 and not any(rewards):
         return f"reward.function: {config.function} gives 0 for the own solutions of the first {len(rows)} training problems"
@@ -69,8 +91,6 @@ async def _tried(config: RewardConfig, rows: list[Problem]) -> str:
 
 
 async def _rewarded(config: RewardConfig, rows: list[Problem]) -> list[Outcome]:
-    if not rows:
-        return []
     async with Rewarder(config) as rewarder:
         return await asyncio.gather(*(rewarder.attempt(row.target, row, _sample(row)) for row in rows))
 

@@ -81,13 +81,15 @@ class Reading:
     def _problem(self, row: Row) -> Problem:
         columns, where = self.columns, row.where
         asked = found(row.columns, columns.prompt)
-        if shows_images(asked) or row.columns.get("images") or row.columns.get("image"):
-            raise UserError(f"{where}: image input is not supported: of a multimodal model the language model trains; remove the line")
+        shown = next((name for name in ("images", "image") if row.columns.get(name)), None)
+        if shown or shows_images(asked):
+            rows, column = ("the column", shown) if shown else ("rows whose messages show images, as this one's", columns.prompt)
+            raise UserError(f"{where}: `{column}` holds images, and models are trained on text alone; remove {rows}")
         messages = conversation(asked, columns.prompt, where) if isinstance(asked, list) else ()
         prompt = text_of(messages) if messages else asked
-        if not isinstance(prompt, str) or not prompt:
-            kinds = "text that is not empty, or chat messages"
-            raise UserError(f"{where}: `{columns.prompt}` must be {kinds}; mend or remove the line")
+        if not isinstance(prompt, str) or not prompt.strip():
+            kinds = "text that is not blank, or chat messages"
+            raise UserError(f"{where}: `{columns.prompt}` must be {kinds}, got {_kind(prompt)}; mend or remove the row")
         ends = messages[-1]["role"] if messages else "user"
         if ends == "assistant" and not self.supervised:
             raise UserError(
@@ -127,8 +129,20 @@ class Reading:
                 f"problem.fields where {self.field}.answer is null"
             )
         if not isinstance(answer, str) or not answer.strip():
-            raise UserError(f"{row.where}: `{name}` must be text that is not blank, or a number; mend or remove the line")
+            raise UserError(
+                f"{row.where}: `{name}` must be text that is not blank, or a number, got {_kind(answer)}; mend or remove the row, or set "
+                f"{self.field}.answer: null where the reward needs none"
+            )
         return answer
+
+
+def _kind(value: object) -> str:
+    """What stands where text is asked for, in words."""
+    if value is _ABSENT or value is None:
+        return "no such column in this row" if value is _ABSENT else "null"
+    if isinstance(value, str):
+        return "an empty text" if not value else "blanks alone"
+    return {dict: "an object", list: "a list", bool: "true or false"}.get(type(value), f"{value!r:.40}")
 
 
 def found(columns: Mapping[str, object], name: str) -> object:

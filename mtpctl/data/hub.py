@@ -31,6 +31,10 @@ _SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "te
 _NO_ROWS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
 
 
+class _Unanswered(Exception):
+    """The hub does not say what a dataset holds: there is no network, or it is down."""
+
+
 class _Absent(Exception):
     """The hub does not answer, and the cache has nothing."""
 
@@ -82,26 +86,32 @@ def _found(name: str, field: str, fetch: bool) -> tuple[Layout, Path | str]:
     """The layout of a dataset, and where its files are: a folder of the cache, or a revision on the hub. Raises _Absent."""
     if not fetch:
         return _cached(name)
-    import httpx
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
-
     try:
-        info = HfApi().dataset_info(name)
-        files = [each.rfilename for each in info.siblings or []]
-        revision = info.sha or "main"
+        files, revision = _listed(name, "main", field)
         card = _local(name, "README.md", revision, field).read_text(encoding="utf-8", errors="replace") if "README.md" in files else ""
         layout = layout_of(files, card)
         if not layout:
-            info = HfApi().dataset_info(name, revision=_CONVERTED)
-            layout, revision = converted_layout([each.rfilename for each in info.siblings or []]), info.sha or _CONVERTED
+            files, revision = _listed(name, _CONVERTED, field)
+            layout = converted_layout(files)
         return layout, revision
+    except _Unanswered:
+        return _cached(name)
+
+
+def _listed(name: str, revision: str, field: str) -> tuple[list[str], str]:
+    """The files of a dataset on the hub, and the commit that they are of. Raises _Unanswered where the hub does not say."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        info = HfApi().dataset_info(name, revision=None if revision == "main" else revision)
     except GatedRepoError as error:
         raise UserError(f"{field}: {name} is gated; accept its terms on the hub, and log in with `hf auth login`") from error
     except RepositoryNotFoundError as error:
         raise UserError(f"{field}: {name} is neither a file or folder here nor a dataset of the hub; look at its spelling") from error
-    except (HfHubHTTPError, OfflineModeIsEnabled, httpx.HTTPError, OSError):
-        return _cached(name)
+    except Exception as error:  # of whichever library carries the requests: huggingface_hub changes it from release to release
+        raise _Unanswered from error
+    return [each.rfilename for each in info.siblings or []], info.sha or revision
 
 
 def _cached(name: str) -> tuple[Layout, Path]:

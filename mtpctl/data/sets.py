@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from mtpctl.data.columns import Reading
 from mtpctl.data.files import Rows
 from mtpctl.data.problems import Problem
 from mtpctl.data.tasks import generate
-from mtpctl.errors import UserError
+from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.evaluation import EvaluationConfig
 
@@ -66,6 +67,21 @@ def load_problem_sets(
     elif "sft" in rows:
         supervised = rows["sft"].read()
     return ProblemSets(train, held_out, supervised, dict(_named(rows, evaluation)))
+
+
+def first_problems(config: DataConfig, seed: int, evaluation: EvaluationConfig, limit: int) -> dict[str, list[Problem]]:
+    """The first problems of `data.path` or of the generated task, as `train`, and of the held-out sets by name, as `eval/NAME`.
+
+    No more rows are read than that, and the hub is not asked: a dataset that is not in the cache has none.
+    """
+    found = {"train": generate(config.task, seed)[0][:limit]} if config.task is not None else {}
+    for role, rows in rows_of(config, evaluation, ("rl",)).items():
+        if role not in ("eval", "sft"):
+            try:
+                found[role] = list(islice(rows.problems(fetch=False), limit))
+            except EnvironmentMissing:
+                found[role] = []
+    return found
 
 
 def load_held_out(config: DataConfig, seed: int, evaluation: EvaluationConfig) -> ProblemSets:

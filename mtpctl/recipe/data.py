@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mtpctl.recipe.section import Complaints, HomePath, PositiveFloat, PositiveInt, Section
+from mtpctl.user_code import nearest_file
 
 ROW_FILES = (".jsonl", ".json", ".parquet")
 """Kinds of files that rows are read from, by their suffix."""
@@ -75,7 +76,9 @@ def is_dataset_id(path: str) -> bool:
 def path_fits(path: str, field: str) -> Complaints:
     """Refuse a path that is neither here nor the id of a dataset."""
     if not is_dataset_id(path) and not Path(path).exists():
-        yield f"{field}: there is no file {path}; give a .jsonl, .json or .parquet file, a folder of them, or a dataset's id (owner/name)"
+        near = nearest_file(Path(path), ROW_FILES)
+        kinds = "give a .jsonl, .json or .parquet file, a folder of them, or a dataset's id (owner/name)"
+        yield f"{field}: there is no file {path}; {f'did you mean {near}?' if near else kinds}"
 
 
 def data_fits(data: DataConfig) -> Complaints:

@@ -23,18 +23,25 @@ class ChatTokenizer(Text, ChatText, Protocol):
 
 
 def try_environment(
-    environment: EnvironmentClass, problems: Sequence[object], tokenizer: ChatTokenizer | None, *, chat: bool
+    environment: EnvironmentClass,
+    problems: Sequence[object],
+    tokenizer: ChatTokenizer | None,
+    *,
+    chat: bool,
+    deadline_s: float = TRIAL_S,
 ) -> list[object]:
     """Make the environment for the first problems, have it reply to a turn that is its stop string alone, reward and close it.
 
     Returns the JSON schemas of its `tools()` for the first problem, which are those of the run. Without a `tokenizer`, chat messages and
-    stop strings are not tried on it. `chat`: whether the chat template is used. Raises UserError for the first thing that fails.
+    stop strings are not tried on it. `chat`: whether the chat template is used. `deadline_s` is what a response may take in the run; a
+    problem's trial takes no longer, and TRIAL_S at most. Raises UserError for the first thing that fails.
     """
+    seconds = min(deadline_s, TRIAL_S)
 
     async def drive() -> list[object]:
         loops = UserLoops()
         try:
-            found = [await _try_one(Instance(environment, each, loops), tokenizer, chat) for each in problems[:TRIED]]
+            found = [await _try_one(Instance(environment, each, loops), tokenizer, chat, seconds) for each in problems[:TRIED]]
         finally:
             loops.end()
         return found[0] if found else []
@@ -44,13 +51,13 @@ def try_environment(
     except EnvironmentFailure as failure:
         raise UserError(f"{FIELD}: {failure}") from failure
     except TimeoutError as error:
-        raise UserError(f"{FIELD}: {environment.where('reply')} took longer than {TRIAL_S:g} s for one turn; make it return") from error
+        raise UserError(f"{FIELD}: {environment.where('reply')} took longer than {seconds:g} s for one turn; make it return") from error
     if tools and not chat:
         raise UserError(f"{FIELD}: {environment.where('tools')} is for the chat template; set data.chat_template: true, or remove it")
     return tools
 
 
-async def _try_one(instance: Instance, tokenizer: ChatTokenizer | None, chat: bool) -> list[object]:
+async def _try_one(instance: Instance, tokenizer: ChatTokenizer | None, chat: bool, seconds: float) -> list[object]:
     async def play() -> list[object]:
         await instance.make()
         tools = await instance.tools()
@@ -69,6 +76,6 @@ async def _try_one(instance: Instance, tokenizer: ChatTokenizer | None, chat: bo
         return tools
 
     try:
-        return await asyncio.wait_for(play(), TRIAL_S)
+        return await asyncio.wait_for(play(), seconds)
     finally:
         await asyncio.wait_for(instance.close(), CLOSE_S)

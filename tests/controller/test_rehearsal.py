@@ -10,6 +10,7 @@ from mtpctl.cli import rollout_job
 from mtpctl.cli.app import main
 from mtpctl.controller.prepare import prepare
 from mtpctl.controller.rehearsal import rehearse
+from mtpctl.data import hub
 from mtpctl.errors import UserError
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
@@ -58,3 +59,29 @@ def test_it_is_exit_2_and_one_line(command: list[str], monkeypatch: pytest.Monke
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: rollout.environment: user_environments.py:")
+
+
+def test_arguments_of_a_reward_that_only_compares_are_checked_without_rows() -> None:
+    with pytest.raises(UserError, match=r"^reward\.args: score\(.*second=1\): .*'second'; did you mean seconds\?$"):
+        rehearse(recipe("reward.function=math", "reward.args={second: 1}"))
+
+
+def test_no_more_rows_are_read_than_are_tried(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3 + "no JSON\n")
+    rehearse(recipe("data.task=", f"data.path={path}", f"rollout.environment={MODULE}:Echo"))
+
+
+def test_a_dataset_that_is_not_in_the_cache_is_no_reason_to_ask_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*_: object, **__: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", asked)
+    monkeypatch.setattr("mtpctl.data.hub._cached", absent)
+    sets = ["data.task=", "data.path=openai/gsm8k", f"rollout.environment={MODULE}:Echo"]
+    (warning,) = rehearse(recipe(*sets))
+    assert warning == "openai/gsm8k is not in the cache yet: your code was loaded, and is tried on rows when the run starts"
+
+
+def absent(name: str) -> None:
+    raise hub._Absent

@@ -58,3 +58,20 @@ def test_mistakes_are_told(tmp_path: Path, judge: str, reward: str, told: str) -
 def test_a_function_that_rewards_no_row_is_a_caution(tmp_path: Path) -> None:
     code, output = check(tmp_path, "def score(response, problem, sample): return 0.0")
     assert code == 0 and "gives 0 for the own solutions of the first 3 training problems" in output
+
+
+@pytest.mark.parametrize(
+    ("reward", "told"),
+    [
+        ("{function: 'judge.py:fails'}", "reward.function: judge.py:2: ZeroDivisionError: division by zero, for held.jsonl:1"),
+        ("{function: 'judge.py:score', args: {bonsu: 1}}", "reward.args: score(response, problem, sample, bonus=0) cannot be called as"),
+        ("{function: math, args: {second: 1}}", "reward.args: score(response, problem, sample, seconds=5.0) cannot be called as"),
+        ("{function: length}", "reward.args: length takes one of target and max, in tokens, of at least 1; set {max: 512}, say"),
+    ],
+)
+def test_rewards_of_held_out_sets_are_tried_on_their_own_rows(tmp_path: Path, reward: str, told: str) -> None:
+    (tmp_path / "held.jsonl").write_text(ROWS)
+    judge = "def score(response, problem, sample, bonus=0): return 1.0\ndef fails(response, problem, sample): return 1 / 0"
+    sets = f"}}\nevaluation: {{sets: {{own: {{path: {tmp_path}/held.jsonl, reward: {reward}}}}}"
+    code, output = check(tmp_path, judge, sets)
+    assert code == 2 and output.removeprefix("error: ").startswith(f"evaluation.sets.own.{told}") and "\n" not in output.strip()

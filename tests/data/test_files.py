@@ -78,8 +78,24 @@ def test_a_surrogate_pair_is_one_character(tmp_path: Path) -> None:
         (r'{"prompt": "\ud83d", "answer": "2"}', "`prompt` holds half of a character"),
         (r'{"prompt": "1+1=", "answer": "2", "solution": "\udc00"}', "`solution` holds half of a character"),
         ('{"prompt": "1+1=", "answer": "2", "solution": ""}', "`solution`"),
-        ('{"prompt": "1+1=", "answer": "2", "images": ["a.png"]}', "image input is not supported"),
-        ('{"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "answer": "2"}', "image input is not supported"),
+        (
+            '{"prompt": "1+1=", "answer": "2", "images": ["a.png"]}',
+            "`images` holds images, and models are trained on text alone; remove the column",
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "answer": "2"}',
+            "`prompt` holds images, and models are trained on text alone; remove rows whose messages",
+        ),
+        ('{"prompt": "  ", "answer": "2"}', "`prompt` must be text that is not blank, or chat messages, got blanks alone; mend or remove"),
+        ('{"answer": "2"}', "`prompt` must be text that is not blank, or chat messages, got no such column in this row"),
+        (
+            '{"prompt": {"bytes": "", "path": null}, "answer": "2"}',
+            "`prompt` must be text that is not blank, or chat messages, got an object",
+        ),
+        (
+            '{"prompt": "1+1=", "answer": ""}',
+            "got an empty text; mend or remove the row, or set data.columns.answer: null where the reward needs none",
+        ),
     ],
 )
 def test_a_broken_line_is_named_by_file_and_number(tmp_path: Path, line: str, complaint: str) -> None:

@@ -117,6 +117,20 @@ def test_without_network_and_cache_it_is_one_line_that_says_how_to_get_it(cache:
     )
 
 
+def test_a_hub_that_cannot_be_reached_is_that_one_line_whichever_library_asks_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class ConnectError(Exception):
+        """An error of a library for HTTP that nothing here knows."""
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unreachable)
+    with pytest.raises(EnvironmentMissing, match=r"^data\.path: the hub did not give openai/gsm8k, and it is not in the cache; "):
+        list(read())
+    cached(cache)
+    assert len(list(read())) == 3
+
+
 def test_a_look_at_the_data_asks_no_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(*_: object, **__: object) -> None:
         raise AssertionError("the hub was asked")

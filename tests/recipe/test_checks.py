@@ -10,6 +10,7 @@ import pytest
 
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.checks import complaints_of, validate
+from mtpctl.recipe.data import path_fits
 from mtpctl.recipe.loading import RECIPES, available, load_recipe
 from mtpctl.recipe.model import ModelConfig
 from mtpctl.recipe.model_source import hf_config
@@ -253,9 +254,7 @@ def test_stages_need_not_be_even() -> None:
 def test_context_parallel_ranks_share_the_heads_of_linear_attention() -> None:
     model = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, **DELTA}
     sets = [f"model.config.{key}={json.dumps(value)}" for key, value in model.items()]
-    assert complaint(*SIZES, *sets, "train.precision=bf16", "train.parallel.cp=3").startswith(
-        "train.parallel.cp: 3 does not divide"
-    )
+    assert complaint(*SIZES, *sets, "train.precision=bf16", "train.parallel.cp=3").startswith("train.parallel.cp: 3 does not divide")
 
 
 # ------------------------------------------------------------------------------------------------- where a model is
@@ -413,3 +412,13 @@ def test_on_cards_linear_and_latent_attention_come_in_any_type_and_size(tmp_path
         (tmp_path / "config.json").write_text(json.dumps({**TOYS[family], **({"kv_lora_rank": 64} if family == "deepseek-v3" else {})}))
         (tmp_path / "model.safetensors").touch()
         assert with_folder(tmp_path, *CARD) == []
+
+
+def test_a_data_file_that_is_not_there_is_told_with_the_nearest_that_is(tmp_path: Path) -> None:
+    for name in ("rows.jsonl", "other.parquet", "rows.yaml"):
+        (tmp_path / name).write_text("")
+    assert list(path_fits(f"{tmp_path}/rowz.jsonl", "data.path")) == [
+        f"data.path: there is no file {tmp_path}/rowz.jsonl; did you mean {tmp_path}/rows.jsonl?"
+    ]
+    (told,) = path_fits(f"{tmp_path}/gsm.jsonl", "data.path")
+    assert told.endswith("; give a .jsonl, .json or .parquet file, a folder of them, or a dataset's id (owner/name)")

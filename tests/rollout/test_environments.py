@@ -283,6 +283,11 @@ def test_one_that_hangs_in_the_trial_is_told(tokenizer: Tokenizer, monkeypatch: 
         try_environment(found("Hangs"), ["a"], tokenizer, chat=False)
 
 
+def test_the_trial_takes_no_longer_than_a_response_may(tokenizer: Tokenizer) -> None:
+    with pytest.raises(UserError, match=r"Hangs\.reply took longer than 0\.2 s for one turn; make it return"):
+        try_environment(found("Hangs"), ["a"], tokenizer, chat=False, deadline_s=0.2)
+
+
 def test_tools_are_asked_for_once(tokenizer: Tokenizer) -> None:
     (tool,) = try_environment(found("WithTools"), ["a", "b"], tokenizer, chat=True)
     assert tool["function"]["name"] == "echo"  # type: ignore[index]

@@ -31,7 +31,7 @@ def score(
     """
     limit = target if max is None else max
     if limit is None or limit < 1 or (target is not None and max is not None):
-        raise UserError("reward.args: length takes one of target and max, in tokens, of at least 1")
+        raise UserError("reward.args: length takes one of target and max, in tokens, of at least 1; set {max: 512}, say")
     base, parts = parse(_plain(of, of_args or {}).call(response, problem, sample, **(of_args or {})))
     tokens = sum(sample.loss_mask)
     off = tokens / limit - 1
