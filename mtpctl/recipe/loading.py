@@ -13,7 +13,7 @@ from typing import cast
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from mtpctl.errors import UserError, first_of
+from mtpctl.errors import MtpctlError, UserError, first_of
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.fields import Key, Keys, children, element, find, suggest, type_text, variant
 from mtpctl.recipe.presets import PRESETS
@@ -266,7 +266,7 @@ def _inside_value(path: Keys, origins: Origins) -> bool:
     return key is not None and key.free and key.path in origins
 
 
-def _explained(error: ValidationError, origins: Origins, tree: Tree) -> UserError:
+def _explained(error: ValidationError, origins: Origins, tree: Tree) -> MtpctlError:
     """An error of the first mistake: its origin, its key and what is wrong. Its notes say the same of further keys."""
     mistakes: dict[Keys, UserError] = {}
     for item in error.errors(include_url=False):
