@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from mtpctl.telemetry.versions import collect_versions
 RECIPE = "recipe.resolved.yaml"
 """The recipe with every default written out, as the run went on with it last."""
 _FOLDERS = ("checkpoints", "buffer", "logs", "tensorboard")
+_ATTEMPTS, _ATTEMPT_S = 3, 0.05
 _ROOM = 64 << 20
 """Bytes that must be free to begin: less than the smallest checkpoint, more than every text file together."""
 
@@ -62,15 +64,32 @@ class RunDirectory:
             run._take()
         return run
 
+    @property
+    def held(self) -> bool:
+        """Whether a run is writing the directory just now, as far as locks reach: on this host, or where the file system shares them."""
+        try:
+            with (self.path / ".lock").open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
     def _take(self) -> None:
         for folder in _FOLDERS:
             (self.path / folder).mkdir(exist_ok=True)
         lock = (self.path / ".lock").open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            raise UserError(f"run_dir: another run is writing {self.path}; wait for it, or name another place") from None
+        for attempt in range(_ATTEMPTS):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                # `held` of another process has the lock for a moment.
+                time.sleep(_ATTEMPT_S)
+                if attempt == _ATTEMPTS - 1:
+                    lock.close()
+                    raise UserError(f"run_dir: another run is writing {self.path}; wait for it, or name another place") from None
         self._lock = lock
 
     def record(self, recipe_text: str) -> None:
