@@ -19,22 +19,23 @@ from mtpctl.telemetry.page import page, write_page
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.summary import before_and_after
 
-METRICS = (
-    "eval/accuracy",
-    "reward/unfiltered_mean",
-    "reward/mean",
-    "rollout/spec_accept_rate",
-    "actor/entropy",
-    "response/length_mean",
-    "actor/grad_norm",
-    "mtp/loss_1",
-    "sft/loss",
-    "rollout_corr/abs_diff",
-    "async/staleness_mean",
-    "timing_s/step",
-    "rollout/tokens_per_s",
-    "perf/tokens_per_s",
-)
+METRICS = {
+    "eval/accuracy": "Held-out accuracy",
+    "reward/unfiltered_mean": "Reward",
+    "reward/mean": "Reward",
+    "rollout/spec_accept_rate": "Draft acceptance",
+    "actor/entropy": "Entropy",
+    "response/length_mean": "Response length",
+    "actor/grad_norm": "Gradient norm",
+    "mtp/loss_1": "MTP loss",
+    "sft/loss": "Supervised loss",
+    "rollout_corr/abs_diff": "Mismatch",
+    "async/staleness_mean": "Staleness",
+    "timing_s/step": "Seconds an update",
+    "rollout/tokens_per_s": "Rollout tokens a second",
+    "perf/tokens_per_s": "Trainer tokens a second",
+}
+"""The metrics that are compared, with the titles of their charts."""
 _LOG = {"mtp/loss_1", "sft/loss", "rollout_corr/abs_diff"}
 DEFAULT_OUT = Path("compare.html")
 
@@ -119,9 +120,7 @@ def _chart(name: str, runs: Sequence[ComparedRun]) -> Chart | None:
         if (points := run.history.series(name, phase))
     ]
     last = max(x for one in series for x, _ in one.points)
-    return Chart(
-        metric.label[:1].upper() + metric.label[1:], metric.meaning, series, [Phase(phase, 0, last, 0)], "log" if name in _LOG else "linear"
-    )
+    return Chart(METRICS[name], metric.meaning, series, [Phase(phase, 0, last, 0)], "log" if name in _LOG else "linear")
 
 
 def _differences(runs: Sequence[ComparedRun]) -> str:
