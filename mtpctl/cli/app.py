@@ -22,6 +22,7 @@ from mtpctl.cli import (
     recipe,
     report,
     rollout,
+    runs,
     samples,
     sync_weights,
     train,
@@ -99,6 +100,7 @@ app.command("eval")(evaluate.evaluate)
 app.command("logprob-serve")(logprob_serve.logprob_serve)
 app.command("convert-hf")(convert_hf.convert_hf)
 app.command("report")(report.report)
+app.command("runs")(runs.runs)
 app.command("samples")(samples.samples)
 app.command("sync-weights")(sync_weights.sync_weights)
 app.command("doctor")(doctor.doctor)

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypedDict
 
@@ -19,14 +18,11 @@ from mtpctl.controller.set_rewards import start_rewards
 from mtpctl.data.prompts import fit_problems
 from mtpctl.data.sets import load_held_out
 from mtpctl.errors import UserError
-from mtpctl.recipe import yaml12
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.data import GeneratedTask
 from mtpctl.recipe.evaluation import EvaluationSetConfig
-from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.store import VersionStore
-from mtpctl.telemetry.run_directory import RunDirectory
 
 UNNAMED_SHOWN = "held-out"
 """How the set of the section `data` is called in what is printed."""
@@ -39,42 +35,6 @@ class Evaluation(TypedDict):
     version: int
     seconds: float
     sets: dict[str, dict[str, float]]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What is to be evaluated: a recipe, and where they are not the newest of its run, the weights."""
-
-    recipe: Recipe
-    start: str | None
-
-
-@contextlib.contextmanager
-def asked(target: str, start: str | None, overlays: Sequence[str], sets: Sequence[str]) -> Iterator[Asked]:
-    """What the argument `RECIPE|RUN|FOLDER` stands for.
-
-    A run and a checkpoint have their recipe with them. A folder of weights has none: overlays and sets say then what it is measured on.
-    Raises UserError as `load_recipe` does.
-    """
-    folder = Path(target).absolute()
-    if (folder / "config.json").is_file():
-        with tempfile.TemporaryDirectory(prefix="mtpctl-eval-") as made:
-            file = Path(made) / "folder.yaml"
-            file.write_text(yaml12.dump({"name": "eval", "model": {"path": str(folder)}}), encoding="utf-8")
-            yield Asked(load_recipe(file, overlays=overlays, sets=sets).recipe, start or str(folder))
-        return
-    run = folder.parent.parent if (folder / "run.json").is_file() else folder
-    recipe = RunDirectory(run).recipe
-    if folder.is_dir():
-        if not recipe.is_file():
-            raise UserError(
-                f"{target} is neither a run ({recipe.name}), nor a checkpoint (run.json), nor a folder of weights (config.json); "
-                "name one of these, or a recipe"
-            )
-        loaded = load_recipe(recipe, overlays=overlays, sets=[*sets, f"run_dir={run}"]).recipe
-        yield Asked(loaded, start or (str(folder) if run != folder else None))
-        return
-    yield Asked(load_recipe(target, overlays=overlays, sets=sets).recipe, start)
 
 
 def evaluate_weights(recipe: Recipe, *, n: int | None, say: Say, start: str | None = None) -> Evaluation:

@@ -25,8 +25,9 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure the newest weights of a run on its held-out sets: avg@n, pass@k, response length and draft acceptance."""
-    from mtpctl.cli.eval_job import asked, evaluate_weights, rendered
+    from mtpctl.cli.eval_job import evaluate_weights, rendered
+    from mtpctl.cli.targets import target_with_weights
 
-    with asked(target, start, overlay or [], sets or []) as found:
+    with target_with_weights(target, start, overlay or [], sets or []) as found:
         measured = evaluate_weights(found.recipe, n=n, say=say, start=found.start)
     answer(json.dumps(measured, indent=2) if as_json else rendered(measured))

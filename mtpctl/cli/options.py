@@ -11,6 +11,7 @@ import typer
 from mtpctl.cli.answers import stdout_is_for_answers
 
 if TYPE_CHECKING:
+    from mtpctl.cli.targets import Target
     from mtpctl.recipe.loading import Loaded
 
 
@@ -36,7 +37,10 @@ def _leads_on(path: Path) -> bool:
 
 
 RecipeArgument = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of one that comes with mtpctl.", autocompletion=_recipes)
+    str,
+    typer.Argument(
+        metavar="RECIPE|RUN", help="A recipe file, the name of one that comes with mtpctl, or a run directory.", autocompletion=_recipes
+    ),
 ]
 Overlays = Annotated[
     list[str] | None,
@@ -58,10 +62,19 @@ Json = Annotated[bool, typer.Option("--json", callback=_alone, help="Print JSON 
 
 
 def load(recipe: str | Path, overlays: list[str] | None, sets: list[str] | None) -> Loaded:
-    """Load the recipe that the shared arguments name. Raises UserError for a wrong value; see `checks.validate` for the rest."""
-    from mtpctl.recipe.loading import load_recipe
+    """Load the recipe that the shared arguments name, of a run its own. Raises UserError for a wrong value."""
+    return load_whole(recipe, overlays, sets).loaded
 
-    return load_recipe(recipe, overlays=overlays or [], sets=sets or [])
+
+def load_whole(recipe: str | Path, overlays: list[str] | None, sets: list[str] | None) -> Target:
+    """The same with the run that it was taken from. Raises UserError also for a checkpoint, since the caller takes whole runs."""
+    from mtpctl.cli.targets import load_target
+    from mtpctl.errors import UserError
+
+    target = load_target(recipe, overlays or [], sets or [])
+    if target.start is not None:
+        raise UserError(f"{recipe} is a checkpoint of {target.run}; name the run, whose newest one is taken")
+    return target
 
 
 def made(folder: Path, option: str) -> Path:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, load, say
+from mtpctl.cli.options import Json, Overlays, Sets, say
 
 if TYPE_CHECKING:
     from mtpctl.cli.rollout_job import Summary
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def rollout(
-    recipe: RecipeArgument,
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE|RUN|FOLDER", help="A recipe, a run directory, a checkpoint, or a folder of weights.")
+    ],
     prompts: Annotated[Path, typer.Option("--prompts", metavar="FILE", help="JSONL or Parquet with `prompt`, and `answer` where known.")],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="JSONL file to write, or to complete.")],
     n: Annotated[int, typer.Option("--n", metavar="N", help="Responses to each prompt.", min=1)] = 1,
@@ -36,15 +38,15 @@ def rollout(
     """Generate with the recipe's engines, from the newest weights of its run. Called again, it adds what is missing in the file."""
     from mtpctl.errors import UserError
 
-    loaded = load(recipe, overlay, sets)
     if not prompts.is_file():
         raise UserError(f"--prompts: no file {prompts}; give a .jsonl or .parquet file")
     if out.is_dir() or not out.parent.is_dir():
         raise UserError(f"--out: {out} {'is a folder' if out.is_dir() else 'lies in a folder that is not there'}; name a file to write")
     from mtpctl.cli.rollout_job import rollout as generate
+    from mtpctl.cli.targets import target_with_weights
 
-    with _progress() as progress:
-        found = generate(loaded.recipe, prompts, out, n=n, say=say, progress=progress, start=start)
+    with target_with_weights(recipe, start, overlay or [], sets or []) as target, _progress() as progress:
+        found = generate(target.recipe, prompts, out, n=n, say=say, progress=progress, start=target.start)
     answer(json.dumps(found, indent=2) if as_json else _rendered(found))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 import typer
 
 from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, load
+from mtpctl.cli.options import Json, Overlays, Sets
 
 if TYPE_CHECKING:
     from mtpctl.recipe.schema import Recipe
@@ -36,10 +36,14 @@ class Plan(TypedDict):
 
 
 def sync_weights(
-    recipe: RecipeArgument,
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE|RUN", help="A recipe or a run directory; default: the run that --from names.")
+    ] = None,
     sets: Sets = None,
     overlay: Overlays = None,
-    source: Annotated[str | None, typer.Option("--from", metavar="CKPT|RUN", help="Weights; default: the recipe's model.")] = None,
+    source: Annotated[
+        str | None, typer.Option("--from", metavar="CKPT|RUN", help="Weights; default: those of RUN, or the recipe's model.")
+    ] = None,
     to: Annotated[
         list[str] | None, typer.Option("--to", metavar="URL", help="A running vLLM server; default: start the recipe's engines.")
     ] = None,
@@ -49,9 +53,18 @@ def sync_weights(
     as_json: Json = False,
 ) -> None:
     """Sync weights to engines and log-prob replicas by hand, and print times and rates."""
+    from mtpctl.cli.targets import has_checkpoint, load_target
+    from mtpctl.errors import UserError
     from mtpctl.recipe.checks import validate
 
-    loaded = load(recipe, overlay, sets).recipe
+    named = recipe or source
+    if named is None:
+        raise UserError("RECIPE: name a recipe or a run, or a run with --from")
+    target = load_target(named, overlay or [], sets or [])
+    if recipe is None and target.run is None:
+        raise UserError(f"--from: {source} has no recipe with it; name a recipe before it")
+    loaded = target.recipe
+    source = source or target.start or (str(target.run) if target.run and has_checkpoint(target.run) else None)
     validate(loaded)
     if plan and source is None:
         _print(_plan(loaded), as_json)

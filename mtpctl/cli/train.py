@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, load
+from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, load_whole, say
 
 
 def train(
@@ -22,14 +22,17 @@ def train(
     profile: Annotated[bool, typer.Option("--profile", help="The same as --set telemetry.profile=true.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live panel.")] = False,
 ) -> None:
-    """Train by a recipe. The same command on the same run directory resumes."""
+    """Train by a recipe. The same command on the same run directory resumes, and so does the directory itself as RECIPE."""
     from mtpctl.errors import UserError
     from mtpctl.recipe.checks import validate
 
     if as_json and not dry_run:
         raise UserError("--json: goes with --dry-run; a run writes metrics.jsonl in its directory")
-    loaded = load(recipe, overlay, [*(sets or []), *(["telemetry.profile=true"] if profile else [])])
+    found = load_whole(recipe, overlay, [*(sets or []), *(["telemetry.profile=true"] if profile else [])])
+    loaded = found.loaded
     validate(loaded.recipe)
+    if found.run is not None:
+        say(found.told)
     if dry_run:
         from mtpctl.cli.dry_run import dry_run as plan_run
         from mtpctl.cli.dry_run import render

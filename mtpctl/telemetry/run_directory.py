@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ RECIPE = "recipe.resolved.yaml"
 """The recipe with every default written out, as the run went on with it last."""
 LOCK = ".lock"
 _FOLDERS = ("checkpoints", "buffer", "logs", "tensorboard")
+_ATTEMPTS, _ATTEMPT_S = 3, 0.05
 _ROOM = 64 << 20
 """Bytes that must be free to begin: less than the smallest checkpoint, more than every text file together."""
 
@@ -77,6 +79,18 @@ class RunDirectory:
                 with (path / LOCK).open("r+") as lock:
                     _lock(lock, path)
 
+    @property
+    def held(self) -> bool:
+        """Whether a run is writing the directory just now, as far as locks reach: on this host, or where the file system shares them."""
+        try:
+            with (self.path / LOCK).open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
     def _take(self) -> None:
         for folder in _FOLDERS:
             (self.path / folder).mkdir(exist_ok=True)
@@ -110,11 +124,17 @@ class RunDirectory:
 
 def _lock(file: IO[str], path: Path) -> None:
     """Lock the directory by its lock file. Raises UserError, and closes the file, where another run has locked it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise UserError(f"run_dir: another run is writing {path}; wait for it, or name another place") from None
+    for attempt in range(_ATTEMPTS):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # `held` of another process has the lock for a moment.
+            time.sleep(_ATTEMPT_S)
+            if attempt == _ATTEMPTS - 1:
+                file.close()
+                raise UserError(f"run_dir: another run is writing {path}; wait for it, or name another place") from None
+        else:
+            return
 
 
 @contextmanager

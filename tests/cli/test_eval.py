@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mtpctl.cli import eval_job
-from mtpctl.cli.eval_job import Evaluation, asked, evaluate_weights, rendered
+from mtpctl.cli.eval_job import Evaluation, evaluate_weights, rendered
+from mtpctl.cli.targets import target_with_weights as asked
 from mtpctl.errors import UserError
 from mtpctl.recipe.loading import dump_resolved
 from tests.cli.test_commands import mtpctl as mtpctl

@@ -1,0 +1,111 @@
+"""What stands where a command takes a recipe: a recipe, a run, a checkpoint of a run, or where it makes sense a folder of weights."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtpctl.errors import UserError
+
+if TYPE_CHECKING:
+    from mtpctl.recipe.loading import Loaded
+    from mtpctl.recipe.schema import Recipe
+
+CHECKPOINT, WEIGHTS = "run.json", "config.json"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A recipe with what was set on top. `run` is the run that it was taken from; `changed` says in which keys it differs from that.
+
+    `start` names the weights where they are not the newest of the recipe's run directory.
+    """
+
+    loaded: Loaded
+    run: Path | None = None
+    start: str | None = None
+    changed: tuple[str, ...] = ()
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.loaded.recipe
+
+    @property
+    def told(self) -> str:
+        """A line that says what a run goes on with."""
+        what = "with the recipe that it had" if not self.changed else "with " + ", ".join(self.changed)
+        return f"{self.run} goes on {what}"
+
+
+def run_of(target: str | Path) -> Path | None:
+    """The run directory that a run or a checkpoint stands for; None for anything else."""
+    folder = Path(target).expanduser().absolute()
+    run = folder.parent.parent if (folder / CHECKPOINT).is_file() else folder
+    return run if _recipe_of(run).is_file() else None
+
+
+def load_target(target: str | Path, overlays: Sequence[str] = (), sets: Sequence[str] = ()) -> Target:
+    """The recipe that `target` stands for, with overlays and sets on top.
+
+    A run has its recipe with it, and the directory is where it lies now, so that a run that was moved is found. Raises UserError as
+    `load_recipe` does, and for a folder that is no run.
+    """
+    from mtpctl.recipe.loading import flatten, load_recipe
+
+    folder, run = Path(target).expanduser(), run_of(target)
+    if run is None:
+        if folder.is_dir():
+            kinds = f"a run ({_recipe_of(folder).name}), nor a checkpoint ({CHECKPOINT}), nor a folder of weights ({WEIGHTS})"
+            raise UserError(f"{target} is neither {kinds}; name one of these, or a recipe")
+        return Target(load_recipe(target, overlays=overlays, sets=sets))
+    source = _recipe_of(run)
+    had = load_recipe(source)
+    # What was recorded stays where it still names this place: a resumed run is no other recipe.
+    here = [] if had.recipe.run_path.absolute() == run else [f"run_dir={json.dumps(str(run), ensure_ascii=False)}"]
+    loaded = load_recipe(source, overlays=overlays, sets=[*here, *sets])
+    before, now = (flatten(each.recipe.model_dump(mode="json", by_alias=True)) for each in (had, loaded))
+    asked = [key for key in now if now[key] != before.get(key) and not (here and key == ("run_dir",) and now[key] == str(run))]
+    changed = tuple(f"{'.'.join(key)}: {_shown(before.get(key))} → {_shown(now[key])}" for key in asked)
+    return Target(loaded, run, str(folder.absolute()) if run != folder.absolute() else None, changed)
+
+
+@contextlib.contextmanager
+def target_with_weights(target: str, start: str | None, overlays: Sequence[str], sets: Sequence[str]) -> Iterator[Target]:
+    """`load_target`, and a folder of weights besides: it has no recipe, and overlays and sets say what is to be done with it.
+
+    `start` is what `--from` names; it goes before the weights that the target itself stands for.
+    """
+    folder = Path(target).absolute()
+    if (folder / WEIGHTS).is_file():
+        from mtpctl.recipe import yaml12
+        from mtpctl.recipe.loading import load_recipe
+
+        with tempfile.TemporaryDirectory(prefix="mtpctl-") as made:
+            file = Path(made) / "folder.yaml"
+            file.write_text(yaml12.dump({"name": "folder", "model": {"path": str(folder)}}), encoding="utf-8")
+            yield Target(load_recipe(file, overlays=overlays, sets=sets), start=start or str(folder))
+        return
+    found = load_target(target, overlays, sets)
+    yield Target(found.loaded, found.run, start or found.start, found.changed)
+
+
+def has_checkpoint(run: Path) -> bool:
+    """Whether the run has a checkpoint to take weights from; without one they are those that its model begins with."""
+    from mtpctl.checkpoint.pointer import newest
+
+    return newest(run / "checkpoints") is not None
+
+
+def _recipe_of(run: Path) -> Path:
+    from mtpctl.telemetry.run_directory import RECIPE
+
+    return run / RECIPE
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

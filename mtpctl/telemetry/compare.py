@@ -1,0 +1,159 @@
+"""`compare.html`: several runs on one page, their curves over each other and the keys in which their recipes differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+import yaml
+
+from mtpctl.errors import UserError
+from mtpctl.recipe.loading import flatten
+from mtpctl.telemetry.charts import COLOURS, Chart, Phase, Series, render_chart
+from mtpctl.telemetry.history import History, load_history
+from mtpctl.telemetry.names import describe, format_value
+from mtpctl.telemetry.page import page, write_page
+from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.summary import before_and_after
+
+METRICS = {
+    "eval/accuracy": "Held-out accuracy",
+    "reward/unfiltered_mean": "Reward",
+    "reward/mean": "Reward",
+    "rollout/spec_accept_rate": "Draft acceptance",
+    "actor/entropy": "Entropy",
+    "response/length_mean": "Response length",
+    "actor/grad_norm": "Gradient norm",
+    "mtp/loss_1": "MTP loss",
+    "sft/loss": "Supervised loss",
+    "rollout_corr/abs_diff": "Mismatch",
+    "async/staleness_mean": "Staleness",
+    "timing_s/step": "Seconds an update",
+    "rollout/tokens_per_s": "Rollout tokens a second",
+    "perf/tokens_per_s": "Trainer tokens a second",
+}
+"""The metrics that are compared, with the titles of their charts."""
+_LOG = {"mtp/loss_1", "sft/loss", "rollout_corr/abs_diff"}
+DEFAULT_OUT = Path("compare.html")
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """One run of a comparison: how it is called in it, what it logged, and its recipe, flat."""
+
+    name: str
+    history: History
+    recipe: Mapping[str, object]
+
+
+def write_comparison(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
+    """Write the page, by default as `compare.html` here. Returns its path.
+
+    Raises UserError where a directory is no run or holds no metrics, for more runs than there are colours, and for a place that cannot
+    be written.
+    """
+    if len(run_dirs) > COLOURS:
+        raise UserError(f"RUN: {len(run_dirs)} runs are more than the {COLOURS} that a chart can tell apart; name fewer")
+    names = _names(run_dirs)
+    target = DEFAULT_OUT if out is None else out
+    write_page(target, render_comparison([_read(path, name) for path, name in zip(run_dirs, names, strict=True)]))
+    return target
+
+
+def render_comparison(runs: Sequence[ComparedRun]) -> str:
+    """The HTML text of the page."""
+    charts = "".join(render_chart(chart) for name in METRICS if (chart := _chart(name, runs)))
+    body = f"{_differences(runs)}{_after(runs)}<section class='charts'>{charts}</section>"
+    steps = ", ".join(f"{run.name}: {max((row.step for row in run.history.rows), default=0)} steps" for run in runs)
+    return page(" · ".join(run.name for run in runs), steps, body, "comparison")
+
+
+def differing(runs: Sequence[ComparedRun]) -> dict[str, list[object]]:
+    """The keys of the recipes whose values are not all equal, with the value of each run. Name and place are no difference."""
+    keys = dict.fromkeys(key for run in runs for key in run.recipe)
+    values = {key: [run.recipe.get(key, _ABSENT) for run in runs] for key in keys if key not in ("run_dir", "name")}
+    return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
+
+
+_ABSENT = "(absent)"
+
+
+def _read(path: Path, name: str) -> ComparedRun:
+    run = RunDirectory(path)
+    if not run.path.is_dir():
+        raise UserError(f"RUN: no directory {run.path}; give a run directory")
+    history = load_history(run.path)
+    if not history.rows:
+        raise UserError(f"RUN: {run.path} holds no metrics yet; leave it out until it does")
+    try:
+        tree = yaml.safe_load(run.recipe.read_text(encoding="utf-8")) if run.recipe.is_file() else {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{run.recipe}: cannot be read ({str(error).splitlines()[0]}); mend or remove it") from error
+    flat = {".".join(map(str, keys)): value for keys, value in flatten(tree).items()} if isinstance(tree, dict) else {}
+    return ComparedRun(name, history, flat)
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The names of the folders, or with so many of those above that they differ."""
+    parts = [path.absolute().parts for path in paths]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-depth:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise UserError("RUN: the same run is named twice; name each one once")
+
+
+def _chart(name: str, runs: Sequence[ComparedRun]) -> Chart | None:
+    """One metric of all runs that have it, in the stage in which they have it."""
+    if name == "reward/mean" and any(run.history.series("reward/unfiltered_mean") for run in runs):
+        return None
+    phase = next((phase for phase in ("rl", "sft") if any(run.history.series(name, phase) for run in runs)), None)
+    if phase is None:
+        return None
+    metric = describe(name)
+    series = [
+        Series(run.name, [(float(step), value) for step, value in points], metric.unit, colour=index, dots=name == "eval/accuracy")
+        for index, run in enumerate(runs)
+        if (points := run.history.series(name, phase))
+    ]
+    last = max(x for one in series for x, _ in one.points)
+    return Chart(METRICS[name], metric.meaning, series, [Phase(phase, 0, last, 0)], "log" if name in _LOG else "linear")
+
+
+def _differences(runs: Sequence[ComparedRun]) -> str:
+    found = differing(runs)
+    if not found:
+        return '<section class="card"><h2>Recipes</h2><p class="told">No key differs.</p></section>'
+    rows = "".join(
+        f'<tr><td><code class="name">{escape(key)}</code></td>{"".join(f"<td>{escape(_shown(value))}</td>" for value in values)}</tr>'
+        for key, values in found.items()
+    )
+    return _table("Keys that differ", runs, rows)
+
+
+def _after(runs: Sequence[ComparedRun]) -> str:
+    """Where each run got to: the headline metrics, as means over the last tenth of its updates."""
+    after = [{row.name: row for row in before_and_after(run.history)} for run in runs]
+    names = list(dict.fromkeys(name for rows in after for name in rows))
+    rows = "".join(
+        f"<tr><td>{escape(describe(name).meaning)}<code>{escape(name)}</code></td>"
+        + "".join(f"<td>{format_value(each[name].after, each[name].metric.unit) if name in each else '–'}</td>" for each in after)
+        + "</tr>"
+        for name in names
+    )
+    return _table("After RL", runs, rows) if rows else ""
+
+
+def _table(title: str, runs: Sequence[ComparedRun], rows: str) -> str:
+    head = "".join(f'<th class="k{index}"><span class="run">{escape(run.name)}</span></th>' for index, run in enumerate(runs))
+    return (
+        f'<section class="card"><h2>{title}</h2><div class="scroll"><table><thead><tr><th></th>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

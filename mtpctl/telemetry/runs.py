@@ -1,0 +1,98 @@
+"""The runs below a folder: what state each is in, how far it got, and what it was worth then."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from mtpctl.telemetry.history import History, load_history
+from mtpctl.telemetry.run_directory import RunDirectory
+
+State = Literal["running", "done", "failed", "stopped", "broken off", "empty"]
+"""`broken off`: it ended without a word, as a killed run does. `empty`: it has logged nothing."""
+DEPTH = 4
+"""Folders below the one that is asked for in which runs are looked for."""
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """One run. `stage` and `step` of `steps` are how far it got; `reward` and `accuracy` the newest of RL; `age_s` since its last line."""
+
+    path: Path
+    state: State
+    stage: str
+    step: int
+    steps: int | None
+    reward: float | None
+    accuracy: float | None
+    age_s: float
+
+
+def find_runs(folder: Path) -> list[FoundRun]:
+    """All runs below the folder, or the folder itself where it is one; the newest first."""
+    return sorted((describe_run(path) for path in _below(folder, DEPTH)), key=lambda run: run.age_s)
+
+
+def _below(folder: Path, depth: int) -> Iterator[Path]:
+    if RunDirectory(folder).recipe.is_file():
+        yield folder
+    elif depth and folder.is_dir():
+        for path in sorted(folder.iterdir()):
+            if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
+                yield from _below(path, depth - 1)
+
+
+def describe_run(path: Path) -> FoundRun:
+    """Raises UserError where the metrics are broken."""
+    run = RunDirectory(path)
+    history = load_history(path)
+    stage = history.rows[-1].phase if history.rows else ""
+    step = history.last_step(stage) if stage else 0
+    plan = _stages(run)
+    newest = run.metrics if run.metrics.exists() else run.recipe
+    return FoundRun(
+        path,
+        _state(run, history, plan),
+        stage,
+        step,
+        plan.get(stage),
+        _last(history, "reward/unfiltered_mean") or _last(history, "reward/mean"),
+        _last(history, "eval/accuracy"),
+        max(0.0, time.time() - newest.stat().st_mtime),
+    )
+
+
+def _state(run: RunDirectory, history: History, plan: dict[str, int]) -> State:
+    if run.held:
+        return "running"
+    if not history.rows and not history.events:
+        return "empty"
+    # An SFT stage may end before its last step; the checkpoint at the end of a stage is told by its name.
+    last = list(plan)[-1] if plan else ""
+    if last and ((run.checkpoints / f"{last}-{history.last_step(last):06d}-end").is_dir() or _ended(history, last, plan)):
+        return "done"
+    kind = history.events[-1].kind if history.events else ""
+    return "failed" if kind == "error" else "stopped" if kind == "stop" else "broken off"
+
+
+def _ended(history: History, stage: str, plan: dict[str, int]) -> bool:
+    return plan[stage] > 0 and history.last_step(stage) >= plan[stage] and (not history.events or history.events[-1].kind != "error")
+
+
+def _stages(run: RunDirectory) -> dict[str, int]:
+    """The updates of each stage, in order; empty where the recipe cannot be read."""
+    try:
+        train = yaml.safe_load(run.recipe.read_text(encoding="utf-8"))["train"]
+        return {stage: int(train[stage]["steps"]) for stage in train["stages"]}
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return {}
+
+
+def _last(history: History, name: str) -> float | None:
+    return next((value for _, value in reversed(history.series(name, "rl")) if math.isfinite(value)), None)

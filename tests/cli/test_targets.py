@@ -1,0 +1,110 @@
+"""A run directory stands where a recipe does: its recipe is the start, and what is new is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpctl.cli.targets import load_target
+from mtpctl.controller import launch
+from mtpctl.errors import UserError
+from mtpctl.recipe.loading import dump_resolved
+from mtpctl.recipe.schema import Recipe
+from tests.cli.test_commands import mtpctl as mtpctl
+from tests.cli.test_rollout_job import leave_checkpoint, recipe
+from tests.cli.test_rollout_job import run as model_run
+
+run = model_run
+
+
+@pytest.fixture
+def trained(run: Path) -> Path:
+    """A run that was started with a seed of its own."""
+    (run / "recipe.resolved.yaml").write_text(dump_resolved(recipe(run, "seed=5", "cluster.num_cpus=2")))
+    return run
+
+
+def test_what_a_run_had_is_the_start_and_what_is_new_is_told(trained: Path) -> None:
+    as_it_was = load_target(trained)
+    assert (as_it_was.recipe.seed, as_it_was.changed, as_it_was.run) == (5, (), trained)
+    assert as_it_was.told == f"{trained} goes on with the recipe that it had"
+    assert dump_resolved(as_it_was.recipe) == (trained / "recipe.resolved.yaml").read_text(), "a resumed run is no other recipe"
+    steps = as_it_was.recipe.train.rl.steps
+    found = load_target(trained, sets=["train.rl.steps=7", "seed=5"])
+    assert found.told == f"{trained} goes on with train.rl.steps: {steps} → 7"
+
+
+def test_a_run_that_was_moved_is_found_where_it_lies(trained: Path) -> None:
+    moved = trained.rename(trained.with_name("moved: here"))
+    found = load_target(moved)
+    assert found.recipe.run_path == moved and found.changed == ()
+
+
+def test_a_run_may_be_copied_to_another_place_by_set(trained: Path) -> None:
+    found = load_target(trained, sets=["run_dir=elsewhere"])
+    assert found.recipe.run_path == Path("elsewhere") and found.changed == (f'run_dir: "{trained}" → "elsewhere"',)
+
+
+def test_a_checkpoint_stands_for_its_run_with_those_weights(trained: Path) -> None:
+    checkpoint = leave_checkpoint(trained, "rl-000003", 3)
+    found = load_target(checkpoint)
+    assert (found.run, found.start, found.recipe.seed) == (trained, str(checkpoint), 5)
+
+
+def test_train_goes_on_with_a_run_and_says_so_before_it_starts(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Recipe] = []
+    monkeypatch.setattr(launch, "run", lambda recipe, plain: asked.append(recipe) or 0)
+    told = mtpctl("train", str(trained), "--set", "train.rl.optimizer.lr=0.5")
+    assert (told.code, asked[0].seed, asked[0].train.rl.optimizer.lr) == (0, 5, 0.5)
+    assert told.err.startswith(f"{trained} goes on with train.rl.optimizer.lr: ") and told.err.endswith(" → 0.5\n")
+
+
+def test_whole_runs_are_trained_and_compared_and_not_checkpoints(mtpctl: Any, trained: Path) -> None:
+    checkpoint = leave_checkpoint(trained, "rl-000003", 3)
+    told = mtpctl("train", str(checkpoint))
+    assert (told.code, told.err) == (2, f"error: {checkpoint} is a checkpoint of {trained}; name the run, whose newest one is taken\n")
+
+
+def test_recipes_of_runs_are_shown_and_compared(mtpctl: Any, trained: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "recipe.resolved.yaml").write_text(dump_resolved(recipe(other, "seed=6", "cluster.num_cpus=2")))
+    differences = json.loads(mtpctl("recipe", "diff", str(trained), str(other), "--json").out)
+    assert differences.keys() == {"seed", "run_dir"} and differences["seed"] == {"first": 5, "second": 6}
+    assert json.loads(mtpctl("recipe", "show", str(trained), "--resolved", "--json").out)["seed"] == 5
+
+
+def test_rollout_takes_a_run_a_checkpoint_and_weights(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("p.jsonl").touch()
+    handed: list[tuple[int, str | None]] = []
+
+    def generate(recipe: Recipe, *_: Any, start: str | None, **__: Any) -> dict[str, Any]:
+        handed.append((recipe.seed, start))
+        raise UserError("enough")
+
+    monkeypatch.setattr("mtpctl.cli.rollout_job.rollout", generate)
+    checkpoint = leave_checkpoint(trained, "rl-000003", 3)
+    for target in (trained, checkpoint, trained / "model"):
+        assert mtpctl("rollout", str(target), "--prompts", "p.jsonl", "--out", "o.jsonl").err == "error: enough\n"
+    mtpctl("rollout", str(trained), "--prompts", "p.jsonl", "--out", "o.jsonl", "--from", "x")
+    assert handed == [(5, None), (5, str(checkpoint)), (0, str(trained / "model")), (5, "x")]
+
+
+def test_sync_weights_takes_a_run_with_its_weights(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[tuple[int, Path | None]] = []
+
+    def sync(recipe: Recipe, source: Any, *_: Any, **__: Any) -> Any:
+        handed.append((recipe.seed, source.checkpoint))
+        raise UserError("enough")
+
+    monkeypatch.setattr("mtpctl.cli.sync_job.sync_by_hand", sync)
+    mtpctl("sync-weights", str(trained), "--json")
+    newest = leave_checkpoint(trained, "rl-000003", 3)
+    for arguments in ((str(trained),), ("--from", str(trained)), (str(newest),)):
+        assert mtpctl("sync-weights", *arguments, "--json").err == "error: enough\n"
+    assert handed == [(5, None), (5, newest), (5, newest), (5, newest)]
+    assert mtpctl("sync-weights").err == "error: RECIPE: name a recipe or a run, or a run with --from\n"

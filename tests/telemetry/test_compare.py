@@ -1,0 +1,55 @@
+"""Several runs on one page: curves over each other, keys that differ."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mtpctl.errors import UserError
+from mtpctl.telemetry.compare import write_comparison
+from tests.telemetry.test_report import read
+
+
+def run(path: Path, lr: float, gain: float, steps: int = 10) -> Path:
+    path.mkdir(parents=True)
+    (path / "recipe.resolved.yaml").write_text(f"name: {path.name}\nrun_dir: {path}\nseed: 3\ntrain:\n  rl:\n    optimizer: {{lr: {lr}}}\n")
+    rows = [{"phase": "rl", "step": s, "reward/mean": gain * s, "actor/entropy": 0.5} for s in range(1, steps + 1)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps({"session": 1, "time": 1.7e9 + r["step"], **r}) + "\n" for r in rows))
+    return path
+
+
+def test_runs_are_laid_over_each_other_and_their_differences_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = [run(tmp_path / "a", 1e-4, 0.05), run(tmp_path / "b", 1e-3, 0.1, steps=8)]
+    path = write_comparison(runs)
+    assert path == Path("compare.html")
+    page, html = read(path), path.read_text()
+    text = " ".join(page.text)
+    assert page.addresses == [] and "script" not in page.tags
+    assert "train.rl.optimizer.lr 0.0001 0.001" in text and "seed" not in text and "run_dir" not in text
+    titles = re.findall(r"<h3>(.*?)</h3>", html)
+    assert titles == ["Reward", "Entropy"]
+    reward = html[html.index("<h3>Reward</h3>") :]
+    assert {"a", "b"} <= set(re.findall(r'class="label k\d"[^>]*>(\w)<b>', reward[: reward.index("<h3>Entropy</h3>")]))
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    runs = [run(tmp_path / "x" / "tiny", 1e-4, 0.05), run(tmp_path / "y" / "tiny", 1e-4, 0.05)]
+    text = " ".join(read(write_comparison(runs, tmp_path / "out.html")).text)
+    assert "x/tiny" in text and "y/tiny" in text and "No key differs." in text
+
+
+def test_what_cannot_be_compared_is_refused_in_a_line(tmp_path: Path) -> None:
+    one = run(tmp_path / "a", 1e-4, 0.05)
+    with pytest.raises(UserError, match=r"^RUN: the same run is named twice"):
+        write_comparison([one, one])
+    with pytest.raises(UserError, match=r"^RUN: no directory .*/no; "):
+        write_comparison([one, tmp_path / "no"])
+    with pytest.raises(UserError, match=r"^RUN: 8 runs are more than the 7"):
+        write_comparison([one] * 8)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"/empty holds no metrics yet; "):
+        write_comparison([one, tmp_path / "empty"])

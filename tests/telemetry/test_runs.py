@@ -1,0 +1,74 @@
+"""The list of runs: in what state each is, and how far it got."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpctl.errors import UserError
+from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.runs import describe_run, find_runs
+from tests.cli.test_commands import mtpctl as mtpctl
+
+RECIPE = "train:\n  stages: [sft, rl]\n  sft: {steps: 5}\n  rl: {steps: 10}\n"
+
+
+def run(path: Path, step: int, event: str | None = None, *, stage: str = "rl") -> Path:
+    RunDirectory.create(path, RECIPE).close()
+    rows: list[dict[str, Any]] = [
+        {"phase": stage, "step": s, "reward/mean": 0.9, "reward/unfiltered_mean": s / 10, "eval/accuracy": 0.25} for s in range(1, step + 1)
+    ]
+    rows += [{"event": event, "message": "m"}] if event else []
+    RunDirectory(path).metrics.write_text("".join(json.dumps({"session": 1, "time": 1.7e9, **row}) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("step", "event", "state"),
+    [
+        (10, None, "done"),
+        (4, "error", "failed"),
+        (4, "stop", "stopped"),
+        (4, "start", "broken off"),
+        (10, "error", "failed"),
+        (0, None, "empty"),
+    ],
+)
+def test_the_state_of_a_run_that_nobody_writes(tmp_path: Path, step: int, event: str | None, state: str) -> None:
+    assert describe_run(run(tmp_path / "a", step, event)).state == state
+
+
+def test_a_run_that_is_written_is_running_and_looking_does_not_keep_it_from_starting(tmp_path: Path) -> None:
+    path = run(tmp_path / "a", 4)
+    with RunDirectory.create(path, RECIPE):
+        assert describe_run(path).state == "running"
+        with pytest.raises(UserError, match=r"^run_dir: another run is writing"):
+            RunDirectory.create(path, RECIPE)
+    assert describe_run(path).state == "broken off"
+
+
+def test_a_stage_that_ended_early_is_done_where_its_checkpoint_says_so(tmp_path: Path) -> None:
+    path = run(tmp_path / "a", 4, "checkpoint")
+    (path / "checkpoints" / "rl-000004-end").mkdir()
+    assert describe_run(path).state == "done"
+
+
+def test_an_earlier_stage_that_ended_is_no_end_of_the_run(tmp_path: Path) -> None:
+    found = describe_run(run(tmp_path / "a", 5, stage="sft"))
+    assert (found.state, found.stage, found.step, found.steps, found.reward) == ("broken off", "sft", 5, 5, None)
+
+
+def test_runs_are_found_below_a_folder_and_not_within_each_other(mtpctl: Any, tmp_path: Path) -> None:
+    run(tmp_path / "x" / "a", 4, "stop")
+    run(tmp_path / "x" / "a" / "inner", 1)
+    run(tmp_path / "b", 10)
+    assert {found.path for found in find_runs(tmp_path)} == {tmp_path / "x" / "a", tmp_path / "b"}
+    lines = mtpctl("runs", str(tmp_path)).out.splitlines()
+    assert lines[0].split() == ["run", "state", "step", "reward", "held-out", "age"]
+    row = next(line for line in lines if "/x/a" in line)
+    assert row.split()[1:6] == ["stopped", "rl", "4/10", "0.400", "0.250"]
+    assert {row["state"] for row in json.loads(mtpctl("runs", str(tmp_path), "--json").out)} == {"stopped", "done"}
+    assert mtpctl("runs", str(tmp_path / "no")).err == f"error: FOLDER: no folder {tmp_path / 'no'}; name one with runs in it\n"
