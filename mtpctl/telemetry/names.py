@@ -111,7 +111,7 @@ METRICS: dict[str, Metric] = {
     "perf/mfu": Metric("MFU", "share", "Model FLOP/s of forward, backward and optimizer over the cards' bf16 peak."),
 }
 
-_PATTERNS: list[tuple[re.Pattern[str], str, Unit, str]] = [
+PATTERNS: list[tuple[re.Pattern[str], str, Unit, str]] = [
     (re.compile(r"mtp/loss_(\d+)"), "depth {}", "nats", "Cross-entropy of MTP depth {}, per supervised token."),
     (re.compile(r"mtp/accept_(\d+)"), "depth {}", "share", "Positions where MTP depth {} names the target's own first choice."),
     (re.compile(r"rollout/spec_accept_rate_(\d+)"), "position {}", "share", "Decoding steps whose draft token {} was accepted."),
@@ -126,7 +126,7 @@ def describe(name: str) -> Metric:
     """The entry of the catalogue, or one made from the name itself."""
     if name in METRICS:
         return METRICS[name]
-    for pattern, label, unit, meaning in _PATTERNS:
+    for pattern, label, unit, meaning in PATTERNS:
         if match := pattern.fullmatch(name):
             text = match[1].replace("_", " ")
             return Metric(label.format(text), unit, meaning.format(text))

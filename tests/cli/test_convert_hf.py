@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -316,3 +318,16 @@ def test_the_beginnings_of_another_conversion_are_not_gone_on_with(convert: Call
     (work / "conversion.jsonl").write_text('{"to": "megatron"}\n{"part": 0, "noted": []}\n{"par')
     told = convert(folder, tmp_path / "checkpoint")
     assert told.code == 0 and "held the beginnings of another conversion; starting anew" in told.err
+
+
+def test_a_target_that_exists_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "there").mkdir()
+    code = (
+        "import sys\nfrom mtpctl.cli.app import main\n"
+        "try:\n    main(['convert-hf', *sys.argv[1:]])\nfinally:\n    assert not {'torch', 'megatron', 'transformers'} & set(sys.modules)"
+    )
+    line = [sys.executable, "-c", code, str(tmp_path / "source"), str(tmp_path / "there")]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {tmp_path / 'there'}: exists; name another DST, or replace it with --force\n"
