@@ -53,6 +53,7 @@ class Packing(PackedSeqParams):
         the block on; empty without context parallelism.
     position_ids: of this rank's tokens, restarting at 0 with each sample.
     lengths: of each part here, in queries and in keys.
+    spare: how many tokens at the row's end only fill it up.
     """
 
     starts: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long))
@@ -60,6 +61,7 @@ class Packing(PackedSeqParams):
     sight: list[tuple[int, int]] = field(default_factory=list)
     position_ids: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     lengths: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    spare: int = 0
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device | str, *, cp_rank: int = 0, cp: int = 1) -> Packing:
@@ -104,6 +106,11 @@ class Packing(PackedSeqParams):
         found = torch.full((int(self.starts[-1]),), -1, device=self.tokens.device)
         found[self.tokens] = torch.arange(len(self.tokens), device=self.tokens.device)
         return found
+
+    @cached_property
+    def padding(self) -> Tensor | None:
+        """bool [t]: which of this rank's tokens only fill up the row; None where the row has no such token."""
+        return self.tokens >= self.starts[-1] - self.spare if self.spare else None
 
     def seen(self, gathered: Tensor) -> Tensor:
         """The keys or values that this rank's queries attend to, part by part, from those of all ranks [T, …] in rank order."""
