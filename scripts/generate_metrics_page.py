@@ -32,6 +32,7 @@ SECTIONS = {
     "sft": "Supervised stage",
     "actor": "Policy update",
     "mtp": "MTP layers",
+    "moe": "Mixtures of experts",
     "rollout": "Rollout and speculation",
     "environment": "Environments",
     "rollout_corr": "Difference of trainer and rollout engine",

@@ -14,16 +14,25 @@ from mtpctl.model.spec import decoder_spec, mtp_spec
 from mtpctl.plan.sharding import expert_tp, stage_layers
 from mtpctl.recipe.model import DTYPES, MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.train import MoeConfig
 
 TORCH_DTYPES: dict[str, torch.dtype] = {precision: getattr(torch, name) for precision, name in DTYPES.items()}
 """By the precision that a recipe names."""
 
 
 def complete_config(
-    config: TransformerConfig, shape: ModelShape, *, parallel: ParallelConfig, precision: str, mtp: MtpConfig, recompute: str = "none"
+    config: TransformerConfig,
+    shape: ModelShape,
+    *,
+    parallel: ParallelConfig,
+    precision: str,
+    mtp: MtpConfig,
+    recompute: str = "none",
+    moe: MoeConfig | None = None,
 ) -> TransformerConfig:
     """Write this run's layout and precision into a config that the bridge made. Returns the same object, finalized."""
     _check_fit(shape, parallel)
+    moe = moe or MoeConfig()
     dtype = TORCH_DTYPES[precision]
     depths = 0 if mtp.mode == "off" else shape.mtp_layers * mtp.repeat
     settings: dict[str, object] = {
@@ -59,10 +68,12 @@ def complete_config(
         "moe_permute_fusion": False,
         "moe_router_fusion": False,
         "moe_shared_expert_overlap": False,
-        # Nothing but the objective moves the router: what is trained here was balanced before.
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_router_bias_update_rate": 0.0,
+        "moe_router_dtype": "fp32",
+        # `mtpctl.model.router` reads the coefficients.
+        "moe_router_load_balancing_type": "aux_loss" if moe.aux_loss else "none",
+        "moe_aux_loss_coeff": moe.aux_loss,
+        "moe_z_loss_coeff": moe.z_loss or None,
+        "moe_router_bias_update_rate": moe.bias_update,
         "deallocate_pipeline_outputs": False,
         "mtp_num_layers": depths or None,
         "mtp_use_repeated_layer": mtp.repeat > 1,

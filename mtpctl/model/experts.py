@@ -77,7 +77,7 @@ class MixtureOfExperts(MoELayer):
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """[t, 1, H] → the same, and no bias."""
+        """[t, 1, H] → the same, and no bias. padding_mask [t]: set where a token only fills up the row."""
         shared = self.shared_experts_compute(hidden_states)
         shares, routes = self.route(hidden_states, padding_mask)
         tokens, split = hidden_states.flatten(0, -2), self.experts.tp_group

@@ -84,7 +84,10 @@ class MtpModel(GPTModel):
         position_ids = packing.position_ids
         rotary = None if self.config.multi_latent_attention else self.rope.angles(position_ids)
         embedded = self._embed(input_ids[packing.tokens], position_ids) if self.pre_process else None
-        state = self.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packing)
+        padding = self._padding(packing)
+        state = self.decoder(
+            hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packing, padding_mask=padding
+        )
         if not self.post_process:
             return state
         prenorm, self._prenorm = self._prenorm, None
@@ -112,13 +115,21 @@ class MtpModel(GPTModel):
             embedded = embedded.detach() if self.mtp_isolated else embedded
             if self.mtp_blanks_first and depth == 0:
                 embedded = self._blank_first(embedded, position_ids)
-            read, state = layers[min(depth, len(layers) - 1)](state, embedded, rotary, packing)
+            read, state = layers[min(depth, len(layers) - 1)](state, embedded, rotary, packing, self._padding(packing))
             states.append(read)
         return states
 
     def _blank_first(self, embedded: Tensor, position_ids: Tensor) -> Tensor:
-        first = position_ids == 0
-        if self.config.sequence_parallel:
-            tp = self.pg_collection.tp
-            first = first.chunk(tp.size())[tp.rank()]
+        first = self._of_sequence(position_ids == 0)
         return embedded.masked_fill(first[:, None, None], 0.0)
+
+    def _padding(self, packing: Packing) -> Tensor | None:
+        """Which of this rank's tokens routers leave out of their losses and loads."""
+        return None if packing.padding is None or self.config.num_moe_experts is None else self._of_sequence(packing.padding)
+
+    def _of_sequence(self, values: Tensor) -> Tensor:
+        """Of one value a token, those of the tokens that sequence parallelism leaves this rank."""
+        if not self.config.sequence_parallel:
+            return values
+        tp = self.pg_collection.tp
+        return values.chunk(tp.size())[tp.rank()]

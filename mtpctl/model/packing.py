@@ -54,6 +54,7 @@ class Packing(PackedSeqParams):
     position_ids: of this rank's tokens, restarting at 0 with each sample.
     lengths: of each part here, in queries and in keys.
     sample_lengths: of all samples of the row. ranks: context-parallel ones that share it.
+    spare: how many tokens at the row's end only fill it up.
     """
 
     starts: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long))
@@ -63,6 +64,7 @@ class Packing(PackedSeqParams):
     lengths: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
     sample_lengths: list[int] = field(default_factory=list)
     ranks: int = 1
+    spare: int = 0
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device | str, *, cp_rank: int = 0, cp: int = 1) -> Packing:
@@ -123,6 +125,11 @@ class Packing(PackedSeqParams):
     def whole(self) -> Packing:
         """The same row as one rank sees it that holds all of its tokens."""
         return self if self.ranks == 1 else Packing.of(self.sample_lengths, self.tokens.device)
+
+    @cached_property
+    def padding(self) -> Tensor | None:
+        """bool [t]: which of this rank's tokens only fill up the row; None where the row has no such token."""
+        return self.tokens >= self.starts[-1] - self.spare if self.spare else None
 
     def seen(self, gathered: Tensor) -> Tensor:
         """The keys or values that this rank's queries attend to, part by part, from those of all ranks [T, …] in rank order."""

@@ -28,6 +28,7 @@ from mtpctl.model.experts import Experts, MixtureOfExperts, SharedExperts
 from mtpctl.model.latent import LatentAttention
 from mtpctl.model.layers import GatedMlp, LayerNormColumnParallelLinear, PackedAttention, RMSNorm
 from mtpctl.model.mtp import MtpLayer
+from mtpctl.model.router import Router
 
 
 def layer_spec(config: TransformerConfig, shape: ModelShape, *, sparse: bool, kind: LayerKind = "full_attention") -> ModuleSpec:
@@ -53,7 +54,9 @@ def _mlp() -> MlpBuilder:
 
 def _experts() -> MlpBuilder:
     linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    parts = MoESubmodules(experts=partial(Experts, submodules=linear), shared_experts=partial(SharedExperts, submodules=linear))
+    parts = MoESubmodules(
+        router=Router, experts=partial(Experts, submodules=linear), shared_experts=partial(SharedExperts, submodules=linear)
+    )
     return partial(MixtureOfExperts, submodules=parts)
 
 

@@ -149,8 +149,18 @@ def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
 
 
 def transient_width(shape: ModelShape, parallel: ParallelConfig) -> float:
-    """Elements a token that a layer computes and frees, beside `activation_width`: the normed input and the product of gate and up."""
-    return shape.hidden / (parallel.tp if parallel.sequence_parallel else 1) + _ffn_width(shape) / parallel.tp
+    """Elements a token that a layer computes and frees, beside `activation_width`: the normed input and the product of gate and up.
+
+    Of routed experts most is alive when the backward pass is at their first product: the rows, which are copies of their tokens' states,
+    and gate and up; and the gradients of rows. What other ranks sent is there a third time. Routing is taken to be even.
+    """
+    width = shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
+    if not shape.moe:
+        return width + shape.ffn / parallel.tp
+    split = expert_tp(parallel)
+    rows = shape.moe.experts_per_token * split / parallel.tp
+    routed = rows * ((2 + (parallel.ep > 1)) * shape.hidden + 2 * shape.moe.ffn / split)
+    return width + routed + shape.moe.shared_ffn / parallel.tp
 
 
 def kv_bytes_per_token(shape: ModelShape, tp: int, width: int, *, drafting: bool) -> int:

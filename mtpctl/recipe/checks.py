@@ -34,7 +34,7 @@ from mtpctl.recipe.rollout import (
 from mtpctl.recipe.schema import Recipe, run_dir_fits
 from mtpctl.recipe.section import Complaints
 from mtpctl.recipe.sync import sections_fit
-from mtpctl.recipe.train import lora_fits, stages_fit
+from mtpctl.recipe.train import lora_fits, moe_fits, stages_fit
 
 SECRET = re.compile(r"(?:(?:^|hf_|hub_|auth_|access_|api_|bearer_)token|secret|password|passwd|api_?key|credentials?)$", re.IGNORECASE)
 PACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
@@ -95,6 +95,7 @@ def _sections(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     yield from parallel_fits(train.parallel, shape, "train.parallel")
     if recipe.logprob.standalone:
         yield from parallel_fits(recipe.logprob.parallel, shape, "logprob.parallel")
+    yield from moe_fits(train, shape)
     if train.lora is not None:
         yield from lora_fits(train.lora, shape)
 

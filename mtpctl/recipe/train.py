@@ -36,6 +36,16 @@ class LoraConfig(Section):
     )
 
 
+class MoeConfig(Section):
+    aux_loss: NonNegativeFloat = Field(0.0, description="Weight of the loss that spreads tokens over experts (Switch, arXiv 2101.03961).")
+    z_loss: NonNegativeFloat = Field(0.0, description="Weight of the loss that keeps router logits small (ST-MoE, arXiv 2202.08906).")
+    bias_update: NonNegativeFloat = Field(
+        0.0,
+        description="Step by which each optimizer step moves the router's bias towards equal loads (DeepSeek-V3, arXiv 2412.19437); "
+        "for families whose router has one.",
+    )
+
+
 class TrainConfig(Section):
     stages: list[Literal["sft", "rl"]] = Field(["rl"], description="Stages to run, in this order.")
     sft: SftConfig = Field(default_factory=SftConfig)
@@ -49,6 +59,7 @@ class TrainConfig(Section):
     distributed_optimizer: bool = Field(False, description="Shard optimizer state over dp.")
     offload: OffloadConfig = Field(default_factory=OffloadConfig)
     lora: LoraConfig | None = Field(None, description="Train an adapter instead of the weights.")
+    moe: MoeConfig = Field(default_factory=MoeConfig, description="Balance of a mixture of experts; all off by default.")
     async_save: bool = Field(False, description="Write checkpoints while training goes on; costs host memory of their size.")
     checkpoint_every: NonNegativeInt = Field(
         0, description="Updates between checkpoints, beside those of checkpoint_minutes; 0: none by count."
@@ -91,6 +102,20 @@ def lora_fits(lora: LoraConfig, shape: ModelShape) -> Complaints:
         yield f"train.lora.targets: must name layers, each once, got [{', '.join(lora.targets)}]; {shape.family} has {', '.join(known)}"
     elif unknown := [target for target in lora.targets if target not in known]:
         yield f"train.lora.targets: no layer of {shape.family} is a {unknown[0]}; it has {', '.join(known)}"
+
+
+def moe_fits(train: TrainConfig, shape: ModelShape) -> Complaints:
+    """Refuse settings of experts and router biases that this model does not have."""
+    moe = train.moe
+    for name, value in (("aux_loss", moe.aux_loss), ("z_loss", moe.z_loss), ("bias_update", moe.bias_update)):
+        if value and shape.moe is None:
+            yield f"train.moe.{name}: {value}, but {shape.family} has no experts; set it to 0"
+    if not moe.bias_update or shape.moe is None:
+        return
+    if not shape.moe.router_bias:
+        yield f"train.moe.bias_update: {moe.bias_update}, but {shape.family}'s router has no bias; set it to 0, or take train.moe.aux_loss"
+    elif train.lora is not None:
+        yield f"train.moe.bias_update: {moe.bias_update} would move the base weights, which train.lora leaves as they are; set it to 0"
 
 
 def adapter_targets(shape: ModelShape) -> list[str]:

@@ -97,6 +97,7 @@ class TrainerRank(WeightSource):
             distributed_optimizer=train.distributed_optimizer,
             offload=train.offload,
             lora=train.lora,
+            moe=train.moe,
             adapter_seed=self.recipe.seed,
         )
         self.engine = MegatronEngine(HfFolder.open(folder), config, Rank(self.rank, self.world_size, master))

@@ -155,7 +155,7 @@ def pack(
     columns = {name: torch.tensor([x for s in chosen for x in s.columns[name]], dtype=torch.float32, device=device) for name in names}
     return MicroBatch(
         input_ids=input_ids,
-        packing=Packing.of(lengths, device, cp_rank=cp_rank, cp=cp),
+        packing=replace(Packing.of(lengths, device, cp_rank=cp_rank, cp=cp), spare=spare),
         rows=row_index,
         labels=labels,
         mask=mask,
@@ -171,4 +171,5 @@ def idle(sequences: list[Sequence], depths: int, device: torch.device | str, **l
     """The shortest of the sequences with nothing to train, laid out as `pack` does."""
     shortest = min(sequences, key=lambda s: len(s.token_ids))
     unseen = replace(shortest, loss_mask=[0] * len(shortest.loss_mask))
-    return replace(pack([unseen], [0], depths, device, **layout), idle=True)
+    made = pack([unseen], [0], depths, device, **layout)
+    return replace(made, packing=replace(made.packing, spare=len(made.input_ids)), idle=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
-from mtpctl.recipe.train import LoraConfig, OffloadConfig
+from mtpctl.recipe.train import LoraConfig, MoeConfig, OffloadConfig
 
 
 @dataclass(frozen=True)
@@ -29,4 +29,5 @@ class EngineConfig:
     random_seed: int | None = None
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     lora: LoraConfig | None = None
+    moe: MoeConfig = field(default_factory=MoeConfig)
     adapter_seed: int = 0

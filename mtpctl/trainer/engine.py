@@ -28,6 +28,7 @@ from mtpctl.model.lora import attach_adapters
 from mtpctl.model.weights import draw_weights
 from mtpctl.recipe.optimizer import OptimizerConfig
 from mtpctl.trainer import data_parallel
+from mtpctl.trainer.balance import Balance
 from mtpctl.trainer.batch import MicroBatch, Sequence
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.head import Head
@@ -65,6 +66,7 @@ class MegatronEngine:
             precision=config.precision,
             mtp=config.mtp,
             recompute=config.recompute,
+            moe=config.moe,
         )
         model = build_model(self.transformer, folder.shape, config.mtp)
         if config.random_seed is None:
@@ -84,6 +86,7 @@ class MegatronEngine:
         if config.train:
             self.model = data_parallel.wrap(model, self.transformer, distributed_optimizer=config.distributed_optimizer)
         self.host = HostMemory(self.module.parameters()) if config.offload.params else None
+        self.balance = Balance(model, config.moe.bias_update)
         self.head = Head(config.kernels, folder.shape, config.parallel, sequence_parallel=self.transformer.sequence_parallel)
         self._users = 0
         with self.resident():
@@ -157,6 +160,7 @@ class MegatronEngine:
                 metrics = self.forward_backward(sequences, objective, temperature=temperature)
             with record_function("mtpctl/optimizer"):
                 result = self.optimizer.step(total_steps)
+                metrics |= self.balance.finish(applied=result.applied)
         if self.config.offload.grads:
             self.optimizer.inner.zero_grad()
             release(data_parallel.gradients(self.model))
@@ -190,6 +194,7 @@ class MegatronEngine:
         depths = self.depths if self.trains_mtp else 0
         loss = UpdateLoss(self.head, self.config, objective, sequences, temperature=temperature, depths=depths)
         micros = self._micro_batches(sequences, depths)
+        self.balance.begin(sum(len(s.token_ids) for s in sequences))
         if not self.model.training:  # going over thousands of experts takes its time
             self.model.train()
         allocate(data_parallel.gradients(self.model))

@@ -46,3 +46,29 @@ def test_every_rank_and_engine_of_a_layout_works_together(tmp_path: Path, overla
     assert any(row["rollout/spec_drafted"] for row in updates) and all(row["mtp/loss_1"] > 0 for row in updates)
     same = [row["rollout_corr/abs_diff_same_version"] for row in updates if "rollout_corr/abs_diff_same_version" in row]
     assert same and max(same) < 1e-5, "the trainer's log-probs are the engines' where both have the same weights"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overlays", "apart"),
+    [
+        ("qwen3_5_35b_a3b_mtp", ["toy", "toy_qwen3_5"], 0.05),
+        ("qwen3_5_35b_a3b_mtp", ["qwen3_5_all_weights", "toy", "toy_qwen3_5"], 0.05),
+        ("glm4_5_air_mtp", ["toy", "toy_glm4"], 1e-5),
+    ],
+    ids=["qwen3.5-adapter", "qwen3.5-all-weights", "glm4.5-adapter"],
+)
+def test_mixtures_of_experts_go_the_whole_way(tmp_path: Path, recipe: str, overlays: list[str], apart: float) -> None:
+    """Supervised updates, RL with drafts, scores from a server, every tensor of every sync compared. `apart`: nats, more in bf16."""
+    sets = ["train.stages=[sft, rl]", "train.sft.steps=2", "train.sft.batch_size=8", "train.rl.steps=2", "train.rl.prompts_per_step=4"]
+    sets += ["sync.verify=always", "logprob.standalone=true", f"run_dir={tmp_path}/run"]
+    command = [sys.executable, "-m", "mtpctl", "train", recipe, "--plain"]
+    command += [part for overlay in overlays for part in ("--overlay", overlay)] + [part for each in sets for part in ("--set", each)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    updates = rows(tmp_path / "run")
+    assert [row["step"] for row in updates] == [1, 2] and not any(row["skipped"] for row in updates)
+    assert all(row["moe/dropped"] == 0 and 1 <= row["moe/load_max"] <= 8 for row in updates)
+    assert all(row["mtp/loss_1"] > 0 for row in updates) and any(row["rollout/spec_drafted"] for row in updates)
+    assert all(row["sync/verified"] > 0 for row in updates if "sync/verified" in row)
+    same = [row["rollout_corr/abs_diff_same_version"] for row in updates if "rollout_corr/abs_diff_same_version" in row]
+    assert same and max(same) < apart

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 
 from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.families.reading import shape_of
+from mtpctl.plan.memory import GIB, check_fits, engine_memory, trainer_memory
+from mtpctl.plan.placement import place
 from mtpctl.recipe.checks import complaints_of, validate
 from mtpctl.recipe.data import path_fits
 from mtpctl.recipe.loading import RECIPES, available, load_recipe
 from mtpctl.recipe.model import ModelConfig
 from mtpctl.recipe.model_source import hf_config
+from mtpctl.recipe.train import moe_fits
 from tests.families.toys import SERVED, TOYS
 
 
@@ -51,8 +55,28 @@ def test_our_recipes_fit(path: Path) -> None:
 
 @pytest.mark.parametrize("path", available(RECIPES / "overlays"), ids=lambda path: path.stem)
 def test_our_overlays_fit(path: Path) -> None:
-    recipe = "mimo7b_mtp" if path.stem.startswith("h200") else "mimo_small_mtp"
-    validate(load_recipe(recipe, overlays=[path]).recipe)
+    # Toys of a family go on top of `toy`; what is not named here fits the small model.
+    of = {"h200": "mimo7b_mtp", "qwen3_5": "qwen3_5_35b_a3b_mtp", "toy_qwen3_5": "qwen3_5_35b_a3b_mtp", "toy_glm4": "glm4_5_air_mtp"}
+    recipe = next((name for start, name in of.items() if path.stem.startswith(start)), "mimo_small_mtp")
+    below = ["toy"] if path.stem.startswith("toy_") else []
+    validate(load_recipe(recipe, overlays=[*below, path]).recipe)
+
+
+MOE_RECIPES = [
+    ["qwen3_5_35b_a3b_mtp"],
+    ["qwen3_5_35b_a3b_mtp", "qwen3_5_all_weights"],
+    ["glm4_5_air_mtp"],
+]
+
+
+@pytest.mark.parametrize("names", MOE_RECIPES, ids="-".join)
+def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[str]) -> None:
+    recipe = load_recipe(names[0], overlays=names[1:]).recipe
+    shape = shape_of(hf_config(recipe.model))
+    check_fits(recipe, shape)
+    assert trainer_memory(recipe, shape).total <= 0.9 * recipe.cluster.gpu_gib * GIB
+    assert engine_memory(recipe, shape).kv_tokens >= 4 * recipe.rollout.context
+    assert place(recipe).gpus == recipe.cluster.gpus_per_node
 
 
 @pytest.mark.parametrize(
@@ -165,6 +189,8 @@ def test_our_overlays_fit(path: Path) -> None:
         (["data.system_prompt=be brief"], "data.system_prompt: goes with a chat template; set data.chat_template: true"),
         (["train.parallel.tp=3"], "train.parallel.tp: 3 does not divide 4 attention heads; 1, 2, 4 fit"),
         (["train.lora.targets=[linear_qkv, q_proj]"], "train.lora.targets: no layer of mimo is a q_proj; it has linear_qkv, linear_proj, "),
+        (["train.moe.aux_loss=0.01"], "train.moe.aux_loss: 0.01, but mimo has no experts; set it to 0"),
+        (["train.moe.z_loss=0.01"], "train.moe.z_loss: 0.01, but mimo has no experts; set it to 0"),
         (["train.lora.targets=[]"], "train.lora.targets: must name layers, each once, got []"),
         (["train.parallel.sequence_parallel=true"], "train.parallel.sequence_parallel: splits over tensor-parallel ranks"),
         (["train.parallel.pp=5"], "train.parallel.pp: 5 stages for 4 layers; take at most 4"),
@@ -422,3 +448,25 @@ def test_a_data_file_that_is_not_there_is_told_with_the_nearest_that_is(tmp_path
     ]
     (told,) = path_fits(f"{tmp_path}/gsm.jsonl", "data.path")
     assert told.endswith("; give a .jsonl, .json or .parquet file, a folder of them, or a dataset's id (owner/name)")
+
+
+@pytest.mark.parametrize(
+    ("family", "sets", "message"),
+    [
+        (
+            "qwen3.5-moe",
+            [],
+            "train.moe.bias_update: 0.001, but qwen3.5-moe's router has no bias; set it to 0, or take train.moe.aux_loss",
+        ),
+        (
+            "glm4-moe",
+            ["train.lora={rank: 4, targets: [linear_qkv]}"],
+            "train.moe.bias_update: 0.001 would move the base weights, which train.lora leaves as they are; set it to 0",
+        ),
+        ("glm4-moe", [], ""),
+        ("deepseek-v3", ["train.moe.aux_loss=0.1", "train.moe.z_loss=0.1"], ""),
+    ],
+)
+def test_a_bias_moves_only_where_a_router_has_one_and_all_weights_train(family: str, sets: list[str], message: str) -> None:
+    recipe = load_recipe("tiny_mtp", sets=["train.moe.bias_update=0.001", *sets]).recipe
+    assert next(moe_fits(recipe.train, shape_of(TOYS[family])), "") == message

@@ -9,7 +9,7 @@ from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.rl import CorrectionConfig, RlConfig
-from mtpctl.recipe.train import LoraConfig, OffloadConfig
+from mtpctl.recipe.train import LoraConfig, MoeConfig, OffloadConfig
 from tests.rl import own_losses
 
 NO_MTP = {"num_nextn_predict_layers": 0}
@@ -122,6 +122,8 @@ def _case(
 FEW_ROWS = 5 * 3 * 4 * 64
 """Bytes of workspace in which half the toy's logits fit for five rows at a time."""
 SHARDED = {"distributed_optimizer": True}
+BALANCED = {"moe": MoeConfig(aux_loss=0.1, z_loss=0.1, bias_update=0.01), "recompute": "full", "tokens_per_microbatch": 33}
+"""In micro-batches that are the same for two dp ranks and for one: the loss that spreads tokens is a micro-batch's."""
 POLICIES = {
     "token": RlConfig(clip_dual=1.5, entropy_coef=0.01, kl_coef=0.1, correction=CorrectionConfig(mode="truncate", high=1.1)),
     "cispo": RlConfig(loss="cispo", clip_low=1.0, clip_high=0.2, aggregate="constant"),
@@ -190,6 +192,21 @@ CASES = [
     _case("deepseek-pp2", "deepseek", pp=2),
     _case("deepseek-cp2", "deepseek", cp=2),
     _case("deepseek-to-ep2", "deepseek", dp=2, ep=2, restore="deepseek-joint"),
+    *(
+        _case(name, "deepseek", fields=BALANCED, like="deepseek-balanced", **p)
+        for name, p in (
+            ("deepseek-balanced", {}),
+            ("deepseek-balanced-dp2", {"dp": 2}),
+            ("deepseek-balanced-tp2-ep2", {"tp": 2, "sequence_parallel": True, "dp": 2, "ep": 2}),
+            ("deepseek-balanced-cp2", {"cp": 2}),
+            ("deepseek-balanced-pp2", {"pp": 2}),
+        )
+    ),
+    # Sequences that stand alone, and a rank that has none.
+    *(
+        _case(name, "deepseek", fields=BALANCED | {"tokens_per_microbatch": 16}, few=True, like="deepseek-balanced-few", **p)
+        for name, p in (("deepseek-balanced-few", {}), ("deepseek-balanced-few-ep2", {"dp": 2, "ep": 2}))
+    ),
     _case("qwen3.5-tp2", "qwen3.5", tp=2),
     _case("qwen3.5-sp2", "qwen3.5", tp=2, sequence_parallel=True),
     _case("qwen3.5-pp2", "qwen3.5", pp=2),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtpctl.trainer.batch import Sequence, pack, partition
+from mtpctl.trainer.batch import Sequence, idle, pack, partition
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
@@ -71,3 +71,13 @@ class TestPack:
         assert len(micro.input_ids) == 16
         assert micro.packing.starts.tolist() == [0, 4, 9, 16]
         assert max(micro.rows.tolist()) < 9
+
+
+def test_routers_are_told_of_tokens_that_only_fill_up_a_row() -> None:
+    batch = [Sequence([1] * 5, 2, [1] * 3), Sequence([2] * 4, 2, [1] * 2)]
+    assert pack(batch, [0, 1], 0, "cpu").packing.padding is None
+    parts = [pack(batch, [0, 1], 0, "cpu", cp_rank=rank, cp=2, tp=2).packing for rank in range(2)]
+    fills = {int(token) for part in parts for token in part.tokens[part.padding]}
+    assert fills == set(range(9, 16))
+    none = idle(batch, 0, "cpu").packing
+    assert none.padding is not None and none.padding.all()

@@ -1,0 +1,91 @@
+"""The router of a mixture of experts: its losses, and the loads that it gives to the experts.
+
+Upstream's schedule divides its own losses of routers by tokens of a micro-batch. Here every loss is divided by tokens of the whole update,
+so routers are told their number; that is why the losses are attached here and not upstream.
+
+Shape legend: T tokens, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_routing_with_score_function
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+
+class Router(TopKRouter):
+    """Upstream's weights and choice of experts. `begin` comes before the passes of an update, and `load` is complete after them."""
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, is_mtp_layer: bool = False) -> None:
+        super().__init__(config, pg_collection, is_mtp_layer)
+        # Upstream would move the bias before it is known whether the optimizer steps; `mtpctl.trainer.balance` does so afterwards.
+        self.frozen_expert_bias = True
+        self.passes = (config.mtp_num_layers or 1) if is_mtp_layer and config.mtp_use_repeated_layer else 1
+        """How many MTP depths share this router; its losses are means over them."""
+        self.tokens = 1
+        load = torch.zeros(self.num_experts, dtype=torch.long, device=torch.cuda.current_device())
+        self.register_buffer("load", load, persistent=False)
+
+    def begin(self, tokens: int) -> None:
+        """An update on so many tokens begins, those of all ranks together."""
+        self.tokens = tokens
+        self.load.zero_()
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """logits [T, 1, E]; padding_mask [T], set where a token only fills up the row → each expert's share in a token's sum and whether
+        the token visits it, both [T, E]."""
+        config = self.config
+        logits = logits.view(-1, self.num_experts)
+        # A pass whose activations are recomputed runs twice, the first time without gradients.
+        trains = self.training and torch.is_grad_enabled()
+        real = None if padding_mask is None else ~padding_mask.view(-1, 1)
+        if trains and config.moe_z_loss_coeff:
+            logits = self._attach(logits, config.moe_z_loss_coeff * _z_loss_sum(logits, real))
+        shares, routes = topk_routing_with_score_function(
+            logits,
+            self.topk,
+            use_pre_softmax=config.moe_router_pre_softmax,
+            num_groups=config.moe_router_num_groups,
+            group_topk=config.moe_router_group_topk,
+            scaling_factor=config.moe_router_topk_scaling_factor,
+            score_function=self.score_function,
+            expert_bias=self.expert_bias,
+        )
+        if trains:
+            load = (routes if real is None else routes & real).sum(0)
+            self.load += load
+            if config.moe_aux_loss_coeff:
+                shares = self._attach(shares, config.moe_aux_loss_coeff * self._balance_loss_sum(logits, load, real))
+        return shares, routes
+
+    def _attach(self, x: Tensor, loss: Tensor) -> Tensor:
+        """x, whose backward pass starts the one of `loss`, a sum over tokens, as well."""
+        return MoEAuxLossAutoScaler.apply(x, loss / (self.tokens * self.passes))
+
+    def _balance_loss_sum(self, logits: Tensor, load: Tensor, real: Tensor | None) -> Tensor:
+        """The micro-batch's E Σ f P (Switch, arXiv 2101.03961, equation 4) times its tokens: this rank's part of it.
+
+        f is the share of all rows that an expert gets, P its mean score over all tokens. Only P has a gradient.
+        """
+        if self.score_function == "softmax":
+            scores = logits.softmax(-1, dtype=torch.float32)
+        else:
+            scores = logits.float().sigmoid()
+            scores = scores / scores.sum(-1, keepdim=True)
+        if real is not None:
+            scores = scores * real
+        if self.tp_cp_group.size() > 1:
+            load = load.clone()
+            dist.all_reduce(load, group=self.tp_cp_group)
+        share = load / load.sum().clamp(min=1)
+        return self.num_experts * (scores.sum(0) * share).sum()
+
+
+def _z_loss_sum(logits: Tensor, real: Tensor | None) -> Tensor:
+    """The sum over tokens of log² Σ exp(logits) (ST-MoE, arXiv 2202.08906, equation 5)."""
+    values = logits.float().logsumexp(-1, keepdim=True).square()
+    return (values if real is None else values * real).sum()

@@ -1,0 +1,178 @@
+"""Losses of routers against plain formulas and autograd; biases that follow the loads; metrics of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.model.router import Router
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.train import LoraConfig, MoeConfig
+from mtpctl.trainer.engine import MegatronEngine
+from mtpctl.trainer.objective import NextToken
+from tests.families.toys import TOYS, toy_folder
+from tests.trainer.cases import MODELS
+from tests.trainer.test_update import Nothing
+from tests.trainer.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
+
+Routed = tuple[Router, Tensor, Tensor]
+BATCH = sequences(9, vocab=61)
+TOTAL = sum(len(s.token_ids) for s in BATCH)
+SMALL = 40
+"""Tokens of a micro-batch, so that the batch has several."""
+
+
+def switch_loss(router: Router, x: Tensor, routes: Tensor) -> Tensor:
+    """E Σ f P, arXiv 2101.03961, equations 4 to 6, with k rows a token in place of one."""
+    logits = F.linear(x, router.weight)
+    scores = logits.softmax(-1) if router.score_function == "softmax" else F.normalize(logits.sigmoid(), p=1, dim=-1)
+    f, p = routes.double().mean(0) / router.topk, scores.mean(0)
+    return router.num_experts * (f * p).sum()
+
+
+def st_moe_loss(router: Router, x: Tensor, _: Tensor) -> Tensor:
+    """Mean log² Σ exp(logits), arXiv 2202.08906, equation 5."""
+    return F.linear(x, router.weight).exp().sum(-1).log().square().mean()
+
+
+def routed_by(made: MegatronEngine, micro: Any) -> list[Routed]:
+    """Each router with what it read and where it sent it, in a pass that keeps the graph."""
+    found: list[Routed] = []
+
+    def keep(router: Router, args: tuple[Tensor, ...], out: tuple[Tensor, Tensor]) -> None:
+        found.append((router, args[0].flatten(0, -2), out[1]))
+
+    hooks = [module.register_forward_hook(keep) for module in made.module.modules() if isinstance(module, Router)]
+    made.module(micro.input_ids, micro.packing, depths=made.depths)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def plain_gradients(folder: HfFolder, moe: MoeConfig, mtp: MtpConfig) -> dict[str, Tensor]:
+    """Those of both formulas, summed over layers; means over micro-batches, by their tokens, and over depths that share a layer."""
+    with engine(folder, mtp=mtp, tokens_per_microbatch=SMALL) as made:
+        made.set_optimizer(GENTLE)
+        micros = made._micro_batches(BATCH, made.depths)
+        assert len(micros) > 2
+        made.model.train()
+        made.model.zero_grad_buffer()
+        for micro in micros:
+            for router, x, routes in (routed := routed_by(made, micro)):
+                times = sum(other is router for other, *_ in routed)
+                loss = moe.aux_loss * switch_loss(router, x, routes) + moe.z_loss * st_moe_loss(router, x, routes)
+                (loss * len(micro.input_ids) / (TOTAL * times)).backward(retain_graph=True)
+        return gradients(made)
+
+
+def balancing_gradients(folder: HfFolder, moe: MoeConfig, mtp: MtpConfig, recompute: str = "none") -> dict[str, Tensor]:
+    """Those of an update whose main loss weighs nothing, and that has no MTP loss."""
+    with engine(folder, mtp=mtp, tokens_per_microbatch=SMALL, moe=moe, recompute=recompute) as made:
+        made.set_optimizer(GENTLE)
+        made.update(BATCH, Nothing())
+        return gradients(made)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("moe", [MoeConfig(aux_loss=0.3), MoeConfig(z_loss=0.2), MoeConfig(aux_loss=0.3, z_loss=0.2)])
+@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek"])
+def test_gradients_are_those_of_the_plain_formulas(tmp_path: Path, family: str, moe: MoeConfig, recompute: str) -> None:
+    folder, mtp = mimo(tmp_path / "model", **MODELS[family]), MtpConfig(mode="off")
+    expected = plain_gradients(folder, moe, mtp)
+    assert max(float(value.norm()) for value in expected.values()) > 1e-3
+    assert_close(balancing_gradients(folder, moe, mtp, recompute), expected, 1e-5)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_depths_that_share_a_layer_share_its_losses(tmp_path: Path, recompute: str) -> None:
+    folder = HfFolder.open(toy_folder(TOYS["qwen3.5-moe"], tmp_path / "model", 0, "fp32"))
+    # Gradients of the MTP loss are as good as none.
+    moe, mtp = MoeConfig(aux_loss=0.3, z_loss=0.2), MtpConfig(mode="isolated", repeat=2, loss_scale=1e-9, clip_grad=0)
+    expected = plain_gradients(folder, moe, mtp)
+    assert any(name.startswith("mtp") and value.norm() > 1e-3 for name, value in expected.items())
+    assert_close(balancing_gradients(folder, moe, mtp, recompute), expected, 5e-5)
+
+
+def test_an_adapter_takes_part_in_spreading_tokens(tmp_path: Path) -> None:
+    folder = mimo(tmp_path / "model", **MODELS["qwen3-moe"])
+    for recompute in ("none", "full"):
+        with engine(folder, mtp=MtpConfig(mode="off"), moe=MoeConfig(aux_loss=0.3), lora=LoraConfig(rank=4), recompute=recompute) as made:
+            made.set_optimizer(GENTLE)
+            metrics = made.update(BATCH, Nothing())
+            assert metrics["actor/grad_norm"] > 1e-4
+            assert metrics["moe/dropped"] == 0
+
+
+def test_nothing_but_the_objective_moves_a_router_by_default(tmp_path: Path) -> None:
+    folder = mimo(tmp_path / "model", **MODELS["deepseek"])
+    found = balancing_gradients(folder, MoeConfig(), MtpConfig(mode="off"))
+    biases = {name for name in found if name.endswith("bias")}
+    assert biases
+    assert all(value.abs().max() == 0 for name, value in found.items() if name not in biases)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_loads_are_counted_once_whatever_is_recomputed(tmp_path: Path, recompute: str) -> None:
+    folder = mimo(tmp_path / "model", **MODELS["deepseek"])
+    with engine(folder, mtp=MtpConfig(mode="off"), tokens_per_microbatch=SMALL) as made:
+        micros = made._micro_batches(BATCH, 0)
+        sums = [torch.stack([routes.sum(0) for *_, routes in routed_by(made, micro)]) for micro in micros]
+        loads = torch.stack(sums).sum(0).double()
+    assert loads.shape == (2, 8)  # the first layer is dense
+    assert (loads.sum(1) == 4 * TOTAL).all()
+    with engine(folder, mtp=MtpConfig(mode="off"), tokens_per_microbatch=SMALL, recompute=recompute) as made:
+        made.set_optimizer(GENTLE)
+        metrics = made.update(BATCH, NextToken())
+        assert metrics["moe/load_max"] == pytest.approx(float((loads.amax(1) / loads.mean(1)).mean()))
+        assert metrics["moe/load_cv"] == pytest.approx(float((loads.std(1, correction=0) / loads.mean(1)).mean()))
+        assert metrics["moe/dropped"] == 0
+        made.score(BATCH)
+        assert made.update(BATCH, NextToken())["moe/dropped"] == 0
+
+
+def test_a_dense_model_has_no_loads(tmp_path: Path) -> None:
+    with engine(mimo(tmp_path / "model"), mtp=MtpConfig(mode="off")) as made:
+        made.set_optimizer(GENTLE)
+        assert not [name for name in made.update(BATCH, NextToken()) if name.startswith("moe/")]
+
+
+def biases(made: MegatronEngine) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in made.export() if name.endswith("e_score_correction_bias")}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_update_moves_each_bias_by_one_step_towards_equal_loads(tmp_path: Path, precision: str) -> None:
+    """Also where bf16 could not tell the step: biases stay fp32. A skipped update moves none, and a checkpoint keeps them."""
+    folder = mimo(tmp_path / "model", **MODELS["deepseek"])
+    step = 1e-4
+    with engine(folder, mtp=MtpConfig(mode="off"), moe=MoeConfig(bias_update=step), precision=precision) as made:
+        made.set_optimizer(GENTLE)
+        routers = [module for module in made.module.modules() if isinstance(module, Router)]
+        before = [router.expert_bias.clone() for router in routers]
+        made.update(BATCH, NextToken())
+        after = [router.expert_bias.clone() for router in routers]
+        for router, old, new in zip(routers, before, after, strict=True):
+            load = router.load.double()
+            assert new.dtype == torch.float32
+            assert len(set(load.tolist())) > 1
+            torch.testing.assert_close(new, old + step * (load.mean() - load).sign().float(), rtol=0, atol=0)
+        exported = biases(made)
+        assert all(any(torch.equal(value, new) for new in after) for value in exported.values())
+        assert len(exported) == len(routers)
+        made.save(tmp_path / "checkpoint")
+        weight = next(p for name, p in made.module.named_parameters() if name.endswith("linear_proj.weight"))
+        kept = weight.detach().clone()
+        weight.data[0, 0] = torch.nan
+        assert made.update(BATCH, NextToken())["skipped"] == 1
+        assert all(torch.equal(router.expert_bias, new) for router, new in zip(routers, after, strict=True))
+        weight.data.copy_(kept)
+        made.update(BATCH, NextToken())
+        assert not all(torch.equal(router.expert_bias, new) for router, new in zip(routers, after, strict=True))
+        made.restore(tmp_path / "checkpoint")
+        assert all(torch.equal(router.expert_bias, new) for router, new in zip(routers, after, strict=True))
