@@ -41,7 +41,7 @@ class ThresholdMissed(MtpctlError):
     exit_code = 6
 
 
-def first_of(errors: Sequence[MtpctlError]) -> MtpctlError:
+def first_of[E: MtpctlError](errors: Sequence[E]) -> E:
     """The first of several errors, with the others as its notes, which the command line prints a line each."""
     first, *others = errors
     for other in dict.fromkeys(map(str, others)):

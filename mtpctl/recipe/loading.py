@@ -182,7 +182,7 @@ def _apply_set(tree: Tree, text: str, origins: Origins) -> None:
         known = next(depth for depth in range(len(path), -1, -1) if depth == 0 or find(path[:depth]))
         above = find(path[:known])
         siblings = tuple(name for model in (above.models if above else (Recipe,)) for name in children(model))
-        hint = suggest(path) or suggest(path[: known + 1], siblings)
+        hint = suggest(path, siblings if known == len(path) - 1 else ()) or suggest(path[: known + 1], siblings)
         raise UserError(f"--set {text}: {'.'.join(path)} is not a key{hint}")
     value = yaml12.parse_value(raw)
     if append:
