@@ -55,6 +55,7 @@ def describe_run(path: Path) -> FoundRun:
     stage = history.rows[-1].phase if history.rows else ""
     step = history.last_step(stage) if stage else 0
     plan = _stages(run)
+    unfiltered = _last(history, "reward/unfiltered_mean")
     newest = run.metrics if run.metrics.exists() else run.recipe
     return FoundRun(
         path,
@@ -62,7 +63,7 @@ def describe_run(path: Path) -> FoundRun:
         stage,
         step,
         plan.get(stage),
-        _last(history, "reward/unfiltered_mean") or _last(history, "reward/mean"),
+        _last(history, "reward/mean") if unfiltered is None else unfiltered,
         _last(history, "eval/accuracy"),
         max(0.0, time.time() - newest.stat().st_mtime),
     )
