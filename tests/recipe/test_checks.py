@@ -10,7 +10,8 @@ import pytest
 
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.reading import shape_of
-from mtpctl.plan.memory import GIB, check_fits, engine_memory, trainer_memory
+from mtpctl.plan.fitting import check_fits
+from mtpctl.plan.memory import GIB, engine_memory, trainer_memory
 from mtpctl.plan.placement import place
 from mtpctl.recipe.checks import complaints_of, validate
 from mtpctl.recipe.data import path_fits
