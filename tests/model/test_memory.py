@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from mtpctl.model import layers
-from mtpctl.plan.memory import activation_width, transient_width
+from mtpctl.plan.memory import activation_width
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from tests.model.kept import Kept
-from tests.model.peak import Peak
 from tests.trainer.cases import MODELS
 from tests.trainer.tiny import engine, mimo, sequences
 
@@ -105,27 +104,3 @@ def test_so_does_one_that_ranks_share(tmp_path, of_ranks, name):
     """Which tokens visit a rank's experts is not planned: here it is as good as even."""
     case, parallel = SHARED[name]
     assert activation_width(mimo(tmp_path, **CASES[case]).shape, parallel) == pytest.approx(of_ranks[name], rel=0.05)
-
-
-def peak_bytes(folder, count) -> tuple[int, int]:
-    """Alive at most in a forward and backward pass, and tokens. Sums of weight gradients do not hang on tokens."""
-    with engine(folder, mtp=MtpConfig(mode="off"), tokens_per_microbatch=1 << 20) as made:
-        (micro,) = made._micro_batches(sequences(count, low=60, high=100), 0)
-        made.model.train()
-        buffers = [buffer.grad_data for buffer in [*made.model.buffers, *made.model.expert_parallel_buffers]]
-        with Peak(*made.module.parameters(), *buffers) as memory:
-            made.model(micro.input_ids, micro.packing).trunk.sum().backward()
-        return memory.peak, len(micro.input_ids)
-
-
-def test_so_is_the_peak_of_a_layers_rows(tmp_path, monkeypatch):
-    """Many experts a token, so that rows outweigh the rest of the layer."""
-    monkeypatch.setattr(layers, "_rms_norm", lambda x, weight, config, eps: Norm.apply(x, weight))
-    monkeypatch.setattr(layers.PackedAttention, "_grouped", lambda self, q, k, v, packing: Flash.apply(q, k, v))
-    folder = mimo(tmp_path, **CASES["qwen3-moe"] | {"num_hidden_layers": 1, "num_experts_per_tok": 6, "moe_intermediate_size": 64})
-    (less, few), (more, many) = peak_bytes(folder, 20), peak_bytes(folder, 60)
-    a_token = (more - less) / (many - few) / 4
-    one = ParallelConfig()
-    # The layer's input and output, and the gradient of the output, are there beside it.
-    expected = activation_width(folder.shape, one) + transient_width(folder.shape, one) + 2 * folder.shape.hidden
-    assert expected == pytest.approx(a_token, rel=0.1)
