@@ -253,7 +253,7 @@ def test_the_prompts_are_not_written_over(run: Path, tmp_path: Path) -> None:
 
 
 def test_without_vllm_it_is_exit_3_and_no_file_is_left(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtpctl.rollout.start.find_spec", lambda name: None)
+    monkeypatch.setattr("mtpctl.rollout.installed.find_spec", lambda name: None)
     with pytest.raises(EnvironmentMissing, match=r"rollout\.engine: vllm is not installed"):
         answer(recipe(run), write_prompts(tmp_path / "p.jsonl", {"prompt": "1"}), tmp_path / "o")
     assert not (tmp_path / "o").exists()

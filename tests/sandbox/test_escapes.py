@@ -16,7 +16,7 @@ import pytest
 
 from mtpctl.sandbox.limits import Limits, Result
 from mtpctl.sandbox.sandbox import Sandbox
-from mtpctl.sandbox.walls import Walls
+from mtpctl.sandbox.walls import Walls, scratch
 
 BRIEF = Limits(cpu_s=2.0, wall_s=8.0)
 
@@ -90,13 +90,14 @@ def test_the_private_folder_is_empty_at_first_and_bounded(sandbox: Sandbox, wall
     if walls not in ("namespaces", "user namespaces"):
         attempt(sandbox, "open('/tmp/x', 'w')")
         return
-    fill = """
+    place = scratch()
+    fill = f"""
 import os
-print(os.listdir('/tmp'))
+print(os.listdir({place!r}))
 total = 0
 try:
     for n in range(1000):
-        total += open(f'/tmp/{n}', 'wb').write(bytes(1 << 20))
+        total += open(f'{place}/{{n}}', 'wb').write(bytes(1 << 20))
 except OSError as error:
     print(error)
 print(total >> 20)

@@ -133,11 +133,13 @@ def test_a_failure_has_no_reward_where_its_group_is_to_be_dropped_and_ends_the_r
 def test_those_that_hang_hold_up_nobody(plain: str, kind: str, workers: int | None) -> None:
     """Not even where they are more than there are processes; and what they have started ends with them."""
     config = RewardConfig(function=plain, workers=workers, timeout_s=12)
+    before = set(psutil.Process().children(recursive=True))
     found = rewarded(config, *[kind] * 3, *["2"] * 200)
     assert all(outcome.timed_out and outcome.error.startswith("judge.py:score took more than 12 s") for _, outcome in found[:3])
     assert all(outcome.reward == 1.0 for _, outcome in found[3:])
     assert max(seconds for seconds, _ in found[3:]) < 11.5 < min(seconds for seconds, _ in found[:3])
-    assert not [each for each in psutil.Process().children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not [each for each in left if each.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_calls_that_only_wait_get_more_processes_than_there_are_cpus_unless_the_recipe_has_their_number(plain: str) -> None:

@@ -103,8 +103,13 @@ def test_a_drafter_that_is_never_right_is_switched_off(engine: VllmEngine, run: 
         while (state := await engine.speculate())["looks"] == 0 or state["looking"]:
             await answers(engine, 16, 100)
 
-    run(until_settled())
-    state = run(engine.speculate())
+    for _ in range(4):
+        # Steps of milliseconds are timed here, and what else the machine does may spoil one look.
+        run(until_settled())
+        state = run(engine.speculate())
+        if state["drafts"] == 0:
+            break
+        run(engine.speculate(look_again=True))
     assert state["drafts"] == 0
     assert state["switches"] >= 1
     assert "0 draft tokens where about 16 requests run together" in state["told"]
