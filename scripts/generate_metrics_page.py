@@ -6,9 +6,10 @@ Run it after a change of one of them. `--check` writes nothing and exits 1 where
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
+
+from generated_page import write_or_check
 
 from mtpctl.telemetry.advice import listed
 
@@ -59,17 +60,5 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def main() -> int:
-    """Write or check the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare only")
-    if parser.parse_args().check:
-        current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page()
-        print(f"{PAGE}: {'current' if current else 'not current; run scripts/generate_metrics_page.py'}")
-        return 0 if current else 1
-    PAGE.write_text(page(), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page, script=Path(__file__).name, about=__doc__))

@@ -6,13 +6,13 @@ Run it after a change of a section in mtpctl/recipe/. `--check` writes nothing a
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from annotated_types import Ge, Gt, Le, Lt
+from generated_page import write_or_check
 from pydantic import BaseModel
 
 from mtpctl.recipe.fields import Key, children, element, type_text
@@ -94,18 +94,5 @@ def _default(value: object) -> str:
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False).strip('"')
 
 
-def main() -> int:
-    """Write or check the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare only")
-    if parser.parse_args().check:
-        current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page()
-        print(f"{PAGE}: {'current' if current else 'not current; run scripts/generate_recipe_reference.py'}")
-        return 0 if current else 1
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page(), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page, script=Path(__file__).name, about=__doc__))

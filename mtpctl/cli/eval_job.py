@@ -20,7 +20,6 @@ from mtpctl.data.sets import load_held_out
 from mtpctl.errors import UserError
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.data import GeneratedTask
-from mtpctl.recipe.evaluation import EvaluationSetConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.store import VersionStore
 
@@ -54,7 +53,7 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, say: Say, start: str | No
         source = source_of(recipe, start, folder)
         for held_out in problems.held_out.values():
             fit_problems(source.tokenizer, held_out, recipe.data, context=source.context)
-        counts = {name: (n or _set(recipe, name).n) for name in problems.held_out}
+        counts = {name: (n or recipe.evaluation.of(name).n) for name in problems.held_out}
         total = sum(len(each) * counts[name] for name, each in problems.held_out.items())
         say(f"model: {source.name}; {total} responses to {sum(map(len, problems.held_out.values()))} held-out problems")
         store = stack.enter_context(room_for_engines(recipe, source, folder))
@@ -83,10 +82,6 @@ def _checkable(recipe: Recipe) -> Recipe:
     if recipe.data.path is None and recipe.data.task is None:
         return recipe.model_copy(update={"data": recipe.data.model_copy(update={"task": GeneratedTask()})})
     return recipe
-
-
-def _set(recipe: Recipe, name: str) -> EvaluationSetConfig:
-    return recipe.evaluation.sets.get(name, EvaluationSetConfig())
 
 
 def _of_set(metrics: Mapping[str, float], name: str) -> dict[str, float]:

@@ -8,20 +8,15 @@ from typing import Annotated
 import typer
 
 from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json, Overlays, Sets, say
+from mtpctl.cli.options import Json, Overlays, Sets, Start, TargetArgument, say
 
 
 def evaluate(
-    target: Annotated[
-        str, typer.Argument(metavar="RECIPE|RUN|FOLDER", help="A recipe, a run directory, a checkpoint, or a folder of weights.")
-    ],
+    target: TargetArgument,
     n: Annotated[int | None, typer.Option("--n", metavar="N", help="Responses to each problem; default: as each set says.", min=1)] = None,
     sets: Sets = None,
     overlay: Overlays = None,
-    start: Annotated[
-        str | None,
-        typer.Option("--from", metavar="RUN|CKPT|FOLDER", help="Weights; default: the run directory's newest checkpoint, else the model."),
-    ] = None,
+    start: Start = None,
     as_json: Json = False,
 ) -> None:
     """Measure the newest weights of a run on its held-out sets: avg@n, pass@k, response length and draft acceptance."""

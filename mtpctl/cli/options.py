@@ -58,6 +58,13 @@ def _alone(context: typer.Context, asked: bool) -> bool:
     return asked
 
 
+TargetArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE|RUN|FOLDER", help="A recipe, a run directory, a checkpoint, or a folder of weights.")
+]
+Start = Annotated[
+    str | None,
+    typer.Option("--from", metavar="RUN|CKPT|FOLDER", help="Weights; default: the run directory's newest checkpoint, else the model."),
+]
 Json = Annotated[bool, typer.Option("--json", callback=_alone, help="Print JSON for a program to read, and nothing else, to stdout.")]
 
 

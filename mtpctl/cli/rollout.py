@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json, Overlays, Sets, say
+from mtpctl.cli.options import Json, Overlays, Sets, Start, TargetArgument, say
 
 if TYPE_CHECKING:
     from mtpctl.cli.rollout_job import Summary
@@ -21,18 +21,13 @@ if TYPE_CHECKING:
 
 
 def rollout(
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE|RUN|FOLDER", help="A recipe, a run directory, a checkpoint, or a folder of weights.")
-    ],
+    recipe: TargetArgument,
     prompts: Annotated[Path, typer.Option("--prompts", metavar="FILE", help="JSONL or Parquet with `prompt`, and `answer` where known.")],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="JSONL file to write, or to complete.")],
     n: Annotated[int, typer.Option("--n", metavar="N", help="Responses to each prompt.", min=1)] = 1,
     sets: Sets = None,
     overlay: Overlays = None,
-    start: Annotated[
-        str | None,
-        typer.Option("--from", metavar="RUN|CKPT|FOLDER", help="Weights; default: the run directory's newest checkpoint, else the model."),
-    ] = None,
+    start: Start = None,
     as_json: Json = False,
 ) -> None:
     """Generate with the recipe's engines, from the newest weights of its run. Called again, it adds what is missing in the file."""

@@ -79,7 +79,7 @@ async def evaluate(
     """
     sets = []
     for name, problems in prepared.problems.held_out.items():
-        config = recipe.evaluation.sets.get(name, EvaluationSetConfig())
+        config = recipe.evaluation.of(name)
         sets.append(HeldOut(name, config if n is None else config.model_copy(update={"n": n}), problems))
     if not sets:
         return {}

@@ -18,16 +18,13 @@ def rehearse(recipe: Recipe) -> list[str]:
         return []
     check_sandbox(recipe)
     try_loss(recipe)
-    set_rewards = {f"evaluation.sets.{name}.reward": each.reward for name, each in recipe.evaluation.sets.items() if each.reward}
-    built_in = {field: config for field, config in {"reward": recipe.reward, **set_rewards}.items() if config.function in VERIFIERS}
+    built_in = {field: config for field, config in recipe.rewards.items() if config.function in VERIFIERS}
     if any(config.args for config in built_in.values()):
         from mtpctl.rl.rewards.function import load_function
 
         for field, config in built_in.items():
             load_function(reference_of(config.function), config.args, field)
-    own_reward = recipe.reward.function not in VERIFIERS
-    own_sets = any(config.function not in VERIFIERS for config in set_rewards.values())
-    if recipe.rollout.environment == "single" and not own_reward and not own_sets:
+    if recipe.rollout.environment == "single" and len(built_in) == len(recipe.rewards):
         return []
     from mtpctl.controller.trial import TRIED, try_reward, try_set_rewards
     from mtpctl.data.prompts import chatted
@@ -40,7 +37,7 @@ def rehearse(recipe: Recipe) -> list[str]:
     train = first["train"]
     if environment is not None:
         try_environment(environment, train, None, chat=chatted(recipe.data, train), deadline_s=recipe.rollout.deadline_s)
-    warnings = [try_reward(recipe.reward, train)] if own_reward else []
+    warnings = [] if "reward" in built_in else [try_reward(recipe.reward, train)]
     try_set_rewards(recipe, {name: first[f"eval/{name}"] for name in recipe.evaluation.sets})
     if not train:
         warnings.append(f"{recipe.data.path} is not in the cache yet: your code was loaded, and is tried on rows when the run starts")
@@ -49,9 +46,7 @@ def rehearse(recipe: Recipe) -> list[str]:
 
 def check_sandbox(recipe: Recipe) -> None:
     """Raise EnvironmentMissing where the recipe runs code that the model writes, and this host has no sandbox for it."""
-    rewards = {"reward": recipe.reward}
-    rewards |= {f"evaluation.sets.{name}.reward": each.reward for name, each in recipe.evaluation.sets.items() if each.reward}
-    asked = {f"{field}.args": reward.args for field, reward in rewards.items() if reward.function == "code"}
+    asked = {f"{field}.args": reward.args for field, reward in recipe.rewards.items() if reward.function == "code"}
     if recipe.rollout.environment == "python":
         asked["rollout.environment_args"] = recipe.rollout.environment_args
     if not asked:

@@ -24,7 +24,7 @@ BLOCK = 1024
 
 @dataclass(frozen=True)
 class Tiles:
-    """How `add_outer_products` is laid out on a card; what was fastest on an H200 (docs/benchmarks/kernels.md)."""
+    """How `add_outer_products` is laid out on a card; what was fastest on an H200 (docs/benchmarks/experts.md)."""
 
     bm: int = 128
     bn: int = 128

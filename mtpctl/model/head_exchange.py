@@ -28,7 +28,7 @@ def to_heads(parts: Sequence[Tensor], packing: Packing, group: dist.ProcessGroup
     # One message for all parts: [P, t, what a rank gets of all of them].
     packed = torch.cat([part.flatten(2) for part in sent], dim=-1).transpose(0, 1).contiguous()
     received: Tensor = all_to_all(group, packed.flatten(0, 1))
-    ordered = received.index_select(0, packing.held.argsort())
+    ordered = received.index_select(0, packing.row_order)
     pieces = ordered.split([shape.numel() for shape in shapes], dim=1)
     return [piece.unflatten(1, shape) for piece, shape in zip(pieces, shapes, strict=True)]
 

@@ -122,6 +122,11 @@ class Packing(PackedSeqParams):
         return (starts + torch.arange(size, device=self.tokens.device)).flatten()
 
     @cached_property
+    def row_order(self) -> Tensor:
+        """int64 [T]: where each token of the row lies among those that all ranks hold; the inverse of `held`."""
+        return self.held.argsort()
+
+    @cached_property
     def whole(self) -> Packing:
         """The same row as one rank sees it that holds all of its tokens."""
         return self if self.ranks == 1 else Packing.of(self.sample_lengths, self.tokens.device)

@@ -35,6 +35,10 @@ class EvaluationConfig(Section):
         "meanwhile, and eval/mixed_fraction tells which share of the responses was not made by the first version alone.",
     )
 
+    def of(self, name: str) -> EvaluationSetConfig:
+        """The settings of a set by its name; the defaults for the set of the section `data`."""
+        return self.sets.get(name, EvaluationSetConfig())
+
 
 def evaluation_fits(evaluation: EvaluationConfig, data: DataConfig, rollout: RolloutBase) -> Complaints:
     """Refuse sets without rows, names that metrics and `--set` cannot have, and what cannot be rewarded or sampled."""

@@ -83,6 +83,12 @@ class Recipe(Section):
         return "behaviour" if self.off_policy and not recomputes else "recompute"
 
     @property
+    def rewards(self) -> dict[str, RewardConfig]:
+        """By their keys, the reward of the run and those that held-out sets have of their own."""
+        own = {f"evaluation.sets.{name}.reward": each.reward for name, each in self.evaluation.sets.items() if each.reward is not None}
+        return {"reward": self.reward, **own}
+
+    @property
     def device(self) -> Literal["cpu", "cuda"]:
         """The device of the run: `cluster.device`, or with `auto` the device that the transport is for."""
         if self.cluster.device != "auto":
