@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -45,13 +46,13 @@ class _GatedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, both: Tensor, scale: Tensor | None) -> Tensor:
         ctx.save_for_backward(both, scale)
-        product = _compiled_product if _compiles(both) else _product
+        product = _compiled(_product) if _compiles(both) else _product
         return product(both, scale)
 
     @staticmethod
     def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
         both, scale = ctx.saved_tensors
-        product_backward = _compiled_product_backward if _compiles(both) else _product_backward
+        product_backward = _compiled(_product_backward) if _compiles(both) else _product_backward
         return product_backward(grads[0], both, scale)
 
 
@@ -77,7 +78,8 @@ def _product_backward(grad: Tensor, both: Tensor, scale: Tensor | None) -> tuple
     return torch.cat([gate_grad, grad * (gate * share)], dim=-1).to(both.dtype), scale_grad
 
 
-_compiled_product, _compiled_product_backward = torch.compile(_product), torch.compile(_product_backward)
+# Not compiled at import, where torch would import its compiler: a CPU never asks for it.
+_compiled = cache(torch.compile)
 
 
 def _compiles(like: Tensor) -> bool:

@@ -125,6 +125,8 @@ def test_the_death_of_the_trainer_ends_the_run_with_its_name_and_the_finished_ru
     assert "error: trainer rank 0" in start.log.read_text()
     assert "Traceback" not in start.log.read_text()
     rl = [row for row in start.rows() if row.get("phase") == "rl" and "reward/mean" in row]
-    for name in ("mtp/loss_1", "mtp/grad_norm", "rollout/spec_accept_rate", "sync/seconds", "async/trainer_idle", "rollout_corr/kl"):
+    for name in ("mtp/loss_1", "mtp/grad_norm", "rollout/spec_accept_rate", "async/trainer_idle", "rollout_corr/kl"):
         assert all(name in row for row in rl), name
+    # The trainer may have died in the sync after its last update.
+    assert all("sync/seconds" in row for row in rl[:-1])
     assert max(row["rollout_corr/abs_diff_same_version"] for row in rl if "rollout_corr/abs_diff_same_version" in row) < 1e-4

@@ -243,3 +243,30 @@ CASES = [
     _lora("lora-to-tp2", tp=2, restore="mimo-lora"),
     _lora("lora-delta-to-sp2", "qwen3.5", tp=2, sequence_parallel=True, restore="qwen3.5-lora"),
 ]
+
+DEFAULT = frozenset(
+    {
+        *("tp2", "sp2-pp2", "pp2-mtp-alone", "cp2", "dp2", "cp4-small-blocks", "dp2-sharded", "tp2-odd-vocab"),
+        *("tp2-tied-joint", "pp2-tied-isolated", "tied-clipped-sp2"),
+        *("deepseek-tp2-ep2", "deepseek-few-ep2", "deepseek-pp2", "deepseek-balanced-cp2", "qwen3.5-sp2", "qwen3.5-cp2"),
+        *("token-sp2", "token-pp2", "own-cp2", "sapo-cp2", "gspo-cp2", "gspo-dp2"),
+        *("dp2-sharded-to-tp2-sharded", "lora-moe-ep2", "lora-to-tp2"),
+    }
+)
+"""Cases of the default suite: each way to split, and each road through an update, once. The others are slow."""
+
+
+def with_origins(names: frozenset[str]) -> list[Case]:
+    """The cases of these names with those that they are compared with or begin from, in the order in which they must run."""
+    known = {case.name: case for case in CASES}
+    wanted: set[str] = set()
+
+    def want(name: str) -> None:
+        if name and name not in wanted:
+            wanted.add(name)
+            want(known[name].like)
+            want(known[name].restore)
+
+    for name in names:
+        want(name)
+    return [case for case in CASES if case.name in wanted]

@@ -1,4 +1,4 @@
-"""Runs every parallel case in processes of its own and writes down what each found: `python -m tests.trainer.ranks OUT`.
+"""Runs parallel cases in processes of their own and writes down what each found: `python -m tests.trainer.ranks OUT [NAME…]`.
 
 megatron-core is imported once; the ranks of a case are forked from there.
 """
@@ -24,7 +24,7 @@ from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import NextToken
 from mtpctl.trainer.policy_objective import PolicyObjective
 from tests.forked import run_ranks
-from tests.trainer.cases import CASES, MODELS, Case
+from tests.trainer.cases import CASES, MODELS, Case, with_origins
 from tests.trainer.tiny import GENTLE, engine, gradients, mimo, sequences
 
 DEADLINE_S = 300
@@ -120,7 +120,8 @@ def main(out: str, *names: str) -> None:
     gc.collect()
     gc.freeze()  # forked ranks then share what is imported
     path = Path(out)
-    results = {case.name: run(case, path.parent / "models") for case in CASES if not names or case.name in names}
+    cases = with_origins(frozenset(names)) if names else CASES
+    results = {case.name: run(case, path.parent / "models") for case in cases}
     torch.save(results, path)
 
 

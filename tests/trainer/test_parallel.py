@@ -9,16 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.cases import CASES, Case
+from tests.trainer.cases import CASES, DEFAULT, Case
 from tests.trainer.tiny import assert_close
 
 pytestmark = pytest.mark.timeout(1600)  # the first test waits for all cases
 
 
+COMPARED = [case for case in CASES if case.name != case.like]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What every case that is asked for found. The first test waits for all of them."""
     out = tmp_path_factory.mktemp("ranks") / "results.pt"
-    subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.trainer.ranks", str(out)], check=True, timeout=1500)
+    names = {item.callspec.params["case"].name for item in request.session.items if item.path == request.path}
+    subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.trainer.ranks", str(out), *sorted(names)], check=True, timeout=1500)
     return torch.load(out, weights_only=False)
 
 
@@ -26,7 +31,9 @@ def tensors(found: dict[str, Any], part: str) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(value) for name, value in found[part].items()}
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.name != c.like], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=() if case.name in DEFAULT else pytest.mark.slow) for case in COMPARED]
+)
 def test_update_equals_that_of_one_process(results: dict[str, Any], case: Case) -> None:
     """Also where it is one of RL, and where it goes on from a checkpoint that another layout wrote."""
     found, expected = results[case.name], results[case.like]
