@@ -102,6 +102,7 @@ def test_the_table_names_every_set() -> None:
     assert lines[3] == "checkpoint x; 4.0 s with the start of the engines"
 
 
+@pytest.mark.slow
 def test_engines_measure_every_set_of_a_run(run: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(ROW)
     held_out = f"evaluation.sets.a={{path: {tmp_path}/rows.jsonl, columns: {{prompt: question}}, n: 4}}"

@@ -1,7 +1,7 @@
 """The main job with everything real: Ray, a Megatron-core trainer, vLLM speculating with the MTP head, on a few steps.
 
-Three starts of one run directory tell the whole story: one is stopped by Ctrl-C, the next resumes it and loses its
-rollout engine on the way, the last loses its trainer.
+Two starts of one run directory tell the whole story, with a reward of one's own: one is stopped by Ctrl-C, the next resumes it, loses
+its rollout engine on the way, and at last its trainer.
 """
 
 from __future__ import annotations
@@ -29,13 +29,27 @@ SETTINGS = (
     "train.sft.batch_size=16",
     "train.rl.steps={steps}",
     "train.rl.prompts_per_step=4",
-    "train.rl.group_size=2",
+    "train.rl.group_size=3",
     "train.rl.dynamic_sampling=false",
     "train.checkpoint_every=2",
     "data.task={{name: addition, max_digits: 2, train_size: 200, eval_size: 8}}",
     "rollout.max_tokens=24",
     "cluster.num_cpus=2",
 )
+
+JUDGE = """\
+import time
+
+def score(response, problem, sample, bonus=0.0):
+    print("judged", problem.prompt_id)
+    if sample.index == 1:
+        raise ValueError("no second one")
+    if sample.index == 2:
+        time.sleep(60)
+    assert len(sample.response_ids) == len(sample.loss_mask) == len(sample.behaviour_logprobs)
+    return {"reward": len(response) % 2 + bonus, "letters": len(response), "right": problem.answer in response}
+"""
+OWN = "reward: {function: judge.py:score, args: {bonus: 0.25}, timeout_s: 0.5}\n"
 
 
 @dataclass
@@ -50,9 +64,13 @@ class Start:
     def of(cls, run_dir: Path, name: str, steps: int) -> Start:
         log = run_dir.parent / f"{name}.log"
         sets = [part for text in SETTINGS for part in ("--set", text.format(steps=steps))]
-        command = [sys.executable, "-m", "mtpctl", "train", str(RECIPE), "--plain", "--set", f"run_dir={run_dir}", *sets]
+        own = run_dir.parent / "mytask" / "own.yaml"
+        command = [sys.executable, "-m", "mtpctl", "train", str(RECIPE), "--overlay", str(own), "--plain"]
+        command += ["--set", f"run_dir={run_dir}", *sets]
         with log.open("w") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+            process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=run_dir.parent
+            )
         return cls(run_dir, process, log)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -83,7 +101,12 @@ class Start:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("main-job") / "run"
+    root = tmp_path_factory.mktemp("main-job")
+    task = root / "mytask"
+    task.mkdir()
+    (task / "own.yaml").write_text(OWN)
+    (task / "judge.py").write_text(JUDGE)
+    return root / "run"
 
 
 def test_ctrl_c_stops_after_the_step_with_a_checkpoint_and_leaves_no_process_behind(run_dir: Path) -> None:
@@ -98,25 +121,14 @@ def test_ctrl_c_stops_after_the_step_with_a_checkpoint_and_leaves_no_process_beh
     assert "Traceback" not in start.log.read_text()
 
 
-def test_the_same_command_resumes_and_survives_the_death_of_its_rollout_engine(run_dir: Path) -> None:
-    before = Start.of(run_dir, "resumed", steps=200)
-    stopped_at = before.step("rl")
-    before.wait_for(lambda: before.step("rl") > stopped_at)
-    assert [row["step"] for row in before.rows() if row.get("phase") == "sft" and "sft/loss" in row] == [1, 2, 3, 4, 5, 6]
-    engine = before.actor("RolloutActor")
-    engine.kill()
-    killed_at = before.step("rl")
-    before.wait_for(lambda: before.step("rl") >= killed_at + 3)
-    before.process.terminate()  # SIGTERM, as a scheduler sends it, asks for the same clean stop
-    assert before.end() == 130, before.log.read_text()
-    steps = [row["step"] for row in before.rows() if row.get("phase") == "rl" and "reward/mean" in row]
-    assert steps == list(range(1, len(steps) + 1)), "every step once, over stop, resume and the engine's death"
-
-
-def test_the_death_of_the_trainer_ends_the_run_with_its_name_and_the_finished_run_tells_what_it_did(run_dir: Path) -> None:
-    start = Start.of(run_dir, "last", steps=200)
-    reached = start.step("rl")
-    start.wait_for(lambda: start.step("rl") > reached)
+def test_the_same_command_resumes_survives_its_rollout_engine_and_names_the_trainer_that_dies(run_dir: Path) -> None:
+    start = Start.of(run_dir, "resumed", steps=200)
+    stopped_at = start.step("rl")
+    start.wait_for(lambda: start.step("rl") > stopped_at)
+    assert [row["step"] for row in start.rows() if row.get("phase") == "sft" and "sft/loss" in row] == [1, 2, 3, 4, 5, 6]
+    start.actor("RolloutActor").kill()
+    killed_at = start.step("rl")
+    start.wait_for(lambda: start.step("rl") >= killed_at + 3)
     trainer = start.actor("TrainerRank")
     died = time.monotonic()
     trainer.kill()
@@ -124,9 +136,32 @@ def test_the_death_of_the_trainer_ends_the_run_with_its_name_and_the_finished_ru
     assert time.monotonic() - died < 60
     assert "error: trainer rank 0" in start.log.read_text()
     assert "Traceback" not in start.log.read_text()
-    rl = [row for row in start.rows() if row.get("phase") == "rl" and "reward/mean" in row]
+
+
+def test_its_rows_tell_what_it_did(run_dir: Path) -> None:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    updates = [row for row in rows if row.get("phase") == "rl" and "reward/mean" in row]
+    assert [row["step"] for row in updates] == list(range(1, len(updates) + 1)), "each step once, over stop, resume and the engine's death"
     for name in ("mtp/loss_1", "mtp/grad_norm", "rollout/spec_accept_rate", "async/trainer_idle", "rollout_corr/kl"):
-        assert all(name in row for row in rl), name
+        assert all(name in row for row in updates), name
     # The trainer may have died in the sync after its last update.
-    assert all("sync/seconds" in row for row in rl[:-1])
-    assert max(row["rollout_corr/abs_diff_same_version"] for row in rl if "rollout_corr/abs_diff_same_version" in row) < 1e-4
+    assert all("sync/seconds" in row for row in updates[:-1])
+    assert max(row["rollout_corr/abs_diff_same_version"] for row in updates if "rollout_corr/abs_diff_same_version" in row) < 1e-4
+
+
+def test_a_reward_of_ones_own_shows_its_parts_and_its_failures(run_dir: Path) -> None:
+    """Its file lies beside the overlay that names it, and the command was started from another folder."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    updates = [row for row in rows if row.get("phase") == "rl" and "reward/mean" in row]
+    for row in updates:
+        assert row["reward/letters"] > 0 and 0 <= row["reward/right"] <= 1 and row["reward/dropped"] == 0
+        assert row["timing_s/reward"] >= 0 and row["timing_s/reward_wait"] >= 0
+    assert sum(row["timing_s/reward"] for row in updates) > 0
+    # Of each group of three one raises and one is late; those between the last update and a stop are in no row.
+    assert sum(row["reward/errors"] for row in updates) >= 4 * len(updates)
+    assert sum(row["reward/timeouts"] for row in updates) >= 2 * len(updates)
+    told = [row["message"] for row in rows if row.get("event") == "reward"]
+    assert any(line.startswith("judge.py:6: ValueError: no second one (") for line in told)
+    assert any(line.startswith("judge.py:score took more than 0.5 s (reward.timeout_s)") for line in told)
+    assert "judged addition" in (run_dir / "logs" / "reward.log").read_text()
+    assert f"function: {run_dir.parent / 'mytask' / 'judge.py'}:score" in (run_dir / "recipe.resolved.yaml").read_text()

@@ -99,6 +99,7 @@ def of_ranks(tmp_path_factory):
     return json.loads(out.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARED)
 def test_so_does_one_that_ranks_share(tmp_path, of_ranks, name):
     """Which tokens visit a rank's experts is not planned: here it is as good as even."""

@@ -80,7 +80,13 @@ def balancing_gradients(folder: HfFolder, moe: MoeConfig, mtp: MtpConfig, recomp
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("moe", [MoeConfig(aux_loss=0.3), MoeConfig(z_loss=0.2), MoeConfig(aux_loss=0.3, z_loss=0.2)])
+@pytest.mark.parametrize(
+    "moe",
+    [
+        *(pytest.param(alone, marks=pytest.mark.slow) for alone in (MoeConfig(aux_loss=0.3), MoeConfig(z_loss=0.2))),
+        MoeConfig(aux_loss=0.3, z_loss=0.2),
+    ],
+)
 @pytest.mark.parametrize("family", ["qwen3-moe", "deepseek"])
 def test_gradients_are_those_of_the_plain_formulas(tmp_path: Path, family: str, moe: MoeConfig, recompute: str) -> None:
     folder, mtp = mimo(tmp_path / "model", **MODELS[family]), MtpConfig(mode="off")
@@ -89,7 +95,7 @@ def test_gradients_are_those_of_the_plain_formulas(tmp_path: Path, family: str, 
     assert_close(balancing_gradients(folder, moe, mtp, recompute), expected, 1e-5)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_depths_that_share_a_layer_share_its_losses(tmp_path: Path, recompute: str) -> None:
     folder = HfFolder.open(toy_folder(TOYS["qwen3.5-moe"], tmp_path / "model", 0, "fp32"))
     # Gradients of the MTP loss are as good as none.

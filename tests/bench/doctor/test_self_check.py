@@ -34,6 +34,7 @@ def test_a_response_of_another_length_is_no_comparison() -> None:
         compare([sample], [[-1.0]], "fp32")
 
 
+@pytest.mark.slow
 def test_vllm_and_the_trainer_agree_here(tmp_path: Path) -> None:
     sampled = asyncio.run(run_part("sample", tmp_path, 200))
     stored = json.loads((tmp_path / "samples.json").read_text())["samples"]
