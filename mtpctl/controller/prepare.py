@@ -13,7 +13,7 @@ from mtpctl.controller.rehearsal import check_sandbox, try_loss
 from mtpctl.controller.trial import check_rewards
 from mtpctl.data.prompts import chatted, fit_problems
 from mtpctl.data.sets import ProblemSets, load_problem_sets
-from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_tokenizer, make_byte_tokenizer
+from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_byte_tokenizer, load_tokenizer, make_byte_tokenizer
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.serving import check_importable
 from mtpctl.families.shape import ModelShape
@@ -175,4 +175,4 @@ def tokenizer_of(recipe: Recipe, model: HfFolder, run_dir: Path) -> Tokenizer:
     folder = model.path if recipe.model.config is not None else run_dir / "tokenizer"
     if not (folder / "tokenizer.json").exists():
         make_byte_tokenizer(folder)
-    return load_tokenizer(folder)
+    return load_byte_tokenizer(folder)

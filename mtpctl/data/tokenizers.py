@@ -135,6 +135,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return HfTokenizer(inner, str(path))
 
 
+def load_byte_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer that `make_byte_tokenizer` wrote. It is loaded by its own class: looking for one by the model's takes seconds."""
+    from transformers import PreTrainedTokenizerFast
+
+    return HfTokenizer(PreTrainedTokenizerFast.from_pretrained(str(folder)), str(folder))
+
+
 def check_fits_model(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Raise UserError where the tokenizer has ids that a model of `vocab_size` rows cannot embed."""
     if tokenizer.vocab_size > vocab_size:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_tokenizer, make_byte_tokenizer
+from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_byte_tokenizer, load_tokenizer, make_byte_tokenizer
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.model import BYTE_VOCAB_SIZE
 
@@ -21,9 +21,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Tokenizer:
-    return load_tokenizer(folder)
+@pytest.fixture(scope="module", params=[load_tokenizer, load_byte_tokenizer])
+def tokenizer(request: pytest.FixtureRequest, folder: Path) -> Tokenizer:
+    loaded: Tokenizer = request.param(folder)
+    return loaded
 
 
 def test_ids(tokenizer: Tokenizer) -> None:
@@ -39,6 +40,10 @@ def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert ids == list(text.encode())
     assert tokenizer.decode(ids) == text
+
+
+def test_its_special_tokens_are_known(tokenizer: Tokenizer) -> None:
+    assert tokenizer.special_ids == {256, 257, 258}
 
 
 def test_decoding_leaves_out_specials_and_ids_beyond_the_vocabulary(tokenizer: Tokenizer) -> None:
