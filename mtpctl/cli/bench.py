@@ -13,7 +13,9 @@ from mtpctl.cli.options import Json
 if TYPE_CHECKING:
     from mtpctl.bench.fused_kernels import Shape
 
-app = typer.Typer(help="Measure throughput, latency, memory and learning.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure throughput, latency, memory and learning.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+)
 
 
 @app.callback()
