@@ -13,6 +13,7 @@ from typing import Protocol, cast
 
 from mtpctl.errors import MtpctlError
 from mtpctl.plan.buckets import Bucket
+from mtpctl.recipe.sync import PUSHED
 from mtpctl.sync.adapter import adapter_root
 from mtpctl.sync.checksums import Part, combined
 from mtpctl.sync.manifest import Manifest, Section
@@ -20,7 +21,6 @@ from mtpctl.sync.protocol import PlanMismatch, SyncError, TargetDirty, VersionCo
 from mtpctl.sync.session import update_target
 from mtpctl.sync.steps import RankSums, UpdateStep, begin_step
 from mtpctl.sync.store import VersionStore
-from mtpctl.sync.transports.base import PUSHED
 
 ADAPTER = "mtpctl"
 ADAPTER_ID = 1

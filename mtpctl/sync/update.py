@@ -41,10 +41,11 @@ from pathlib import Path
 from typing import Protocol
 
 from mtpctl.recipe.schema import Recipe
+from mtpctl.recipe.sync import PUSHED
 from mtpctl.sync.manifest import Manifest, Section
 from mtpctl.sync.protocol import PauseMode
 from mtpctl.sync.session import SyncReport
-from mtpctl.sync.transports.base import PUSHED, Sent
+from mtpctl.sync.transports.base import Sent
 
 
 class State(StrEnum):
