@@ -117,11 +117,6 @@ class ModelShape:
         return self.mtp is not None and self.mtp.reads_prenorm
 
     @property
-    def mtp_concat(self) -> Concat | None:
-        """Order of the halves that the MTP projection reads; None without MTP layers."""
-        return self.mtp.concat if self.mtp else None
-
-    @property
     def full_attention_layers(self) -> int:
         """Decoder layers that keep a key-value cache growing with the sequence."""
         return sum(kind == "full_attention" for kind in self.layer_kinds)
