@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 LayerKind = Literal["full_attention", "linear_attention"]
-Concat = Literal["hidden_embedding", "embedding_hidden"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,6 @@ class MtpConvention:
     hidden_norm: str
     projection: str
     final_norm: str
-    concat: Concat
     reads_prenorm: bool
     blanks_first: bool
     recycles_prenorm: bool = False

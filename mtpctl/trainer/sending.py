@@ -38,7 +38,7 @@ class ExportingEngine(Protocol):
 
 
 class WeightSource:
-    """The weights of `engine` for a `WeightUpdate`, which calls a method of all ranks for each of its states; rank 0 answers."""
+    """The weights of `engine`, for a `WeightUpdate`: in each of its states it calls a method on all ranks, and rank 0 answers."""
 
     engine: ExportingEngine
 
@@ -126,7 +126,7 @@ class WeightSource:
         return self.engine.export(sections=(section,), merged="adapter" not in self.recipe.sync.sections)
 
     def _plan_from(self, export: Tensors, *, checksums: bool = False) -> Checksums:
-        """Plan the buckets, unless there is a plan. What PEFT has to be told of an adapter is known then. Returns checksums if asked."""
+        """Plan the buckets, unless there is a plan. With the plan, the config of an adapter is known. Returns checksums if asked."""
         from mtpctl.convert.adapters import peft_config
         from mtpctl.families.tensors import aliases
 
