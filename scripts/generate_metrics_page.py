@@ -19,11 +19,11 @@ INTRODUCTION = """\
 
 Generated from `mtpctl/telemetry/names.py` and `mtpctl/telemetry/advice.py` by `scripts/generate_metrics_page.py`.
 
-Every row of `metrics.jsonl` in a run directory is one update or evaluation with these names; TensorBoard and W&B have the
-same, and `mtpctl report RUN` draws them. Names follow those of other frameworks, verl's above all. A share is a fraction
-of 1. What is usual is a rule of thumb for runs in general, not a bound that anything checks; where nothing is said, read
-the curve against earlier runs of the same recipe. What to do by symptom is in [troubleshooting](troubleshooting.md), and
-who waits for whom in [async tuning](async-tuning.md).
+Every row of `metrics.jsonl` in a run directory is one update or evaluation with these names; TensorBoard and W&B have
+the same, and `mtpctl report RUN` draws them. Names follow those of other frameworks, verl's above all. A share is a
+fraction of 1. What is usual is a rule of thumb for runs in general, not a bound that anything checks; where nothing is
+said, read the curve against earlier runs of the same recipe. What to do by symptom is in
+[troubleshooting](troubleshooting.md), and who waits for whom in [async tuning](async-tuning.md).
 """
 SECTIONS = {
     "reward": "Reward",

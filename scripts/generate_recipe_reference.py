@@ -24,13 +24,14 @@ INTRODUCTION = """\
 
 Generated from the sections in `mtpctl/recipe/` by `scripts/generate_recipe_reference.py`.
 
-A recipe is one YAML file; keys that it leaves out have the defaults given here. `mtpctl recipe show RECIPE --resolved --origin`
-prints every value of a recipe and where it comes from, `mtpctl recipe schema` the JSON schema for an editor.
+A recipe is one YAML file; keys that it leaves out have the defaults given here.
+`mtpctl recipe show RECIPE --resolved --origin` prints every value of a recipe and where it comes from,
+`mtpctl recipe schema` the JSON schema for an editor.
 
 - `--overlay FILE` lays another file over the recipe: mappings merge, everything else is replaced.
 - `--set KEY=VALUE` sets one key to a YAML value; `--set KEY+=VALUE` appends to a list.
-- Scalars are those of YAML 1.2: `1e-5` is a number, only `true` and `false` are booleans, `no` and `off` are text. A key that is
-  given twice, or that does not exist, is an error with its line.
+- Scalars are those of YAML 1.2: `1e-5` is a number, only `true` and `false` are booleans, `no` and `off` are text. A key
+  that is given twice, or that does not exist, is an error with its line.
 - `train.rl.preset` names a published algorithm ([objectives](objectives.md)), whose values become defaults of `train.rl`.
 """
 

@@ -24,7 +24,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)  # after those that -m leaves out have gone
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files whose tests may take the longest come first, then those with the most tests, so that no worker is left with one of them."""
+    """Tests of cards are skipped where there is none. With workers, files whose tests may take the longest come first.
+
+    After those come the files with the most tests, so that no worker is left with one of them.
+    """
+    _skip_without_a_card(items)
     if not hasattr(config, "workerinput"):
         return
     longest: dict[Path, float] = {}
@@ -33,6 +37,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         longest[item.path] = max(longest.get(item.path, 0.0), float(allowed.args[0]) if allowed else 0.0)
     tests = Counter(item.path for item in items)
     items.sort(key=lambda item: (-longest[item.path], -tests[item.path], item.path))
+
+
+def _skip_without_a_card(items: list[pytest.Item]) -> None:
+    on_cards = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_cards:
+        return
+    import torch  # not for every collection: it takes seconds
+
+    if not torch.cuda.is_available():
+        for item in on_cards:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA card"))
 
 
 def _keep_bytecode(config: pytest.Config) -> None:

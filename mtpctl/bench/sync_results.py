@@ -10,7 +10,7 @@ from typing import Literal
 
 from mtpctl.bench.machine import Environment
 from mtpctl.plan.memory import GIB
-from mtpctl.sync.transports.base import PUSHED
+from mtpctl.recipe.sync import PUSHED
 
 TIMER = "announcement to last resume: export, packing, transfer, both update sessions; a stall from pause to resume"
 BOUNDS = {"wire": 2.0, "seconds": 0.5, "stall": 0.6, "memory_gib": 1.0, "tiny_seconds": 0.05}

@@ -25,8 +25,9 @@ from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import count_parameters, tensor_shapes
 from mtpctl.plan.memory import WEIGHT_BYTES
 from mtpctl.recipe.schema import Recipe
+from mtpctl.recipe.sync import PUSHED
 from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.transports.base import PUSHED, Sent
+from mtpctl.sync.transports.base import Sent
 
 if TYPE_CHECKING:
     from mtpctl.rollout.vllm.engine import VllmEngine
@@ -117,7 +118,7 @@ async def _one(
     recipe = recipe.model_copy(update={"sync": recipe.sync.model_copy(update={"transport": transport})})
     await trainer.call("use", transport)
     store = options.folder / f"versions-{transport}"
-    if transport == "shm":
+    if transport not in PUSHED:
         from mtpctl.sync.store import default_root
 
         store = default_root(f"bench-{os.getpid()}", 3 * model_bytes(options), store)
@@ -159,7 +160,7 @@ async def _one(
         after = await _memory(trainer, engine)
     finally:
         load.end()
-        if transport == "shm":
+        if transport not in PUSHED:
             from mtpctl.sync.store import VersionStore
 
             # The store may be in shared memory, which outlives this process.

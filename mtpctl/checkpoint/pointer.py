@@ -14,13 +14,13 @@ def pointer_of(root: Path) -> Path:
 
 
 def newest(root: Path) -> Path | None:
-    """The checkpoint that is named, None where none is. Whoever loads it finds out whether it is whole."""
+    """The checkpoint that `latest` names, or None. Whether it is whole is found when it is loaded."""
     pointer = pointer_of(root)
     return root / pointer.read_text().strip() if pointer.is_file() else None
 
 
 def point_to(path: Path) -> None:
-    """Name `path` the newest of its folder, at one stroke."""
+    """Name `path` the newest of its folder, atomically."""
     pointer = pointer_of(path.parent)
     aside = pointer.with_name(f"{_NAME}.partial")
     aside.write_text(path.name)

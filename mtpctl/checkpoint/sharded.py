@@ -346,7 +346,7 @@ def _unpadded(wanted: tuple[int, ...], saved: tuple[int, ...] | None) -> tuple[i
 
 
 def _flush(folder: Path) -> None:
-    """A rename is not on disk before its folder is."""
+    """Bring a folder to the disk, and with it the renames in it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import os
 import sys
@@ -46,5 +45,7 @@ def stdout_is_for_answers() -> Iterator[None]:
 
 def _flush(stdout: TextIO) -> None:
     """Flush the buffers of Python and of native code."""
+    import ctypes
+
     stdout.flush()
     ctypes.CDLL(None).fflush(None)

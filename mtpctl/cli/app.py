@@ -6,32 +6,35 @@ import signal
 import sys
 import traceback
 import warnings
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from mtpctl.cli import (
-    bench,
-    clean,
-    convert_hf,
-    doctor,
-    evaluate,
-    init,
-    logprob_serve,
-    recipe,
-    report,
-    rollout,
-    runs,
-    samples,
-    sync_weights,
-    train,
-)
 from mtpctl.cli.answers import answer
 from mtpctl.errors import MtpctlError
 
 if TYPE_CHECKING:
-    from typer._click import Context
+    from typer._click import Command, Context
+
+COMMANDS = {
+    "init": ("init:init", "Write a task of your own that trains as it is."),
+    "train": ("train:train", "Train by a recipe, or resume a run."),
+    "rollout": ("rollout:rollout", "Answer a file of prompts with the newest weights."),
+    "eval": ("evaluate:evaluate", "Measure a run on its held-out sets."),
+    "logprob-serve": ("logprob_serve:logprob_serve", "Serve log-probs, entropy and MTP scores over HTTP."),
+    "convert-hf": ("convert_hf:convert_hf", "Convert weights, Hugging Face to Megatron and back."),
+    "report": ("report:report", "Write an HTML page of one run or of several."),
+    "runs": ("runs:runs", "List the runs below a folder."),
+    "samples": ("samples:samples", "Print what the model wrote."),
+    "sync-weights": ("sync_weights:sync_weights", "Sync weights to engines by hand, and time it."),
+    "doctor": ("doctor:doctor", "Check versions, devices and log-probs."),
+    "clean": ("clean:clean", "Remove what killed runs left on this machine."),
+    "bench": ("bench:app", "Measure throughput, latency, memory and learning."),
+    "recipe": ("recipe:app", "List, show, check and compare recipes."),
+}
+"""Each command: where it is in this package, and its line in the list of commands. Its module is imported when the command is used."""
 
 INTERRUPTED = 130
 ANYWHERE = ("--debug", "--verbose", "-v")
@@ -39,7 +42,19 @@ ANYWHERE = ("--debug", "--verbose", "-v")
 
 
 class _Commands(TyperGroup):
-    """Prints errors of this package in one line. The parser itself reports mistakes on the command line, with exit code 2."""
+    """Imports a command when it is used, and prints errors of this package in one line.
+
+    The parser itself reports mistakes on the command line, with exit code 2.
+    """
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        # The parser lists these, and suggests their names for misspelt ones; `resolve_command` gets the command itself.
+        self.commands = {name: TyperCommand(name, short_help=line) for name, (_, line) in COMMANDS.items()}
+
+    def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
+        name, listed, rest = super().resolve_command(ctx, args)
+        return name, _imported(name) if name and listed else None, rest
 
     def invoke(self, ctx: Context) -> object:
         # A scheduler's SIGTERM ends a command as Ctrl-C does, with everything that it has started.
@@ -58,6 +73,16 @@ class _Commands(TyperGroup):
             raise typer.Exit(INTERRUPTED) from error
         finally:
             signal.signal(signal.SIGTERM, before)
+
+
+def _imported(name: str) -> Command:
+    module, _, attribute = COMMANDS[name][0].partition(":")
+    command = getattr(import_module(f"mtpctl.cli.{module}"), attribute)
+    if not isinstance(command, typer.Typer):
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        alone.command(name)(command)
+        command = alone
+    return typer.main.get_command(command)
 
 
 app = typer.Typer(
@@ -91,22 +116,6 @@ def _everywhere(
         import logging
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
-
-
-app.command("init")(init.init)
-app.command("train")(train.train)
-app.command("rollout")(rollout.rollout)
-app.command("eval")(evaluate.evaluate)
-app.command("logprob-serve")(logprob_serve.logprob_serve)
-app.command("convert-hf")(convert_hf.convert_hf)
-app.command("report")(report.report)
-app.command("runs")(runs.runs)
-app.command("samples")(samples.samples)
-app.command("sync-weights")(sync_weights.sync_weights)
-app.command("doctor")(doctor.doctor)
-app.command("clean")(clean.clean)
-app.add_typer(bench.app, name="bench")
-app.add_typer(recipe.app, name="recipe")
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

@@ -13,7 +13,9 @@ from mtpctl.cli.options import Json
 if TYPE_CHECKING:
     from mtpctl.bench.fused_kernels import Shape
 
-app = typer.Typer(help="Measure throughput, latency, memory and learning.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure throughput, latency, memory and learning.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+)
 
 
 @app.callback()
@@ -96,22 +98,15 @@ def train_step(
 
     from pydantic import ValidationError
 
-    from mtpctl.compat import cpu_device
     from mtpctl.errors import UserError
-    from mtpctl.recipe.model import ModelConfig, MtpConfig
-    from mtpctl.recipe.model_source import hf_config
+    from mtpctl.recipe.model import MtpConfig
 
     try:
         trained = MtpConfig.model_validate({"mode": mtp})
     except ValidationError as error:
         raise UserError(f"--mtp: {mtp} is none of off, joint, isolated") from error
 
-    cpu = cpu_device.install()
-    config = hf_config(ModelConfig(path=model or "XiaomiMiMo/MiMo-7B-RL"), fetch=False)
-    if config is None:
-        raise UserError(f"--model: {model} is neither a folder with config.json nor a hub id whose sizes are known")
-    if cpu and not model:
-        raise UserError("--model: the default shape has 7.8 billion parameters and this machine no card; name a small model's folder")
+    config = bench_update.measured_config(model)
     from mtpctl.bench import document
     from mtpctl.bench import train_step as bench
     from mtpctl.bench.machine import machine

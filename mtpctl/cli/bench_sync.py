@@ -29,12 +29,13 @@ def sync_weights(
 ) -> None:
     """Weights from a trainer to an engine under load: wire, whole sync, stall, memory. Exit code 6 when a bound is missed."""
     from mtpctl.errors import EnvironmentMissing, ThresholdMissed, UserError
+    from mtpctl.recipe.sync import TRANSPORTS
 
     for name in transport or ():
-        if name not in ("shm", "ipc", "nccl"):
-            raise UserError(f"--transport: must be shm, ipc or nccl, got {name}")
-    if shared and "nccl" in (transport or ()):
-        raise UserError("--transport: nccl takes no card twice; with --shared measure ipc or shm")
+        if name not in TRANSPORTS:
+            raise UserError(f"--transport: must be one of {', '.join(TRANSPORTS)}, got {name}")
+        if shared and TRANSPORTS[name].one_process_a_card:
+            raise UserError(f"--transport: {name} takes no card twice; with --shared measure another")
     import torch
 
     from mtpctl.bench import document
@@ -46,8 +47,8 @@ def sync_weights(
 
     cuda = torch.cuda.is_available()
     chosen = transport or ((["ipc"] if shared else ["nccl", "ipc"]) if cuda else ["shm"])
-    if not cuda and chosen != ["shm"]:
-        raise EnvironmentMissing(f"--transport: {next(name for name in chosen if name != 'shm')} needs CUDA; on a CPU measure shm")
+    if not cuda and (needing := [name for name in chosen if TRANSPORTS[name].cuda]):
+        raise EnvironmentMissing(f"--transport: {needing[0]} needs CUDA; on a CPU measure shm")
     if cuda and not shared and torch.cuda.device_count() < 2:
         raise EnvironmentMissing("two cards are needed, this machine has one; with --shared trainer and engine share it")
     tiny = load_recipe("tiny_mtp").recipe.model.config

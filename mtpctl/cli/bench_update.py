@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,6 +26,25 @@ def check_step(precision: str, tokens: int, samples: int, recompute: str) -> Non
         raise UserError(f"--samples: {tokens} tokens are too few for {samples} samples of prompt and response; at most {tokens // 4} fit")
 
 
+def measured_config(model: str) -> dict[str, Any]:
+    """The config of the model that a bench measures, by default MiMo-7B's; on a CPU Megatron is made to run there first.
+
+    Raises UserError for an unknown model, and for none on a CPU.
+    """
+    from mtpctl.compat import cpu_device
+    from mtpctl.errors import UserError
+    from mtpctl.recipe.model import ModelConfig
+    from mtpctl.recipe.model_source import hf_config
+
+    cpu = cpu_device.install()
+    config = hf_config(ModelConfig(path=model or "XiaomiMiMo/MiMo-7B-RL"), fetch=False)
+    if config is None:
+        raise UserError(f"--model: {model} is neither a folder with config.json nor a hub id whose sizes are known")
+    if cpu and not model:
+        raise UserError("--model: the default shape has 7.8 billion parameters and this machine no card; name a small model's folder")
+    return config
+
+
 def update(
     model: Annotated[str, typer.Option("--model", help="Folder, or hub id whose sizes are known; its weights are not read.")] = "",
     tokens: Annotated[int, typer.Option("--tokens", min=64, help="Packed tokens of the update.")] = 8192,
@@ -42,21 +61,13 @@ def update(
     import tempfile
     from pathlib import Path
 
-    from mtpctl.compat import cpu_device
     from mtpctl.errors import UserError
-    from mtpctl.recipe.model import ModelConfig
-    from mtpctl.recipe.model_source import hf_config
     from mtpctl.recipe.train import LoraConfig, OffloadConfig
 
     parts = [part for part in offload.split(",") if part]
     if unknown := [part for part in parts if part not in _PARTS]:
         raise UserError(f"--offload: {unknown[0]} is none of {', '.join(_PARTS)}")
-    cpu = cpu_device.install()
-    config = hf_config(ModelConfig(path=model or "XiaomiMiMo/MiMo-7B-RL"), fetch=False)
-    if config is None:
-        raise UserError(f"--model: {model} is neither a folder with config.json nor a hub id whose sizes are known")
-    if cpu and not model:
-        raise UserError("--model: the default shape has 7.8 billion parameters and this machine no card; name a small model's folder")
+    config = measured_config(model)
     from mtpctl.bench import document, train_step
     from mtpctl.bench import update as bench
     from mtpctl.bench.machine import machine

@@ -11,7 +11,7 @@ import typer
 from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, load
 
-app = typer.Typer(help="List, show, check and compare recipes.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="List, show, check and compare recipes.", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 Resolved = Annotated[bool, typer.Option("--resolved", help="Print every key, defaults included.")]
 Origin = Annotated[bool, typer.Option("--origin", help="Print the origin of each value.")]

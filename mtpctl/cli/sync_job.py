@@ -70,7 +70,7 @@ class Synced:
 
 
 def sync_by_hand(recipe: Recipe, source: Source, urls: list[str], *, verify: bool, repeat: int, say: Callable[[str], None]) -> list[Synced]:
-    """Do it. Raises what starting and syncing raise."""
+    """Start what the recipe names, sync once and measure it. Raises what starting and syncing raise."""
     if not urls:
         check_engine(recipe)
     engines = asyncio.run(_serving(recipe, urls))
@@ -160,7 +160,7 @@ async def _one(sync: WeightSync, version: int, verify: bool, targets: int) -> Sy
 
 
 def render(done: list[Synced]) -> str:
-    """For a terminal."""
+    """The figures as text for a terminal."""
     lines = []
     for sync in done:
         share = "" if sync.share is None else f", {sync.share:.0%} of the {sync.link_gb_per_s:.1f} GB/s that the link gives"

@@ -1,4 +1,4 @@
-"""What stands where a command takes a recipe: a recipe, a run, a checkpoint of a run, or where it makes sense a folder of weights."""
+"""What a command may be given as its recipe: a recipe, a run, a checkpoint of a run, and for some commands a folder of weights."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def remove() -> list[Leftover]:
 
 @contextmanager
 def _alone(*, wait: bool) -> Iterator[None]:
-    """Keep other processes from removing and claiming. Where one is at it: wait for it, or without `wait` raise BlockingIOError."""
+    """Keep other processes from removing and claiming. Where one does so now: wait for it, or without `wait` raise BlockingIOError."""
     lock = os.open(SHARED_MEMORY if SHARED_MEMORY.is_dir() else tempfile.gettempdir(), os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -60,7 +60,10 @@ def _keep_small(path: Path, file: int) -> None:
 
 
 def empty_if_large(path: Path, file: int) -> None:
-    """Copy the file to `NAME.1.log` and empty it, where it is larger than `FILE_BYTES`. Whoever appends to it goes on at its beginning."""
+    """Copy the file to `NAME.1.log` and empty it, where it is larger than `FILE_BYTES`.
+
+    A process that appends to it continues at its beginning.
+    """
     try:
         if os.fstat(file).st_size > FILE_BYTES:
             shutil.copyfile(path, path.with_suffix(".1.log"))

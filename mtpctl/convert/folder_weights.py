@@ -12,7 +12,6 @@ from mtpctl.convert.tensor_files import Entry, TensorFiles, entries
 from mtpctl.errors import UserError
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
 
 class FolderWeights:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtpctl.data.columns import Reading
-from mtpctl.data.hub import dataset_rows
 from mtpctl.data.problems import Problem
 from mtpctl.data.rows import file_rows
 from mtpctl.errors import UserError
@@ -41,6 +40,8 @@ class Rows:
         Raises UserError as `Reading.problems`, `file_rows` and `dataset_rows` do, EnvironmentMissing for a hub that does not answer.
         """
         if is_dataset_id(self.path):
+            from mtpctl.data.hub import dataset_rows
+
             rows = dataset_rows(self.path, self.subset, self.split, field=self.key, section=self.section, fetch=fetch)
         else:
             rows = file_rows(Path(self.path), self.key)

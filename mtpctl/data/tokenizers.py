@@ -30,8 +30,6 @@ class Tokenizer(Protocol):
     @property
     def eos_id(self) -> int: ...
     @property
-    def pad_id(self) -> int: ...
-    @property
     def vocab_size(self) -> int: ...
     @property
     def special_ids(self) -> AbstractSet[int]:
@@ -71,7 +69,6 @@ class HfTokenizer:
         self.inner = inner
         self.name = name
         self.eos_id: int = inner.eos_token_id
-        self.pad_id: int = inner.eos_token_id if inner.pad_token_id is None else inner.pad_token_id
         self.vocab_size: int = max(inner.get_vocab().values()) + 1
         self.special_ids: frozenset[int] = frozenset([self.eos_id, *inner.all_special_ids, *_added_specials(inner)])
 

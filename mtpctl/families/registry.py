@@ -63,7 +63,6 @@ _MIMO_MTP = MtpConvention(
     hidden_norm="model.mtp_layers.{k}.hidden_layernorm.weight",
     projection="model.mtp_layers.{k}.input_proj.weight",
     final_norm="model.mtp_layers.{k}.final_layernorm.weight",
-    concat="hidden_embedding",
     reads_prenorm=True,
     blanks_first=True,
 )
@@ -73,7 +72,6 @@ _DEEPSEEK_MTP = MtpConvention(
     hidden_norm="model.layers.{n}.hnorm.weight",
     projection="model.layers.{n}.eh_proj.weight",
     final_norm="model.layers.{n}.shared_head.norm.weight",
-    concat="embedding_hidden",
     reads_prenorm=False,
     blanks_first=True,
     embedding_copy="model.layers.{n}.embed_tokens.weight",
@@ -87,7 +85,6 @@ _QWEN_MTP = MtpConvention(
     hidden_norm="mtp.pre_fc_norm_hidden.weight",
     projection="mtp.fc.weight",
     final_norm="mtp.norm.weight",
-    concat="embedding_hidden",
     reads_prenorm=False,
     blanks_first=False,
 )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 LayerKind = Literal["full_attention", "linear_attention"]
-Concat = Literal["hidden_embedding", "embedding_hidden"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,6 @@ class MtpConvention:
     hidden_norm: str
     projection: str
     final_norm: str
-    concat: Concat
     reads_prenorm: bool
     blanks_first: bool
     recycles_prenorm: bool = False
@@ -115,11 +113,6 @@ class ModelShape:
     def mtp_reads_prenorm(self) -> bool:
         """Whether the first MTP layer reads the trunk's state before the final norm, as MiMo does, or after it."""
         return self.mtp is not None and self.mtp.reads_prenorm
-
-    @property
-    def mtp_concat(self) -> Concat | None:
-        """Order of the halves that the MTP projection reads; None without MTP layers."""
-        return self.mtp.concat if self.mtp else None
 
     @property
     def full_attention_layers(self) -> int:

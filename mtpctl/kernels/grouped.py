@@ -151,7 +151,7 @@ def row_sums(rows: Tensor, row_of: Tensor) -> Tensor:
 
 @cache
 def _triton() -> ModuleType:
-    """Triton is there on cards alone."""
+    """The module of Triton kernels, imported late: Triton runs on cards alone."""
     from mtpctl.kernels import grouped_triton
 
     return grouped_triton

@@ -106,10 +106,10 @@ def refusal(grad: Tensor, x: Tensor, into: Tensor) -> str | None:
     return None
 
 
-def add_weight_grads(into: Tensor, grad: Tensor, x: Tensor, ends: Tensor, tiles: Tiles | None = None) -> None:
+def add_weight_grads(into: Tensor, grad: Tensor, x: Tensor, ends: Tensor) -> None:
     """Add the sum of outer products of each group's rows, grad [R, M] and x [R, N], to into [E, M, N] fp32."""
     groups, m, n = into.shape
-    t = tiles or Tiles()
+    t = Tiles()
     with on_device_of(x):
         add_outer_products[(triton.cdiv(m, t.bm) * triton.cdiv(n, t.bn), groups)](
             TensorDescriptor.from_tensor(grad, [t.bk, t.bm]),

@@ -63,14 +63,14 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
         return [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
 
     def _exchanged(self, mixed: Tensor, beta: Tensor, alpha: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
-        """Of this rank's tokens [t, …] → of the heads that it computes, all tokens of the row [T, …]."""
+        """From this rank's tokens of all heads [t, …] to all tokens of the row, of the heads that this rank computes [T, …]."""
         heads = (self.num_k_heads_local_tp, self.num_k_heads_local_tp, self.num_v_heads_local_tp)
         parts = [x.unflatten(-1, (count, -1)) for x, count in zip(mixed.split(self._widths, dim=-1), heads, strict=True)]
         *parts, beta, alpha = to_heads([*parts, beta, alpha], packing, self.pg_collection.cp)
         return torch.cat([part.flatten(1) for part in parts], dim=-1), beta, alpha
 
     def _own_heads(self, *weights: Tensor) -> list[Tensor]:
-        """The parts of weights, by heads, of those that this rank computes."""
+        """The parts of weights that belong to the heads which this rank computes."""
         return [weight.chunk(self.cp_size)[self.pg_collection.cp.rank()] for weight in weights]
 
     def _recurrence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packing: Packing) -> Tensor:

@@ -65,7 +65,7 @@ class MtpModel(GPTModel):
             self.decoder.final_layernorm.register_forward_pre_hook(self._keep_prenorm)
 
     def use_rope(self, rope: Rope) -> None:
-        """Rotate queries and keys so, in every attention layer."""
+        """Have queries and keys rotated by this embedding, in every attention layer."""
         self.rope = rope
         for module in self.modules():
             if isinstance(module, LatentAttention):
@@ -128,7 +128,7 @@ class MtpModel(GPTModel):
         return None if packing.padding is None or self.config.num_moe_experts is None else self._of_sequence(packing.padding)
 
     def _of_sequence(self, values: Tensor) -> Tensor:
-        """Of one value a token, those of the tokens that sequence parallelism leaves this rank."""
+        """The values, one a token, of those tokens that sequence parallelism gives to this rank."""
         if not self.config.sequence_parallel:
             return values
         tp = self.pg_collection.tp

@@ -19,7 +19,7 @@ class PackedRotary:
         self.rope, self.scaled = rope, scaled
 
     def get_rotary_seq_len(self, *args: object) -> Packing:
-        """What upstream then calls the table with: here the packing, the last of the arguments, in place of a sequence length."""
+        """The argument with which upstream calls the table: the packing, the last one here, in place of a sequence length."""
         packing = args[-1]
         assert isinstance(packing, Packing)
         return packing
@@ -62,6 +62,6 @@ class LatentAttention(MLASelfAttention):
         return {name: getattr(submodules, name) for name in names}
 
     def use_rope(self, rope: Rope) -> None:
-        """Rotate the shared part of queries and keys so."""
+        """Have the shared part of queries and keys rotated by this embedding."""
         del self.rotary_pos_emb
         self.__dict__["rotary_pos_emb"] = PackedRotary(rope, scaled=self.config.rope_type == "yarn")

@@ -7,8 +7,8 @@ from megatron.core import parallel_state
 
 
 @torch.no_grad()
-def draw_weights(model: torch.nn.Module, seed: int, std: float = 0.02) -> None:
-    """Norms 1, biases 0, matrices normal(0, std). The same layout and seed give the same weights; another layout gives others.
+def draw_weights(model: torch.nn.Module, seed: int) -> None:
+    """Norms 1, biases 0, matrices normal(0, 0.02). The same layout and seed give the same weights; another layout gives others.
 
     Ranks that hold the same part of a parameter draw the same.
     """
@@ -31,4 +31,4 @@ def draw_weights(model: torch.nn.Module, seed: int, std: float = 0.02) -> None:
             drawn_from = experts
         else:
             drawn_from = split if getattr(parameter, "tensor_model_parallel", False) else whole
-        parameter.normal_(0.0, std, generator=drawn_from)
+        parameter.normal_(0.0, 0.02, generator=drawn_from)

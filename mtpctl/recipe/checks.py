@@ -33,7 +33,7 @@ from mtpctl.recipe.rollout import (
 )
 from mtpctl.recipe.schema import Recipe, run_dir_fits
 from mtpctl.recipe.section import Complaints
-from mtpctl.recipe.sync import sections_fit
+from mtpctl.recipe.sync import TRANSPORTS, sections_fit
 from mtpctl.recipe.train import lora_fits, moe_fits, stages_fit
 
 SECRET = re.compile(r"(?:(?:^|hf_|hub_|auth_|access_|api_|bearer_)token|secret|password|passwd|api_?key|credentials?)$", re.IGNORECASE)
@@ -173,13 +173,13 @@ def _objective(recipe: Recipe) -> Complaints:
 def _sync(recipe: Recipe) -> Complaints:
     """Transports that the devices do not have, and engines that cannot free their KV cache."""
     device, transport, rollout = recipe.cluster.device, recipe.sync.transport, recipe.rollout
-    if device == "cpu" and transport != "shm":
+    if device == "cpu" and TRANSPORTS[transport].cuda:
         yield f"sync.transport: {transport} needs CUDA; set shm for cluster.device: cpu"
-    if transport == "nccl" and "rl" in recipe.train.stages:
+    if TRANSPORTS[transport].one_process_a_card and "rl" in recipe.train.stages:
         scores = recipe.logprob.gpus if recipe.logprob.standalone else 1
         shares = {"train.gpus": recipe.train.gpus, "rollout.gpus": rollout.gpus, "logprob.gpus": scores}
         for field in [field for field, share in shares.items() if share and share < 1][-1:]:
-            yield f"sync.transport: nccl joins one process of a card, and with {field}: {shares[field]:g} two share one; set ipc"
+            yield f"sync.transport: {transport} joins one process of a card, and with {field}: {shares[field]:g} two share one; set ipc"
     if recipe.sync.release_kv:
         if isinstance(rollout, SglangConfig):
             yield "sync.release_kv: works with rollout.engine: vllm; set it to false"

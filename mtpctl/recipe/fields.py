@@ -62,11 +62,16 @@ def element(key: Key) -> type[BaseModel] | None:
 
 def children(model: type[BaseModel], path: Keys = ()) -> dict[str, Key]:
     """Keys of one section, by the name they have in YAML."""
+    return {name: Key((*path, name), field, models) for name, (field, models) in _fields(model).items()}
+
+
+@cache
+def _fields(model: type[BaseModel]) -> dict[str, tuple[FieldInfo, tuple[type[BaseModel], ...]]]:
+    """The fields of a section by their names in YAML, each with the sections that its type holds."""
     found = {}
     for attribute, field in model.model_fields.items():
-        name = field.alias or attribute
         models = tuple(part for part in _alternatives(field.annotation) if isinstance(part, type) and issubclass(part, BaseModel))
-        found[name] = Key((*path, name), field, models)
+        found[field.alias or attribute] = (field, models)
     return found
 
 
@@ -104,10 +109,11 @@ def find(path: Keys) -> Key | None:
     for depth, name in enumerate(path):
         if key is not None and key.free:
             return key
-        key = next((found[name] for m in models if name in (found := children(m, path[:depth]))), None)
-        if key is None:
+        found = next((fields[name] for model in models if name in (fields := _fields(model))), None)
+        if found is None:
             return None
-        models = key.models
+        field, models = found
+        key = Key(path[: depth + 1], field, models)
     return key
 
 

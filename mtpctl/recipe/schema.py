@@ -22,7 +22,7 @@ from mtpctl.recipe.model import ModelConfig, MtpConfig
 from mtpctl.recipe.reward import RewardConfig
 from mtpctl.recipe.rollout import RolloutConfig, VllmConfig
 from mtpctl.recipe.section import Complaints, NonNegativeInt, Section
-from mtpctl.recipe.sync import NcclConfig, SyncConfig
+from mtpctl.recipe.sync import TRANSPORTS, NcclConfig, SyncConfig
 from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.recipe.train import TrainConfig
 
@@ -93,7 +93,7 @@ class Recipe(Section):
         """The device of the run: `cluster.device`, or with `auto` the device that the transport is for."""
         if self.cluster.device != "auto":
             return self.cluster.device
-        return "cpu" if self.sync.transport == "shm" else "cuda"
+        return "cuda" if TRANSPORTS[self.sync.transport].cuda else "cpu"
 
     @property
     def run_path(self) -> Path:

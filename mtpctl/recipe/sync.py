@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -42,6 +43,29 @@ class NcclConfig(SyncBase):
 
 
 SyncConfig = Annotated[ShmConfig | IpcConfig | NcclConfig, Field(discriminator="transport")]
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """What a transport needs, and how it works.
+
+    `pushes`: sender and receivers take part at the same time; otherwise receivers read from the version store when they like.
+    `cuda`: both ends are on cards. `one_process_a_card`: no two of its processes share a card.
+    """
+
+    pushes: bool
+    cuda: bool
+    one_process_a_card: bool = False
+
+
+TRANSPORTS = {
+    "shm": Transport(pushes=False, cuda=False),
+    "ipc": Transport(pushes=True, cuda=True),
+    "nccl": Transport(pushes=True, cuda=True, one_process_a_card=True),
+}
+"""By the values of `sync.transport`. The module of each is of the same name, in `mtpctl.sync.transports`."""
+
+PUSHED = tuple(name for name, transport in TRANSPORTS.items() if transport.pushes)
 
 
 def sections_fit(sync: SyncBase) -> Complaints:

@@ -34,9 +34,9 @@ Reply = str | list[Message] | None
 
 
 class Environment(Protocol):
-    """What a user's class has. Of its methods any may be a coroutine; `reply` decides where all of them run, `close` and `reward` too.
+    """What a user's class has. Any of its methods may be a coroutine function; whether `reply` is one decides where all of them run.
 
-    `stop`: texts that end a turn of the model; where there are none, its end token does. Optional methods: `reward() -> float` when the
+    `stop`: texts that end a turn of the model; without any, the model's end token ends it. Optional methods: `reward() -> float` when the
     response has ended, `tools() -> list` of JSON schemas for the chat template, and `close()`.
     """
 

@@ -108,7 +108,7 @@ class Occupancy:
         self._since = time.monotonic()
 
     def count(self, in_flight: int) -> float:
-        """Note that `in_flight` requests are there from now on; those beyond the places wait. Returns the place-seconds so far."""
+        """Note that `in_flight` requests are there from now on; those beyond the places wait. Returns the sum so far."""
         now = time.monotonic()
         self._seconds += self._taken * (now - self._since)
         self._taken, self._since = min(in_flight, self._places), now

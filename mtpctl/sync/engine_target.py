@@ -13,6 +13,7 @@ from typing import Protocol, cast
 
 from mtpctl.errors import MtpctlError
 from mtpctl.plan.buckets import Bucket
+from mtpctl.recipe.sync import PUSHED
 from mtpctl.sync.adapter import adapter_root
 from mtpctl.sync.checksums import Part, combined
 from mtpctl.sync.manifest import Manifest, Section
@@ -20,7 +21,6 @@ from mtpctl.sync.protocol import PlanMismatch, SyncError, TargetDirty, VersionCo
 from mtpctl.sync.session import update_target
 from mtpctl.sync.steps import RankSums, UpdateStep, begin_step
 from mtpctl.sync.store import VersionStore
-from mtpctl.sync.transports.base import PUSHED
 
 ADAPTER = "mtpctl"
 ADAPTER_ID = 1
@@ -69,7 +69,7 @@ class SectionUnderWay:
 
     @property
     def skipped(self) -> bool:
-        """Whether there is nothing to do: what nobody sends needs not be dropped."""
+        """Whether the section is not received at all: it would be dropped, and no sender waits for it to be received."""
         return self.discards and self.manifest.transport not in PUSHED
 
 
@@ -97,9 +97,9 @@ class EngineState:
 class EngineTarget:
     """One engine's updates. What changes is in `state`.
 
-    `paused()` says whether generation is paused. Sections that the engine does not hold (`draft` without speculation) it skips, or
-    where they are pushed to it, drops. `adapters`: folder of the engine's host that it keeps adapters in; by default one beside the
-    versions, which goes when they go, whatever became of the engine.
+    `paused()` says whether generation is paused. Sections that the engine does not hold (`draft` without speculation) are
+    skipped; where they are pushed to it, they are received and dropped. `adapters`: folder on the engine's host for its adapters; by
+    default one beside the versions, which is removed with them even if the engine was killed.
     """
 
     def __init__(
@@ -311,10 +311,10 @@ class EngineTarget:
             raise
 
     async def _end_session(self) -> None:
-        """Close the engine's session, if one is open, without making it count: with a step that fails on purpose.
+        """Close the engine's session, if one is open, without applying it: by a step that fails on purpose.
 
-        It comes behind whatever the engine has not done yet. Where that ended the session, this fails too, for another reason: either
-        way there is none any more.
+        The step follows all steps that the engine has not done yet. If one of those has ended the session, this step fails for that
+        reason. Either way no session is open afterwards.
         """
         if self.state.session_open:
             with contextlib.suppress(Exception):

@@ -37,7 +37,7 @@ class HostCopy(BucketWriter):
         self.held: dict[tuple[str, int], torch.Tensor] = {}
 
     def begin(self, version: int, section: str) -> None:
-        """Nothing: the memory is there."""
+        """Nothing to do: the memory is allocated."""
 
     def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
         key = section, bucket.index
@@ -46,7 +46,7 @@ class HostCopy(BucketWriter):
         return self.held[key]
 
     def send(self, section: str, bucket: Bucket) -> None:
-        """Nothing: the buffer is where the bucket stays."""
+        """Nothing to do: the bucket stays in its buffer."""
 
     def drop_all_but(self, sections: Collection[str]) -> None:
         """Free the memory of other sections."""

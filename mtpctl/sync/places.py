@@ -97,7 +97,7 @@ class _VocabularyShard(Protocol):
 
 
 class _VocabularyLayer(Protocol):
-    """Of an engine's embedding or head, what says which rows a rank holds."""
+    """The attributes of an engine's embedding or head that say which rows a rank holds."""
 
     org_vocab_size: int
     shard_indices: _VocabularyShard
@@ -109,7 +109,7 @@ class _MoeConfig(Protocol):
 
 
 class ExpertsLayer(Protocol):
-    """Of an engine's layer of experts, what says which experts a rank holds, and which part of them."""
+    """The attributes of an engine's layer of experts that say which experts a rank holds, and which part of them."""
 
     moe_config: _MoeConfig
     global_num_experts: int
@@ -132,7 +132,7 @@ def find_place(model: nn.Module, live: torch.Tensor, slot: Slot, shape: tuple[in
 
 
 def _ranks_of(owner: nn.Module, default: Ranks = ALONE) -> Ranks:
-    """As the layer says, where it says anything."""
+    """The ranks that share the layer, as its attributes say, else the default."""
     return Ranks(getattr(owner, "tp_rank", default.rank), getattr(owner, "tp_size", default.size))
 
 
@@ -154,7 +154,7 @@ def _cut_place(live: torch.Tensor, parameter: str, shape: tuple[int, ...], ranks
 
 
 def _vocabulary_place(owner: _VocabularyLayer, live: torch.Tensor, shape: tuple[int, ...]) -> Place:
-    """Rows of the vocabulary that this rank holds. Rows beyond it are padding and take nothing in."""
+    """Rows of the vocabulary that this rank holds. Rows beyond it are padding and receive nothing."""
     if (shape[0], *shape[1:]) != (owner.org_vocab_size, *live.shape[1:]):
         raise Misfit(f"has shape {shape}, its place in an embedding {(owner.org_vocab_size, *live.shape[1:])}")
     held = owner.shard_indices

@@ -41,14 +41,15 @@ from pathlib import Path
 from typing import Protocol
 
 from mtpctl.recipe.schema import Recipe
+from mtpctl.recipe.sync import PUSHED
 from mtpctl.sync.manifest import Manifest, Section
 from mtpctl.sync.protocol import PauseMode
 from mtpctl.sync.session import SyncReport
-from mtpctl.sync.transports.base import PUSHED, Sent
+from mtpctl.sync.transports.base import Sent
 
 
 class State(StrEnum):
-    """What an update is at."""
+    """The states of an update, in their order."""
 
     PLAN = "plan"
     TRANSFER = "transfer"
@@ -64,14 +65,14 @@ class Trainer(Protocol):
 
 
 class Generators(Protocol):
-    """The engines: a `ReplicaPool`, or servers that somebody else started."""
+    """The engines: a `ReplicaPool`, or servers that run already."""
 
     def quiesce(self, mode: PauseMode) -> AbstractAsyncContextManager[None]:
         """Quiesce: no engine joins while the block runs, and with `wait` no response is under way."""
         ...
 
     def members(self, ranks: int) -> list[str]:
-        """A name for each rank of each engine that serves, of `ranks` each: those whom `apply_update` asks."""
+        """A name for each rank of each engine that serves and has `ranks` of them; `apply_update` calls exactly these."""
         ...
 
     async def apply_update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
@@ -87,7 +88,7 @@ class LogprobReplicas(Protocol):
         ...
 
     def members(self, version: int, ranks: int) -> list[str]:
-        """A name for each rank of each replica that lacks `version`, of `ranks` each: those whom `apply_update` asks."""
+        """A name for each rank of each replica that lacks `version` and has `ranks` of them; `apply_update` calls exactly these."""
         ...
 
     async def apply_update(self, manifest: Manifest, *, verify: bool, deadline_s: float) -> list[SyncReport]:

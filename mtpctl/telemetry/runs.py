@@ -15,7 +15,7 @@ from mtpctl.telemetry.history import History, load_history
 from mtpctl.telemetry.run_directory import RunDirectory
 
 State = Literal["running", "done", "failed", "stopped", "broken off", "empty"]
-"""`broken off`: it ended without a word, as a killed run does. `empty`: it has logged nothing."""
+"""`broken off`: it ended without logging its end, as a killed run does. `empty`: it has logged nothing."""
 DEPTH = 4
 """Folders below the one that is asked for in which runs are looked for."""
 

@@ -48,7 +48,9 @@ class Balance:
         relative = loads / loads.mean(1, keepdim=True).clamp(min=1)
         wanted = torch.tensor([router.topk * router.passes * self.tokens for router in self.routers], device=loads.device)
         asked = rows > 0  # MTP layers that do not train are not asked
-        parts = [relative.amax(1), relative.std(1, correction=0), asked.double(), asked * wanted.double(), rows]
+        # torch warns of the deviation of nothing, which a stage without routers asks for.
+        deviation = relative.std(1, correction=0) if self.routers else rows
+        parts = [relative.amax(1), deviation, asked.double(), asked * wanted.double(), rows]
         sums = torch.stack(parts).sum(1)
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())

@@ -63,7 +63,7 @@ class MicroBatch:
     input_ids [T]; rows and labels [R]: hidden state at `rows[r]` predicts `labels[r]`; mask [R]; seq_ids [R], the
     sequence of each response token within this micro-batch; columns: name → [R]; order: the sequences' places in the
     list they came from; drafts: one `DraftRows` a depth, over tokens that a drafter can be asked for. idle: it stands in on a
-    rank that has nothing to do while others work; no loss sees its tokens, and nobody asks for their scores.
+    rank that has nothing to do while others work; no loss sees its tokens, and their scores are not used.
     """
 
     input_ids: Tensor

@@ -1,4 +1,4 @@
-"""Settings of an engine, apart from it: whoever only states them need not import torch."""
+"""Settings of an engine, in a module without torch for callers that only state them."""
 
 from __future__ import annotations
 

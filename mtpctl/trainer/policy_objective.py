@@ -69,7 +69,7 @@ class PolicyObjective:
 
 
 def advantages(samples: list[Sample], config: RlConfig, *, max_tokens: int, context: int) -> list[float]:
-    """One advantage a sample of a whole update, from rewards after overlong shaping. Every rank has all samples, and finds the same."""
+    """One advantage a sample of a whole update, from rewards after overlong shaping. Every rank has all samples, and computes the same."""
     shaped = []
     for sample in samples:
         assert sample.reward is not None, f"{sample.prompt_id} was not rewarded"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from mtpctl.recipe.schema import Recipe
+from mtpctl.recipe.sync import PUSHED
 from mtpctl.sync.manifest import Manifest, Section
 from mtpctl.sync.transports.base import Sent
 
@@ -37,7 +38,7 @@ class ExportingEngine(Protocol):
 
 
 class WeightSource:
-    """The weights of `engine` for a `WeightUpdate`, which calls a method of all ranks for each of its states; rank 0 answers."""
+    """The weights of `engine`, for a `WeightUpdate`: in each of its states it calls a method on all ranks, and rank 0 answers."""
 
     engine: ExportingEngine
 
@@ -58,7 +59,7 @@ class WeightSource:
         if self.rank == 0:
             self._sender = self._sender or self._new_sender(store)
             self._sender.moving = sections
-        if self.recipe.sync.transport == "shm":
+        if self.recipe.sync.transport not in PUSHED:
             if not self._planned:
                 self._on_rank_0(lambda export: self._plan_from(export))
             self._planned = True
@@ -106,7 +107,7 @@ class WeightSource:
             "sections": self._sections,
             "section_of": lambda name: "adapter" if name.startswith(ADAPTER_PREFIX) else section_of(name, shape),
         }
-        if sync.transport == "shm":
+        if sync.transport not in PUSHED:
             return Publisher(VersionStore(store), **options)
         return Sender(VersionStore(store), sync.transport, self.engine.device, deadline_s=sync.deadline_s, **options)
 
@@ -125,7 +126,7 @@ class WeightSource:
         return self.engine.export(sections=(section,), merged="adapter" not in self.recipe.sync.sections)
 
     def _plan_from(self, export: Tensors, *, checksums: bool = False) -> Checksums:
-        """Plan the buckets, unless there is a plan. What PEFT has to be told of an adapter is known then. Returns checksums if asked."""
+        """Plan the buckets, unless there is a plan. With the plan, the config of an adapter is known. Returns checksums if asked."""
         from mtpctl.convert.adapters import peft_config
         from mtpctl.families.tensors import aliases
 

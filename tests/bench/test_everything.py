@@ -18,7 +18,8 @@ from mtpctl.bench.cycle_model import write_cycle_model
 from mtpctl.bench.everything import Outcome, Task, chosen, exit_code, run_all, table
 from mtpctl.bench.plans import ON_A_LAPTOP, ON_CARDS
 from mtpctl.bench.rollout_engines import TINY
-from mtpctl.cli.app import app, main
+from mtpctl.cli import bench
+from mtpctl.cli.app import main
 from mtpctl.errors import UserError
 
 
@@ -135,11 +136,10 @@ def test_a_choice_brings_what_it_needs() -> None:
 
 @pytest.mark.parametrize("each", [*ON_CARDS, *ON_A_LAPTOP], ids=lambda each: each.name)
 def test_our_commands_are_commands_and_their_recipes_fit(each: Task, tmp_path: Path) -> None:
-    words = each.words(tmp_path)
-    command: Any = typer.main.get_command(app)
-    for name in words[:2]:
-        command = command.commands[name]
-    options = command.make_context(each.name, words[2:]).params
+    group, name, *arguments = each.words(tmp_path)
+    assert group == "bench"
+    benches: Any = typer.main.get_command(bench.app)
+    options = benches.commands[name].make_context(each.name, arguments).params
     if "recipe" not in options:
         return
     if "/cycle7b" in each.command:

@@ -34,7 +34,7 @@ from tests.controller.test_state import Trainer
 class Letters:
     """A tokenizer of characters."""
 
-    eos_id, pad_id, vocab_size = 0, 0, 256
+    eos_id, vocab_size = 0, 256
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         return [ord(c) for c in text]

@@ -40,21 +40,22 @@ def test_a_config_without_architectures_goes_by_its_model_type() -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "prenorm", "concat"),
+    ("architecture", "prenorm"),
     [
-        ("MiMoForCausalLM", True, "hidden_embedding"),
-        ("DeepseekV3ForCausalLM", False, "embedding_hidden"),
-        ("Qwen3NextForCausalLM", False, "embedding_hidden"),
-        ("Qwen3_5ForCausalLM", False, "embedding_hidden"),
-        ("Glm4MoeForCausalLM", False, "embedding_hidden"),
+        ("MiMoForCausalLM", True),
+        ("DeepseekV3ForCausalLM", False),
+        ("Qwen3NextForCausalLM", False),
+        ("Qwen3_5ForCausalLM", False),
+        ("Glm4MoeForCausalLM", False),
     ],
 )
-def test_what_mtp_reads_belongs_to_the_family(architecture: str, prenorm: bool, concat: str) -> None:
+def test_what_mtp_reads_belongs_to_the_family(architecture: str, prenorm: bool) -> None:
     latent = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     shape = shape_of({**MIMO, **latent, **moe, "architectures": [architecture]})
-    assert (shape.mtp_reads_prenorm, shape.mtp_concat) == (prenorm, concat)
-    assert shape.mtp is not None and shape.mtp.blanks_first == (not architecture.startswith("Qwen"))
+    assert shape.mtp is not None
+    assert shape.mtp_reads_prenorm == prenorm
+    assert shape.mtp.blanks_first == (not architecture.startswith("Qwen"))
     assert shape.mtp.recycles_prenorm == architecture.startswith("Glm")
 
 
@@ -73,7 +74,7 @@ def test_every_name_of_the_mtp_count_is_found(key: str, nested: bool) -> None:
     counted = {"text_config": {key: 2}} if nested else {key: 2}
     assert shape_of({**plain, **counted}).mtp_layers == 2
     assert shape_of(plain).mtp_layers == 0
-    assert shape_of(plain).mtp_concat is None
+    assert shape_of(plain).mtp is None
 
 
 @pytest.mark.parametrize("hub_id", [name for name in HUB_CONFIGS if "MiMo" in name])

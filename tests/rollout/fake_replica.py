@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from mtpctl.recipe.sync import PUSHED
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Health, SpecStats
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import PauseMode, VersionConflict
 from mtpctl.sync.session import SyncReport
-from mtpctl.sync.transports.base import PUSHED
 from mtpctl.sync.transports.control import Address, join
 
 VOCABULARY = 50

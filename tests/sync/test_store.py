@@ -72,6 +72,8 @@ def _publish_and_die(root: Path) -> None:
     publish.publish(export(), 2)  # type: ignore[arg-type]
 
 
+# The child uses one thread, none of which it inherits, and is killed.
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_publisher_killed_in_a_bucket_publishes_nothing(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=_publish_and_die, args=(tmp_path,))
     process.start()

@@ -39,7 +39,7 @@ def reference(folder, batch, *, depths, isolated, loss_scale, dtype=torch.float6
     means = [total / max(1, count) for total, count in zip(sums, counts, strict=True)]
     (means[0] + loss_scale * sum(means[1:]) / max(1, depths)).backward()
     grads = {name: value.grad if value.grad is not None else torch.zeros_like(value) for name, value in weights.items()}
-    return [float(mean) for mean in means], grads
+    return [float(torch.as_tensor(mean).detach()) for mean in means], grads
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NotRequired, TypedDict, get_args
 
 from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.recipe.kernels import KernelsConfig
-from mtpctl.recipe.sync import IpcConfig, NcclConfig, ShmConfig
+from mtpctl.recipe.sync import TRANSPORTS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,11 +101,8 @@ def transports(folder: Path) -> dict[str, object]:
     import torch
 
     rows = []
-    for config in (ShmConfig, IpcConfig, NcclConfig):
-        name = config.model_fields["transport"].default
-        if find_spec(f"mtpctl.sync.transports.{name}") is None:
-            reason = "is not part of this version"
-        elif config is ShmConfig:
+    for name, transport in TRANSPORTS.items():
+        if not transport.cuda:
             reason = _send_through_shm(folder / "versions")
         elif not torch.cuda.is_available():
             reason = "needs CUDA"

@@ -40,7 +40,7 @@ SLEEPS_WITH = "start it with --enable-sleep-mode as well, or set sync.release_kv
 
 
 def _reason(told: str) -> str:
-    """What went wrong, out of vLLM's answer: its error as JSON, around that of a worker."""
+    """The reason of a failure in vLLM's answer: the error of a worker, within vLLM's own error as JSON."""
     # Another server's, or another kind of page, is told as it is.
     with contextlib.suppress(ValueError, KeyError, TypeError):
         told = json.loads(told)["error"]["message"]
@@ -118,7 +118,7 @@ class ServedEngine:
 
     @classmethod
     async def find(cls, url: str, sections: Collection[Section] = ("target", "draft"), *, release_kv: bool = False) -> ServedEngine:
-        """Ask a server what it is. Raises UserError where it is none, or cannot take weights, or not `sections` alone.
+        """Ask a server for its state. Raises UserError where none answers, and where it cannot take weights, or not these `sections`.
 
         `release_kv`: have it give the memory of its KV cache back for the time of a sync.
         """

@@ -13,15 +13,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from mtpctl.plan.buckets import Bucket
+from mtpctl.recipe.sync import PUSHED
 from mtpctl.sync.manifest import Manifest
 
 if TYPE_CHECKING:
     import torch
 
     from mtpctl.sync.transports.control import Control
-
-PUSHED = ("ipc", "nccl")
-"""Transports whose sender and receivers take part at the same time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,7 @@ class Writer(PushWriter):
         self._turn = 1 - self._turn
 
     def _mark(self) -> Mark:
-        """Now: on the stream of a card, else on the clock."""
+        """The present moment: on the stream of a card, else on the clock."""
         if self._side is None:
             return time.monotonic()
         event = torch.cuda.Event(enable_timing=True)

@@ -35,7 +35,7 @@ class Writer(BucketWriter):
         self.folder = Path(folder)
 
     def begin(self, version: int, section: str) -> None:
-        """Nothing: receivers come when all of the version is there."""
+        """Nothing to do: receivers read when the whole version is there."""
 
     def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
         """A file of the bucket's size, mapped. Raises EnvironmentMissing where the folder's file system is full."""
@@ -74,7 +74,7 @@ class Reader(BucketReader):
         self.folder = Path(address)
 
     def begin(self, version: int, section: str) -> None:
-        """The writer is long done."""
+        """Nothing to do: the whole version is there."""
 
     def stream(self, section: str, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, torch.Tensor]]:
         for bucket in buckets:
@@ -92,7 +92,7 @@ class Reader(BucketReader):
             return torch.frombuffer(mapped, dtype=torch.uint8)
 
     def fail(self, why: str) -> None:
-        """Nobody waits for a receiver."""
+        """Nothing to do: the writer waits for no receiver."""
 
     def close(self) -> None:
         """Mappings end with the tensors that hold them."""

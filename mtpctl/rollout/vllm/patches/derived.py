@@ -11,6 +11,8 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
+from mtpctl.rollout.vllm.patches.version import require_pinned
+
 DERIVED = ("W_UV", "W_UK_T")
 """Parameters that no weight update brings."""
 
@@ -22,7 +24,11 @@ class _LatentAttention(Protocol):
 
 
 def refresh(model: nn.Module, dtype: torch.dtype | str) -> None:
-    """Derive everything anew from the weights as they are now. `dtype` is the model's."""
+    """Derive everything anew from the weights as they are now. `dtype` is the model's.
+
+    Raises UpstreamMoved for another release.
+    """
+    require_pinned(__name__)
     for layer in model.modules():
         if hasattr(layer, DERIVED[0]) and hasattr(layer, "kv_b_proj"):
             cast(_LatentAttention, layer).process_weights_after_loading(dtype)
