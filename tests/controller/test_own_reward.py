@@ -70,6 +70,6 @@ def test_a_reward_of_ones_own_trains_and_its_parts_and_failures_are_in_the_metri
     assert sum(row["reward/timeouts"] for row in updates) >= 4
     told = [row["message"] for row in rows if row.get("event") == "reward"]
     assert sum(line.startswith("judge.py:6: ValueError: no second one (rows.jsonl:") for line in told) == 1
-    assert sum(line.startswith("judge.py:score took more than 1.5 s (reward.timeout_s)") for line in told) == 1
+    assert sum(line.startswith("judge.py:8: score took more than 1.5 s (reward.timeout_s)") for line in told) == 1
     assert "judged rows.jsonl:" in (run_dir / "logs" / "reward.log").read_text()
     assert f"function: {task / 'judge.py'}:score" in (run_dir / "recipe.resolved.yaml").read_text()

@@ -9,14 +9,17 @@ import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -119,11 +122,13 @@ class Task:
     samples: Callable[[Rows], None] = field(default=lambda rows: None)
 
 
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+
+
 def mtpctl(cwd: Path, *arguments: object) -> str:
     """What a command prints that a user would give in the folder `cwd`."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-m", "mtpctl", *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout + done.stderr
 
@@ -292,3 +297,73 @@ def test_it_trains_with_its_drafter_and_resumes(task: Callable[[Path], contextli
     evaluations = [row for row in rows if "eval/version" in row]
     own.holds(updates, evaluations)
     own.samples([json.loads(line) for file in sorted((run_dir / "samples").iterdir()) for line in file.read_text().splitlines()])
+
+
+STUCK = """\
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def score(response, problem, sample):
+    if sample.response_ids and problem.fields["stuck"] == "reward" and len(sample.version_spans) and sample.version_spans[-1].version > 1:
+        (HERE / "reward-hangs").touch()
+        time.sleep(1000)
+    return len(response) % 2
+
+
+class Hangs:
+    stop = ["e"]
+
+    def __init__(self, problem):
+        self.stuck, self.turns = problem.fields["stuck"] == "environment", 0
+
+    def reply(self, turn):
+        self.turns += 1
+        if self.stuck and self.turns == 2:
+            (HERE / "environment-hangs").touch()
+            time.sleep(1000)
+        return "!"
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_a_stop_waits_neither_for_a_reward_that_sleeps_nor_for_an_environment_that_hangs(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "stuck.py").write_text(STUCK)
+    kinds = ["", "", "", "reward", "", "", "", "environment"]
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{n}:", "answer": "eee", "stuck": kind} for n, kind in enumerate(kinds)])
+    recipe = write_recipe(
+        tmp_path,
+        {
+            "model": {"tokenizer": "bytes"},
+            "data": {"path": "rows.jsonl"},
+            "reward": {"function": "stuck.py:score", "timeout_s": 900},
+            "train": {**MACHINE["train"], "rl": {"steps": 500}},
+            "rollout": {"environment": "stuck.py:Hangs", "max_tokens": 24, "deadline_s": 900},
+            "async": {"staleness_threshold": 4.0},
+        },
+    )
+    sets = [part for text in (*SMALL, "logprob.standalone=false", "train.sft.steps=30") for part in ("--set", text)]
+    command = [sys.executable, "-m", "mtpctl", "train", str(recipe), "--plain", *sets, "--set", f"run_dir={tmp_path}/run"]
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        end = time.monotonic() + 300
+        while not all((tmp_path / f"{kind}-hangs").exists() for kind in ("reward", "environment")):
+            assert process.poll() is None and time.monotonic() < end, log.read_text()
+            time.sleep(0.1)
+        children = psutil.Process(process.pid).children(recursive=True)
+        stopped = time.monotonic()
+        os.killpg(process.pid, number)
+        assert process.wait(120) == 130, log.read_text()
+        print(f"stopped after {time.monotonic() - stopped:.1f} s")
+    finally:
+        process.kill()
+    # A step, its checkpoint and the end of actors; the sleeps would be a quarter of an hour.
+    assert time.monotonic() - stopped < 60, log.read_text()
+    assert (tmp_path / "run" / "checkpoints" / "latest").exists()
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
+    assert "Traceback" not in log.read_text()

@@ -1,8 +1,8 @@
 """The reward `math`: whether the last expression of a response equals the answer, by the library math-verify.
 
-The library would bound its time by the clock, in which nothing at all may be computed on a busy machine; here CPU seconds count, so that a
-right answer is right whatever else runs. Their signal comes to main threads alone: workers run reward functions in theirs. Where sympy is
-stuck in C, which no Python signal reaches, `reward.timeout_s` ends the worker.
+The library would bound its time by the clock, in which little may be computed on a busy machine; here CPU seconds count, and of the clock's
+four times as many, so that a right answer is right whatever else runs. Signals come to main threads alone: workers run reward functions in
+theirs. Where sympy is stuck in C, which no Python signal reaches, `reward.timeout_s` ends the worker.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from mtpctl.samples import Sample
 # It warns where it is given no bound of its own.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 _WARM_UP_S = 60.0
+_OF_THE_CLOCK = 4
 
 _ENVIRONMENT = re.compile(r"(?<!\\)\$|[#\n]|\\boxed|\\\(|\\\[")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
@@ -97,13 +98,16 @@ def _bounded(seconds: float) -> Iterator[None]:
     def over(*_: object) -> None:
         raise TimeoutException
 
-    before = signal.signal(signal.SIGPROF, over)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    bounds = ((signal.ITIMER_PROF, signal.SIGPROF, seconds), (signal.ITIMER_REAL, signal.SIGALRM, _OF_THE_CLOCK * seconds))
+    before = [signal.signal(number, over) for _, number, _ in bounds]
     try:
+        for timer, _, limit in bounds:
+            signal.setitimer(timer, limit)
         yield
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        signal.signal(signal.SIGPROF, before)
+        for (timer, number, _), handler in zip(bounds, before, strict=True):
+            signal.setitimer(timer, 0.0)
+            signal.signal(number, handler)
 
 
 # A process reads its first fraction, root or set a hundred times as slowly as the next ones: parsers and sympy load what they need then.
