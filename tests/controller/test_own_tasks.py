@@ -307,7 +307,7 @@ HERE = Path(__file__).parent
 
 
 def score(response, problem, sample):
-    if sample.response_ids and problem.fields["stuck"] == "reward" and len(sample.version_spans) and sample.version_spans[-1].version > 1:
+    if problem.fields["stuck"] == "reward" and any(span.version > 1 for span in sample.version_spans):
         (HERE / "reward-hangs").touch()
         time.sleep(1000)
     return len(response) % 2
