@@ -290,8 +290,8 @@ def test_it_trains_with_its_drafter_and_resumes(task: Callable[[Path], contextli
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     updates = [row for row in rows if row.get("phase") == "rl" and "actor/pg_loss" in row]
     assert [row["step"] for row in updates] == [1, 2, 3], "the second start goes on where the first one ended"
-    assert all(row["sync/verified"] > 0 and row["mtp/loss_1"] > 0 and row["timing_s/reward"] > 0 for row in updates)
-    assert sum(row["rollout/spec_drafted"] for row in updates) > 0
+    assert all(row["sync/verified"] > 0 and row["mtp/loss_1"] > 0 for row in updates)
+    assert sum(row["rollout/spec_drafted"] for row in updates) > 0 and sum(row["timing_s/reward"] for row in updates) > 0
     same = [row["rollout_corr/abs_diff_same_version"] for row in updates if "rollout_corr/abs_diff_same_version" in row]
     assert same and max(same) < 1e-4, "the server's log-probs are the engine's where both have the same weights"
     evaluations = [row for row in rows if "eval/version" in row]
