@@ -14,7 +14,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -119,11 +119,18 @@ def _defined(module: ModuleType, name: str) -> str:
 def describe_error(error: BaseException, text: str) -> str:
     """`judge.py:12: ValueError: …`: an error that the object named `text` raised, at the innermost line of its own file."""
     source = text.rpartition(":")[0]
-    own = os.path.realpath(os.path.expanduser(source)) if source.endswith(".py") else getattr(sys.modules.get(source), "__file__", None)
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = [frame for frame in frames if own and os.path.realpath(frame.filename) == os.path.realpath(own)] or frames
-    where = f"{Path(inside[-1].filename).name}:{inside[-1].lineno}: " if inside else ""
-    return f"{where}{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(": ")
+    own = os.path.expanduser(source) if source.endswith(".py") else getattr(sys.modules.get(source), "__file__", None)
+    where = innermost([(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)], own)
+    return f"{where}{': ' if where else ''}{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(": ")
+
+
+def innermost(frames: Sequence[tuple[str, int]], own: str | None) -> str:
+    """`judge.py:12`: the innermost of `frames` (file and line, the outermost first) that is in the file `own`; of all, where none is.
+
+    Empty without frames.
+    """
+    inside = [frame for frame in frames if own and os.path.realpath(frame[0]) == os.path.realpath(own)] or frames
+    return f"{Path(inside[-1][0]).name}:{inside[-1][1]}" if inside else ""
 
 
 def place_of(found: object) -> str:

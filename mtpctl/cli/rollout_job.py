@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
@@ -101,7 +101,11 @@ def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progr
         source = source_of(recipe, start, folder)
         say(f"model: {source.name}")
         environment, chat, deadline_s = environment_of(recipe.rollout), chatted(recipe.data, problems), recipe.rollout.deadline_s
-        tools = try_environment(environment, problems, source.tokenizer, chat=chat, deadline_s=deadline_s) if environment else []
+        tools: Sequence[object] = ()
+        if environment is not None:
+            tried = try_environment(environment, problems, chat=chat, deadline_s=deadline_s)
+            tried.check_text(source.tokenizer)
+            tools = tried.tools
         asked = [
             Prompt(
                 number,

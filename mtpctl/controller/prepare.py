@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from mtpctl.controller.rehearsal import check_sandbox, try_loss
-from mtpctl.controller.trial import check_rewards
-from mtpctl.data.prompts import chatted, fit_problems
+from mtpctl.controller.rehearsal import try_code
+from mtpctl.data.prompts import fit_problems
 from mtpctl.data.sets import ProblemSets, load_problem_sets
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_byte_tokenizer, load_tokenizer, make_byte_tokenizer
 from mtpctl.errors import EnvironmentMissing, UserError
@@ -24,8 +23,6 @@ from mtpctl.recipe.fields import Keys
 from mtpctl.recipe.loading import flatten
 from mtpctl.recipe.model_source import hf_config, path_in_full
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rollout.environments import environment_of
-from mtpctl.rollout.trial import try_environment
 from mtpctl.sync.store import VersionStore, default_root, name_of
 from mtpctl.telemetry.run_directory import RunDirectory
 
@@ -56,13 +53,9 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     """
     from mtpctl.convert.model_weights import ModelWeights
 
-    if "rl" in recipe.train.stages:
-        check_sandbox(recipe)
-    try_loss(recipe)
     # What is read in a moment comes first, and with it the most common mistakes.
     problems = load_problem_sets(recipe.data, recipe.seed, recipe.evaluation, stages=recipe.train.stages)
-    environment = environment_of(recipe.rollout) if "rl" in recipe.train.stages else None
-    unrewarded = check_rewards(problems, recipe) if "rl" in recipe.train.stages else ""
+    tried = try_code(recipe, problems, compare=True)
     model = model_of(recipe, run_dir)
     if "rl" in recipe.train.stages and recipe.rollout.engine == "vllm":
         check_importable(model.config)
@@ -73,15 +66,17 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     context = recipe.rollout.context or model.shape.max_positions
     if context > model.shape.max_positions:
         raise UserError(f"rollout.context: {context} is more than the {model.shape.max_positions} positions of the model; lower it")
-    chat, deadline_s = chatted(recipe.data, problems.train), recipe.rollout.deadline_s
-    tools = try_environment(environment, problems.train, tokenizer, chat=chat, deadline_s=deadline_s) if environment else []
+    tools: Sequence[object] = ()
+    if tried.environment is not None:
+        tried.environment.check_text(tokenizer)
+        tools = tried.environment.tools
     imitated = problems.supervised if "sft" in recipe.train.stages else []
     if imitated is not problems.train:
         fit_problems(tokenizer, problems.train, recipe.data, context=context, tools=tools)
     fit_problems(tokenizer, imitated, recipe.data, context=context, targets=True, tools=tools)
     for held_out in problems.held_out.values():
         fit_problems(tokenizer, held_out, recipe.data, context=context, tools=tools)
-    return Prepared(model, tokenizer, problems, context, unrewarded, tools)
+    return Prepared(model, tokenizer, problems, context, "; ".join(tried.warnings), tools)
 
 
 def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:

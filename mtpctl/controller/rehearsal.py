@@ -1,47 +1,99 @@
-"""Trying the user's own code before anything starts, for commands that start nothing as well.
+"""Trying the user's own code before anything starts: all of it in one place and one order, for a run and for commands that start nothing.
 
 What only some recipes need is imported where they need it: most recipes name no code, and are checked in less than a second.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from mtpctl.recipe.reward import VERIFIERS, reference_of
 from mtpctl.recipe.schema import Recipe
 
+if TYPE_CHECKING:
+    from mtpctl.data.sets import ProblemSets
+    from mtpctl.rollout.trial import EnvironmentTrial
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What came of trying the user's code. `environment`: None where the recipe has none."""
+
+    environment: EnvironmentTrial | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def try_code(recipe: Recipe, problems: ProblemSets, *, compare: bool) -> Tried:
+    """Try what RL calls of the user's own: the loss on a few tokens, then environment, reward and rewards of held-out sets on problems.
+
+    `compare`: rewards that only compare answers are tried as well, on many problems. Raises UserError for the first thing that fails,
+    with its file and line, and EnvironmentMissing where code that the model writes would have no sandbox.
+    """
+    if "rl" not in recipe.train.stages:
+        return Tried()
+    check_sandbox(recipe)
+    if recipe.train.rl.own_loss:
+        from mtpctl.rl.own_loss import check_loss  # which imports torch
+
+        check_loss(recipe.train.rl)
+    environment = _try_environment(recipe, problems)
+    return Tried(environment, tuple(filter(None, _try_rewards(recipe, problems, compare=compare))))
+
 
 def rehearse(recipe: Recipe) -> list[str]:
-    """Try the code of the user's own that the recipe names: the loss on a few tokens, environment and reward on the first problems.
+    """Try the code of the user's own that the recipe names on the first problems. Needs neither tokenizer nor model.
 
-    Needs neither tokenizer nor model. Returns warnings. Raises UserError for the first thing that fails, with its file and line.
+    Returns warnings. Raises as `try_code`.
     """
     if "rl" not in recipe.train.stages:
         return []
-    check_sandbox(recipe)
-    try_loss(recipe)
+    from mtpctl.data.sets import ProblemSets
+
+    needed = recipe.rollout.environment != "single" or any(reward.function not in VERIFIERS for reward in recipe.rewards.values())
+    if not needed:
+        return list(try_code(recipe, ProblemSets([], [], []), compare=False).warnings)
+    from mtpctl.controller.trial import TRIED
+    from mtpctl.data.sets import first_problems
+
+    first = first_problems(recipe.data, recipe.seed, recipe.evaluation, TRIED)
+    named = {name: first[f"eval/{name}"] for name in recipe.evaluation.sets}
+    warnings = list(try_code(recipe, ProblemSets(first["train"], [], [], named), compare=False).warnings)
+    if not first["train"]:
+        warnings.append(f"{recipe.data.path} is not in the cache yet: your code was loaded, and is tried on rows when the run starts")
+    return warnings
+
+
+def _try_environment(recipe: Recipe, problems: ProblemSets) -> EnvironmentTrial | None:
+    if recipe.rollout.environment == "single":
+        return None
+    from mtpctl.data.prompts import chatted
+    from mtpctl.rollout.environments import environment_of
+    from mtpctl.rollout.trial import try_environment
+
+    environment = environment_of(recipe.rollout)
+    assert environment is not None, "the recipe names one"
+    chat = chatted(recipe.data, problems.train)
+    return try_environment(environment, problems.train, chat=chat, deadline_s=recipe.rollout.deadline_s)
+
+
+def _try_rewards(recipe: Recipe, problems: ProblemSets, *, compare: bool) -> list[str]:
     built_in = {field: config for field, config in recipe.rewards.items() if config.function in VERIFIERS}
     if any(config.args for config in built_in.values()):
         from mtpctl.rl.rewards.function import load_function
 
         for field, config in built_in.items():
             load_function(reference_of(config.function), config.args, field)
-    if recipe.rollout.environment == "single" and len(built_in) == len(recipe.rewards):
+    if len(built_in) == len(recipe.rewards) and not compare:
         return []
-    from mtpctl.controller.trial import TRIED, try_reward, try_set_rewards
-    from mtpctl.data.prompts import chatted
-    from mtpctl.data.sets import first_problems
-    from mtpctl.rollout.environments import environment_of
-    from mtpctl.rollout.trial import try_environment
+    from mtpctl.controller.trial import compare_answers, try_reward, try_set_rewards
 
-    environment = environment_of(recipe.rollout)
-    first = first_problems(recipe.data, recipe.seed, recipe.evaluation, TRIED)
-    train = first["train"]
-    if environment is not None:
-        try_environment(environment, train, None, chat=chatted(recipe.data, train), deadline_s=recipe.rollout.deadline_s)
-    warnings = [] if "reward" in built_in else [try_reward(recipe.reward, train)]
-    try_set_rewards(recipe, {name: first[f"eval/{name}"] for name in recipe.evaluation.sets})
-    if not train:
-        warnings.append(f"{recipe.data.path} is not in the cache yet: your code was loaded, and is tried on rows when the run starts")
-    return [warning for warning in warnings if warning]
+    if "reward" not in built_in:
+        warning = try_reward(recipe.reward, problems.train)
+    else:
+        warning = compare_answers(recipe.reward, problems) if compare else ""
+    try_set_rewards(recipe, problems.named)
+    return [warning]
 
 
 def check_sandbox(recipe: Recipe) -> None:
@@ -55,11 +107,3 @@ def check_sandbox(recipe: Recipe) -> None:
 
     for field, args in asked.items():
         require(field, args.get("isolation", "required"))
-
-
-def try_loss(recipe: Recipe) -> None:
-    """Try the loss on a few tokens, where it is the user's own. Raises UserError, with its file and line where it is at fault."""
-    if "rl" in recipe.train.stages and recipe.train.rl.own_loss:
-        from mtpctl.rl.own_loss import check_loss  # which imports torch
-
-        check_loss(recipe.train.rl)

@@ -23,16 +23,12 @@ TRIED = 3
 _OTHER = {"exact": "math", "math": "exact"}
 
 
-def check_rewards(problems: ProblemSets, recipe: Recipe) -> str:
-    """Reward some problems' own solutions, as if they were responses. Returns a warning, empty where there is nothing to warn of.
+def compare_answers(config: RewardConfig, problems: ProblemSets) -> str:
+    """Reward some problems' own solutions by a function that only compares answers. Returns a warning, empty without one.
 
-    Raises UserError for a function that cannot be loaded or called, that fails on a row, or, of `exact` and `math`, that accepts no
-    solution of a set: no response could be rewarded.
+    Raises UserError where it accepts no solution of a set: no response could be rewarded.
     """
-    try_set_rewards(recipe, problems.named)
-    if recipe.reward.function not in VERIFIERS:
-        return try_reward(recipe.reward, problems.train)
-    return asyncio.run(_compared(recipe.reward, {"training": problems.train, "held-out": problems.evaluation}))
+    return asyncio.run(_compared(config, {"training": problems.train, "held-out": problems.evaluation}))
 
 
 def try_reward(config: RewardConfig, problems: list[Problem], field: str = "reward") -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from mtpctl.errors import UserError
 from mtpctl.rollout.chat import ChatReplies, ChatText
-from mtpctl.rollout.environments import CLOSE_S, FIELD, EnvironmentClass, EnvironmentFailure, Instance
+from mtpctl.rollout.environments import CLOSE_S, FIELD, EnvironmentClass, EnvironmentFailure, Instance, Message
 from mtpctl.rollout.turns import Text
 from mtpctl.rollout.user_calls import UserLoops
 
@@ -22,60 +24,82 @@ class ChatTokenizer(Text, ChatText, Protocol):
     """A tokenizer that encodes, decodes and knows the chat template."""
 
 
+@dataclass(frozen=True)
+class EnvironmentTrial:
+    """What an environment said when it was tried. `tools`: the JSON schemas of its `tools()` for the first problem, those of the run."""
+
+    tools: list[object] = field(default_factory=list)
+    stops: frozenset[str] = frozenset()
+    replies: tuple[list[Message], ...] = ()
+
+    def check_text(self, tokenizer: ChatTokenizer) -> None:
+        """Raise UserError for a stop text that the model's text cannot hold, and for chat messages that the template does not take."""
+        for stop in sorted(self.stops):
+            if not tokenizer.decode(tokenizer.encode(stop)).strip():
+                raise UserError(
+                    f"{FIELD}: stop: {stop!r} is a special token, which is no text and never ends a turn; with stop = [] the end token does"
+                )
+        try:
+            for said in self.replies:
+                ChatReplies(tokenizer).tokens(said, None)
+        except EnvironmentFailure as failure:
+            raise UserError(f"{FIELD}: {failure}") from failure
+
+
 def try_environment(
-    environment: EnvironmentClass,
-    problems: Sequence[object],
-    tokenizer: ChatTokenizer | None,
-    *,
-    chat: bool,
-    deadline_s: float = TRIAL_S,
-) -> list[object]:
+    environment: EnvironmentClass, problems: Sequence[object], *, chat: bool, deadline_s: float = TRIAL_S
+) -> EnvironmentTrial:
     """Make the environment for the first problems, have it reply to a turn that is its stop string alone, reward and close it.
 
-    Returns the JSON schemas of its `tools()` for the first problem, which are those of the run. Without a `tokenizer`, chat messages and
-    stop strings are not tried on it. `chat`: whether the chat template is used. `deadline_s` is what a response may take in the run; a
-    problem's trial takes no longer, and TRIAL_S at most. Raises UserError for the first thing that fails.
+    `chat`: whether the chat template is used. `deadline_s` is what a response may take in the run; a problem's trial takes no longer, and
+    TRIAL_S at most. Raises UserError for the first thing that fails.
     """
     seconds = min(deadline_s, TRIAL_S)
 
-    async def drive() -> list[object]:
+    async def drive() -> list[EnvironmentTrial]:
         loops = UserLoops()
         try:
-            found = [await _try_one(Instance(environment, each, loops), tokenizer, chat, seconds) for each in problems[:TRIED]]
+            return [await _try_one(environment, Instance(environment, each, loops), chat, seconds) for each in problems[:TRIED]]
         finally:
             loops.end()
-        return found[0] if found else []
 
     try:
-        tools = asyncio.run(drive())
+        found = asyncio.run(drive())
     except EnvironmentFailure as failure:
         raise UserError(f"{FIELD}: {failure}") from failure
-    except TimeoutError as error:
-        raise UserError(f"{FIELD}: {environment.where('reply')} took longer than {seconds:g} s for one turn; make it return") from error
+    tools = found[0].tools if found else []
     if tools and not chat:
         raise UserError(f"{FIELD}: {environment.where('tools')} is for the chat template; set data.chat_template: true, or remove it")
-    return tools
+    return EnvironmentTrial(
+        tools, frozenset().union(*(each.stops for each in found)), tuple(said for each in found for said in each.replies)
+    )
 
 
-async def _try_one(instance: Instance, tokenizer: ChatTokenizer | None, chat: bool, seconds: float) -> list[object]:
-    async def play() -> list[object]:
+async def _try_one(environment: EnvironmentClass, instance: Instance, chat: bool, seconds: float) -> EnvironmentTrial:
+    method = "__init__"
+
+    async def play() -> EnvironmentTrial:
+        nonlocal method
         await instance.make()
+        method = "tools"
         tools = await instance.tools()
-        for stop in instance.stop:
-            if tokenizer is not None and not tokenizer.decode(tokenizer.encode(stop)).strip():
-                raise EnvironmentFailure(
-                    f"stop: {stop!r} is a special token, which is no text and never ends a turn; with stop = [] the end token does"
-                )
+        method = "reply"
         said = await instance.reply(instance.stop[0] if instance.stop else "")
-        if isinstance(said, list) and said:
-            if not chat:
-                raise EnvironmentFailure("it replies with chat messages; set data.chat_template: true, or return text")
-            if tokenizer is not None:
-                ChatReplies(tokenizer).tokens(said, None)
+        if isinstance(said, list) and said and not chat:
+            raise EnvironmentFailure("it replies with chat messages; set data.chat_template: true, or return text")
+        method = "reward"
         await instance.reward()
-        return tools
+        return EnvironmentTrial(tools, frozenset(instance.stop), (said,) if isinstance(said, list) and said else ())
 
     try:
-        return await asyncio.wait_for(play(), seconds)
-    finally:
+        found = await asyncio.wait_for(play(), seconds)
+        method = "close"
         await asyncio.wait_for(instance.close(), CLOSE_S)
+    except TimeoutError as error:
+        limit = CLOSE_S if method == "close" else seconds
+        raise UserError(f"{FIELD}: {environment.where(method)} took longer than {limit:g} s; make it return") from error
+    finally:
+        if method != "close":
+            with contextlib.suppress(TimeoutError, EnvironmentFailure):  # what went wrong before is told
+                await asyncio.wait_for(instance.close(), CLOSE_S)
+    return found

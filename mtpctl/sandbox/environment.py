@@ -31,7 +31,7 @@ class Python:
         *,
         opening: str = "<python>",
         closing: str = "</python>",
-        answer: str = "<output>\n{}</output>",
+        answer: str = "<output>\n{}</output>\n",  # a fence of code that follows begins a line
         timeout_s: float = 10.0,
         session_cpu_s: float = 60.0,
         memory_mb: int = 512,

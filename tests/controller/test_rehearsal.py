@@ -37,6 +37,26 @@ def test_one_that_fails_is_refused_with_its_line(tmp_path: Path) -> None:
         prepare(failing, tmp_path / "run")
 
 
+def test_a_run_tries_in_the_order_of_the_commands_that_start_nothing(tmp_path: Path) -> None:
+    """Loss, environment, reward, rewards of held-out sets: mended one after the other, each is the next to be told by both."""
+    (tmp_path / "own.py").write_text("def loss(logprob): ...\ndef score(response, problem, sample): return 1 / 0\n")
+    (tmp_path / "held.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    own = f"{tmp_path}/own.py"
+    mistakes = {
+        f"train.rl.loss={own}:loss": r"^train\.rl\.loss: ",
+        f"rollout.environment={MODULE}:Raises": TOLD,
+        f"reward.function={own}:score": r"^reward\.function: own\.py:2: ",
+        f"evaluation.sets={{held: {{path: {tmp_path}/held.jsonl, reward: {{function: '{own}:score'}}}}}}": r"^evaluation\.sets\.held\.",
+    }
+    while mistakes:
+        wrong = recipe(*mistakes)
+        told = mistakes.pop(next(iter(mistakes)))
+        with pytest.raises(UserError, match=told):
+            rehearse(wrong)
+        with pytest.raises(UserError, match=told):
+            prepare(wrong, tmp_path / "run")
+
+
 def test_a_stage_without_responses_has_no_environment() -> None:
     rehearse(recipe(f"rollout.environment={MODULE}:Raises", "train.stages=[sft]"))
 

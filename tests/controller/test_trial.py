@@ -44,7 +44,7 @@ def score(response, problem, sample):
             "reward.function: judge.py:1: ZeroDivisionError: division by zero, for rows",
         ),
         ("def score(response, problem, sample): return float('nan')", "", "reward.function: judge.py:1: score returned nan, which is not"),
-        ("import time\ndef score(*a): time.sleep(9)", ", timeout_s: 0.5", "reward.function: judge.py:score took more than 0.5 s"),
+        ("import time\ndef score(*a): time.sleep(9)", ", timeout_s: 0.5", "reward.function: judge.py:2: score took more than 0.5 s"),
         ("def score(response): return 1", "", "reward.function: score(response) cannot be called as score(response, problem, sample)"),
         ("def score(*a): return 1", ", args: {bonus: 2}", "reward.args: score(*a) cannot be called as"),
         ("async def score(response, problem, sample): raise KeyError('x')", "", "reward.function: judge.py:1: KeyError: 'x', for rows"),

@@ -51,16 +51,17 @@ class SlowInThreads(Slow):
 
 
 class Steady(FakeReplica):
-    """Takes 0.2 s for each turn."""
+    """Takes as many seconds for each turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, turn_s: float = 0.2) -> None:
         super().__init__()
+        self.turn_s = turn_s
         self.occupied = Occupancy(PLACES)
 
     async def generate(self, request: GenerationRequest) -> Sample:
         self.in_flight += 1
         self.occupied.count(self.in_flight)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(self.turn_s)
         self.in_flight -= 1
         self.occupied.count(self.in_flight)
         request.sample.append(list(b"so!"), [-1.0] * 3, 0)

@@ -268,26 +268,26 @@ def test_a_class_that_cannot_serve_is_one_line(reference: str, args: dict[str, o
 )
 def test_an_environment_is_tried_on_rows_and_refused_with_its_line(tokenizer: Tokenizer, name: str, told: str) -> None:
     with pytest.raises(UserError, match=rf"^rollout\.environment: {told}$"):
-        try_environment(found(name), ["a", "b", "c", "d"], tokenizer, chat=False)
+        try_environment(found(name), ["a", "b", "c", "d"], chat=False).check_text(tokenizer)
 
 
-def test_three_rows_are_tried_and_closed(tokenizer: Tokenizer) -> None:
+def test_three_rows_are_tried_and_closed() -> None:
     CLOSED.clear()
-    assert try_environment(found("Echo"), ["a", "b", "c", "d"], tokenizer, chat=False) == []
+    assert try_environment(found("Echo"), ["a", "b", "c", "d"], chat=False).tools == []
     assert CLOSED == ["a", "b", "c"]
 
 
-def test_one_that_hangs_in_the_trial_is_told(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_hangs_in_the_trial_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpctl.rollout.trial.TRIAL_S", 0.2)
-    with pytest.raises(UserError, match=r"Hangs\.reply took longer than 0\.2 s for one turn; make it return"):
-        try_environment(found("Hangs"), ["a"], tokenizer, chat=False)
+    with pytest.raises(UserError, match=r"Hangs\.reply took longer than 0\.2 s; make it return"):
+        try_environment(found("Hangs"), ["a"], chat=False)
 
 
-def test_the_trial_takes_no_longer_than_a_response_may(tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match=r"Hangs\.reply took longer than 0\.2 s for one turn; make it return"):
-        try_environment(found("Hangs"), ["a"], tokenizer, chat=False, deadline_s=0.2)
+def test_the_trial_takes_no_longer_than_a_response_may() -> None:
+    with pytest.raises(UserError, match=r"Hangs\.reply took longer than 0\.2 s; make it return"):
+        try_environment(found("Hangs"), ["a"], chat=False, deadline_s=0.2)
 
 
-def test_tools_are_asked_for_once(tokenizer: Tokenizer) -> None:
-    (tool,) = try_environment(found("WithTools"), ["a", "b"], tokenizer, chat=True)
+def test_tools_are_asked_for_once() -> None:
+    (tool,) = try_environment(found("WithTools"), ["a", "b"], chat=True).tools
     assert tool["function"]["name"] == "echo"  # type: ignore[index]

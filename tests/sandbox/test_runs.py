@@ -183,10 +183,10 @@ def test_the_environment_keeps_a_session_for_a_response() -> None:
         return said
 
     said = asyncio.run(talk())
-    assert said[:2] == ["<output>\n</output>", "<output>\n42\n</output>"]
+    assert said[:2] == ["<output>\n</output>\n", "<output>\n42\n</output>\n"]
     assert "NameError" in said[2]
-    assert said[3].endswith("[timed out]\n</output>")
-    assert said[4] == "<output>\n[the session ended, and its variables are gone]\n</output>"
+    assert said[3].endswith("[timed out]\n</output>\n")
+    assert said[4] == "<output>\n[the session ended, and its variables are gone]\n</output>\n"
 
 
 def test_long_output_is_cut_in_the_middle() -> None:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 
 from mtpctl.errors import UserError
 from mtpctl.rl.rewards.outcome import Answered, parse
@@ -64,8 +65,17 @@ class RewardFunction:
     def _place(self) -> str:
         """`judge.py:12: score`: where the function begins, for a mistake in what it returns."""
         name = self.reference.rpartition(":")[2]
-        code = getattr(inspect.unwrap(self.call), "__code__", None)
+        code = self._code()
         return f"{Path(code.co_filename).name}:{code.co_firstlineno}: {name}" if code is not None else name
+
+    @property
+    def file(self) -> str | None:
+        """The file that the function is written in; None where Python does not know it."""
+        code = self._code()
+        return None if code is None else code.co_filename
+
+    def _code(self) -> CodeType | None:
+        return getattr(inspect.unwrap(self.call), "__code__", None)
 
 
 def load_function(reference: str, args: Mapping[str, object], field: str = "reward") -> RewardFunction:

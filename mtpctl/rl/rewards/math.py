@@ -1,14 +1,17 @@
 """The reward `math`: whether the last expression of a response equals the answer, by the library math-verify.
 
-The library bounds its time by SIGALRM, which only a main thread may set: workers run reward functions in theirs. Where sympy is stuck in
-C, which no Python signal reaches, `reward.timeout_s` ends the worker.
+The library would bound its time by the clock, in which little may be computed on a busy machine; here CPU seconds count, and of the clock's
+four times as many, so that a right answer is right whatever else runs. Signals come to main threads alone: workers run reward functions in
+theirs. Where sympy is stuck in C, which no Python signal reaches, `reward.timeout_s` ends the worker.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import math
 import re
+import signal
+from collections.abc import Iterator
 
 from math_verify import parse, verify
 from math_verify.errors import TimeoutException
@@ -16,7 +19,10 @@ from math_verify.errors import TimeoutException
 from mtpctl.rl.rewards.outcome import Answered
 from mtpctl.samples import Sample
 
+# It warns where it is given no bound of its own.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 _WARM_UP_S = 60.0
+_OF_THE_CLOCK = 4
 
 _ENVIRONMENT = re.compile(r"(?<!\\)\$|[#\n]|\\boxed|\\\(|\\\[")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
@@ -62,22 +68,46 @@ def _closing(text: str, at: int) -> int | None:
 
 
 def score(response: str, problem: Answered, sample: Sample, seconds: float = 5.0) -> float:
-    """1.0 where the response's last expression equals the answer; 0.0 where not, and where reading or comparing takes over `seconds`."""
-    return float(_equal(response, problem.answer, math.ceil(seconds)))
+    """1.0 where the response's last expression equals the answer; 0.0 where not, and where reading or comparing computes over `seconds`."""
+    return float(_equal(response, problem.answer, seconds))
 
 
-def _equal(response: str, answer: str, seconds: int) -> bool:
+def _equal(response: str, answer: str, seconds: float) -> bool:
     try:
+        gold: list[object] = []
         for text in answer_forms(answer):
-            if gold := parse(text, parsing_timeout=seconds, raise_on_error=True):
+            with _bounded(seconds):
+                gold = parse(text, parsing_timeout=None, raise_on_error=True)
+            if gold:
                 break
-        given = parse(final_part(response), parsing_timeout=seconds, raise_on_error=True)
-        return bool(gold) and bool(verify(gold, given, timeout_seconds=seconds, raise_on_error=True))
+        with _bounded(seconds):
+            given = parse(final_part(response), parsing_timeout=None, raise_on_error=True)
+        with _bounded(seconds):
+            return bool(gold) and bool(verify(gold, given, timeout_seconds=None, raise_on_error=True))
     except TimeoutException:
         return False
     except Exception:  # sympy raises whatever it likes on what is no mathematics, and that is simply not the answer
         logging.getLogger(__name__).debug("not comparable: %r and %r", response[-200:], answer, exc_info=True)
         return False
+
+
+@contextlib.contextmanager
+def _bounded(seconds: float) -> Iterator[None]:
+    """Raise TimeoutException where the body computes for more than so many CPU seconds."""
+
+    def over(*_: object) -> None:
+        raise TimeoutException
+
+    bounds = ((signal.ITIMER_PROF, signal.SIGPROF, seconds), (signal.ITIMER_REAL, signal.SIGALRM, _OF_THE_CLOCK * seconds))
+    before = [signal.signal(number, over) for _, number, _ in bounds]
+    try:
+        for timer, _, limit in bounds:
+            signal.setitimer(timer, limit)
+        yield
+    finally:
+        for (timer, number, _), handler in zip(bounds, before, strict=True):
+            signal.setitimer(timer, 0.0)
+            signal.signal(number, handler)
 
 
 # A process reads its first fraction, root or set a hundred times as slowly as the next ones: parsers and sympy load what they need then.
@@ -99,5 +129,5 @@ for _text in (
     "1,000",
     r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
 ):
-    _equal(rf"\boxed{{{_text}}}", _text, math.ceil(_WARM_UP_S))
-    _equal(rf"\boxed{{{_text}}}", r"\frac{x}{7}+1", math.ceil(_WARM_UP_S))
+    _equal(rf"\boxed{{{_text}}}", _text, _WARM_UP_S)
+    _equal(rf"\boxed{{{_text}}}", r"\frac{x}{7}+1", _WARM_UP_S)

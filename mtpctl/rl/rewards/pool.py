@@ -2,7 +2,8 @@
 
 A plain function runs in up to `workers` processes, one call each; a coroutine in one process, up to `workers` calls at once. A call that
 takes longer than it may is ended with its process, which is replaced; other calls of the same process are begun again. Before that, a call
-that takes far longer than most gives its place to another process, so that hanging ones hold up nobody.
+that takes far longer than most gives its place to another process, and one that computes far longer than most yields the CPU to others, so
+that hanging ones hold up nobody.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import re
 import signal
 import statistics
 import time
@@ -19,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import Popen
+from typing import cast
 
 import psutil
 
@@ -27,8 +30,9 @@ from mtpctl.rl.rewards.frames import Channel
 from mtpctl.rl.rewards.function import Result
 from mtpctl.rl.rewards.outcome import Answered, Outcome
 from mtpctl.rl.rewards.template import Template
-from mtpctl.rl.rewards.worker import LATE, WHO, Asked, Ready
+from mtpctl.rl.rewards.worker import WHERE, WHO, Asked, Blocking, Late, Ready
 from mtpctl.samples import Sample
+from mtpctl.user_code import innermost
 
 MOST_WORKERS = 16
 COROUTINES = 256
@@ -36,13 +40,15 @@ COROUTINES = 256
 MOST_BESIDE = 256
 """At most so many processes beside them, in the place of those that hang or only wait."""
 
-_TICK_S = 0.025
+_TICK_S = 0.01
 _WAITS_S = 0.1  # after which a call is looked at: whether it computes, or waits for something else
 _LONG_S, _TIMES = 0.05, 10  # a call is long beyond so many seconds, and so many times the median of the last calls
 _FIRST_S, _VERY_FIRST_S = 1.0, 2.0  # the first call of a process, and of all, may have to load something
-_GRACE_S = 1.0  # for a worker of coroutines to say by itself that a call is late, and then which one blocks it
-_BURNT_S, _BURNT_YOUNG_S, _YOUNG = 0.05, 0.5, 20  # CPU seconds of a call far longer than most, after which it yields; a process that has
+_GRACE_S = 1.0  # for a worker to say where a late call is; for one of coroutines before that, to say by itself that a call is late
+_BURNT_S, _BURNT_YOUNG_S, _YOUNG = 0.01, 0.25, 5  # CPU seconds of a call far longer than most, after which it yields; a process that has
 # answered fewer calls may still have to load something for this one
+_FRAME = re.compile(r'File "(.*)", line (\d+) in ')  # of the module faulthandler, the innermost first
+_CALLER = 'mtpctl/rl/rewards/function.py"'
 _FREE_MEMORY = 0.1  # share of the memory below which no process is started beside
 _STARTS_AT_ONCE, _FAILED_STARTS = 8, 5
 
@@ -59,18 +65,20 @@ class _Call:
 class _Worker:
     """`lent`: its call is so long that another process may work in its place; `waits`: it does not compute meanwhile.
 
-    `spent`: CPU seconds when its call was first looked at. `yields`: its priority was lowered.
+    `yields`: the call computes for so long that its priority was lowered; `spent`: the process's CPU seconds when it began.
     """
 
     channel: Channel
     pid: int = 0
+    trace: int = 0
     calls: dict[int, _Call] = field(default_factory=dict)
     answered: int = 0
     lent: bool = False
     waits: bool = False
     yields: bool = False
-    spent: float | None = None
-    asked_who: float = 0.0
+    spent: float = 0.0
+    next_look: float = 0.0
+    asked: float = 0.0
 
 
 class Pool:
@@ -91,6 +99,7 @@ class Pool:
         self._waiting: deque[_Call] = deque()
         self._numbers = itertools.count()
         self._recent: deque[float] = deque(maxlen=64)  # seconds of calls
+        self._burnt: deque[float] = deque(maxlen=64)  # CPU seconds of calls
         self._starting: set[asyncio.Task[None]] = set()
         self._failed_starts = 0
         self._ticking: asyncio.TimerHandle | None = None
@@ -189,7 +198,7 @@ class Pool:
                 self._keep_ticking()  # which tries again
             return
         self._failed_starts = 0
-        worker.pid = message.pid
+        worker.pid, worker.trace = message.pid, message.trace
         self._workers.append(worker)
         self._free.append(worker)
         self._dispatch()
@@ -205,7 +214,8 @@ class Pool:
             worker.calls[call.asked.number] = call
             if len(worker.calls) == self._slots:
                 self._free.pop()
-            call.began = time.monotonic()
+            call.began = worker.next_look = time.monotonic()
+            worker.spent = _cpu_seconds(worker.pid) if self._slots == 1 else 0.0
             try:
                 worker.channel.send(call.asked)
             except Exception as error:  # a problem of the data that cannot be pickled
@@ -215,34 +225,37 @@ class Pool:
         self._keep_ticking()
 
     def _received(self, worker: _Worker, message: object) -> None:
-        assert isinstance(message, tuple)
-        if message[0] == WHO:
-            guilty = worker.calls.get(message[1])
-            self._expel(worker, [guilty] if guilty is not None else self._overdue(worker, time.monotonic()))
+        if isinstance(message, Blocking):
+            guilty = None if message.number is None else worker.calls.get(message.number)
+            self._expel(worker, [guilty] if guilty is not None else self._overdue(worker, time.monotonic()), message.place)
             return
-        number, reward, parts, error = message
+        late = isinstance(message, Late)
+        if isinstance(message, Late):
+            message = (message.number, None, {}, self._too_long(message.place))
+        number, reward, parts, error = cast(tuple[int, *Result], message)
         if (call := worker.calls.get(number)) is None:
             return
         worker.answered += 1
-        self._settle(worker, call, reward, parts, error)
+        self._settle(worker, call, reward, parts, error, late=late)
         self._dispatch()
 
-    def _settle(self, worker: _Worker, call: _Call, *result: *Result) -> None:
+    def _settle(
+        self, worker: _Worker, call: _Call, reward: float | None, parts: dict[str, float], error: str, *, late: bool = False
+    ) -> None:
         """Take the call off the worker, and tell its result."""
-        reward, parts, error = result
         now, was_full = time.monotonic(), len(worker.calls) == self._slots
         del worker.calls[call.asked.number]
         self._recent.append(now - call.began)
-        late = error == LATE
+        if self._slots == 1:
+            self._burnt.append(max(_cpu_seconds(worker.pid) - worker.spent, 0.0))
         if not call.done.done():
-            text = f"{self._reference_shown()} took more than {self._timeout_s:g} s (reward.timeout_s)" if late else error
-            call.done.set_result(Outcome(reward, parts, text, late, now - call.submitted))
+            call.done.set_result(Outcome(reward, parts, error, late, now - call.submitted))
         if worker not in self._workers:
             return
-        if worker.yields and not _restored(worker.pid):
+        if (worker.asked and self._slots == 1) or (worker.yields and not _restored(worker.pid)):
             self._end(worker)
             return
-        worker.lent, worker.waits, worker.yields, worker.spent = False, False, False, None
+        worker.lent, worker.waits, worker.yields = False, False, False
         if was_full:
             self._free.append(worker)
 
@@ -252,11 +265,11 @@ class Pool:
             self._settle(worker, call, None, {}, f"{self._reference_shown()}: the process that ran it died; see what it wrote")
         self._dispatch()
 
-    def _expel(self, worker: _Worker, guilty: list[_Call]) -> None:
-        """End a worker for the calls that took too long; its other calls are the next to be begun again."""
+    def _expel(self, worker: _Worker, guilty: list[_Call], place: str = "") -> None:
+        """End a worker for the calls that took too long, at this `place`; its other calls are the next to be begun again."""
         self._end(worker)
         for call in guilty:
-            self._settle(worker, call, None, {}, LATE)
+            self._settle(worker, call, None, {}, self._too_long(place), late=True)
         self._waiting.extendleft(reversed(worker.calls.values()))
         worker.calls.clear()
         self._dispatch()
@@ -272,6 +285,11 @@ class Pool:
         self._workers.remove(worker)
         if worker in self._free:
             self._free.remove(worker)
+
+    def _too_long(self, place: str) -> str:
+        """`judge.py:12: score took more than 30 s (reward.timeout_s)`: `place` is where it was then, if that is known."""
+        what = f"{place}: {self._reference.rpartition(':')[2]}" if place else self._reference_shown()
+        return f"{what} took more than {self._timeout_s:g} s (reward.timeout_s)"
 
     def _reference_shown(self) -> str:
         source, _, name = self._reference.rpartition(":")
@@ -289,45 +307,62 @@ class Pool:
         busy = [worker for worker in self._workers if worker.calls]
         for worker in busy:
             if overdue := self._overdue(worker, now):
-                if self._slots == 1:
-                    self._expel(worker, overdue)
-                elif not worker.asked_who:
-                    worker.asked_who = now
-                    worker.channel.send(WHO)
-                elif now - worker.asked_who > _GRACE_S:
-                    self._expel(worker, overdue)
+                if not worker.asked:
+                    worker.asked = now
+                    self._ask_where(worker)
+                elif (place := _place(worker) if self._slots == 1 else "") or now - worker.asked > _GRACE_S:
+                    self._expel(worker, overdue, place)
             elif self._slots == 1:
-                (call,) = worker.calls.values()
-                self._look_at(worker, now - call.began, usual)
+                self._look_at(worker, now, usual)
         if self._waiting:
             self._start_workers()
         if busy or self._waiting:
             self._keep_ticking()
 
+    def _ask_where(self, worker: _Worker) -> None:
+        """Have a worker say which call takes too long, and where."""
+        if self._slots > 1:
+            worker.channel.send(WHO)
+            return
+        if worker.yields:
+            _restored(worker.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.pid, WHERE)
+
     def _overdue(self, worker: _Worker, now: float) -> list[_Call]:
         limit = self._timeout_s + (_GRACE_S if self._slots > 1 else 0.0)
         return [call for call in worker.calls.values() if now - call.began > limit]
 
-    def _look_at(self, worker: _Worker, age: float, usual: float) -> None:
-        """Note whether a call that is under way since `age` seconds needs its place, with `usual` seconds for most calls."""
+    def _look_at(self, worker: _Worker, now: float, usual: float) -> None:
+        """Note what the worker's call, which is under way, comes to beside `usual` seconds for most calls: see `_Worker`."""
+        (call,) = worker.calls.values()
+        age = now - call.began
         least = _LONG_S if worker.answered else _FIRST_S if self._recent else _VERY_FIRST_S
         worker.lent = worker.lent or age > max(least, _TIMES * usual)
-        if age < _TICK_S:
+        if worker.yields or now < worker.next_look:
             return
-        spent, computes = _activity(worker.pid)
-        seen = self._wished is None and age > _WAITS_S and worker.spent is not None
-        worker.waits = seen and not worker.lent and not computes
-        if worker.spent is None:
-            worker.spent = spent
-        # It yields to the others. By CPU seconds and not by the clock: on a busy machine any call takes long by the clock.
-        elif (
-            age > _TIMES * usual
-            and spent - worker.spent > (_BURNT_S if worker.answered >= _YOUNG else _BURNT_YOUNG_S)
-            and not worker.yields
-        ):
-            worker.yields = True
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setscheduler(worker.pid, os.SCHED_IDLE, os.sched_param(0))
+        started: list[int] = []
+        if age > _WAITS_S:
+            started, worker.next_look = _started_by(worker.pid), now + _WAITS_S / 2
+            worker.waits = self._wished is None and not worker.lent and not any(map(_computes, [worker.pid, *started]))
+        # By CPU seconds and not by the clock: on a busy machine any call takes long by the clock.
+        burnt = sum(map(_cpu_seconds, [worker.pid, *started])) - worker.spent
+        most = _BURNT_S if worker.answered >= _YOUNG else _BURNT_YOUNG_S
+        if burnt > max(most, _TIMES * statistics.median(self._burnt or [0.0])):
+            worker.lent = worker.yields = True
+            for pid in (worker.pid, *started):
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+
+
+def _place(worker: _Worker) -> str:
+    """`judge.py:12`: where a worker of a plain function is, once it has written that; empty before."""
+    try:
+        text = Path(f"/proc/{worker.pid}/fd/{worker.trace}").read_text(errors="replace")
+    except OSError:  # it has ended
+        return ""
+    frames = [(file, int(line)) for file, line in _FRAME.findall(text.partition(_CALLER)[0])]
+    return innermost(frames[::-1], frames[-1][0] if frames else None) if _CALLER in text else ""
 
 
 def _restored(pid: int) -> bool:
@@ -341,16 +376,29 @@ def _restored(pid: int) -> bool:
     return True
 
 
-def _activity(pid: int) -> tuple[float, bool]:
-    """CPU seconds of a process and of what it has started, and whether one of them is computing, or would if it had a CPU."""
+def _cpu_seconds(pid: int) -> float:
+    """What a process has computed so far, without what it has started."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(3) of the GNU C library
     except OSError:  # it has ended
-        return 0.0, False
-    below = [_activity(int(child)) for child in children]
-    spent = sum(map(int, stat[11:15])) / os.sysconf("SC_CLK_TCK")
-    return spent + sum(each for each, _ in below), stat[0] == "R" or any(computes for _, computes in below)
+        return 0.0
+
+
+def _started_by(pid: int) -> list[int]:
+    """The processes that a process has started, and those that they have started."""
+    try:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:  # it has ended
+        return []
+    return [each for child in children for each in (child, *_started_by(child))]
+
+
+def _computes(pid: int) -> bool:
+    """Whether a process is computing, or would if it had a CPU."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
+    except OSError:  # it has ended
+        return False
 
 
 def _memory_left() -> bool:

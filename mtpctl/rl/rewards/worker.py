@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import ctypes
+import faulthandler
 import gc
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import cast
 
 from mtpctl.errors import MtpctlError
@@ -25,13 +28,14 @@ from mtpctl.rl.rewards.frames import receive, send
 from mtpctl.rl.rewards.function import RewardFunction, load_function
 from mtpctl.rl.rewards.outcome import Answered
 from mtpctl.samples import Sample
+from mtpctl.user_code import innermost
 
 FORK, SERVE = b"f", b"s"
 """What the controller asks of a template: to fork a worker for the socket that comes along, or to become one."""
 WHO = "who"
 """Asks a worker of coroutines which call its event loop is in."""
-LATE = "late"
-"""In the place of an error: the call took longer than it may."""
+WHERE = signal.SIGRTMAX - 2
+"""Has a worker of a plain function write where it is into its file `Ready.trace`, also where it is stuck in C."""
 
 _PR_SET_PDEATHSIG = 1
 _number: contextvars.ContextVar[int] = contextvars.ContextVar("number")
@@ -67,9 +71,26 @@ class Asked:
 
 @dataclass(frozen=True)
 class Ready:
-    """The first message of a worker."""
+    """The first message of a worker. `trace`: its file descriptor of what `WHERE` writes."""
 
     pid: int
+    trace: int
+
+
+@dataclass(frozen=True)
+class Late:
+    """In the place of a result: the coroutine of a call took longer than it may. `place`: `judge.py:12`, where it waits."""
+
+    number: int
+    place: str
+
+
+@dataclass(frozen=True)
+class Blocking:
+    """What `WHO` is answered with: the call that the event loop is in, if it is in one, and where in it."""
+
+    number: int | None
+    place: str
 
 
 def main(end: int) -> None:
@@ -108,7 +129,9 @@ def main(end: int) -> None:
 def _serve(channel: socket.socket, function: RewardFunction, timeout_s: float) -> None:
     """Answer calls until the controller closes the socket; never returns."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    send(channel, Ready(os.getpid()))
+    trace = os.memfd_create("trace")
+    faulthandler.register(WHERE, trace, all_threads=False)
+    send(channel, Ready(os.getpid(), trace))
     try:
         if function.coroutine:
             asyncio.run(_Coroutines(channel, function, timeout_s).run())
@@ -136,8 +159,9 @@ class _Coroutines:
             while True:
                 asked = receive(self._channel)
                 if asked == WHO:
-                    task = asyncio.current_task(loop)
-                    self._send((WHO, task.get_context().get(_number) if task is not None else None))
+                    task, frame = asyncio.current_task(loop), sys._current_frames().get(threading.main_thread().ident or 0)
+                    place = innermost(_frames(reversed(list(traceback.walk_stack(frame)))), self._function.file) if task else ""
+                    self._send(Blocking(task.get_context().get(_number) if task is not None else None, place))
                 else:
                     loop.call_soon_threadsafe(self._begin, cast(Asked, asked))
         except (EOFError, ConnectionError):
@@ -153,8 +177,9 @@ class _Coroutines:
         work = asyncio.create_task(self._function.wait(asked.response, asked.problem, asked.sample))
         done, _ = await asyncio.wait({work}, timeout=self._timeout_s)
         if not done:
+            place = innermost(_frames(_awaiting(work.get_coro())), self._function.file)
             work.cancel()  # one that does not let itself be cancelled is not waited for
-            self._send((asked.number, None, {}, LATE))
+            self._send(Late(asked.number, place))
         elif work.cancelled():
             self._send((asked.number, None, {}, "the coroutine cancelled itself"))
         else:
@@ -163,6 +188,17 @@ class _Coroutines:
     def _send(self, message: object) -> None:
         with self._sending:
             send(self._channel, message)
+
+
+def _awaiting(coroutine: object) -> Iterator[tuple[FrameType, int]]:
+    """The frames in which a suspended coroutine waits, the outermost first, with their lines."""
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        yield frame, frame.f_lineno
+        coroutine = getattr(coroutine, "cr_await", None)
+
+
+def _frames(walked: Iterable[tuple[FrameType, int]]) -> list[tuple[str, int]]:
+    return [(frame.f_code.co_filename, line) for frame, line in walked]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -123,19 +124,21 @@ def test_a_failure_has_no_reward_where_its_group_is_to_be_dropped_and_ends_the_r
 
 
 @pytest.mark.parametrize(
-    ("kind", "workers"),
+    ("kind", "workers", "line"),
     [
-        ("hang", None),
-        ("spin", 1),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("hang", 1), ("spin", None), ("child", None))),
+        ("hang", None, 4),
+        ("spin", 1, 6),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("hang", 1, 4), ("spin", None, 6), ("child", None, 7))),
     ],
 )
-def test_those_that_hang_hold_up_nobody(plain: str, kind: str, workers: int | None) -> None:
+def test_those_that_hang_hold_up_nobody_and_are_told_by_their_line(plain: str, kind: str, workers: int | None, line: int) -> None:
     """Not even where they are more than there are processes; and what they have started ends with them."""
     config = RewardConfig(function=plain, workers=workers, timeout_s=12)
     before = set(psutil.Process().children(recursive=True))
     found = rewarded(config, *[kind] * 3, *["2"] * 200)
-    assert all(outcome.timed_out and outcome.error.startswith("judge.py:score took more than 12 s") for _, outcome in found[:3])
+    assert all(
+        outcome.timed_out and outcome.error == f"judge.py:{line}: score took more than 12 s (reward.timeout_s)" for _, outcome in found[:3]
+    )
     assert all(outcome.reward == 1.0 for _, outcome in found[3:])
     assert max(seconds for seconds, _ in found[3:]) < 11.5 < min(seconds for seconds, _ in found[:3])
     left = set(psutil.Process().children(recursive=True)) - before
@@ -166,8 +169,9 @@ def test_of_coroutines_the_recipe_bounds_how_many_are_under_way(coroutine: str) 
 def test_a_coroutine_that_will_not_be_cancelled_or_blocks_the_loop_holds_up_the_others_no_longer_than_its_deadline(coroutine: str) -> None:
     ((_, hung), *quick) = rewarded(RewardConfig(function=coroutine, timeout_s=4), "hang", *["2"] * 50)
     assert hung.timed_out and max(seconds for seconds, _ in quick) < 4
+    assert hung.error.startswith("judge.py:5: score took more than 4 s")
     ((_, blocked), *others) = rewarded(RewardConfig(function=coroutine, timeout_s=4), "block", *["2"] * 50)
-    assert blocked.timed_out
+    assert blocked.timed_out and blocked.error.startswith("judge.py:7: score took more than 4 s")
     assert [outcome.reward for _, outcome in others] == [1.0] * 50, "begun again, in another process"
 
 
@@ -207,6 +211,47 @@ def test_math_that_would_take_for_ever_is_wrong_and_holds_up_nobody() -> None:
     config = RewardConfig(function="math", args={"seconds": 1}, timeout_s=20)
     found = rewarded(config, "$10^{10^{10^{10}}}$", *["$2$"] * 50)
     assert [outcome.reward for _, outcome in found] == [0.0] + [1.0] * 50
+
+
+BURNS = """\
+import time
+
+def score(response, problem, sample):
+    end = time.process_time() + 0.002
+    while response == "hang" or time.process_time() < end: pass
+    return 1.0
+"""
+
+
+def test_calls_that_burn_cpu_leave_it_to_the_others(tmp_path: Path) -> None:
+    """One in a hundred, on one CPU. Judged by CPU seconds, of which a busy machine gives all of them less."""
+    (tmp_path / "judge.py").write_text(BURNS)
+    hanging, every = 8, 100
+
+    async def run() -> tuple[float, float]:
+        async with Rewarder(RewardConfig(function=f"{tmp_path / 'judge.py'}:score", timeout_s=200)) as reward:
+            await asyncio.gather(*(reward("quick", PROBLEM, sample()) for _ in range(every)))
+            before = psutil.Process().children(recursive=True)
+            spent = sum(sum(each.cpu_times()[:2]) for each in before)
+            tasks = [
+                asyncio.create_task(reward("hang" if n % every == every // 2 else "quick", PROBLEM, sample()))
+                for n in range(hanging * every)
+            ]
+            quick = [task for n, task in enumerate(tasks) if n % every != every // 2]
+            assert all(outcome.reward == 1.0 for outcome in await asyncio.gather(*quick))
+            after = sum(sum(each.cpu_times()[:2]) for each in psutil.Process().children(recursive=True))
+            assert not any(task.done() for task in tasks if task not in quick)
+            for task in tasks:
+                task.cancel()
+            return after - spent, 0.002 * len(quick)
+
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        used, needed = asyncio.run(asyncio.wait_for(run(), 200))
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert used < 1.8 * needed
 
 
 def test_a_process_starts_without_anything_heavy() -> None:
