@@ -18,7 +18,7 @@ from mtpctl.samples import Sample
 from mtpctl.telemetry.history import load_history
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.sample_log import keep
-from mtpctl.telemetry.session import Telemetry, open_log
+from mtpctl.telemetry.session import Resumed, Telemetry, open_log
 
 
 def start(path: Path, config: TelemetryConfig | None = None) -> tuple[Telemetry, io.StringIO]:
@@ -49,6 +49,30 @@ def test_log_event_and_summary(tmp_path: Path) -> None:
     assert "its last 2, mean 25.0% 45.0% +20.0 points" in table
     assert "reward 0.075 0.975 +1200%" in table
     assert "best 75.0% at update 20; worst fall 10.0 points, from 25.0% at update 0 to 15.0% at update 10." in table
+
+
+def test_a_resumed_panel_leaves_out_what_will_be_done_again(tmp_path: Path) -> None:
+    telemetry, _ = start(tmp_path / "run")
+    with telemetry:
+        for step in range(1, 4):
+            telemetry.log(step, {"sft/loss": 1.0}, "sft")
+        for step in range(1, 8):
+            telemetry.log(step, {"reward/mean": step / 10}, "rl")
+    history = load_history(tmp_path / "run")
+    assert [(row.phase, row.step) for row in Resumed("rl", 5, ["sft"]).kept(history)][-1] == ("rl", 5)
+    assert {row.phase for row in Resumed("sft", 3, ["sft"]).kept(history)} == {"sft"}
+    assert Resumed().kept(history) == [], "without a checkpoint everything is done again"
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=True, color_system=None)
+    with Telemetry(
+        RunDirectory(tmp_path / "run"),
+        TelemetryConfig(tensorboard=False),
+        totals={"sft": 9, "rl": 20},
+        resumed=Resumed("sft", 3, ["sft"]),
+        console=console,
+    ):
+        pass
+    assert "3/3" in out.getvalue() and "0/20" in out.getvalue()
 
 
 def test_a_run_of_no_rl_has_no_summary(tmp_path: Path) -> None:
