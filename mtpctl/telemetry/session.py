@@ -10,19 +10,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 
 from mtpctl.errors import MtpctlError, RuntimeFailure
+from mtpctl.recipe import yaml12
 from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.telemetry.history import History, Row, load_history
 from mtpctl.telemetry.metrics_file import MetricsFile
 from mtpctl.telemetry.panel import Display, LivePanel, PlainLines
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.sample_log import KeptSample, SampleLog, Tables
-from mtpctl.telemetry.sinks import Sink, TensorBoardSink, WandbSink, check_packages
+from mtpctl.telemetry.sinks import Sink, TensorBoardSink, check_packages
 from mtpctl.telemetry.summary import before_and_after, in_between, summary_table
+from mtpctl.telemetry.trackers import MlflowSink, Updates, WandbSink
 
 LOG_BYTES = 16 << 20
 
@@ -96,13 +98,18 @@ class Telemetry:
         self._file = MetricsFile(run_dir.metrics)
         self._sinks: list[Sink] = []
         tables: list[Tables] = []
+        recipe = yaml12.parse(run_dir.recipe.read_text(encoding="utf-8"), str(run_dir.recipe)).value
+        settings: dict[str, Any] = recipe if isinstance(recipe, dict) else {}
+        history = load_history(run_dir.path)
+        check_packages(config)
         if config.tensorboard:
-            self._sinks.append(TensorBoardSink(run_dir.tensorboard))
+            self._sinks.append(TensorBoardSink(run_dir.tensorboard, settings))
         if config.wandb is not None:
-            check_packages(config)
-            wandb = WandbSink(config.wandb, name, run_dir.path)
+            wandb = WandbSink(config, name, run_dir.path, settings, Updates(list(totals or {}), history))
             self._sinks.append(wandb)
             tables.append(wandb.samples)
+        if config.mlflow is not None:
+            self._sinks.append(MlflowSink(config, name, run_dir.path, settings, Updates(list(totals or {}), history)))
         self._samples = SampleLog(run_dir.samples, self._file.session, tables)
         self._display: Display
         if plain or not self._console.is_terminal:
@@ -110,7 +117,7 @@ class Telemetry:
         else:
             panel = LivePanel(self._console, name, totals or {})
             going_on = next((phase for phase in totals or {} if phase not in resumed.ended), resumed.stage)
-            panel.resume(resumed.kept(load_history(run_dir.path)), going_on)
+            panel.resume(resumed.kept(history), going_on)
             self._display = panel
 
         run_dir.logs.mkdir(exist_ok=True)
@@ -171,8 +178,8 @@ class Telemetry:
             self._display.close()
             print_summary(self._console, load_history(self._run_dir.path))
 
-    def close(self) -> None:
-        """End the panel and close all sinks. A second call does nothing."""
+    def close(self, *, failed: bool = False) -> None:
+        """End the panel and close all sinks, which are told where the run `failed`. A second call does nothing."""
         if not self._closed:
             self._samples.close()
             if self._samples.left_out:
@@ -183,7 +190,10 @@ class Telemetry:
             self._closed = True
             self._display.close()
             for sink in self._sinks:
-                sink.close()
+                sink.close(failed=failed)
+                if sink.failure:
+                    self._file.append({"time": time.time(), "event": "tracker", "message": sink.failure})
+                    self._console.print(f"tracker: {sink.failure}", markup=False, highlight=False, soft_wrap=True)
             self._file.close()
             self._log_file.close()
 
@@ -193,4 +203,4 @@ class Telemetry:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, Exception):
             self.failed(error)
-        self.close()
+        self.close(failed=isinstance(error, Exception))

@@ -74,13 +74,13 @@ def test_a_run_that_has_ended_answers_at_once(tmp_path: Path, monkeypatch: pytes
     save(home, "sft", 4, ended=["sft"])
     monkeypatch.setattr(launch, "cluster", None)
     monkeypatch.setattr(launch, "prepare", None)
-    assert launch.run(recipe(home, *SFT)) == 0
+    assert launch.run(recipe(home, *SFT, "train.sft.until_loss=0")) == 0
     assert "has ended, sft-000004; raise train.sft.steps to go on" in capsys.readouterr().out
     assert not RunDirectory(home).recipe.exists()
     assert launch.run(recipe(home, *SFT, "train.sft.until_loss=0.5", "train.sft.steps=9")) == 0, "it may have ended by its loss"
     assert "raise" not in capsys.readouterr().out
     with pytest.raises(TypeError):  # the stand-in for what starts a run
-        launch.run(recipe(home, "train.stages=[sft]", "train.sft.steps=9", "cluster.num_cpus=2"))
+        launch.run(recipe(home, *SFT, "train.sft.until_loss=0", "train.sft.steps=9", "cluster.num_cpus=2"))
 
 
 def test_a_stage_that_was_begun_is_not_left_out_in_silence(tmp_path: Path) -> None:
