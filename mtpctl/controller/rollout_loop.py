@@ -45,9 +45,9 @@ BATCHES_WITHOUT_SIGNAL = 20
 class RolloutCounts:
     """What the rollout half did since the last update.
 
-    `tokens` that were generated, held-out responses included, groups that dynamic sampling `dropped`, groups that `expired` as too old, and the `rewards` of each
-    complete group, dropped ones included. Of the calls of the reward function their number (`rewarded`), the `errors`, `timeouts` among
-    them, and the `seconds` of all; `unrewarded`: groups that were left out for a reward that failed.
+    `tokens` that were generated, held-out responses included, groups that dynamic sampling `dropped`, groups that `expired` as too old,
+    and the `rewards` of each complete group, dropped ones included. Of the calls of the reward function their number (`rewarded`), the
+    `errors`, `timeouts` among them, and the `seconds` of all; `unrewarded`: groups that were left out for a reward that failed.
     """
 
     tokens: int = 0
