@@ -147,7 +147,7 @@ class LivePanel:
         self._undo: Callable[[], None] = lambda: None
         if draw:
             self._live, self._size = self._begin(), console.size
-            self._undo = without_control_characters()
+            self._undo = without_echo()
             self._drawing = threading.Thread(target=self._draw, name="panel", daemon=True)
             self._drawing.start()
 
@@ -269,15 +269,15 @@ class LivePanel:
         return grid
 
 
-def without_control_characters() -> Callable[[], None]:
-    """Have the terminal not show `^C` where Ctrl-C is pressed, which would move what stands there. Returns what undoes it."""
+def without_echo() -> Callable[[], None]:
+    """Have the terminal not show what is typed, such as the `^C` of Ctrl-C, which would move what stands there. Returns what undoes it."""
     try:
         terminal = sys.stdin.fileno()
         before = termios.tcgetattr(terminal)
     except (OSError, ValueError, termios.error):  # stdin is no terminal
         return lambda: None
     changed = before.copy()
-    changed[3] &= ~termios.ECHOCTL
+    changed[3] &= ~termios.ECHO
     termios.tcsetattr(terminal, termios.TCSANOW, changed)
     return lambda: termios.tcsetattr(terminal, termios.TCSANOW, before)
 

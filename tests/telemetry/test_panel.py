@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from mtpctl.telemetry.history import Row
-from mtpctl.telemetry.panel import LivePanel, Pace, PlainLines, sparkline, without_control_characters
+from mtpctl.telemetry.panel import LivePanel, Pace, PlainLines, sparkline, without_echo
 
 
 class Clock:
@@ -135,18 +135,18 @@ def test_a_terminal_of_another_size_is_drawn_anew_from_its_top() -> None:
     assert max(len(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line)) for line in fresh.splitlines()) == 60
 
 
-def test_ctrl_c_is_not_shown_while_the_panel_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_typed_is_not_shown_while_the_panel_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
     with open(theirs, "r+b", buffering=0) as terminal:
         monkeypatch.setattr("sys.stdin", terminal)
         before = termios.tcgetattr(theirs)[3]
-        undo = without_control_characters()
-        assert before & termios.ECHOCTL and not termios.tcgetattr(theirs)[3] & termios.ECHOCTL
+        undo = without_echo()
+        assert before & termios.ECHO and not termios.tcgetattr(theirs)[3] & termios.ECHO
         undo()
         assert termios.tcgetattr(theirs)[3] == before
     os.close(ours)
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    without_control_characters()()  # where there is no terminal
+    without_echo()()  # where there is no terminal
 
 
 def test_the_live_panel_starts_and_stops() -> None:
