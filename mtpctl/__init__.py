@@ -1,1 +1,23 @@
 """Asynchronous RL post-training for language models that carry multi-token-prediction heads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mtpctl.api import Run, find_runs, load_recipe, train
+
+__all__ = ["Run", "find_runs", "load_recipe", "train"]
+
+
+def __getattr__(name: str) -> object:
+    # Every process of a run imports this package, and none needs these.
+    if name not in __all__:
+        raise AttributeError(f"module 'mtpctl' has no attribute {name!r}")
+    from mtpctl import api
+
+    return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

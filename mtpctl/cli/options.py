@@ -36,12 +36,11 @@ def _leads_on(path: Path) -> bool:
     return not path.name.startswith(".") and (path.is_dir() or path.suffix in (".yaml", ".yml"))
 
 
-RecipeArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE|RUN", help="A recipe file, the name of one that comes with mtpctl, or a run directory.", autocompletion=_recipes
-    ),
-]
+_RECIPE = typer.Argument(
+    metavar="RECIPE|RUN", help="A recipe file, the name of one that comes with mtpctl, or a run directory.", autocompletion=_recipes
+)
+RecipeArgument = Annotated[str, _RECIPE]
+OptionalRecipe = Annotated[str | None, _RECIPE]
 Overlays = Annotated[
     list[str] | None,
     typer.Option("--overlay", metavar="FILE", help="Lay this file over the recipe; may be repeated.", autocompletion=_overlays),

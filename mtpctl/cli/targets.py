@@ -37,9 +37,12 @@ class Target:
 
     @property
     def told(self) -> str:
-        """A line that says what a run goes on with."""
-        what = "with the recipe that it had" if not self.changed else "with " + ", ".join(self.changed)
-        return f"{self.run} goes on {what}"
+        """A line that says what a run goes on with, or by whose recipe a new one begins."""
+        assert self.run is not None
+        with_what = "with " + ", ".join(self.changed) if self.changed else "with the recipe that it had"
+        if self.recipe.run_path.absolute() == self.run:
+            return f"{self.run} goes on {with_what}"
+        return f"{self.recipe.run_path} begins with the recipe of {self.run}" + (f" and {', '.join(self.changed)}" if self.changed else "")
 
 
 def run_of(target: str | Path) -> Path | None:
@@ -66,10 +69,11 @@ def load_target(target: str | Path, overlays: Sequence[str] = (), sets: Sequence
     source = _recipe_of(run)
     had = load_recipe(source)
     # What was recorded stays where it still names this place: a resumed run is no other recipe.
-    here = [] if had.recipe.run_path.absolute() == run else [f"run_dir={json.dumps(str(run), ensure_ascii=False)}"]
+    here = [] if had.recipe.run_path.absolute() == run else [f"run_dir={json.dumps(_moved(had.recipe, run), ensure_ascii=False)}"]
     loaded = load_recipe(source, overlays=overlays, sets=[*here, *sets])
     before, now = (flatten(each.recipe.model_dump(mode="json", by_alias=True)) for each in (had, loaded))
-    asked = [key for key in now if now[key] != before.get(key) and not (here and key == ("run_dir",) and now[key] == str(run))]
+    before["run_dir",] = json.loads(here[0].removeprefix("run_dir=")) if here else before["run_dir",]
+    asked = [key for key in now if now[key] != before.get(key)]
     changed = tuple(f"{'.'.join(key)}: {_shown(before.get(key))} → {_shown(now[key])}" for key in asked)
     return Target(loaded, run, str(folder.absolute()) if run != folder.absolute() else None, changed)
 
@@ -94,11 +98,48 @@ def target_with_weights(target: str, start: str | None, overlays: Sequence[str],
     yield Target(found.loaded, found.run, start or found.start, found.changed)
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """The weights that a new run begins from: a Hugging Face folder, or a checkpoint over the model `over`; `adapter`: of one."""
+
+    told: str
+    over: str
+    checkpoint: Path | None = None
+    adapter: bool = False
+
+    def sets(self, folder: Path | None = None) -> list[str]:
+        """What is set so that a recipe takes these weights, from `folder` where they are converted to one."""
+        path = json.dumps(str(folder or self.over), ensure_ascii=False)
+        return [f"model.path={path}", "model.config=null", "model.init=weights"]
+
+
+def beginning_of(text: str) -> Beginning:
+    """What `train --from` names. Raises UserError for anything but a run with a checkpoint, a checkpoint, or a folder of weights."""
+    folder = Path(text).expanduser().absolute()
+    if (folder / WEIGHTS).is_file():
+        return Beginning(text, str(folder))
+    from mtpctl.controller.state import version_named
+    from mtpctl.recipe.loading import load_recipe
+
+    run, checkpoint, _ = version_named(str(folder), f"a folder of weights ({WEIGHTS})")
+    recipe = load_recipe(_recipe_of(run)).recipe
+    model, adapter = recipe.model, recipe.train.lora is not None
+    over = run / "model" if model.drawn else model.path
+    return Beginning(f"{text}, {checkpoint.name}" if checkpoint != folder else text, str(over), checkpoint, adapter)
+
+
 def has_checkpoint(run: Path) -> bool:
     """Whether the run has a checkpoint to take weights from; without one they are those that its model begins with."""
     from mtpctl.checkpoint.pointer import newest
 
     return newest(run / "checkpoints") is not None
+
+
+def _moved(recipe: Recipe, run: Path) -> str:
+    """The directory of a run that was moved, as the recipe would name it: with the run's name in it where it had that."""
+    if recipe.run_dir.endswith("{name}") and run.name == recipe.name:
+        return f"{run.parent}/{{name}}"
+    return str(run)
 
 
 def _recipe_of(run: Path) -> Path:

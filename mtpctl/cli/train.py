@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, load_whole, say
+from mtpctl.cli.options import Json, OptionalRecipe, Overlays, Sets, load_whole, say
+
+if TYPE_CHECKING:
+    from mtpctl.cli.targets import Beginning, Target
+
+START = "start"
+"""The folder in the directory of a run that holds the weights which it began from, where they came from a checkpoint."""
 
 
 def train(
-    recipe: RecipeArgument,
+    recipe: OptionalRecipe = None,
     sets: Sets = None,
     overlay: Overlays = None,
+    start: Annotated[
+        str | None,
+        typer.Option("--from", metavar="RUN|CKPT|FOLDER", help="Begin a new run from these weights; RECIPE defaults to that of the run."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the recipe and print placement, sizes, memory and buckets; start nothing.")
     ] = False,
@@ -28,7 +41,8 @@ def train(
 
     if as_json and not dry_run:
         raise UserError("--json: goes with --dry-run; a run writes metrics.jsonl in its directory")
-    found = load_whole(recipe, overlay, [*(sets or []), *(["telemetry.profile=true"] if profile else [])])
+    sets = [*(sets or []), *(["telemetry.profile=true"] if profile else [])]
+    found, beginning = _asked(recipe, start, overlay, sets)
     loaded = found.loaded
     validate(loaded.recipe)
     if found.run is not None:
@@ -43,6 +57,53 @@ def train(
         if errors:
             raise first_of(errors)
         return
+    if beginning is not None:
+        say(f"{loaded.recipe.run_path} begins from the weights of {beginning.told}")
+        if beginning.checkpoint is not None:
+            folder = _converted(beginning, loaded.recipe.run_path.absolute())
+            found, _ = _asked(recipe, start, overlay, sets, folder)
+            loaded = found.loaded
     from mtpctl.controller.launch import run
 
     raise typer.Exit(run(loaded.recipe, plain=plain))
+
+
+def _asked(
+    recipe: str | None, start: str | None, overlay: list[str] | None, sets: list[str], converted: Path | None = None
+) -> tuple[Target, Beginning | None]:
+    """The recipe that the command line asks for, and the weights that a new run by it begins from, where it names some.
+
+    `converted`: the folder that these weights were converted to, where they were.
+    """
+    from mtpctl.cli.targets import Target, beginning_of, run_of
+    from mtpctl.errors import UserError
+
+    if start is None:
+        if recipe is None:
+            raise UserError("RECIPE: name a recipe or a run, or a run with --from")
+        return load_whole(recipe, overlay, sets), None
+    beginning = beginning_of(start)
+    if recipe is None and (run := run_of(start)) is None:
+        raise UserError(f"--from: {start} has no recipe with it; name a recipe before it")
+    named = recipe or str(run)
+    found = load_whole(named, overlay, sets)
+    place = found.recipe.run_path
+    if run_of(place) is not None:
+        raise UserError(f"--from: {place} holds a run that has begun already; name a new one with --set name=NAME or --set run_dir=FOLDER")
+    return Target(load_whole(named, overlay, [*sets, *beginning.sets(converted)]).loaded, found.run, changed=found.changed), beginning
+
+
+def _converted(beginning: Beginning, run: Path) -> Path:
+    """The checkpoint as a Hugging Face folder in the directory of the run, an adapter merged in.
+
+    Another process converts it: it imports what a controller does not, and takes the cards from itself.
+    """
+    folder = run / START
+    run.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "mtpctl", "convert-hf", str(beginning.checkpoint), str(folder), "--force"]
+    if beginning.adapter:
+        command.append("--merge")
+    done = subprocess.run(command, stdout=sys.stderr)
+    if done.returncode:
+        raise typer.Exit(done.returncode)
+    return folder

@@ -17,6 +17,9 @@ from pathlib import Path
 FOLDER_VARIABLE, NAME_VARIABLE = "MTPCTL_LOGS", "MTPCTL_LOG"
 FILE_BYTES = 16 << 20
 _LOOK_S = 10.0
+_MARK = "── "
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b\x0c\x0e-\x1f]")
+_TAIL_BYTES, _SHOWN = 8192, 120
 
 
 def folder_for_all(folder: Path) -> dict[str, str]:
@@ -26,7 +29,30 @@ def folder_for_all(folder: Path) -> dict[str, str]:
 
 def name_for_one(actor: str) -> dict[str, str]:
     """The environment by which one actor knows its name, such as `rollout replica 0`."""
-    return {NAME_VARIABLE: re.sub(r"[^a-z0-9]+", "-", actor.lower()).strip("-")}
+    return {NAME_VARIABLE: _stem(actor)}
+
+
+def newest_line(folder: Path, actor: str, *, since: float) -> str:
+    """The last line that an actor has printed to its file since a time, without control characters; empty where there is none.
+
+    Of a bar that is drawn over itself it is the newest state. Empty too where the file is on another host.
+    """
+    try:
+        with (folder / f"{_stem(actor)}.log").open("rb") as file:
+            if os.fstat(file.fileno()).st_mtime < since:
+                return ""
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    # The line of the mark says when the actor started, and nothing that it printed.
+    _, mark, after = text.rpartition(_MARK)
+    lines = [_CONTROL.sub("", line).strip() for line in re.split(r"[\r\n]", after)][bool(mark) :]
+    return next((line[:_SHOWN] for line in reversed(lines) if line), "")
+
+
+def _stem(actor: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", actor.lower()).strip("-")
 
 
 def write_to_run() -> Path | None:
@@ -44,7 +70,7 @@ def write_to_run() -> Path | None:
     except OSError as error:
         print(f"{path} cannot be written ({error.strerror}); Ray keeps what this actor prints", file=sys.stderr)
         return None
-    os.write(file, f"── {time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()} on {os.uname().nodename}\n".encode())
+    os.write(file, f"{_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()} on {os.uname().nodename}\n".encode())
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(file, 1)

@@ -66,6 +66,8 @@ async def evaluate(
     *,
     version: int = 0,
     n: int | None = None,
+    asked: Callable[[], None] = lambda: None,
+    sampled: Callable[[Sample], None] = lambda sample: None,
     progressed: Callable[[], None] = lambda: None,
     answered: TakeAnswers = lambda answers: None,
 ) -> dict[str, float]:
@@ -74,8 +76,8 @@ async def evaluate(
     Responses are sampled as in rollout, but where their set says otherwise, and rewarded while others are generated; `rewards` are by the
     names of sets, and that of `UNNAMED` serves those that have none. A reward that failed counts as 0. `version` is the weight version
     that the engines have at the begin: `eval/mixed_fraction` is the share of responses with a token of another one. `n` replaces the
-    number of responses that the sets ask for. `progressed` is called at every response,
-    `answered` at the end, with all of them.
+    number of responses that the sets ask for. `asked` is called at every request, `sampled` with every response, `progressed` whenever one
+    gets further, `answered` at the end, with all of them.
     """
     sets = []
     for name, problems in prepared.problems.held_out.items():
@@ -83,18 +85,19 @@ async def evaluate(
         sets.append(HeldOut(name, config if n is None else config.model_copy(update={"n": n}), problems))
     if not sets:
         return {}
-    asked: dict[str, tuple[HeldOut, int]] = {}
+    places: dict[str, tuple[HeldOut, int]] = {}
 
     async def requests() -> AsyncIterator[GenerationRequest]:
         for held_out in sets:
             for number, problem in enumerate(held_out.problems):
                 group = f"eval-{held_out.name}-{number}" if held_out.name else f"eval-{number}"
-                asked[group] = held_out, number
+                places[group] = held_out, number
                 for index in range(held_out.config.n):
+                    asked()
                     yield _request(recipe, prepared, held_out.config, problem, group, index, seed=number * held_out.config.n + index)
 
     async def reward(sample: Sample) -> None:
-        held_out, number = asked[sample.group_id]
+        held_out, number = places[sample.group_id]
         text = prepared.tokenizer.decode(sample.response_ids)
         outcome = await rewards.get(held_out.name, rewards[UNNAMED])(text, held_out.problems[number], sample)
         sample.reward, sample.reward_parts = outcome.reward or 0.0, outcome.parts
@@ -105,6 +108,7 @@ async def evaluate(
     try:
         async with asyncio.TaskGroup() as tasks, contextlib.aclosing(generator.generate(requests())) as samples:
             async for sample in samples:
+                sampled(sample)
                 progressed()
                 tasks.create_task(reward(sample))
     except ExceptionGroup as group:

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import shutil
 import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from mtpctl.cluster.deadlines import within
@@ -17,8 +19,9 @@ from mtpctl.controller.rl import RlStage
 from mtpctl.controller.scoring import ATTEMPTS, Scoring
 from mtpctl.controller.set_rewards import start_rewards
 from mtpctl.controller.sft import SftStage
-from mtpctl.controller.state import RunState, check_stages
+from mtpctl.controller.state import RunState, check_stages, resumed_from
 from mtpctl.controller.trainers import TrainerGroup
+from mtpctl.controller.waits import Waits
 from mtpctl.controller.weights import WeightSync
 from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.logprob.placed import start_server
@@ -31,7 +34,7 @@ from mtpctl.rollout.installed import check_engine
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.start import start_pool
 from mtpctl.telemetry.run_directory import RunDirectory
-from mtpctl.telemetry.session import Telemetry
+from mtpctl.telemetry.session import Resumed, Telemetry, show_ended
 from mtpctl.telemetry.sinks import check_packages
 
 INTERRUPTED = 130
@@ -40,13 +43,17 @@ INTERRUPTED = 130
 def run(recipe: Recipe, *, plain: bool = False) -> int:
     """Train as the recipe says. Returns the exit code: 0, or 130 after a stop that was asked for."""
     totals: dict[str, int] = {stage: getattr(recipe.train, stage).steps for stage in recipe.train.stages}
+    earlier = RunDirectory(recipe.run_path)
+    checkpoint, resumed = resumed_from(earlier.checkpoints, recipe.train)
+    if checkpoint is not None and set(totals) <= set(resumed["ended"]):
+        show_ended(earlier, f"{earlier.path} has ended, {checkpoint.name}; {_to_go_on(recipe, resumed['stage'])}")
+        return 0
     if "rl" in recipe.train.stages:
         check_engine(recipe)
     check_packages(recipe.telemetry)
     placement = place(recipe)
     check_room(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus)
     fresh = not recipe.run_path.exists()
-    earlier = RunDirectory(recipe.run_path)
     check_stages(earlier.checkpoints, recipe.train.stages)
     check_drawn(recipe, earlier)
     changed = changed_old_logprobs(recipe, earlier)
@@ -62,7 +69,8 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
             raise
         # Only now, so that a recipe that is refused is not recorded as one that ran.
         directory.record(text)
-        with Telemetry(directory, recipe.telemetry, plain, totals=totals) as telemetry:
+        before = Resumed(resumed["stage"], resumed["step"], resumed["ended"])
+        with Telemetry(directory, recipe.telemetry, plain, totals=totals, resumed=before) as telemetry:
             if prepared.unrewarded:
                 telemetry.event("data", prepared.unrewarded)
             with cluster(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus, logs=directory.logs):
@@ -70,6 +78,13 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
                 if finished:
                     telemetry.print_summary()
     return 0 if finished else INTERRUPTED
+
+
+def _to_go_on(recipe: Recipe, stage: str) -> str:
+    """What a user does who wants more of a run that has ended with `stage`."""
+    if stage == "sft" and recipe.train.sft.until_loss:  # It may have ended below its steps.
+        return "name another run_dir to train anew, or begin a run from its weights with --from"
+    return f"raise train.{stage}.steps to go on, or begin a run from its weights with --from"
 
 
 class Run:
@@ -89,7 +104,8 @@ class Run:
     ) -> None:
         self.recipe, self.prepared, self.directory, self.telemetry, self.placement = recipe, prepared, directory, telemetry, placement
         self.changed = changed
-        self.state = RunState(directory.checkpoints, recipe.train)
+        self.waits = Waits(telemetry.waiting, directory.logs)
+        self.state = RunState(directory.checkpoints, recipe.train, waiting=self.waits.on)
         self.store = store_in(directory.path, recipe, prepared.model.shape)
 
     async def drive(self) -> bool:
@@ -101,6 +117,7 @@ class Run:
         trainer = TrainerGroup(self.recipe, self.placement)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self.store.close)
+            stack.callback(asyncio.create_task(self.waits.run(), name="waits").cancel)
             # Engines take a while to start. The supervised stage does not need them, and runs meanwhile.
             starting = asyncio.create_task(self._start_actors(stack)) if "rl" in self.recipe.train.stages else None
             try:
@@ -152,52 +169,51 @@ class Run:
 
     async def _start_logprob(self, stack: contextlib.AsyncExitStack) -> LogprobServer:
         seat = self.placement.of("logprob")[0]
-        server = await within(
-            start_server(
-                self.recipe,
-                self.prepared.model.path,
-                device=self.placement.device,
-                cpus=seat.cpus,
-                gpus=seat.gpus,
-                published=self.store,
-            ),
-            self.recipe.cluster.actor_deadline_s,
-            "log-prob server, start",
+        starting = start_server(
+            self.recipe, self.prepared.model.path, device=self.placement.device, cpus=seat.cpus, gpus=seat.gpus, published=self.store
         )
+        with self._starting("log-prob server", [f"log-prob replica {i} rank 0" for i in range(self.recipe.logprob.replicas)]):
+            server = await within(starting, self.recipe.cluster.actor_deadline_s, "log-prob server, start")
         stack.push_async_callback(server.close)
         return server
 
     async def _start_rollout(self, stack: contextlib.AsyncExitStack) -> ReplicaPool:
-        folder = str(self.prepared.model.path)
-        pool = await start_pool(
-            self.recipe,
-            model=folder,
-            context=self.prepared.context,
-            placement=self.placement,
-            published=self.store,
-            tokenizer=self.prepared.tokenizer,
-        )
+        replicas = [f"rollout replica {i}" for i in range(self.recipe.rollout.replicas)]
+        with self._starting(f"rollout, {len(replicas)} replica(s)", replicas):
+            pool = await start_pool(
+                self.recipe,
+                model=str(self.prepared.model.path),
+                context=self.prepared.context,
+                placement=self.placement,
+                published=self.store,
+                tokenizer=self.prepared.tokenizer,
+            )
         stack.push_async_callback(pool.close)
         return pool
 
+    @contextlib.contextmanager
+    def _starting(self, what: str, actors: list[str]) -> Iterator[None]:
+        """Show how far a start is, and tell when it is over."""
+        with self.waits.on(f"{what}: starting", *actors) as wait:
+            yield
+        self.telemetry.event("start", f"{what}: ready after {time.time() - wait.begun:.0f} s")
+
     async def _stages(self, trainer: TrainerGroup, starting: asyncio.Task[tuple[ReplicaPool, LogprobServer | None]] | None) -> None:
         self.telemetry.event("start", f"trainer: {self.recipe.train.parallel.world_size} rank(s)")
-        counts = await trainer.build(self.prepared.model.path)
+        with self.waits.on("trainer: loading the model", "trainer rank 0"):
+            counts = await trainer.build(self.prepared.model.path)
         self.telemetry.event("start", f"trainer ready: {counts['parameters']:,} parameters, {counts['trained']:,} of them trained")
         checkpoint = await self.state.load(trainer)
         within_stage = self.state.within_stage
         if checkpoint is not None and not within_stage:
-            await trainer.call("restore", str(checkpoint))
-            if set(self.recipe.train.stages) <= set(self.state.ended):
-                mend = f"raise train.{self.state.stage}.steps to go on, or name another run_dir"
-                self.telemetry.event("resume", f"{checkpoint.name}: every stage has ended; {mend}")
+            await self._restore(trainer, checkpoint)
         for stage in self.recipe.train.stages:
             if stage in self.state.ended:
                 continue
             resumed = checkpoint if within_stage and stage == self.state.stage else None
             await trainer.call("begin_stage", stage, str(self.directory.path / "reference"), resumed is not None)
             if resumed is not None:
-                await trainer.call("restore", str(resumed))
+                await self._restore(trainer, resumed)
                 changed = f"; {self.changed}" if stage == "rl" and self.changed else ""
                 self.telemetry.event("resume", f"{stage} goes on after step {self.state.step}, from {resumed.name}{changed}")
             self.state.begin(stage)
@@ -210,6 +226,10 @@ class Run:
                 return
             self.state.end(stage)
             await self.state.checkpoint(trainer)
+
+    async def _restore(self, trainer: TrainerGroup, checkpoint: Path) -> None:
+        with self.waits.on(f"trainer: restoring {checkpoint.name}", "trainer rank 0"):
+            await trainer.call("restore", str(checkpoint))
 
     async def _rl(self, trainer: TrainerGroup, rollout: ReplicaPool, server: LogprobServer | None, restored: Path | None) -> None:
         # All attempts of a sample end before the run gives up waiting for its batch.
@@ -224,6 +244,7 @@ class Run:
             stage = RlStage(self.recipe, self.prepared, trainer, rollout, sync, rewards, self.telemetry, self.state, scoring)
             if restored is not None and (restored / "buffer.jsonl").exists():
                 await stage.resume_buffer(*SampleBuffer.load(restored / "buffer.jsonl"))
-            await stage.publish()
+            with self.waits.on("weights: the first sync"):
+                await stage.publish()
             await stage.run()
         await sync.persisted()

@@ -77,6 +77,7 @@ class RlStage:
         )
         self.stability = StabilityWatch(recipe)
         self._evaluating: asyncio.Task[None] | None = None
+        self._waited_for_evaluation = 0.0  # seconds since the last update
         self._updated = asyncio.Event()  # set at the end of each update
         self._skipped_in_a_row = 0
         self._reported_choices = {""}  # of draft tokens, in the words of the engines
@@ -147,9 +148,8 @@ class RlStage:
             if self._evaluation_due():
                 await self._evaluate(beside=True)
                 if self._evaluating is None:
-                    # It is timed on its own; neither its time nor what was generated meanwhile counts for the next update.
-                    self.clock.read()
-                    self.rollout.counts.tokens = 0
+                    # It is timed on its own, and is no part of the next update. What was generated meanwhile was in that time, though.
+                    self._waited_for_evaluation += self.clock.read()["timing_s/step"]
             elif self._evaluating is not None and self._evaluating.done():
                 await self._evaluated()  # raises where it failed
 
@@ -211,6 +211,7 @@ class RlStage:
     def _step_metrics(self, metrics: dict[str, float], seconds: float, groups: list[Group]) -> dict[str, float]:
         """Rates and shares over the interval that ends with this update. Removes `perf/tokens` from `metrics`."""
         found, counts = self.clock.read(), self.rollout.take_counts()
+        generating, self._waited_for_evaluation = found["timing_s/step"] + self._waited_for_evaluation, 0.0
         found |= counts.reward_metrics()
         if counts.rewards:
             # Dynamic sampling keeps groups between all wrong and all right, so `reward/mean` hardly leaves one half.
@@ -224,7 +225,7 @@ class RlStage:
             | steady
             | {
                 "perf/tokens_per_s": metrics.pop("perf/tokens") / seconds,
-                "rollout/tokens_per_s": counts.tokens / found["timing_s/step"],
+                "rollout/tokens_per_s": counts.tokens / generating,
                 "reward/signal_fraction": with_signal / (counts.dropped + len(groups)),
                 "async/buffer_groups": float(self.buffer.ready),
                 "async/asked_again": float(counts.expired),
@@ -307,6 +308,8 @@ class RlStage:
             self.generator,
             self.rewards,
             version=version,
+            asked=self.rollout.asked,
+            sampled=self.rollout.answered,
             progressed=progressed,
             answered=lambda answers: self.keeper.evaluated(step, answers),
         )

@@ -45,9 +45,9 @@ BATCHES_WITHOUT_SIGNAL = 20
 class RolloutCounts:
     """What the rollout half did since the last update.
 
-    `tokens` that were generated, groups that dynamic sampling `dropped`, groups that `expired` as too old, and the `rewards` of each
-    complete group, dropped ones included. Of the calls of the reward function their number (`rewarded`), the `errors`, `timeouts` among
-    them, and the `seconds` of all; `unrewarded`: groups that were left out for a reward that failed.
+    `tokens` that were generated, held-out responses included, groups that dynamic sampling `dropped`, groups that `expired` as too old,
+    and the `rewards` of each complete group, dropped ones included. Of the calls of the reward function their number (`rewarded`), the
+    `errors`, `timeouts` among them, and the `seconds` of all; `unrewarded`: groups that were left out for a reward that failed.
     """
 
     tokens: int = 0
@@ -135,9 +135,7 @@ class RolloutLoop:
         async with asyncio.TaskGroup() as tasks, contextlib.aclosing(self.generator.generate(self._requests())) as samples:
             async for sample in samples:
                 self.last_progress = time.monotonic()
-                self._generating -= 1
-                self.clock.set("rollout", self._generating > 0)
-                self.counts.tokens += sum(sample.loss_mask)
+                self.answered(sample)
                 if (failure := self._failures.first(sample)) is not None:
                     self.telemetry.event("environment", failure)
                 tasks.create_task(self._process(sample))
@@ -158,9 +156,19 @@ class RolloutLoop:
                 if group.unwanted.is_set():
                     break
                 request = self._request(group, index)
-                self._generating += 1
-                self.clock.set("rollout", True)
+                self.asked()
                 yield request
+
+    def asked(self) -> None:
+        """Note that the engines are asked for one response more; an evaluation beside training asks the same engines."""
+        self._generating += 1
+        self.clock.set("rollout", True)
+
+    def answered(self, sample: Sample) -> None:
+        """Note that one of these has come."""
+        self._generating -= 1
+        self.clock.set("rollout", self._generating > 0)
+        self.counts.tokens += sum(sample.loss_mask)
 
     def next_group(self) -> Group:
         """The group to send out next: one that was discarded or left unfinished before, else one of the next prompt."""

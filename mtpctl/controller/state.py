@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
@@ -20,6 +21,8 @@ from mtpctl.recipe.train import TrainConfig
 from mtpctl.telemetry.run_directory import RunDirectory
 
 _FILE = "run.json"
+Waiting = Callable[[str], contextlib.AbstractContextManager[object]]
+"""Shows what is waited for while its block runs."""
 RESCUE_S = 300.0
 """Seconds that the checkpoint of a stage that failed may take: the trainer itself may be what failed."""
 
@@ -74,6 +77,23 @@ def version_named(text: str, *others: str) -> tuple[Path, Path, int]:
     return path, checkpoint, version
 
 
+def resumed_from(root: Path, train: TrainConfig) -> tuple[Path | None, SavedState]:
+    """The newest checkpoint under `root`, and the state that a run by `train` goes on with. Reads no tensor.
+
+    Without a checkpoint: None, and the state of a run that has not begun. Raises UserError where the newest is not whole.
+    """
+    path, state = _newest(root)
+    if path is not None and continues_last_stage(state["stage"], state["step"], state["ended"], train):
+        state["ended"].remove(state["stage"])
+    return path, state
+
+
+def continues_last_stage(stage: str, step: int, ended: Sequence[str], train: TrainConfig) -> bool:
+    """Whether `train` asks for more updates of the stage that ended last; not of one that `until_loss` may have ended."""
+    more = step < getattr(train, stage).steps
+    return bool(more) and list(ended[-1:]) == [stage] and not (stage == "sft" and train.sft.until_loss)
+
+
 def check_stages(root: Path, stages: Sequence[str]) -> None:
     """Raise UserError where the newest checkpoint under `root` is within a stage that is not among `stages`.
 
@@ -110,7 +130,8 @@ class RunState:
 
     `buffer` is written into checkpoints while a stage has one. `saving` is the checkpoint that is being written. `stopping` is set when a
     stop is asked for: stages return at their next step. While `updating`, the weights may be ahead of `step`. `saved` is the step of the
-    newest checkpoint, or 0, and `saved_at` the time when it was written, on the clock of `time.monotonic`.
+    newest checkpoint, or 0, and `saved_at` the time when it was written, on the clock of `time.monotonic`. `waiting` shows what is waited
+    for.
     """
 
     root: Path
@@ -128,6 +149,7 @@ class RunState:
     saved: int = 0
     saved_at: float = field(default_factory=time.monotonic)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    waiting: Waiting = contextlib.nullcontext
 
     @property
     def within_stage(self) -> bool:
@@ -151,14 +173,9 @@ class RunState:
             return None
         for name, value in json.loads((Path(found) / _FILE).read_text()).items():
             setattr(self, name, value)
-        if self._continues_last_stage():
+        if continues_last_stage(self.stage, self.step, self.ended, self.train):
             self.ended.remove(self.stage)
         return Path(found)
-
-    def _continues_last_stage(self) -> bool:
-        """Whether the recipe now asks for more updates of the stage that ended last; not of one that `until_loss` may have ended."""
-        more = self.step < getattr(self.train, self.stage).steps
-        return more and self.ended[-1:] == [self.stage] and not (self.stage == "sft" and self.train.sft.until_loss)
 
     async def checkpoint_if_due(self, trainer: TrainerGroup) -> None:
         """Publish a checkpoint that has been written meanwhile, and begin one where the recipe wants it by now."""
@@ -178,7 +195,8 @@ class RunState:
             return None
         await self.settle(trainer)
         path = self.root / f"{self.stage}-{self.step:06d}{'-end' if self.stage in self.ended else ''}"
-        folder = Path(await trainer.call("begin_save", str(path)))
+        with self.waiting(f"trainer: saving {path.name}"):
+            folder = Path(await trainer.call("begin_save", str(path)))
         (folder / _FILE).write_text(json.dumps({name: getattr(self, name) for name in SavedState.__annotations__}))
         if self.buffer is not None:
             self.buffer.save(folder / "buffer.jsonl")
@@ -207,6 +225,10 @@ class RunState:
 
         Raises RuntimeFailure where it could not be written.
         """
-        if self.saving is not None and await trainer.call("finish_save", wait):
+        if self.saving is None:
+            return
+        with self.waiting(f"trainer: writing {self.saving.name}"):
+            whole = await trainer.call("finish_save", wait)
+        if whole:
             path, self.saving = self.saving, None
             await trainer.call("publish_checkpoint", str(path), self.train.keep_checkpoints)

@@ -1,13 +1,16 @@
 """What the command shows while a run goes on: a live panel on a terminal, else one line a step.
 
-Both get the same rows. Rich redraws the panel four times a second; between rows only the time in it changes.
+Both get the same rows. The panel is redrawn four times a second; between rows only times change, and what the run waits for.
 """
 
 from __future__ import annotations
 
+import sys
+import termios
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -18,11 +21,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from mtpctl.telemetry.history import Row
 from mtpctl.telemetry.names import compact, describe, format_duration, format_value
 
 _BARS = "▁▂▃▄▅▆▇█"
 _HISTORY = 512
 _RATE_WINDOW = 20
+_REDRAW_S = 0.25
+_WAITING_S = 15.0
+"""Seconds between two lines that say what a run waits for, where there is no panel."""
+_FROM_THE_TOP = "\x1b[H\x1b[J"
+"""To the top of the terminal, and all below erased: unlike a cleared screen it is not kept for scrolling back."""
 
 PLAIN_METRICS = {
     "sft/loss": "loss",
@@ -44,6 +53,8 @@ class Display(Protocol):
     def row(self, step: int, metrics: Mapping[str, float], phase: str) -> None: ...
 
     def event(self, kind: str, message: str) -> None: ...
+
+    def waiting(self, what: Sequence[str]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -81,7 +92,8 @@ class PlainLines:
     ) -> None:
         """`dated`: each line begins with the time."""
         self._console, self._totals, self._dated = console, totals, dated
-        self._pace = Pace(totals, clock)
+        self._pace, self._clock = Pace(totals, clock), clock
+        self._waited = clock()
 
     def row(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
         self._pace.mark(step, phase)
@@ -95,6 +107,14 @@ class PlainLines:
     def event(self, kind: str, message: str) -> None:
         self._print(f"{kind}: {message}")
 
+    def waiting(self, what: Sequence[str]) -> None:
+        """Say what the run waits for, every so often."""
+        if not what:
+            self._waited = self._clock()
+        elif self._clock() - self._waited >= _WAITING_S:
+            self._waited = self._clock()
+            self._print(f"waiting: {'; '.join(what)}")
+
     def close(self) -> None:
         pass
 
@@ -104,7 +124,11 @@ class PlainLines:
 
 
 class LivePanel:
-    """The live panel. Rows come from the thread that logs, and rich draws in a thread of its own."""
+    """The live panel. Rows come from the thread that logs; a thread of its own draws.
+
+    A terminal that changes its size folds the lines that stand there anew, and how many they are then is not known. So the panel is drawn
+    again from the top of the terminal.
+    """
 
     def __init__(
         self, console: Console, title: str, totals: Mapping[str, int], clock: Callable[[], float] = time.monotonic, *, draw: bool = True
@@ -116,14 +140,44 @@ class LivePanel:
         self._phase = next(iter(totals), "")
         self._values: dict[str, list[float]] = defaultdict(list)
         self._event: tuple[str, str] | None = None
-        self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4, transient=False) if draw else None
-        if self._live is not None:
-            self._live.start()
+        self._waiting: tuple[str, ...] = ()
+        self._console = console
+        self._closing = threading.Event()
+        self._drawing: threading.Thread | None = None
+        self._undo: Callable[[], None] = lambda: None
+        if draw:
+            self._live, self._size = self._begin(), console.size
+            self._undo = without_echo()
+            self._drawing = threading.Thread(target=self._draw, name="panel", daemon=True)
+            self._drawing.start()
+
+    def _begin(self) -> Live:
+        live = Live(console=self._console, get_renderable=self.render, auto_refresh=False)
+        live.start(refresh=True)
+        return live
+
+    def _draw(self) -> None:
+        while not self._closing.wait(_REDRAW_S):
+            if self._console.size != self._size:
+                self._size = self._console.size
+                self._live.stop()
+                self._console.file.write(_FROM_THE_TOP)
+                self._live = self._begin()
+            self._live.refresh()
+
+    def resume(self, rows: Iterable[Row], phase: str) -> None:
+        """Begin with what the run has: the rows of its earlier sessions, and the phase that it goes on in."""
+        for row in rows:
+            self._take(row.step, row.metrics, row.phase)
+        self._phase = phase
 
     def row(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
         self._pace.mark(step, phase)
-        self._steps[phase] = max(step, self._steps.get(phase, 0))
         self._phase = phase
+        self._take(step, metrics, phase)
+
+    def _take(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
+        self._steps[phase] = max(step, self._steps.get(phase, 0))
         for name, value in metrics.items():
             self._values[name].append(value)
             del self._values[name][:-_HISTORY]
@@ -131,16 +185,27 @@ class LivePanel:
     def event(self, kind: str, message: str) -> None:
         self._event = (kind, message)
 
+    def waiting(self, what: Sequence[str]) -> None:
+        """Show what the run waits for; nothing for an empty list."""
+        self._waiting = tuple(what)
+
     def close(self) -> None:
-        if self._live is not None:
+        if self._drawing is not None and not self._closing.is_set():
+            self._closing.set()
+            self._drawing.join()
             self._live.stop()
+            self._undo()
 
     def render(self) -> RenderableType:
         """The panel with the latest values."""
         parts: list[RenderableType] = [self._progress(), Text(""), self._curves(), Text(""), self._facts()]
+        if self._waiting or self._event:
+            parts.append(Text(""))
+        for waited in self._waiting:
+            parts += [Text.assemble(("waiting  ", "yellow"), (waited, "dim"), no_wrap=True, overflow="ellipsis")]
         if self._event is not None:
             kind, message = self._event
-            parts += [Text(""), Text.assemble((f"{kind}  ", "yellow"), (message, "dim"), no_wrap=True, overflow="ellipsis")]
+            parts += [Text.assemble((f"{kind}  ", "yellow"), (message, "dim"), no_wrap=True, overflow="ellipsis")]
         elapsed = format_duration(self._clock() - self._begun)
         left = self._pace.left(self._phase)
         subtitle = elapsed + (f" · about {format_duration(left)} left of {self._phase.upper()}" if left is not None else "")
@@ -157,8 +222,10 @@ class LivePanel:
         grid = Table.grid(padding=(0, 2), expand=True)
         for ratio in (None, 1, None):
             grid.add_column(ratio=ratio, no_wrap=True)
+        before = list(self._steps)[: list(self._steps).index(self._phase)] if self._phase in self._steps else []
         for phase, done in list(self._steps.items()):
-            total = self._totals.get(phase, 0)
+            # A stage may end before its last step: what came before this phase is done.
+            total = done if phase in before and done else self._totals.get(phase, 0)
             style = "bold" if phase == self._phase else "dim"
             bar = ProgressBar(total=max(total, 1), completed=min(done, total), complete_style="blue", finished_style="green")
             grid.add_row(Text(phase.upper(), style), bar, Text(f"{done}/{total}" if total else str(done), style))
@@ -200,6 +267,19 @@ class LivePanel:
         grid.add_row("trainer", last("perf/tokens_per_s"), "idle", last("async/trainer_idle"), "staleness", stale)
         grid.add_row("rollout", last("rollout/tokens_per_s"), "idle", last("async/rollout_idle"), "mismatch", last("rollout_corr/abs_diff"))
         return grid
+
+
+def without_echo() -> Callable[[], None]:
+    """Have the terminal not show what is typed, such as the `^C` of Ctrl-C, which would move what stands there. Returns what undoes it."""
+    try:
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+    except (OSError, ValueError, termios.error):  # stdin is no terminal
+        return lambda: None
+    changed = before.copy()
+    changed[3] &= ~termios.ECHO
+    termios.tcsetattr(terminal, termios.TCSANOW, changed)
+    return lambda: termios.tcsetattr(terminal, termios.TCSANOW, before)
 
 
 def sparkline(values: list[float], width: int) -> str:

@@ -81,8 +81,8 @@ CHARTS = (
     ChartSpec("Groups with signal", "share of groups whose rewards differ", ("reward/signal_fraction",), zero=True),
 )
 
-_NO_LAYERS = {"timing_s/step", "timing_s/evaluation"}
-"""Timings that are no part of an update: its sum, and the evaluation between updates."""
+_NO_LAYERS = {"timing_s/step", "timing_s/evaluation", "timing_s/reward", "timing_s/logprob_server"}
+"""Timings that are no part of an update: its sum, the evaluation between updates, and what is done beside it."""
 _OVER_STEPS = {"async/overlap", "rollout/tokens_per_s"}
 """Shares and rates over the time of a whole step, whose means are weighted by it."""
 _MOST_LAYERS = 6
@@ -157,7 +157,7 @@ def _held_out(history: History) -> Chart | None:
     mean: Points = [(late[0][0], late_mean(points)), (late[-1][0], late_mean(points))]
     series = [
         Series("best so far", best, "share", colour=6, style="guide"),
-        Series(f"mean of last {len(late)}", mean, "share", colour=1, style="guide"),
+        Series(f"last {len(late)}, mean", mean, "share", colour=1, style="guide"),
         Series("evaluations", points, "share", dots=True, colour=0),
     ]
     note = "share of held-out problems solved, at the updates after which it was measured"

@@ -84,9 +84,15 @@ def _article(row: KeptSample, bands: Sequence[tuple[float, str]]) -> str:
     value = "–" if reward is None else f"{reward:.3g}"
     return (
         f'<details class="sample" data-step="{row["step"]}" data-kind="{row["kind"]}" data-band="{band}"><summary><b>{value}</b> {head}'
-        f"<em>{escape(shortened(' '.join(row['prompt'].split())[-90:], 90))}</em></summary>"
+        f"<em>{escape(ending(row['prompt']))}</em></summary>"
         f'<div class="prompt">{_text(row["prompt"])}</div><div class="response">{parts}</div>{answer}{note}</details>'
     )
+
+
+def ending(text: str, most: int = 90) -> str:
+    """The last words of a text in one line: a prompt ends with what is asked."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else "… " + line[-most:].partition(" ")[2]
 
 
 def _told(tokens: int) -> str:
@@ -105,7 +111,7 @@ def facts(row: KeptSample) -> list[str]:
     if row["environment_reward"] is not None:
         told.append(f"environment's reward {row['environment_reward']:.3g}")
     turns = sum(part["by"] == "environment" for part in row["parts"])
-    told.append(f"{row['tokens']} tokens" + (f", {turns} of the environment's answers" if turns else ""))
+    told.append(f"{row['tokens']} tokens" + (f" and {turns} answer(s) of the environment" if turns else ""))
     if row["finish_reason"]:
         told.append(f"ended by {row['finish_reason']}")
     versions = list(dict.fromkeys(version for _, _, version in row["versions"]))

@@ -6,22 +6,25 @@ import contextlib
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 
 from mtpctl.errors import MtpctlError, RuntimeFailure
+from mtpctl.recipe import yaml12
 from mtpctl.recipe.telemetry import TelemetryConfig
-from mtpctl.telemetry.history import load_history
+from mtpctl.telemetry.history import History, Row, load_history
 from mtpctl.telemetry.metrics_file import MetricsFile
 from mtpctl.telemetry.panel import Display, LivePanel, PlainLines
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.sample_log import KeptSample, SampleLog, Tables
-from mtpctl.telemetry.sinks import Sink, TensorBoardSink, WandbSink, check_packages
+from mtpctl.telemetry.sinks import Sink, TensorBoardSink, check_packages
 from mtpctl.telemetry.summary import before_and_after, in_between, summary_table
+from mtpctl.telemetry.trackers import MlflowSink, Updates, WandbSink
 
 LOG_BYTES = 16 << 20
 
@@ -31,6 +34,38 @@ def open_log(path: Path) -> TextIO:
     if path.exists() and path.stat().st_size > LOG_BYTES:
         path.replace(path.with_suffix(".1.log"))
     return path.open("a", encoding="utf-8", buffering=1)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on: after `step` of `stage`, the newest that began, with the stages that have ended. An empty stage: it begins."""
+
+    stage: str = ""
+    step: int = 0
+    ended: Sequence[str] = ()
+
+    def kept(self, history: History) -> list[Row]:
+        """The rows that stand. Steps that were logged after the checkpoint are done again."""
+        phases = {*self.ended, self.stage}
+        return [row for row in history.rows if row.phase in phases and (row.phase != self.stage or row.step <= self.step)]
+
+
+def print_summary(console: Console, history: History) -> None:
+    """Print the metrics before and after RL, and held-out accuracy in between; nothing for fewer than two steps."""
+    rows, told = before_and_after(history), in_between(history)
+    if rows:
+        console.print()
+        console.print(summary_table(rows))
+    if told:
+        console.print()
+        console.print(told, highlight=False)
+
+
+def show_ended(run_dir: RunDirectory, told: str) -> None:
+    """Answer for a run that has ended: its line, and its summary."""
+    console = Console()
+    console.print(told, highlight=False, markup=False, soft_wrap=True)
+    print_summary(console, load_history(run_dir.path))
 
 
 class Telemetry:
@@ -47,10 +82,14 @@ class Telemetry:
         plain: bool = False,
         *,
         totals: Mapping[str, int] | None = None,
+        resumed: Resumed = Resumed(),
         title: str | None = None,
         console: Console | None = None,
     ) -> None:
-        """`totals`: the number of steps of each phase, in order. `plain`: lines instead of the panel, also on a terminal."""
+        """`totals`: the number of steps of each phase, in order. `plain`: lines instead of the panel, also on a terminal.
+
+        `resumed`: from where the run goes on, whose curves the panel begins with.
+        """
         self._console = Console() if console is None else console
         self._run_dir = run_dir
         self._lock = threading.Lock()
@@ -59,19 +98,27 @@ class Telemetry:
         self._file = MetricsFile(run_dir.metrics)
         self._sinks: list[Sink] = []
         tables: list[Tables] = []
+        recipe = yaml12.parse(run_dir.recipe.read_text(encoding="utf-8"), str(run_dir.recipe)).value
+        settings: dict[str, Any] = recipe if isinstance(recipe, dict) else {}
+        history = load_history(run_dir.path)
+        check_packages(config)
         if config.tensorboard:
-            self._sinks.append(TensorBoardSink(run_dir.tensorboard))
+            self._sinks.append(TensorBoardSink(run_dir.tensorboard, settings))
         if config.wandb is not None:
-            check_packages(config)
-            wandb = WandbSink(config.wandb, name, run_dir.path)
+            wandb = WandbSink(config, name, run_dir.path, settings, Updates(list(totals or {}), history))
             self._sinks.append(wandb)
             tables.append(wandb.samples)
+        if config.mlflow is not None:
+            self._sinks.append(MlflowSink(config, name, run_dir.path, settings, Updates(list(totals or {}), history)))
         self._samples = SampleLog(run_dir.samples, self._file.session, tables)
         self._display: Display
         if plain or not self._console.is_terminal:
             self._display = PlainLines(self._console, totals or {})
         else:
-            self._display = LivePanel(self._console, name, totals or {})
+            panel = LivePanel(self._console, name, totals or {})
+            going_on = next((phase for phase in totals or {} if phase not in resumed.ended), resumed.stage)
+            panel.resume(resumed.kept(history), going_on)
+            self._display = panel
 
         run_dir.logs.mkdir(exist_ok=True)
         self._log_file = open_log(run_dir.logs / "run.log")
@@ -95,6 +142,11 @@ class Telemetry:
             with self._room():
                 self._log.event(kind, message)
             self._display.event(kind, message)
+
+    def waiting(self, what: Sequence[str]) -> None:
+        """Show what the run waits for just now, a line each; an empty list for nothing. It is recorded nowhere."""
+        with self._lock:
+            self._display.waiting(what)
 
     @contextlib.contextmanager
     def _room(self) -> Iterator[None]:
@@ -124,17 +176,10 @@ class Telemetry:
         """Print the metrics before and after RL, and held-out accuracy in between; nothing for fewer than two steps. Ends the panel."""
         with self._lock:
             self._display.close()
-            history = load_history(self._run_dir.path)
-            rows, told = before_and_after(history), in_between(history)
-            if rows:
-                self._console.print()
-                self._console.print(summary_table(rows))
-            if told:
-                self._console.print()
-                self._console.print(told, highlight=False)
+            print_summary(self._console, load_history(self._run_dir.path))
 
-    def close(self) -> None:
-        """End the panel and close all sinks. A second call does nothing."""
+    def close(self, *, failed: bool = False) -> None:
+        """End the panel and close all sinks, which are told where the run `failed`. A second call does nothing."""
         if not self._closed:
             self._samples.close()
             if self._samples.left_out:
@@ -145,7 +190,10 @@ class Telemetry:
             self._closed = True
             self._display.close()
             for sink in self._sinks:
-                sink.close()
+                sink.close(failed=failed)
+                if sink.failure:
+                    self._file.append({"time": time.time(), "event": "tracker", "message": sink.failure})
+                    self._console.print(f"tracker: {sink.failure}", markup=False, highlight=False, soft_wrap=True)
             self._file.close()
             self._log_file.close()
 
@@ -155,4 +203,4 @@ class Telemetry:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, Exception):
             self.failed(error)
-        self.close()
+        self.close(failed=isinstance(error, Exception))

@@ -1,18 +1,19 @@
-"""Destinations of metrics besides `metrics.jsonl`: TensorBoard, and Weights & Biases."""
+"""Destinations of metrics besides `metrics.jsonl`: what they have in common, and TensorBoard."""
 
 from __future__ import annotations
 
-import hashlib
+import json
 import time
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from mtpctl.errors import EnvironmentMissing
+from mtpctl.recipe.loading import flatten
 from mtpctl.recipe.telemetry import TelemetryConfig
-from mtpctl.telemetry.sample_log import KeptSample, response_text
 
-PACKAGES = ("wandb",)
+PACKAGES = ("wandb", "mlflow")
 """Keys of the section `telemetry` that need a package of their own, which has the key's name."""
 
 
@@ -24,17 +25,22 @@ def check_packages(telemetry: TelemetryConfig) -> None:
 
 
 class Sink(Protocol):
-    """A destination of metrics."""
+    """A destination of metrics. `failure`: why it takes no more, empty while it does."""
+
+    failure: str
 
     def write(self, step: int, metrics: dict[str, float], phase: str) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, *, failed: bool = False) -> None:
+        """Write what is left. `failed`: the run ends by an error."""
 
 
 class TensorBoardSink:
-    """Event files under `tensorboard/<phase>`: each phase counts its own steps."""
+    """Event files under `tensorboard/<phase>`: each phase counts its own steps. The resolved recipe is beside them, as hyperparameters."""
 
-    def __init__(self, folder: Path) -> None:
+    failure = ""
+
+    def __init__(self, folder: Path, recipe: Mapping[str, Any]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -42,6 +48,19 @@ class TensorBoardSink:
         self._folder = folder
         self._event, self._summary, self._open = Event, Summary, EventFileWriter
         self._writers: dict[str, EventFileWriter] = {}
+        self._put_hyperparameters(recipe)
+
+    def _put_hyperparameters(self, recipe: Mapping[str, Any]) -> None:
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+
+        values = {".".join(key): value for key, value in flatten(recipe).items() if value is not None}
+        plain = {key: value if isinstance(value, bool | int | float | str) else json.dumps(value) for key, value in values.items()}
+        # Of a resumed run those that it goes on with are shown.
+        for earlier in self._folder.glob("events.*"):
+            earlier.unlink()
+        writer = self._open(str(self._folder))
+        writer.add_event(self._event(wall_time=time.time(), summary=hparams_pb(plain, trial_id=self._folder.parent.name)))
+        writer.close()
 
     def write(self, step: int, metrics: dict[str, float], phase: str) -> None:
         if phase not in self._writers:
@@ -49,56 +68,6 @@ class TensorBoardSink:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._writers[phase].add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         for writer in self._writers.values():
             writer.close()
-
-
-SAMPLE_COLUMNS = ("step", "set", "prompt", "answer", "response", "reward", "tokens", "ended", "versions", "drafted", "accepted", "note")
-
-
-def _cells(row: KeptSample, columns: list[str]) -> list[object]:
-    parts = {f"reward/{name}": value for name, value in row["reward_parts"].items()}
-    cells: dict[str, object] = {
-        "step": row["step"],
-        "set": row["set"],
-        "prompt": row["prompt"],
-        "answer": row["answer"],
-        "response": response_text(row),
-        "reward": row["reward"],
-        "tokens": row["tokens"],
-        "ended": row["finish_reason"],
-        "versions": ", ".join(str(version) for version in dict.fromkeys(span[2] for span in row["versions"])),
-        "drafted": row["drafts"]["drafted"],
-        "accepted": row["drafts"]["accepted"],
-        "note": row["note"],
-    }
-    return [(cells | parts).get(name) for name in columns]
-
-
-class WandbSink:
-    """Weights & Biases."""
-
-    def __init__(self, project: str, name: str, folder: Path) -> None:
-        import wandb
-
-        # The same directory is the same run, so that a resumed one goes on in its place.
-        identity = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-        self._run = wandb.init(project=project, name=name, dir=str(folder), resume="allow", id=identity)
-
-    def write(self, step: int, metrics: dict[str, float], phase: str) -> None:
-        # W&B wants one step that only grows; each phase has its own instead, as a metric of that name.
-        self._run.log({**metrics, f"{phase}/step": step})
-
-    def samples(self, rows: list[KeptSample]) -> None:
-        """A table for each kind of samples, all of one step: `samples/update`, `samples/eval`, `samples/dropped`."""
-        from wandb import Table
-
-        columns = [*SAMPLE_COLUMNS, *dict.fromkeys(f"reward/{name}" for row in rows for name in row["reward_parts"])]
-        for kind in dict.fromkeys(row["kind"] for row in rows):
-            of_kind = [row for row in rows if row["kind"] == kind]
-            table = Table(columns=columns, data=[_cells(row, columns) for row in of_kind])
-            self._run.log({f"samples/{kind}": table, "rl/step": of_kind[0]["step"]})
-
-    def close(self) -> None:
-        self._run.finish()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import types
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +110,59 @@ def test_sync_weights_takes_a_run_with_its_weights(mtpctl: Any, trained: Path, m
         assert mtpctl("sync-weights", *arguments, "--json").err == "error: enough\n"
     assert handed == [(5, None), (5, newest), (5, newest), (5, newest)]
     assert mtpctl("sync-weights").err == "error: RECIPE: name a recipe or a run, or a run with --from\n"
+
+
+def test_a_run_that_was_moved_takes_another_name_as_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--set name=…` alone makes another run, wherever the first one lies by now."""
+    monkeypatch.chdir(tmp_path)
+    begun = recipe(tmp_path, "cluster.num_cpus=2", "name=a", "run_dir=runs/{name}")
+    lies = tmp_path / "disk" / "a"
+    lies.mkdir(parents=True)
+    (lies / "recipe.resolved.yaml").write_text(dump_resolved(begun))
+    assert load_target(lies).recipe.run_path == lies and load_target(lies).changed == ()
+    found = load_target(lies, sets=["name=b"])
+    assert found.recipe.run_path == tmp_path / "disk" / "b"
+    assert found.told == f'{tmp_path / "disk" / "b"} begins with the recipe of {lies} and name: "a" → "b"'
+
+
+def test_a_new_run_begins_from_the_weights_of_another(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Recipe] = []
+    monkeypatch.setattr(launch, "run", lambda recipe, plain: asked.append(recipe) or 0)
+    converted: list[list[str]] = []
+
+    def convert(command: list[str], **_: Any) -> Any:
+        converted.append(command[4:])
+        shutil.copytree(trained / "model", command[5])
+        return types.SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr("mtpctl.cli.train.subprocess.run", convert)
+    checkpoint = leave_checkpoint(trained, "rl-000003", 3)
+    new = trained.with_name("new")
+    told = mtpctl("train", "--from", str(trained), "--set", f"run_dir={new}", "--set", "train.rl.optimizer.lr=0.5")
+    assert told.code == 0, told.err
+    assert converted == [[str(checkpoint), str(new / "start"), "--force"]]
+    (started,) = asked
+    assert (started.model.path, started.model.config, started.model.init) == (str(new / "start"), None, "weights")
+    assert (started.seed, started.train.rl.optimizer.lr, started.run_path) == (5, 0.5, new)
+    first, second = told.err.splitlines()
+    assert first.startswith(f"{new} begins with the recipe of {trained} and ") and "model." not in first
+    assert second == f"{new} begins from the weights of {trained}, rl-000003"
+
+
+def test_a_folder_of_weights_is_taken_as_it_is(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Recipe] = []
+    monkeypatch.setattr(launch, "run", lambda recipe, plain: asked.append(recipe) or 0)
+    new, folder = trained.with_name("new"), trained / "model"
+    sets = [part for each in (f"run_dir={new}", "cluster.num_cpus=2") for part in ("--set", each)]
+    assert mtpctl("train", str(trained), "--from", str(folder), *sets).code == 0
+    assert (asked[0].model.path, new.exists()) == (str(folder), False)
+    told = mtpctl("train", "--from", str(folder))
+    assert (told.code, told.err) == (2, f"error: --from: {folder} has no recipe with it; name a recipe before it\n")
+
+
+def test_a_run_that_has_begun_takes_no_other_weights(mtpctl: Any, trained: Path) -> None:
+    leave_checkpoint(trained, "rl-000003", 3)
+    told = mtpctl("train", "--from", str(trained))
+    assert told.code == 2 and told.err.startswith(
+        f"error: --from: {trained} holds a run that has begun already; name a new one with --set "
+    )

@@ -32,6 +32,8 @@ class Rows:
     def event(self, kind: str, message: str) -> None:
         self.events.append(message)
 
+    def waiting(self, what: Any) -> None: ...
+
 
 def save(run: Path, stage: str, step: int, ended: list[str]) -> Path:
     """A checkpoint of which nothing but the controller's part is there."""
@@ -43,12 +45,9 @@ def save(run: Path, stage: str, step: int, ended: list[str]) -> Path:
 
 
 def drive(
-    recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, *, stopped: bool, changed: str = "", rows: Rows | None = None
+    recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, *, changed: str = "", rows: Rows | None = None
 ) -> tuple[bool, list[str]]:
-    """A start on the newest checkpoint of the directory: whether it finished, and what it asked the trainer for.
-
-    `stopped`: Ctrl-C comes while the trainer starts.
-    """
+    """A start on the newest checkpoint of the directory: whether it finished, and what it asked the trainer for."""
     asked: list[str] = []
 
     class Trainer:
@@ -56,8 +55,6 @@ def drive(
             pass
 
         async def build(self, folder: Path) -> dict[str, Any]:
-            if stopped:
-                run.state.stopping.set()
             return {"parameters": 1, "trained": 1}
 
         async def call(self, method: str, *args: Any) -> Any:
@@ -71,11 +68,19 @@ def drive(
     return asyncio.run(run.drive()), asked
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_run_that_has_ended_keeps_its_last_checkpoint_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool) -> None:
-    """Also where Ctrl-C comes before it has said that there is nothing to do: what it would save then had no optimizer."""
-    ended = save(tmp_path / "run", "sft", 4, ended=["sft"])
-    assert drive(recipe(tmp_path / "run", *SFT), ended, monkeypatch, stopped=stopped) == (True, ["latest_checkpoint", "restore"])
+def test_a_run_that_has_ended_answers_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without an actor, and with its summary; the directory is left as it was."""
+    home = tmp_path / "run"
+    save(home, "sft", 4, ended=["sft"])
+    monkeypatch.setattr(launch, "cluster", None)
+    monkeypatch.setattr(launch, "prepare", None)
+    assert launch.run(recipe(home, *SFT, "train.sft.until_loss=0")) == 0
+    assert "has ended, sft-000004; raise train.sft.steps to go on" in capsys.readouterr().out
+    assert not RunDirectory(home).recipe.exists()
+    assert launch.run(recipe(home, *SFT, "train.sft.until_loss=0.5", "train.sft.steps=9")) == 0, "it may have ended by its loss"
+    assert "raise" not in capsys.readouterr().out
+    with pytest.raises(TypeError):  # the stand-in for what starts a run
+        launch.run(recipe(home, *SFT, "train.sft.until_loss=0", "train.sft.steps=9", "cluster.num_cpus=2"))
 
 
 def test_a_stage_that_was_begun_is_not_left_out_in_silence(tmp_path: Path) -> None:
@@ -154,7 +159,7 @@ def test_the_resume_line_of_rl_tells_what_has_changed(tmp_path: Path, monkeypatc
     monkeypatch.setattr(launch.RunState, "checkpoint", nothing)
     resumed = save(tmp_path / "run", stage, 4, ended=["sft"] if stage == "rl" else [])
     asked, rows = recipe(tmp_path / "run", "train.stages=[sft,rl]", "train.sft.steps=9", "train.rl.steps=9"), Rows()
-    drive(asked, resumed, monkeypatch, stopped=False, changed="other log-probs", rows=rows)
+    drive(asked, resumed, monkeypatch, changed="other log-probs", rows=rows)
     line = next(event for event in rows.events if "goes on after step 4" in event)
     assert line.endswith("other log-probs") == (stage == "rl")
 
@@ -225,6 +230,8 @@ def test_a_stage_that_fails_between_updates_leaves_a_checkpoint(tmp_path: Path, 
             self.events.append(message)
 
         def log(self, *_: Any) -> None: ...
+
+        def waiting(self, what: Any) -> None: ...
 
     async def engines(self: Run, stack: Any) -> Any:
         await failed.wait()

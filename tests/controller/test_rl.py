@@ -767,3 +767,42 @@ def test_with_samples_0_none_are_kept(tmp_path: Path) -> None:
     recipe = recipe_of(steps=2)
     recipe = recipe.model_copy(update={"telemetry": recipe.telemetry.model_copy(update={"samples": 0})})
     assert run(recipe, tmp_path).kept == []
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_speed_and_idle_shares_hold_around_evaluations(tmp_path: Path, wait: bool) -> None:
+    """What is generated during an evaluation is in the speed, and an engine with held-out problems alone is not idle."""
+    recipe, world = recipe_of(steps=6), World()
+    train, evaluation = recipe.train.model_copy(update={"eval_every": 1}), recipe.evaluation.model_copy(update={"wait": wait})
+    recipe = recipe.model_copy(update={"train": train, "evaluation": evaluation})
+    evaluation_s, tokens = 0.05, 0
+
+    class Slow(FakeGenerator):
+        async def wait(self, sample: Sample) -> None:
+            nonlocal tokens
+            held_out = sample.group_id.startswith("eval")
+            await asyncio.sleep(evaluation_s if held_out else 0.001)
+            tokens += 30 if held_out else 1
+
+    def text(sample: Sample) -> str:
+        return "1" * 30 if sample.group_id.startswith("eval") else str(sample.index)
+
+    async def scenario() -> None:
+        stage = stage_of(recipe, world, tmp_path, generator=Slow(world, text))
+        stage.prepared = replace(stage.prepared, problems=ProblemSets(stage.prepared.problems.train, [Problem("e0", "0", "1")], []))
+        await asyncio.wait_for(stage.run(), 20)
+
+    asyncio.run(scenario())
+    rows = [metrics for _, metrics in world.rows if "rollout/tokens_per_s" in metrics]
+    evaluated = [metrics["timing_s/evaluation"] for _, metrics in world.rows if "timing_s/evaluation" in metrics]
+    assert len(rows) == 6 and len(evaluated) == 7
+    assert all(row["rollout/tokens_per_s"] > 0 for row in rows)
+    if wait:
+        assert sum(row["timing_s/step"] for row in rows) < sum(evaluated), "an evaluation is no part of an update"
+        seconds = [row["timing_s/step"] + before for row, before in zip(rows, [0.0, *evaluated[1:-1]], strict=True)]
+    else:
+        assert max(row["async/rollout_idle"] for row in rows[1:]) < 0.5
+        seconds = [row["timing_s/step"] for row in rows]
+    counted = sum(row["rollout/tokens_per_s"] * each for row, each in zip(rows, seconds, strict=True))
+    # The first and the last evaluation are before and after the updates where they are waited for.
+    assert 0.8 * (tokens - 90) <= counted <= 1.2 * tokens

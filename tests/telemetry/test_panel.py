@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
+import re
+import termios
+import time
 
 import pytest
 from rich.console import Console
 
-from mtpctl.telemetry.panel import LivePanel, Pace, PlainLines, sparkline
+from mtpctl.telemetry.history import Row
+from mtpctl.telemetry.panel import LivePanel, Pace, PlainLines, sparkline, without_echo
 
 
 class Clock:
@@ -79,6 +85,68 @@ def test_the_unfiltered_reward_is_shown_where_there_is_one() -> None:
     panel.row(1, {"reward/mean": 0.5, "reward/unfiltered_mean": 0.875}, "rl")
     console.print(panel.render())
     assert "0.875" in out.getvalue() and "0.5 " not in out.getvalue()
+
+
+def test_a_resumed_panel_begins_with_what_the_run_has() -> None:
+    console, out = screen(100, terminal=True)
+    panel = LivePanel(console, "run", {"sft": 400, "rl": 20}, draw=False)
+    rows = [Row("sft", step, 0.0, 1, {"sft/loss": 1.0}) for step in (62, 63)]
+    panel.resume([*rows, *(Row("rl", step, 0.0, 1, {"reward/mean": step / 8}) for step in range(1, 8))], "rl")
+    console.print(panel.render())
+    text = out.getvalue()
+    assert "63/63" in text and "7/20" in text and "▁▂▃▅▆▇█" in text.replace("▄", "") and "0.875" in text
+
+
+def test_what_the_run_waits_for_is_shown_until_it_is_there() -> None:
+    console, out = screen(60, terminal=True)
+    panel = LivePanel(console, "run", {"rl": 2}, draw=False)
+    panel.waiting(["rollout: starting, 34 s · Loading weights 50%" + " and more" * 9])
+    console.print(panel.render())
+    assert "waiting  rollout: starting, 34 s" in out.getvalue()
+    assert all(len(line) <= 60 for line in out.getvalue().splitlines())
+    out.truncate(0)
+    panel.waiting([])
+    console.print(panel.render())
+    assert "waiting" not in out.getvalue()
+
+
+def test_lines_say_it_every_so_often() -> None:
+    console, out = screen()
+    clock = Clock()
+    lines = PlainLines(console, {}, clock)
+    for second in range(32):
+        clock.now = float(second)
+        lines.waiting([f"rollout: starting, {second} s", "trainer"])
+    lines.waiting([])
+    assert out.getvalue().splitlines() == [f"waiting: rollout: starting, {second} s; trainer" for second in (15, 30)]
+
+
+def test_a_terminal_of_another_size_is_drawn_anew_from_its_top() -> None:
+    """Its lines are folded then, and moving up by as many as there were leaves some of them."""
+    console, out = screen(80, terminal=True)
+    panel = LivePanel(console, "run", {"rl": 2})
+    console.width = 60
+    deadline = time.monotonic() + 20
+    while "\x1b[H\x1b[J" not in out.getvalue() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    panel.close()
+    fresh = out.getvalue().rpartition("\x1b[H\x1b[J")[2]
+    assert out.getvalue().count("\x1b[H\x1b[J") == 1
+    assert max(len(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line)) for line in fresh.splitlines()) == 60
+
+
+def test_what_is_typed_is_not_shown_while_the_panel_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    with open(theirs, "r+b", buffering=0) as terminal:
+        monkeypatch.setattr("sys.stdin", terminal)
+        before = termios.tcgetattr(theirs)[3]
+        undo = without_echo()
+        assert before & termios.ECHO and not termios.tcgetattr(theirs)[3] & termios.ECHO
+        undo()
+        assert termios.tcgetattr(theirs)[3] == before
+    os.close(ours)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    without_echo()()  # where there is no terminal
 
 
 def test_the_live_panel_starts_and_stops() -> None:

@@ -140,7 +140,7 @@ def test_evaluations_are_a_curve_of_their_own(run_dir: Path) -> None:
     chart = figure(html, "Held-out accuracy")
     assert chart.count('class="dot k0"') == 6 and chart.count('class="guide ') == 2
     labels = re.findall(r'class="label k\d" [^>]*>([^<]*)<b>([^<]*)<', chart)
-    assert labels == [("best so far", "70.0%"), ("mean of last 4", "54.0%"), ("evaluations", "66.0%")]
+    assert labels == [("best so far", "70.0%"), ("last 4, mean", "54.0%"), ("evaluations", "66.0%")]
     assert "held-out" not in figure(html, "Reward")
     tiles = re.sub(r"<[^>]+>", " ", html[html.index('class="tiles"') : html.index("<figure")])
     assert re.search(r"Held-out accuracy, mean of last 4\s+54.0%\s+from 40.0%\s+\+14.0 points\s+worst fall\s+30.0 points", tiles)
@@ -154,7 +154,7 @@ def test_one_evaluation_makes_no_curve(run_dir: Path) -> None:
 
 def test_two_ends_are_told_as_such(run_dir: Path) -> None:
     html = evaluated(run_dir, {0: 0.40, 50: 0.66})
-    assert "measured before and after alone" in html and "mean of last 4" not in html
+    assert "measured before and after alone" in html and "last 4, mean" not in html
 
 
 def test_many_timings_are_folded_into_other(run_dir: Path) -> None:

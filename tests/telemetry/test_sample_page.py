@@ -6,7 +6,7 @@ import re
 
 from mtpctl.samples import Sample, Speculation
 from mtpctl.telemetry.sample_log import KeptSample, Kind, keep
-from mtpctl.telemetry.sample_page import facts, of_spread_steps, reward_bands, samples_section
+from mtpctl.telemetry.sample_page import ending, facts, of_spread_steps, reward_bands, samples_section
 
 
 def kept(step: int, reward: float | None, response: str = "a", *, kind: Kind = "update", note: str = "") -> KeptSample:
@@ -31,7 +31,7 @@ def test_facts_of_a_sample() -> None:
     assert facts(kept(5, 0.5)) == [
         "update 5",
         "format 1",
-        "2 tokens, 1 of the environment's answers",
+        "2 tokens and 1 answer(s) of the environment",
         "ended by stop",
         "versions 3 to 4",
         "3 of 4 drafts accepted",
@@ -65,3 +65,9 @@ def test_of_a_long_run_some_steps_are_shown_with_all_their_samples() -> None:
     steps = sorted({row["step"] for row in shown})
     assert len(shown) == 100 and steps[0] == 0 and steps[-1] == 999
     assert "100 of 4000 samples of the run" not in samples_section(rows[:8]) and "8 samples" in samples_section(rows[:8])
+
+
+def test_a_long_prompt_is_told_by_its_last_whole_words() -> None:
+    assert ending("what is\n 1 + 1?") == "what is 1 + 1?"
+    told = ending("word " * 40 + "How many are left?")
+    assert told.startswith("… word ") and told.endswith("How many are left?") and len(told) <= 92

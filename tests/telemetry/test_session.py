@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import io
-import sys
 import threading
-import types
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
 from mtpctl.errors import EnvironmentMissing, RuntimeFailure
 from mtpctl.recipe.telemetry import TelemetryConfig
-from mtpctl.samples import Sample
 from mtpctl.telemetry.history import load_history
 from mtpctl.telemetry.run_directory import RunDirectory
-from mtpctl.telemetry.sample_log import keep
-from mtpctl.telemetry.session import Telemetry, open_log
+from mtpctl.telemetry.session import Resumed, Telemetry, open_log
 
 
 def start(path: Path, config: TelemetryConfig | None = None) -> tuple[Telemetry, io.StringIO]:
@@ -51,6 +46,30 @@ def test_log_event_and_summary(tmp_path: Path) -> None:
     assert "best 75.0% at update 20; worst fall 10.0 points, from 25.0% at update 0 to 15.0% at update 10." in table
 
 
+def test_a_resumed_panel_leaves_out_what_will_be_done_again(tmp_path: Path) -> None:
+    telemetry, _ = start(tmp_path / "run")
+    with telemetry:
+        for step in range(1, 4):
+            telemetry.log(step, {"sft/loss": 1.0}, "sft")
+        for step in range(1, 8):
+            telemetry.log(step, {"reward/mean": step / 10}, "rl")
+    history = load_history(tmp_path / "run")
+    assert [(row.phase, row.step) for row in Resumed("rl", 5, ["sft"]).kept(history)][-1] == ("rl", 5)
+    assert {row.phase for row in Resumed("sft", 3, ["sft"]).kept(history)} == {"sft"}
+    assert Resumed().kept(history) == [], "without a checkpoint everything is done again"
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=True, color_system=None)
+    with Telemetry(
+        RunDirectory(tmp_path / "run"),
+        TelemetryConfig(tensorboard=False),
+        totals={"sft": 9, "rl": 20},
+        resumed=Resumed("sft", 3, ["sft"]),
+        console=console,
+    ):
+        pass
+    assert "3/3" in out.getvalue() and "0/20" in out.getvalue()
+
+
 def test_a_run_of_no_rl_has_no_summary(tmp_path: Path) -> None:
     telemetry, out = start(tmp_path / "run")
     with telemetry:
@@ -72,6 +91,25 @@ def test_tensorboard_holds_the_same_scalars_by_phase(tmp_path: Path) -> None:
     assert EventAccumulator(str(tmp_path / "run" / "tensorboard" / "sft")).Reload().Scalars("sft/loss")[0].value == 3.0
 
 
+def test_tensorboard_has_the_newest_recipe_as_hyperparameters(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    for lr in ("0.1", "0.2"):
+        run = RunDirectory.create(tmp_path / "run", "")
+        run.record(f"name: t\ntrain: {{lr: {lr}, stages: [sft, rl], lora: null}}\n")
+        with run, Telemetry(run, TelemetryConfig(), plain=True, console=Console(file=io.StringIO())):
+            pass
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    found = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert {key: value.number_value or value.string_value for key, value in found.items()} == {
+        "name": "t",
+        "train.lr": 0.2,
+        "train.stages": '["sft", "rl"]',
+    }
+
+
 def test_many_threads_write_whole_rows(tmp_path: Path) -> None:
     telemetry, _ = start(tmp_path / "run")
     with telemetry:
@@ -88,41 +126,6 @@ def test_wandb_is_asked_for_only_when_wanted_and_missing_it_is_said(tmp_path: Pa
     monkeypatch.setattr("mtpctl.telemetry.sinks.find_spec", lambda name: None)
     with pytest.raises(EnvironmentMissing, match=r"^telemetry\.wandb: "):
         start(tmp_path / "run", TelemetryConfig(tensorboard=False, wandb="project"))
-
-
-def test_wandb_gets_the_rows_and_the_same_identity_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: list[dict[str, float]] = []
-    begun: list[dict[str, str]] = []
-
-    class Run:
-        def log(self, values: dict[str, float]) -> None:
-            logged.append(values)
-
-        def finish(self) -> None:
-            logged.append({"finished": 1.0})
-
-    fake = types.ModuleType("wandb")
-    fake.Table = lambda columns, data: (columns, data)  # type: ignore[attr-defined]
-    fake.init = lambda **options: begun.append(options) or Run()  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr("mtpctl.telemetry.sinks.find_spec", lambda name: object())
-    for _ in range(2):
-        run = RunDirectory.create(tmp_path / "run", "name: t\n")
-        config = TelemetryConfig(tensorboard=False, wandb="project")
-        with run, Telemetry(run, config, plain=True, console=Console(file=io.StringIO())) as telemetry:
-            telemetry.log(3, {"reward/mean": 0.5}, "rl")
-            sample = Sample("p", "g", [50], reward=0.5, reward_parts={"format": 1.0})
-            sample.append([51], [0.0], 2)
-            sample.append([52], [0.0], 2, trained=False)
-            telemetry.samples([keep(sample, lambda ids: "".join(map(chr, ids)), step=3, kind="update", answer="4")])
-    tables = [values for values in logged if "samples/update" in values]
-    assert tables[0]["rl/step"] == 3
-    columns, (cells,) = cast(Any, tables[0]["samples/update"])
-    found = dict(zip(columns, cells, strict=True))
-    assert (found["prompt"], found["response"], found["reward"], found["reward/format"], found["versions"]) == ("2", "3⟦4⟧", 0.5, 1.0, "2")
-    logged = [values for values in logged if values not in tables]
-    assert logged[:2] == [{"reward/mean": 0.5, "rl/step": 3}, {"finished": 1.0}]
-    assert begun[0]["id"] == begun[1]["id"] and begun[0]["project"] == "project"
 
 
 def test_the_run_log_has_every_line_with_its_time_and_the_error_that_ended_the_run(tmp_path: Path) -> None:

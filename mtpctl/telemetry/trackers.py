@@ -1,0 +1,187 @@
+"""Trackers that are packages and services of others: Weights & Biases and MLflow.
+
+Both draw every metric over one step that only grows, while each phase of a run counts its own. So they get updates over all phases:
+those of RL follow those of the supervised phase, as in the report.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mtpctl.errors import EnvironmentMissing
+from mtpctl.recipe.loading import flatten
+from mtpctl.recipe.telemetry import TelemetryConfig
+from mtpctl.telemetry.history import History
+from mtpctl.telemetry.sample_log import KeptSample, response_text
+
+SAMPLE_COLUMNS = ("step", "set", "prompt", "answer", "response", "reward", "tokens", "ended", "versions", "drafted", "accepted", "note")
+_PARAMS, _VALUE = 100, 500
+"""Parameters that MLflow takes at once, and characters of a value, of the least that its releases take."""
+
+
+def identity(folder: Path) -> str:
+    """The same directory is the same run, so that a resumed one goes on in its place."""
+    return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+
+
+class Updates:
+    """Counts updates over the phases of a run, in their order, from what its earlier sessions did."""
+
+    def __init__(self, phases: Sequence[str], history: History) -> None:
+        self._phases = list(phases)
+        self._last = {phase: history.last_step(phase) for phase in history.phases}
+
+    def of(self, step: int, phase: str) -> int:
+        """How many updates the run has done at a step of a phase."""
+        if phase not in self._phases:
+            self._phases.append(phase)
+        self._last[phase] = max(step, self._last.get(phase, 0))
+        return step + sum(self._last.get(before, 0) for before in self._phases[: self._phases.index(phase)])
+
+
+def _cells(row: KeptSample, columns: list[str]) -> list[object]:
+    parts = {f"reward/{name}": value for name, value in row["reward_parts"].items()}
+    cells: dict[str, object] = {
+        "step": row["step"],
+        "set": row["set"],
+        "prompt": row["prompt"],
+        "answer": row["answer"],
+        "response": response_text(row),
+        "reward": row["reward"],
+        "tokens": row["tokens"],
+        "ended": row["finish_reason"],
+        "versions": ", ".join(str(version) for version in dict.fromkeys(span[2] for span in row["versions"])),
+        "drafted": row["drafts"]["drafted"],
+        "accepted": row["drafts"]["accepted"],
+        "note": row["note"],
+    }
+    return [(cells | parts).get(name) for name in columns]
+
+
+class WandbSink:
+    """Weights & Biases: metrics over updates, the resolved recipe as the run's config, samples as tables."""
+
+    failure = ""
+
+    def __init__(self, config: TelemetryConfig, name: str, folder: Path, recipe: Mapping[str, Any], updates: Updates) -> None:
+        """Raises EnvironmentMissing where W&B does not take the run: without a login, or a network."""
+        import wandb
+
+        self._updates = updates
+        try:
+            self._run = wandb.init(
+                project=config.wandb,
+                name=name,
+                dir=str(folder),
+                config=dict(recipe),
+                group=config.group,
+                tags=config.tags,
+                resume="allow",
+                id=identity(folder),
+            )
+        except wandb.Error as error:
+            reason = str(error).partition("\n")[0]
+            mend = "log in (wandb login), set WANDB_MODE=offline, or remove the key"
+            raise EnvironmentMissing(f"telemetry.wandb: W&B does not take the run ({reason}); {mend}") from error
+        self._run.define_metric("update")
+        self._run.define_metric("*", step_metric="update")
+        self._run.define_metric("eval/*", step_metric="update", summary="max,last")
+
+    def write(self, step: int, metrics: dict[str, float], phase: str) -> None:
+        self._run.log({**metrics, f"{phase}/step": step, "update": self._updates.of(step, phase)})
+
+    def samples(self, rows: list[KeptSample]) -> None:
+        """A table for each kind of samples, all of one step: `samples/update`, `samples/eval`, `samples/dropped`."""
+        from wandb import Table
+
+        columns = [*SAMPLE_COLUMNS, *dict.fromkeys(f"reward/{name}" for row in rows for name in row["reward_parts"])]
+        for kind in dict.fromkeys(row["kind"] for row in rows):
+            of_kind = [row for row in rows if row["kind"] == kind]
+            table = Table(columns=columns, data=[_cells(row, columns) for row in of_kind])
+            step = of_kind[0]["step"]
+            self._run.log({f"samples/{kind}": table, "rl/step": step, "update": self._updates.of(step, "rl")})
+
+    def close(self, *, failed: bool = False) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+class MlflowSink:
+    """MLflow: metrics over updates, every key of the resolved recipe as a parameter.
+
+    Rows are sent from a thread of its own, since a tracking server may be slow. Where it fails nothing more is sent, and `failure` says
+    so.
+    """
+
+    def __init__(self, config: TelemetryConfig, name: str, folder: Path, recipe: Mapping[str, Any], updates: Updates) -> None:
+        """Raises EnvironmentMissing where the tracking server does not answer."""
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+
+        assert config.mlflow is not None
+        self.failure, self._updates = "", updates
+        tags = {
+            "mtpctl.run": identity(folder),
+            **({"mtpctl.group": config.group} if config.group else {}),
+            **dict.fromkeys(config.tags, ""),
+        }
+        try:
+            self._client = MlflowClient()
+            found = self._client.get_experiment_by_name(config.mlflow)
+            experiment = self._client.create_experiment(config.mlflow) if found is None else found.experiment_id
+            same = self._client.search_runs([experiment], f"tags.`mtpctl.run` = '{identity(folder)}'", max_results=1)
+            run = same[0] if same else self._client.create_run(experiment, run_name=name, tags=tags)
+            self._id = run.info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+            self._put_params(recipe, run.data.params)
+        except MlflowException as error:
+            reason = str(error).partition("\n")[0]
+            raise EnvironmentMissing(
+                f"telemetry.mlflow: MLflow does not take the run ({reason}); set MLFLOW_TRACKING_URI to where it does, or remove the key"
+            ) from error
+        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._send_all, name="mlflow", daemon=True)
+        self._thread.start()
+
+    def _put_params(self, recipe: Mapping[str, Any], there: Mapping[str, str]) -> None:
+        """Parameters cannot be changed: what a resumed run has otherwise becomes a tag, `changed.KEY`."""
+        from mlflow.entities import Param
+
+        values = {".".join(key): json.dumps(value, ensure_ascii=False)[:_VALUE] for key, value in flatten(recipe).items()}
+        new = [Param(key, value) for key, value in values.items() if key not in there]
+        for begin in range(0, len(new), _PARAMS):
+            self._client.log_batch(self._id, params=new[begin : begin + _PARAMS])
+        for key, value in values.items():
+            if there.get(key, value) != value:
+                self._client.set_tag(self._id, f"changed.{key}", value)
+
+    def write(self, step: int, metrics: dict[str, float], phase: str) -> None:
+        # Names may not hold an @.
+        values = {name.replace("@", "_at_"): value for name, value in {**metrics, f"{phase}/step": float(step)}.items()}
+        self._queue.put((self._updates.of(step, phase), values))
+
+    def _send_all(self) -> None:
+        from mlflow.entities import Metric
+
+        while (row := self._queue.get()) is not None:
+            if self.failure:
+                continue
+            update, values = row
+            now = int(1000 * time.time())
+            try:
+                self._client.log_batch(self._id, metrics=[Metric(name, value, now, update) for name, value in values.items()])
+            except Exception as error:
+                # A tracker is no reason to end a run; metrics.jsonl has everything.
+                self.failure = f"MLflow takes no rows from update {update} on: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+    def close(self, *, failed: bool = False) -> None:
+        self._queue.put(None)
+        self._thread.join()
+        if not self.failure:
+            self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
