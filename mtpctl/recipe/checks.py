@@ -265,6 +265,8 @@ def _deterministic(recipe: Recipe) -> Complaints:
         return
     if recipe.rollout.speculation.auto:
         yield "rollout.speculation.auto: switches by measured speed, which async.deterministic rules out; set auto: false"
+    if recipe.rollout.speculation.num_tokens and recipe.rollout.speculation.draft_method == "probabilistic":
+        yield "rollout.speculation.draft_method: probabilistic draws from no request's seed, which async.deterministic needs; set greedy"
     if isinstance(recipe.rollout, SglangConfig) and not recipe.rollout.engine_args.get("enable_deterministic_inference"):
         yield "async.deterministic: SGLang repeats its draws with rollout.engine_args: {enable_deterministic_inference: true} alone; set it"
 

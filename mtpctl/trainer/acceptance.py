@@ -1,4 +1,4 @@
-"""How often a drafter would be accepted, told by the trainer from its own batches: for drafts sampled from the head, and for its first choices.
+"""How often a drafter would be accepted, told by the trainer from its own batches: drafts sampled from the head, and its first choices.
 
 Per depth, over all tokens, the mean chance that a draft is accepted where the tokens before it are those of the response. And by position
 as an engine counts it (`rollout/spec_accept_rate_k`), which differs twice. A draft is reached only where those before it were accepted.
@@ -26,8 +26,8 @@ KINDS = {"probabilistic": "", "greedy": "_greedy"}
 
 @dataclass
 class DepthChances:
-    """Of one depth, over the R response tokens: whether a draft is measured there, and by the kind of drafts the chance that one is accepted
-    and the chance that one was kept where the sampled token was emitted."""
+    """Of one depth, over the R response tokens: whether a draft is measured there, and by the kind of drafts the chance that one is
+    accepted, and the chance that one was kept where the sampled token was emitted."""
 
     there: Tensor
     accepted: dict[str, Tensor]

@@ -16,7 +16,6 @@ from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.head import HITS, Head
 from mtpctl.trainer.objective import Objective, Sums
 
-
 MEASURED_TOKENS = 8192
 """Response tokens of a rank and update, sequences whole, that tell the acceptance to expect. It takes the trunk's distribution, which
 `mtp.loss: ce` does not need, and a walk over each response on the host."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from mtpctl.model.packing import Packing
 from mtpctl.recipe.model import MtpConfig
