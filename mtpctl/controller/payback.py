@@ -2,8 +2,8 @@
 
 Training them costs a share of an update's time, and keeps drafts accepted. Both are measured, in shares of the time between two updates:
 
-- the cost: seconds that an update with them takes longer, a token, than one without. Where trainer and engines have cards of their own, only
-  as far as it is not time in which the trainer would wait for samples anyway;
+- the cost: seconds that an update with them takes longer, a token, than one without. Where trainer and engines have cards of their own,
+  only as far as it is not time in which the trainer would wait for samples anyway;
 - the loss of leaving them: tokens a decoding step, now against when they were last trained, over the time in which engines are busy; with
   cards of their own only as far as the trainer waits for samples.
 
@@ -77,9 +77,8 @@ class PayBack:
             self.seconds[key] = OLD * self.seconds[key] + (1 - OLD) * per_token if key in self.seconds else per_token
         self.since += 1
         if measured.accept_length is None:
-            return (
-                self._turn(False, "no draft tokens are asked for, so nothing is gained by training the drafter") if self.training else None
-            )
+            why = "no draft tokens are asked for, so nothing is gained by training the drafter"
+            return self._turn(False, why) if self.training else None
         self.lengths = [*self.lengths[-(4 * WINDOW) + 1 :], measured.accept_length]
         return self._while_training(measured) if self.training else self._while_resting(measured)
 

@@ -1,4 +1,4 @@
-"""What the trainer trains is what the engine drafts: logits of depths 1 to 3, from the engine's own drafting, at each step of a response."""
+"""What the trainer trains is what the engine drafts: logits of depths 1 to 3, against the engine's own at each step of a response."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def trained(folder: Path, ids: list[int], draftings: list[Drafting], precision: 
     """The trainer's logits of each depth, had the engine's drafts been the tokens that follow."""
     from mtpctl.convert.hf_folder import HfFolder
 
-    samples = [ids[: each.position + 1] + [each.token, *each.drafts[:-1]] for each in draftings]
+    samples = [[*ids[: each.position + 1], each.token, *each.drafts[:-1]] for each in draftings]
     flat = torch.tensor([token for sample in samples for token in sample])
     with engine(HfFolder.open(folder), precision=precision, mtp=MtpConfig(mode="load", repeat=DRAFTS)) as made, torch.no_grad():
         hidden = made.module(flat, Packing.of([len(sample) for sample in samples], "cpu"), depths=DRAFTS)
