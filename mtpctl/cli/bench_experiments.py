@@ -53,8 +53,8 @@ def mtp(
     overlay: Overlays = None,
     json: Json = False,
 ) -> None:
-    """Four arms of RL: no drafter, frozen, trained and synced, trained with only the target synced; or arms by loss, draft method and number
-    of draft tokens. Exit code 6 when a bound is missed."""
+    """Four arms of RL: no drafter, frozen, trained and synced, trained with only the target synced; or arms by loss, draft method and
+    number of draft tokens. Exit code 6 when a bound is missed."""
     from mtpctl.bench import document
     from mtpctl.bench import mtp as bench
     from mtpctl.bench.arms import chosen
