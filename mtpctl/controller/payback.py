@@ -125,10 +125,10 @@ class PayBack:
         if self.since < LAG + 1:
             return None
         cost = self.cost(measured)
+        if cost is None or not self.reference:
+            return self._turn(True, "there are draft tokens again")
         level = statistics.fmean(self.lengths[-min(WINDOW, self.since - LAG) :])
         lost = self.loss(measured, level, self.reference)
-        if cost is None:
-            return None
         if self.rise * HORIZON > cost:
             worth, self.rise = self.rise * HORIZON, 0.0
             return self._turn(True, f"an update with it was worth {worth:.1%} of the time, and costs {cost:.1%}")

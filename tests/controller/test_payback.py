@@ -104,6 +104,8 @@ def test_without_drafts_there_is_nothing_to_train_for() -> None:
     why = policy.take(Measured(1, 10, 2, 1, 0, None))
     assert not policy.training and why is not None and "no draft tokens are asked for" in why
     assert policy.take(Measured(1, 10, 2, 1, 0, None)) is None
+    told = [policy.take(Measured(1, 10, 2, 1, 0, 1.5)) for _ in range(3)]
+    assert policy.training and "the drafter trains: there are draft tokens again" in told
 
 
 def test_it_goes_on_from_a_checkpoint_as_if_it_had_not_stopped() -> None:

@@ -98,6 +98,16 @@ def test_rows_tell_how_both_kinds_of_drafts_are_accepted(layout: str) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
+def test_rows_without_a_label_cost_and_change_nothing(loss: str) -> None:
+    p = problem()
+    p["labels"] = torch.full_like(p["labels"], -100)
+    out, *grads = run(p, loss=loss)
+    assert out.loss_sum == 0 and not out.overlap.any() and not any(grad.any() for grad in grads)
+    none = {name: value if name == "weight" else value[:0].detach().requires_grad_(name == "hidden") for name, value in p.items()}
+    assert run(none, loss=loss)[0].loss_sum == 0
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 def test_errors_in_half_precision_are_within_those_of_plain_torch(loss: str) -> None:
     p, exact = problem(torch.bfloat16), problem(torch.bfloat16)
     _, *right = run(exact, loss=loss, implementation="reference")
