@@ -94,6 +94,7 @@ class Outcome:
     wanted: int
     versions: Mapping[str, object] = field(default_factory=dict)
     old_logprobs: Literal["recompute", "behaviour"] = "recompute"
+    draft_method: Literal["greedy", "probabilistic"] = "greedy"
 
     @property
     def updates(self) -> int:
@@ -191,7 +192,16 @@ def share_of(updates: int, wanted: int) -> str:
 
 def _outcome(arm: Arm, seed: int, recipe: Recipe, path: Path) -> Outcome:
     versions = json.loads(RunDirectory(path).versions.read_text())
-    return Outcome(arm, seed, load_history(path), place(recipe), recipe.train.rl.steps, versions, recipe.old_logprobs)
+    return Outcome(
+        arm,
+        seed,
+        load_history(path),
+        place(recipe),
+        recipe.train.rl.steps,
+        versions,
+        recipe.old_logprobs,
+        recipe.rollout.speculation.draft_method,
+    )
 
 
 def _train(recipes: Sequence[Recipe]) -> None:

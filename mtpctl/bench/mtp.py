@@ -1,4 +1,4 @@
-"""`mtpctl bench mtp`: the gain by training the drafter, and by syncing it, in four arms of one RL run.
+"""`mtpctl bench mtp`: the gain by training the drafter, and by syncing it, in four arms of one RL run, or by how it learns and drafts.
 
 The arms differ only in the MTP layers: not used, frozen, trained and synced with the target, trained while only the target is
 synced. The engine counts acceptance over the drafts of the last updates, where policies and drafters have changed most, and on
@@ -8,6 +8,7 @@ the held-out problems after the last update.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from mtpctl.bench.arms import Arm, Outcome, share_of
@@ -23,6 +24,32 @@ ARMS = (
     Arm("trained", "drafter trained and synced", ("train.rl.train_mtp=true", "sync.sections=[target, draft]")),
     Arm("target-only", "drafter trained, only the target synced", ("train.rl.train_mtp=true", "sync.sections=[target]")),
 )
+TRAINED = ("train.rl.train_mtp=true", "sync.sections=[target, draft]")
+
+
+def drafter_arms(losses: Sequence[str], methods: Sequence[str], counts: Sequence[int], *, layers: int) -> list[Arm]:
+    """An arm for each loss, draft method and number of draft tokens, all with the drafter trained and synced.
+
+    layers: MTP layers of the model; a single one is repeated for every draft token.
+    """
+    return [
+        Arm(
+            f"{loss}-{method}-k{count}",
+            f"{loss}, {method} drafts, k = {count}",
+            (
+                *TRAINED,
+                f"mtp.loss={loss}",
+                f"mtp.repeat={count if layers == 1 else 1}",
+                f"rollout.speculation.draft_method={method}",
+                f"rollout.speculation.num_tokens={count}",
+            ),
+        )
+        for count in counts
+        for loss in losses
+        for method in methods
+    ]
+
+
 TIMER = (
     "tokens/s: response tokens of the last updates over their wall time (updates, syncs and waiting included), and over the part of it "
     "in which the engines had requests; evaluations excluded"
@@ -43,6 +70,7 @@ class Result:
     acceptance: float | None
     by_seed: list[float]
     by_position: list[float]
+    expected_by_position: list[float]
     accept_length: float | None
     held_out_acceptance: float | None
     tokens_per_s: float
@@ -84,16 +112,16 @@ def table(results: list[Result], last: int) -> str:
     lines = [
         f"Over the last {last} updates of each run:",
         "",
-        "| drafter | updates | acceptance | each seed | by position | tokens a step | held out | tokens/s | while busy | against none "
-        "| accuracy |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| drafter | updates | acceptance | each seed | by position | expected | tokens a step | held out | tokens/s | while busy "
+        "| against none | accuracy |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
         against = "" if plain is None else f"{r.tokens_per_busy_s / plain.tokens_per_busy_s - 1:+.1%}"
         counted = "–" if r.acceptance is None else f"{r.acceptance:.1%} ({r.accepted}/{r.drafted})"
         lines.append(
             f"| {r.meaning} | {', '.join(share_of(updates, r.updates_wanted) for updates in r.updates)} | {counted} "
-            f"| {_shares(r.by_seed)} | {_shares(r.by_position)} "
+            f"| {_shares(r.by_seed)} | {_shares(r.by_position)} | {_shares(r.expected_by_position)} "
             f"| {'–' if r.accept_length is None else f'{r.accept_length:.2f}'} | {_share(r.held_out_acceptance)} | {r.tokens_per_s:,.0f} "
             f"| {r.tokens_per_busy_s:,.0f} | {against} | {_share(r.accuracy_before)} → {_share(r.accuracy_after)} |"
         )
@@ -143,6 +171,8 @@ def _result(arm: Arm, outcomes: list[Outcome], last: int) -> Result:
     busy = sum(m["timing_s/step"] * (1 - m["async/rollout_idle"]) for m in updates)
     tokens = sum(m["rollout/tokens_per_s"] * m["timing_s/step"] for m in updates)
     positions = sorted({name for m in drafting for name in m if name.startswith("rollout/spec_accept_rate_")})
+    kind = "" if outcomes[0].draft_method == "probabilistic" else "_greedy"
+    expected = [name.replace("rollout/spec_accept_rate_", f"mtp/expected_rate{kind}_") for name in positions]
     return Result(
         name=arm.name,
         meaning=arm.meaning,
@@ -154,6 +184,7 @@ def _result(arm: Arm, outcomes: list[Outcome], last: int) -> Result:
         acceptance=accepted / drafted if drafted else None,
         by_seed=[rate for h in histories if (rate := _acceptance(h, last)) is not None],
         by_position=[_weighted(drafting, name) for name in positions],
+        expected_by_position=[_weighted(drafting, name) for name in expected if any(name in m for m in drafting)],
         accept_length=_weighted(drafting, "rollout/spec_accept_length") if drafted else None,
         held_out_acceptance=_ends([h.series("eval/spec_accept_rate", "rl") for h in histories], -1),
         tokens_per_s=tokens / wall if wall else 0.0,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mtpctl.bench.arms import Arm, Experiment, Outcome
+    from mtpctl.recipe.schema import Recipe as RecipeTree
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe that every arm is a variant of.")]
 Out = Annotated[
@@ -39,6 +40,11 @@ def mtp(
     together: Annotated[
         bool, typer.Option("--together", help="Run the arms of a seed at once: acceptance is the same, but tokens/s are not comparable.")
     ] = False,
+    loss: Annotated[list[str] | None, typer.Option("--loss", help="Arms by mtp.loss in place of the four; may be repeated.")] = None,
+    draft_method: Annotated[
+        list[str] | None, typer.Option("--draft-method", help="Arms by rollout.speculation.draft_method; may be repeated.")
+    ] = None,
+    k: Annotated[list[int] | None, typer.Option("--k", min=1, help="Arms by draft tokens a step; may be repeated.")] = None,
     least_gain: Annotated[float, typer.Option("--least-gain", help="Least gain of acceptance by training the drafter, in points.")] = 0.0,
     least_relative: Annotated[
         float, typer.Option("--least-relative", help="Least gain relative to the frozen drafter's acceptance.")
@@ -47,7 +53,8 @@ def mtp(
     overlay: Overlays = None,
     json: Json = False,
 ) -> None:
-    """Four arms of RL: no drafter, frozen, trained and synced, trained with only the target synced. Exit code 6 when a bound is missed."""
+    """Four arms of RL: no drafter, frozen, trained and synced, trained with only the target synced; or arms by loss, draft method and
+    number of draft tokens. Exit code 6 when a bound is missed."""
     from mtpctl.bench import document
     from mtpctl.bench import mtp as bench
     from mtpctl.bench.arms import chosen
@@ -55,7 +62,17 @@ def mtp(
     from mtpctl.errors import ThresholdMissed
 
     experiment = _experiment(recipe, out, sets, overlay)
-    outcomes = _outcomes(experiment, chosen(bench.ARMS, arm), seed, measured_only, together=together)
+    arms: Sequence[Arm] = bench.ARMS
+    if loss or draft_method or k:
+        made_from = experiment.load("arms", 0)
+        speculation = made_from.rollout.speculation
+        arms = bench.drafter_arms(
+            loss or [made_from.mtp.loss],
+            draft_method or [speculation.draft_method],
+            k or [speculation.num_tokens],
+            layers=_mtp_layers(made_from),
+        )
+    outcomes = _outcomes(experiment, chosen(arms, arm), seed, measured_only, together=together)
     results, environment = bench.summarise(outcomes, last), machines([o.versions for o in outcomes])
     found = bench.as_json(results, environment, last)
     _write(out, "bench mtp", told(environment), found, bench.figures(outcomes))
@@ -138,6 +155,14 @@ def compare(
     worse = [change for change in changes if change.worse_by > tolerance]
     if worse:
         raise ThresholdMissed(f"{len(worse)} of {len(changes)} figures got worse by more than {tolerance:.0%}, first: {worse[0].name}")
+
+
+def _mtp_layers(recipe: RecipeTree) -> int:
+    from mtpctl.families.reading import shape_of
+    from mtpctl.recipe.model_source import hf_config
+
+    config = hf_config(recipe.model, fetch=False)
+    return shape_of(config).mtp_layers if config is not None else 1
 
 
 def _experiment(recipe: str, out: Path, sets: list[str] | None, overlay: list[str] | None) -> Experiment:

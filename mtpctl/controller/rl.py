@@ -34,6 +34,7 @@ from mtpctl.controller.clock import BusyClock
 from mtpctl.controller.evaluate import cut_responses, evaluate
 from mtpctl.controller.keeping import Keeper
 from mtpctl.controller.metrics import of_samples
+from mtpctl.controller.payback import Measured, PayBack
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.rollout_loop import RolloutLoop, Score
 from mtpctl.controller.sft import check_applied
@@ -76,6 +77,8 @@ class RlStage:
             recipe, prepared, generator, rewards[UNNAMED], telemetry, state, self.buffer, self.clock, score, keeper=self.keeper
         )
         self.stability = StabilityWatch(recipe)
+        auto = recipe.mtp.trains and recipe.train.rl.train_mtp == "auto"
+        self.payback = PayBack.restored(state.payback, shared=(recipe.train.gpus or 1) < 1) if auto else None
         self._evaluating: asyncio.Task[None] | None = None
         self._waited_for_evaluation = 0.0  # seconds since the last update
         self._updated = asyncio.Event()  # set at the end of each update
@@ -142,6 +145,7 @@ class RlStage:
                 # The row is logged also where the sync fails or is cancelled: a checkpoint may hold this update by now.
                 self.clock.set("trainer", False)
                 metrics |= self._step_metrics(metrics, seconds, groups)
+                metrics |= self._pay_back(metrics, seconds)
                 self.telemetry.log(self.state.step, metrics, "rl")
                 self.keeper.updated(self.state.step, groups)
             await self.state.checkpoint_if_due(self.trainer)
@@ -197,7 +201,9 @@ class RlStage:
         samples = [sample for group in groups for sample in group.samples]
         began = time.perf_counter()
         self.state.updating = True
-        metrics: dict[str, float] = await self.trainer.call("rl_step", samples, self.state.version)
+        metrics: dict[str, float] = await self.trainer.call(
+            "rl_step", samples, self.state.version, self.payback is None or self.payback.training
+        )
         seconds = time.perf_counter() - began
         self._skipped_in_a_row = check_applied(metrics, self._skipped_in_a_row, self.recipe.train.max_bad_steps)
         updates_since_sync = self.state.step - max(self.state.synced_at, 0)
@@ -232,6 +238,26 @@ class RlStage:
                 "async/version": float(self.state.version),
             }
         )
+
+    def _pay_back(self, metrics: Mapping[str, float], seconds: float) -> dict[str, float]:
+        """Decide whether the next update trains the MTP layers, where that is left to what is measured. Returns whether this one did."""
+        if self.payback is None:
+            return {}
+        trained, step = self.payback.training, metrics["timing_s/step"]
+        why = self.payback.take(
+            Measured(
+                update_s=seconds,
+                tokens=metrics["perf/tokens_per_s"] * seconds,
+                step_s=step,
+                trainer_idle_s=metrics["async/trainer_idle"] * step,
+                rollout_idle_s=metrics["async/rollout_idle"] * step,
+                accept_length=metrics.get("rollout/spec_accept_length"),
+            )
+        )
+        self.state.payback = self.payback.state()
+        if why is not None:
+            self.telemetry.event("mtp", why)
+        return {"mtp/trained": float(trained)}
 
     # ------------------------------------------------------------------------------------------------------- publish
 

@@ -34,6 +34,7 @@ class SavedState(TypedDict):
     step: int
     version: int
     synced_at: int
+    payback: dict[str, object] | None
     cursor: CursorState | None
     losses: list[float]
     ended: list[str]
@@ -112,7 +113,7 @@ def _newest(root: Path) -> tuple[Path | None, SavedState]:
     """The newest checkpoint and the state that it holds; without a checkpoint, None and the state of a run that has not begun."""
     path = newest(root)
     if path is None:
-        return None, SavedState(stage="", step=0, version=0, synced_at=-1, cursor=None, losses=[], ended=[])
+        return None, SavedState(stage="", step=0, version=0, synced_at=-1, payback=None, cursor=None, losses=[], ended=[])
     try:
         state: SavedState = json.loads((path / _FILE).read_text())
     except (OSError, ValueError) as error:
@@ -128,6 +129,8 @@ class RunState:
     weight version that was published last, `cursor` the place in the training problems, `losses` the latest losses of a supervised stage.
     `synced_at` is the step whose weights `version` was published with, -1 where no step of this stage was published.
 
+    `payback` is what `train.rl.train_mtp: auto` has measured and decided, None before its first update.
+
     `buffer` is written into checkpoints while a stage has one. `saving` is the checkpoint that is being written. `stopping` is set when a
     stop is asked for: stages return at their next step. While `updating`, the weights may be ahead of `step`. `saved` is the step of the
     newest checkpoint, or 0, and `saved_at` the time when it was written, on the clock of `time.monotonic`. `waiting` shows what is waited
@@ -140,6 +143,7 @@ class RunState:
     step: int = 0
     version: int = 0
     synced_at: int = -1
+    payback: dict[str, object] | None = None
     cursor: CursorState | None = None
     losses: list[float] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
@@ -160,6 +164,7 @@ class RunState:
         """Begin a stage, at its first step unless the run was resumed within it."""
         if self.stage != stage:
             self.stage, self.step, self.synced_at, self.cursor, self.losses, self.buffer = stage, 0, -1, None, [], None
+            self.payback = None
         self.updating, self.saved, self.saved_at = False, self.step, time.monotonic()
 
     def end(self, stage: str) -> None:

@@ -16,8 +16,8 @@ class MtpConvention:
     Names are templates: `{k}` is the MTP layer from 0, `{n}` the same counted on from the decoder's layers. `layer` is the
     prefix of the transformer layer inside; a template without a placeholder names a tensor that all depths share.
     `recycles_prenorm`: the second depth and later ones read the state before the final norm of the depth above, which the LM head
-    reads normed. `blanks_first`: engines that draft with these layers read 0 in place of the embedding at position 0. Their later
-    steps are at positions further on, so that only the first depth does.
+    reads normed. `blanks_first`: engines that draft with these layers read 0 in place of the embedding at position 0. Where one layer is
+    repeated its later steps are at positions further on, so that only the first depth does.
     """
 
     layer: str

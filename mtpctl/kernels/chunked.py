@@ -26,7 +26,8 @@ def _chunks(problem: Problem, width: int) -> Iterator[slice]:
         yield slice(start, min(start + width, problem.valid))
 
 
-def _scale(logits: Tensor, inverse_temperature: float | Tensor) -> Tensor:
+def scaled(logits: Tensor, inverse_temperature: float | Tensor) -> Tensor:
+    """Logits times the inverse temperature (a number, or one a row), in place."""
     if isinstance(inverse_temperature, Tensor):
         return logits.mul_(inverse_temperature.unsqueeze(1))
     return logits if inverse_temperature == 1 else logits.mul_(inverse_temperature)
@@ -63,7 +64,7 @@ class Chunked:
         best: tuple[Tensor, Tensor] | None = None
         kept: Tensor | None = None
         for columns in _chunks(problem, self._width(problem)):
-            z = _scale(products.logits(problem.hidden, problem.weight[columns]), problem.inverse_temperature)
+            z = scaled(products.logits(problem.hidden, problem.weight[columns]), problem.inverse_temperature)
             if keep and self._keeps(problem):
                 kept = z.clone()
             local = problem.targets - columns.start
@@ -93,7 +94,7 @@ class Chunked:
         hidden_grad: Tensor | None = None
         for columns in _chunks(problem, self._width(problem)):
             w = problem.weight[columns]
-            z = kept if kept is not None else _scale(products.logits(h, w), problem.inverse_temperature)
+            z = kept if kept is not None else scaled(products.logits(h, w), problem.inverse_temperature)
             logit_grad = _logit_grad(z, problem, rows, columns.start)
             if hidden is not None:
                 hidden_grad = products.hidden_grad(hidden_grad, logit_grad, w, hidden if len(w) == problem.valid else problem.wide)
@@ -117,7 +118,7 @@ def _logit_grad(z: Tensor, problem: Problem, rows: RowGrads, start: int) -> Tens
     local = problem.targets - start
     here = (local >= 0) & (local < z.shape[1])
     grad.scatter_add_(1, local.clamp(0, z.shape[1] - 1).unsqueeze(1), torch.where(here, rows.logprob, 0).unsqueeze(1))
-    return _scale(grad, problem.inverse_temperature)
+    return scaled(grad, problem.inverse_temperature)
 
 
 def _better(best: tuple[Tensor, Tensor] | None, z: Tensor, k: int, start: int) -> tuple[Tensor, Tensor]:

@@ -26,8 +26,9 @@ from torch.autograd.function import once_differentiable
 
 from mtpctl.kernels import inputs, reduce
 from mtpctl.kernels.autograd import AutogradContext
-from mtpctl.kernels.call import Call, WeightSink, prepare, weight_sink
+from mtpctl.kernels.call import Call, prepare, weight_sink
 from mtpctl.kernels.choice import Features, choose
+from mtpctl.kernels.made_grads import MadeGrads
 from mtpctl.kernels.problem import Backend, Problem, RowGrads
 
 # token_loss(logprob [r], entropy [r] or None, rows [r]) -> (summed loss, named sums). `rows` are indices among all N rows.
@@ -110,9 +111,7 @@ class _Arguments(NamedTuple):
 
 
 class _Context(AutogradContext, Protocol):
-    arguments: _Arguments
-    grads: tuple[Tensor | None, WeightSink] | None
-    check: Callable[[], None]
+    made: MadeGrads | None
 
 
 class _LinearPolicyLoss(torch.autograd.Function):
@@ -130,8 +129,8 @@ class _LinearPolicyLoss(torch.autograd.Function):
         loss = torch.zeros((), dtype=whole.wide, device=hidden.device)
         # Ranks join statistics once a slice, so all of them need the same slices: those of the first rank, which has the most columns.
         widest = replace(whole, valid=min(call.shard.columns, call.shard.total))
-        for number, part in enumerate(_slices(n, backend.rows_that_keep(widest) if keep else n)):
-            problem = _part(whole, part)
+        for number, part in enumerate(slices(n, backend.rows_that_keep(widest) if keep else n)):
+            problem = part_of(whole, part)
             scores = backend.scores(problem, entropy=arguments.entropy, topk=0, keep=keep)
             stats = reduce.join_shards(scores.stats, call.shard)
             checked[part] = stats.lse + stats.entropy if arguments.entropy else stats.lse
@@ -149,8 +148,8 @@ class _LinearPolicyLoss(torch.autograd.Function):
         if keep:
             if hidden_grad is not None:
                 hidden_grad = call.whole_hidden_grad(hidden_grad, hidden.dtype)
-            ctx.grads, ctx.arguments = (hidden_grad, sink), arguments
-            ctx.check = partial(finite.enforce, whole.hidden.detach(), weight.detach())
+            check = partial(finite.enforce, whole.hidden.detach(), weight.detach())
+            ctx.made = MadeGrads(hidden_grad, sink, arguments.grad_scale, check)
         else:
             finite.enforce(whole.hidden, weight)
         spread = call.rows.spread
@@ -161,24 +160,13 @@ class _LinearPolicyLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.grads is None:
+        if ctx.made is None:
             raise RuntimeError("linear_policy_loss: its gradients were made for one backward pass, which has been")
-        (hidden_grad, sink), ctx.grads = ctx.grads, None
-        ctx.check()
-        expected, came = ctx.arguments.grad_scale, grad.item()
-        if not math.isclose(came, expected, rel_tol=1e-6):
-            why = (
-                "main_grad has been added to already" if sink.out is not None and sink.add else "" if expected else "no factor leads there"
-            )
-            if why:
-                raise ValueError(f"grad_scale: {expected}, but the loss received a gradient of {came}; {why}")
-            for x in (hidden_grad, sink.out):
-                if x is not None:
-                    x.mul_(came / expected)
-        return hidden_grad, sink.finish(), None, None
+        made, ctx.made = ctx.made, None
+        return *made.given(grad.item()), None, None
 
 
-def _slices(n: int, at_most: int) -> list[slice]:
+def slices(n: int, at_most: int) -> list[slice]:
     """Ranges of rows, about equal (in whole 128s), none longer than `at_most`; one empty range where there are no rows."""
     count = max(1, math.ceil(n / max(1, at_most)))
     size = math.ceil(n / count)
@@ -187,7 +175,8 @@ def _slices(n: int, at_most: int) -> list[slice]:
     return [slice(start, min(start + size, n)) for start in range(0, max(n, 1), max(size, 1))]
 
 
-def _part(whole: Problem, part: slice) -> Problem:
+def part_of(whole: Problem, part: slice) -> Problem:
+    """The problem of some of the rows."""
     inverse = whole.inverse_temperature
     return replace(
         whole,

@@ -151,6 +151,9 @@ def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) ->
     model.mtp_isolated = mtp.mode == "isolated"
     for layer in model.mtp.layers if model.mtp_process else ():
         layer.recycles_prenorm = shape.mtp is not None and shape.mtp.recycles_prenorm
+        if config.mtp_use_repeated_layer:
+            # Its depths share keys, which a region that is computed again would not.
+            layer.mtp_model_layer.self_attention.checkpoint_core_attention = False
     if model.mtp_process and mtp.mode == "load":
         model.mtp.requires_grad_(False)
     return model.cuda()

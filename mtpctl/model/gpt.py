@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
+from mtpctl.model.draft_attention import EarlierDepths
 from mtpctl.model.latent import LatentAttention
 from mtpctl.model.layers import RMSNorm
 from mtpctl.model.packing import Packing
@@ -105,17 +106,25 @@ class MtpModel(GPTModel):
     def _mtp(
         self, state: Tensor, input_ids: Tensor, position_ids: Tensor, rotary: Tensor | None, packing: Packing, depths: int
     ) -> list[Tensor]:
-        """States of the first `depths` depths, as the LM head reads them."""
+        """States of the first `depths` depths, as the LM head reads them.
+
+        Layers of their own stand at their tokens' positions and attend to their own keys. A repeated layer is what an engine drafts
+        several tokens with: every depth stands a position further on, and sees what the first depth left of earlier tokens.
+        """
         layers = self.mtp.layers
         state = state.detach() if self.mtp_isolated else state
+        repeated = len(layers) == 1 and depths > 1
+        earlier = EarlierDepths()
         states = []
         for depth in range(depths):
             input_ids = packing.shift(input_ids)
             embedded = self._embed(input_ids[packing.tokens], position_ids)
             embedded = embedded.detach() if self.mtp_isolated else embedded
-            if self.mtp_blanks_first and depth == 0:
+            if self.mtp_blanks_first and (depth == 0 or not repeated):
                 embedded = self._blank_first(embedded, position_ids)
-            read, state = layers[min(depth, len(layers) - 1)](state, embedded, rotary, packing, self._padding(packing))
+            here = packing.moved(depth, earlier) if repeated else packing
+            angles = self.rope.angles(here.position_ids) if repeated and rotary is not None else rotary
+            read, state = layers[min(depth, len(layers) - 1)](state, embedded, angles, here, self._padding(packing))
             states.append(read)
         return states
 

@@ -21,6 +21,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
+from mtpctl.model.draft_attention import joined_attention
 from mtpctl.model.packing import Packing
 from mtpctl.model.recompute import gated_product, recomputed
 
@@ -97,7 +98,8 @@ class PackedAttention(torch.nn.Module):
     query [t, 1, heads, dim], key and value [t, 1, kv heads, dim], or all without the 1 → [t, 1, heads * value dim], for the
     t tokens of this rank. With context parallelism the keys and values of all ranks are gathered, and their gradients
     summed back. In half precision a card runs one variable-length flash kernel; else one `scaled_dot_product_attention` is run
-    for each group of samples of like length.
+    for each group of samples of like length. Where the packing holds `earlier` depths, it is the attention of a drafter
+    (`mtpctl.model.draft_attention`).
     """
 
     def __init__(
@@ -120,19 +122,37 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         # Values are a view into one tensor of queries, keys and values; saving the view would keep that whole tensor.
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value.contiguous()))
+        later: tuple[Tensor, Tensor] | None = None
+        if (earlier := packed_seq_params.earlier) is not None:
+            earlier.keys.append(k)
+            earlier.values.append(v)
+            if len(earlier.keys) > 1:
+                k, v = earlier.keys[0], earlier.values[0]
+                later = torch.stack(earlier.keys[1:]), torch.stack(earlier.values[1:])
         if self.cp_group is not None:
             k, v = (packed_seq_params.seen(gather_from_sequence_parallel_region(x, group=self.cp_group)) for x in (k, v))
         flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
-        out = self._flash(q, k, v, packed_seq_params) if flash else self._grouped(q, k, v, packed_seq_params)
+        if later is not None and flash:
+            out = self._flash_joined(q, k, v, *later, packed_seq_params)
+        elif flash:
+            out = self._flash(q, k, v, packed_seq_params)
+        else:
+            out = self._grouped(q, k, v, packed_seq_params, later)
         return out.reshape(query.shape[0], 1, -1)
+
+    def _flash_joined(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, p: Packing) -> Tensor:
+        from mtpctl.model.flash_prefix import FlashPrefix
+
+        dim, wanted = q.shape[2], v.shape[2]
+        q, k, v, keys, values = _alike_wide(q, k, v, keys, values)
+        scale = dim**-0.5 if self.scale is None else self.scale
+        return joined_attention(q, k, v, keys, values, FlashPrefix(p, scale), scale)[..., :wanted]
 
     def _flash(self, q: Tensor, k: Tensor, v: Tensor, p: Packing) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        # The kernel takes one width for all three, a multiple of 8. Zeros change no score, and only add columns of zeros to the output.
         dim, wanted = q.shape[2], v.shape[2]
-        width = -(-max(dim, wanted) // 8) * 8
-        q, k, v = (F.pad(x, (0, width - x.shape[2])) if x.shape[2] < width else x for x in (q, k, v))
+        q, k, v = _alike_wide(q, k, v)
         out = varlen_attn(
             q,
             k,
@@ -148,14 +168,33 @@ class PackedAttention(torch.nn.Module):
         assert isinstance(out, Tensor)
         return out[..., :wanted]
 
-    def _grouped(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+    def _grouped(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, later: tuple[Tensor, Tensor] | None = None) -> Tensor:
         places, parts = [], []
         for group in packing.alike:
             # A short sample is filled up with the first key of all behind its last token, which causality hides from its tokens.
             qs = q[group.queries].transpose(1, 2)
             ks, vs = (x[group.keys].transpose(1, 2) for x in (k, v))
-            causal = group.mask is None
-            mixed = F.scaled_dot_product_attention(qs, ks, vs, group.mask, is_causal=causal, scale=self.scale, enable_gqa=True)
+            mask = group.mask
+            if later is not None:
+                ks, vs, mask = _with_later(ks, vs, mask, [x[:, group.queries].transpose(2, 3) for x in later])
+            mixed = F.scaled_dot_product_attention(qs, ks, vs, mask, is_causal=mask is None, scale=self.scale, enable_gqa=True)
             places.append(group.queries[group.valid])
             parts.append(mixed.transpose(1, 2)[group.valid])
         return q.new_empty(q.shape[0], q.shape[1], v.shape[2]).index_put((torch.cat(places),), torch.cat(parts))
+
+
+def _alike_wide(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The flash kernel takes one width for all, a multiple of 8. Zeros change no score, and only add columns of zeros to the output."""
+    width = -(-max(x.shape[-1] for x in tensors) // 8) * 8
+    return tuple(F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors)
+
+
+def _with_later(k: Tensor, v: Tensor, mask: Tensor | None, later: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values [samples, heads, keys, width] followed by those of later depths [depths, samples, heads, queries, width], of which
+    each query sees its own token's alone, and the mask of all."""
+    depths, queries = later[0].shape[0], later[0].shape[3]
+    if mask is None:
+        mask = torch.ones(queries, k.shape[2], dtype=torch.bool, device=k.device).tril()
+    own = torch.eye(queries, dtype=torch.bool, device=k.device)
+    k, v = (torch.cat([first, *more.unbind(0)], dim=2) for first, more in zip((k, v), later, strict=True))
+    return k, v, torch.cat([mask, *[own] * depths], dim=1)

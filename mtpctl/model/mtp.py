@@ -26,7 +26,8 @@ class MtpLayer(MultiTokenPredictionLayer):
     ) -> tuple[Tensor, Tensor]:
         """hidden and embedding [T, 1, H] (split over tp in sequence-parallel mode) → of the same shape, the state that the LM head
         reads, and the one that the next depth reads."""
-        recompute = self.config.recompute_granularity == "full" and self.training
+        # The depths of a repeated layer share keys, which a region that is computed again would not.
+        recompute = self.config.recompute_granularity == "full" and self.training and packing.earlier is None
         if recompute and not hidden.requires_grad:
             # A checkpointed region without a differentiable input would give its parameters no gradient.
             hidden = hidden.detach().requires_grad_()

@@ -13,13 +13,15 @@ begins, up to the block's end.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+
+from mtpctl.model.draft_attention import EarlierDepths
 
 STEP = 32
 """Tokens that `Packing.alike` rounds a sample's length up to a multiple of."""
@@ -55,6 +57,7 @@ class Packing(PackedSeqParams):
     lengths: of each part here, in queries and in keys.
     sample_lengths: of all samples of the row. ranks: context-parallel ones that share it.
     spare: how many tokens at the row's end only fill it up.
+    earlier: set while the depths of a repeated MTP layer are computed: what its attention is to see of those before.
     """
 
     starts: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long))
@@ -65,6 +68,7 @@ class Packing(PackedSeqParams):
     sample_lengths: list[int] = field(default_factory=list)
     ranks: int = 1
     spare: int = 0
+    earlier: EarlierDepths | None = None
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device | str, *, cp_rank: int = 0, cp: int = 1) -> Packing:
@@ -174,6 +178,10 @@ class Packing(PackedSeqParams):
             Group(g.queries.to(device), g.keys.to(device), g.valid.to(device), None if g.mask is None else g.mask.to(device))
             for g in _groups(*self.lengths, widths)
         ]
+
+    def moved(self, ahead: int, earlier: EarlierDepths) -> Packing:
+        """The same tokens, each `ahead` positions further on, for attention that adds to `earlier` depths."""
+        return replace(self, position_ids=self.position_ids + ahead, earlier=earlier)
 
     def shift(self, values: Tensor, fill: int = 0) -> Tensor:
         """`values` [T] of the whole row moved one token to the left within each sample; the last token of each sample becomes `fill`."""

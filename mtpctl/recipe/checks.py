@@ -132,6 +132,9 @@ def _mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
         yield f"rollout.speculation.num_tokens: {k} needs the MTP layers that mtp.mode: off leaves out; set it to 0, or mtp.mode: load"
     if shape is not None and recipe.mtp.repeat > 1 and shape.mtp_layers > 1:
         yield f"mtp.repeat: {recipe.mtp.repeat} depths share one MTP layer, and the model has {shape.mtp_layers} of its own; set it to 1"
+    several = shape is not None and shape.mtp_layers > 1 and shape.family == "mimo"
+    if several and recipe.device == "cuda" and recipe.rollout.engine == "vllm" and (k := recipe.rollout.speculation.num_tokens) > 1:
+        yield f"rollout.speculation.num_tokens: {k}, but vLLM's MiMo drafter stops at the second of several MTP layers; set it to 1"
 
 
 def _answers(recipe: Recipe) -> Complaints:
@@ -265,6 +268,8 @@ def _deterministic(recipe: Recipe) -> Complaints:
         return
     if recipe.rollout.speculation.auto:
         yield "rollout.speculation.auto: switches by measured speed, which async.deterministic rules out; set auto: false"
+    if recipe.rollout.speculation.num_tokens and recipe.rollout.speculation.draft_method == "probabilistic":
+        yield "rollout.speculation.draft_method: probabilistic draws from no request's seed, which async.deterministic needs; set greedy"
     if isinstance(recipe.rollout, SglangConfig) and not recipe.rollout.engine_args.get("enable_deterministic_inference"):
         yield "async.deterministic: SGLang repeats its draws with rollout.engine_args: {enable_deterministic_inference: true} alone; set it"
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from mtpctl.recipe.section import HomePath, NonNegativeFloat, PositiveInt, Section
+from mtpctl.recipe.section import Fraction, HomePath, NonNegativeFloat, PositiveInt, Section
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """The names of the precisions in torch and in the engines."""
@@ -34,6 +34,12 @@ class MtpConfig(Section):
         description="off: no MTP layers; load: loaded and exported, not trained; joint: trained, and their loss also updates the trunk; "
         "isolated: trained, and their loss updates neither trunk, embedding nor LM head.",
     )
+    loss: Literal["ce", "soft_ce", "kl", "tv"] = Field(
+        "ce",
+        description="What each MTP depth learns: ce: the sampled token; the trunk's own distribution of that token by cross-entropy "
+        "(soft_ce), by KL divergence (kl) or by total variation (tv), the share of probabilistic drafts that would be turned down.",
+    )
+    loss_mix: Fraction = Field(1.0, description="Weight of mtp.loss; the rest of 1 is the weight of ce beside it.")
     loss_scale: NonNegativeFloat = Field(0.1, description="Weight of the MTP loss in the sum with the main loss.")
     clip_grad: NonNegativeFloat = Field(1.0, description="Largest gradient norm of the MTP layers, beyond which it is clipped; 0: never.")
     repeat: PositiveInt = Field(1, description="MTP depths that are trained by applying the one MTP layer repeatedly.")

@@ -64,7 +64,11 @@ class RlConfig(Section):
     prompts_per_step: PositiveInt = Field(32, description="Prompts of an update, each with one group of responses.")
     group_size: PositiveInt = Field(8, description="Responses to each prompt (n).")
     minibatches: PositiveInt = Field(1, description="Optimizer steps of an update, over which its groups are split.")
-    train_mtp: bool = Field(True, description="Train the MTP layers in RL, too; false: RL leaves them as they are.")
+    train_mtp: bool | Literal["auto"] = Field(
+        True,
+        description="Train the MTP layers in RL, too; false: RL leaves them as they are; auto: only in updates where what it costs is less "
+        "than what its drafts gain.",
+    )
     loss: Loss = Field(
         "ppo",
         description="ppo: token ratio, clipped; gspo: sequence ratio; decoupled: PPO with a proximal policy of its own; cispo: the clipped "

@@ -26,6 +26,11 @@ ENVIRONMENTS = {
 
 class SpeculationConfig(Section):
     num_tokens: NonNegativeInt = Field(1, description="Draft tokens of a step (k); 0: no speculation.")
+    draft_method: Literal["greedy", "probabilistic"] = Field(
+        "greedy",
+        description="What is drafted. greedy: the MTP head's first choice; probabilistic: a token sampled from its distribution at the "
+        "request's temperature. What is generated follows the same distribution with both.",
+    )
     auto: bool = Field(
         False, description="Draft 0 to num_tokens a step, whichever is fastest on the live load; measured again as load and weights change."
     )
@@ -122,6 +127,8 @@ def sglang_fits(rollout: SglangConfig) -> Complaints:
         yield "rollout.kv_cache_bytes: SGLang sizes its cache by a share of the card; set rollout.gpu_memory instead"
     if rollout.speculation.auto:
         yield "rollout.speculation.auto: works with rollout.engine: vllm; set it to false"
+    if rollout.speculation.draft_method == "probabilistic":
+        yield "rollout.speculation.draft_method: SGLang drafts greedily; set greedy, or rollout.engine: vllm"
     k, steps = rollout.speculation.num_tokens, rollout.draft_steps
     if k and rollout.draft_top_k == 1 and steps not in (None, k):
         yield f"rollout.draft_steps: a chain of {k} draft tokens takes {k} steps, got {steps}; leave it out or raise draft_top_k"

@@ -56,6 +56,15 @@ ADVICE: dict[str, Advice] = {
     "actor/gate": Advice("near 1", "low: samples too stale, or the learning rate too high"),
     "mtp/grad_norm": Advice("no jumps", "lower `optimizer.mtp_lr`"),
     "mtp/loss_N": Advice("falls smoothly", "flat: raise `optimizer.mtp_lr`; jumps: lower it"),
+    "mtp/expected_accept_N": Advice("rises; `mtp.loss: tv` raises it directly", "flat: raise `optimizer.mtp_lr`"),
+    "mtp/expected_accept_greedy_N": Advice(
+        "", "far above the line before it: `rollout.speculation.draft_method: greedy` is the better one here, far below: `probabilistic`"
+    ),
+    "mtp/expected_rate_N": Advice(
+        "within a point or two of `rollout/spec_accept_rate_N` as drafted",
+        "above what is served: the drafter is not synced, samples are stale, or `top_p` and `top_k` cut the target",
+    ),
+    "mtp/trained": Advice("", "the event `mtp` says why it changed"),
     "mtp/accept_N": Advice("rises, and lower with each depth", "near 0: train the head in the supervised stage"),
     "rollout/spec_accept_rate": Advice(
         "does not fall at a sync", "falls: `sync.sections` without `draft`; near 0: the head is untrained ([MTP training](mtp-training.md))"

@@ -63,6 +63,7 @@ METRICS: dict[str, Metric] = {
     "actor/clip_fraction_dual": Metric("dual-clipped", "share", "Tokens under the dual clip."),
     "actor/gate": Metric("soft gate", "share", "Mean gradient that SAPO's gate lets through; 1 on policy."),
     "actor/lr": Metric("learning rate", "number", "Learning rate of the trunk."),
+    "mtp/trained": Metric("drafter trained", "share", "Updates that trained the MTP layers, where train.rl.train_mtp is auto."),
     "mtp/grad_norm": Metric("MTP layers", "number", "Gradient norm of the MTP layers, before clipping."),
     "rollout/spec_accept_rate": Metric("drafts accepted", "share", "Draft tokens that the target accepted while generating."),
     "rollout/spec_accept_length": Metric("tokens a step", "tokens", "Tokens that one decoding step yields, the sampled one included."),
@@ -115,8 +116,22 @@ METRICS: dict[str, Metric] = {
 }
 
 PATTERNS: list[tuple[re.Pattern[str], str, Unit, str]] = [
-    (re.compile(r"mtp/loss_(\d+)"), "depth {}", "nats", "Cross-entropy of MTP depth {}, per supervised token."),
+    (re.compile(r"mtp/loss_(\d+)"), "depth {}", "nats", "Loss of MTP depth {} (mtp.loss), per supervised token; 1 at most with tv."),
     (re.compile(r"mtp/accept_(\d+)"), "depth {}", "share", "Positions where MTP depth {} names the target's own first choice."),
+    (
+        re.compile(r"mtp/expected_accept_(\d+)"),
+        "depth {}, sampled",
+        "share",
+        "Chance that a draft of MTP depth {} is accepted, sampled from the head, where the tokens before it are the response's own.",
+    ),
+    (re.compile(r"mtp/expected_accept_greedy_(\d+)"), "depth {}, greedy", "share", "The same where the head's first choice is drafted."),
+    (
+        re.compile(r"mtp/expected_rate_(\d+)"),
+        "position {}, sampled",
+        "share",
+        "`rollout/spec_accept_rate_{}` to expect with draft_method: probabilistic, from the trainer's own distributions.",
+    ),
+    (re.compile(r"mtp/expected_rate_greedy_(\d+)"), "position {}, greedy", "share", "The same with draft_method: greedy."),
     (re.compile(r"rollout/spec_accept_rate_(\d+)"), "position {}", "share", "Decoding steps whose draft token {} was accepted."),
     (re.compile(r"eval/(.+/avg@\d+)"), "{}", "number", "Mean reward on a held-out set: {}."),
     (re.compile(r"eval/(.+/pass@\d+)"), "{}", "share", "Problems of a held-out set with a right one among k responses, estimated: {}."),

@@ -116,7 +116,7 @@ class TrainerRank(WeightSource):
             import torch
 
             torch.set_num_threads(threads_in(self.recipe, stage, len(os.sched_getaffinity(0))))
-        self.engine.trains_mtp = self.engine.can_train_mtp and (stage == "sft" or train.rl.train_mtp)
+        self.engine.trains_mtp = self.engine.can_train_mtp and (stage == "sft" or train.rl.train_mtp is not False)
         if stage == "rl" and train.rl.kl_coef:
             if resumed:
                 self._restore_reference(Path(reference))
@@ -153,18 +153,19 @@ class TrainerRank(WeightSource):
             sample.old_logprobs, sample.old_version = scores.logprobs, version
         return samples
 
-    def rl_step(self, samples: list[Sample], version: int) -> dict[str, float]:
+    def rl_step(self, samples: list[Sample], version: int, train_mtp: bool = True) -> dict[str, float]:
         """One policy update of `train.rl.minibatches` optimizer steps, on samples that are ordered by group. Returns metrics.
 
-        version: the version of the weights before the update. Raises RuntimeFailure where no response has a token.
+        version: the version of the weights before the update. train_mtp: whether MTP layers that train in this stage do so now. Raises
+        RuntimeFailure where no response has a token.
         """
         with self._profiled("rl"):
-            return self._rl_step(samples, version)
+            return self._rl_step(samples, version, train_mtp)
 
     def _profiled(self, stage: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.profile is None else self.profile.update(stage)
 
-    def _rl_step(self, samples: list[Sample], version: int) -> dict[str, float]:
+    def _rl_step(self, samples: list[Sample], version: int, train_mtp: bool) -> dict[str, float]:
         from torch.profiler import record_function
 
         from mtpctl.trainer.policy_objective import PolicyObjective, advantages, training_sequence
@@ -199,8 +200,9 @@ class TrainerRank(WeightSource):
                 if sample.response_ids
             ]
             if batch:
+                steps = rl.steps * rl.minibatches
                 parts.append(
-                    self.engine.update(batch, objective, temperature=recipe.rollout.temperature, total_steps=rl.steps * rl.minibatches)
+                    self.engine.update(batch, objective, temperature=recipe.rollout.temperature, total_steps=steps, train_mtp=train_mtp)
                 )
                 weights = None
         metrics = mean_of(parts)

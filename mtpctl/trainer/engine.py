@@ -146,52 +146,56 @@ class MegatronEngine:
     # ------------------------------------------------------------------------------------------------------- updates
 
     def update(
-        self, sequences: list[Sequence], objective: Objective, *, temperature: float = 1.0, total_steps: int = 1
+        self, sequences: list[Sequence], objective: Objective, *, temperature: float = 1.0, total_steps: int = 1, train_mtp: bool = True
     ) -> dict[str, float]:
         """One optimizer step on these sequences. Returns metrics, means over what they count.
 
+        Without `train_mtp` MTP layers that train rest: they are not computed, and keep their weights and their optimizer state.
         `skipped` is 1 where loss or gradients were not finite: then nothing was applied, and metrics that are not finite are left out.
         """
         assert self.optimizer is not None, "set_optimizer comes first"
         began = time.perf_counter()
+        trains_mtp = self.trains_mtp and train_mtp
         self.optimizer.inner.zero_grad()
         with self.resident():
             with record_function("mtpctl/forward and backward"):
-                metrics = self.forward_backward(sequences, objective, temperature=temperature)
+                metrics = self.forward_backward(sequences, objective, temperature=temperature, train_mtp=train_mtp)
             with record_function("mtpctl/optimizer"):
-                result = self.optimizer.step(total_steps)
+                result = self.optimizer.step(total_steps, mtp_rests=not train_mtp)
                 metrics |= self.balance.finish(applied=result.applied)
         if self.config.offload.grads:
             self.optimizer.inner.zero_grad()
             release(data_parallel.gradients(self.model))
-        metrics |= {"actor/grad_norm": result.grad_norm} | ({"mtp/grad_norm": result.mtp_grad_norm} if self.trains_mtp else {})
+        metrics |= {"actor/grad_norm": result.grad_norm} | ({"mtp/grad_norm": result.mtp_grad_norm} if trains_mtp else {})
         if not result.applied:
             metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         # Copies of offloaded state still run. Their time belongs to this update and not to the weight sync, during which engines wait.
         torch.cuda.synchronize()
         seconds, tokens = time.perf_counter() - began, sum(len(s.token_ids) for s in sequences)
         metrics |= {"actor/lr": result.lr, "skipped": float(not result.applied), "timing_s/update": seconds, "perf/tokens": float(tokens)}
-        if (share := self._utilisation(sequences, seconds)) is not None:
+        if (share := self._utilisation(sequences, seconds, self.depths if trains_mtp else 0)) is not None:
             metrics["perf/mfu"] = share
         return metrics
 
-    def _utilisation(self, sequences: list[Sequence], seconds: float) -> float | None:
+    def _utilisation(self, sequences: list[Sequence], seconds: float, depths: int) -> float | None:
         """`perf/mfu` of an update; None unless it trains all weights in bf16."""
         if self.config.lora or self.config.precision != "bf16":
             return None
         return utilisation(
             self.folder.shape,
             sequences,
-            self.depths if self.trains_mtp else 0,
+            depths,
             isolated=self.config.mtp.mode == "isolated",
             seconds=seconds,
             card=torch.cuda.get_device_name() if self.device.type == "cuda" else self.device.type,
             cards=dist.get_world_size(),
         )
 
-    def forward_backward(self, sequences: list[Sequence], objective: Objective, *, temperature: float = 1.0) -> dict[str, float]:
+    def forward_backward(
+        self, sequences: list[Sequence], objective: Objective, *, temperature: float = 1.0, train_mtp: bool = True
+    ) -> dict[str, float]:
         """Compute the gradients of policy and MTP losses into the gradient buffers. Returns metrics."""
-        depths = self.depths if self.trains_mtp else 0
+        depths = self.depths if self.trains_mtp and train_mtp else 0
         loss = UpdateLoss(self.head, self.config, objective, sequences, temperature=temperature, depths=depths)
         micros = self._micro_batches(sequences, depths)
         self.balance.begin(sum(len(s.token_ids) for s in sequences))

@@ -18,13 +18,16 @@ from torch import Tensor
 
 from mtpctl.families.shape import ModelShape
 from mtpctl.kernels.choice import ONE_PASS
+from mtpctl.kernels.draft import DraftLoss, DraftLossOut, linear_draft_loss
 from mtpctl.kernels.logprob import LogProbOut, linear_logprob
 from mtpctl.kernels.policy import TokenLoss, linear_policy_loss
 from mtpctl.model.packing import Packing
 from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.trainer.batch import DraftRows
 from mtpctl.trainer.cp_gather import gather_over_cp
 from mtpctl.trainer.objective import Sums
+from mtpctl.trainer.teacher import teacher_states
 
 HITS = "hits"
 """Name among a loss's sums: how many tokens a greedy drafter would have drafted, since no entry of the vocabulary is likelier."""
@@ -131,6 +134,63 @@ class Head:
             dist.all_reduce(flat, group=parallel_state.get_context_parallel_group())
             sums = dict(zip(sums, flat, strict=True))
         return one.loss_sum * scale, sums
+
+    def draft(
+        self,
+        packing: Packing,
+        state: Tensor,
+        trunk: Tensor,
+        weight: Tensor,
+        draft: DraftRows,
+        targets: Tensor,
+        temperature: float,
+        *,
+        depth: int,
+        loss: DraftLoss,
+        mix: float,
+        scale: float,
+        detach_weight: bool,
+    ) -> tuple[Tensor, DraftLossOut]:
+        """The loss of an MTP depth against the trunk's distribution, times `scale`, and what each of its tokens tells, on all cp ranks.
+
+        state, trunk [t, H]: the depth's states and the trunk's; targets [n]: places in the whole micro-batch of the trunk's states that the
+        draft's labels were sampled from, `depth` tokens behind its rows. Call `backward` as for `loss`.
+        """
+        state = self._gather_sequence(state)
+        with torch.no_grad():
+            trunk = self._gather_sequence(trunk)
+        group = parallel_state.get_context_parallel_group() if self.parallel.cp > 1 else None
+        rows, labels = draft.rows, draft.labels
+        places: Tensor | None = None
+        if group is not None:
+            own = packing.here[rows]
+            places = torch.nonzero(own >= 0).squeeze(1)
+            rows, labels, targets = own[places], labels[places], targets[places]
+        options = self._kernel_options(weight)
+        options["implementation"] = "reference" if self.kernels.linear_logprob == "reference" else "auto"
+        teacher = teacher_states(packing, trunk, targets, depth, group)
+        out = linear_draft_loss(
+            state[rows],
+            teacher,
+            weight,
+            labels,
+            loss=loss,
+            mix=mix,
+            grad_scale=scale,
+            temperature=temperature,
+            detach_weight=detach_weight,
+            **options,
+        )
+        if places is None:
+            return out.loss_sum * scale, out
+        told = torch.stack([x.float() for x in out[1:]])
+        whole = told.new_zeros(len(told), len(draft.labels))
+        whole[:, places] = told
+        dist.all_reduce(whole, group=group)
+        total = out.loss_sum.detach().float().clone()
+        dist.all_reduce(total, group=group)
+        logprob, teacher_logprob, overlap, greedy, hit = whole.unbind(0)
+        return out.loss_sum * scale, DraftLossOut(total, logprob, teacher_logprob, overlap, greedy, hit > 0)
 
     def _gather_sequence(self, state: Tensor) -> Tensor:
         if not self.sequence_parallel:

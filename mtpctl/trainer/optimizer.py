@@ -116,8 +116,11 @@ class Optimizer:
         progress = min(1.0, (self.steps - c.warmup_steps) / max(1, total_steps - c.warmup_steps))
         return c.min_lr_ratio + (1 - c.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
-    def step(self, total_steps: int) -> StepResult:
-        """Clip and apply the gradients of the last backward pass. Where a norm is not finite, nothing is applied."""
+    def step(self, total_steps: int, *, mtp_rests: bool = False) -> StepResult:
+        """Clip and apply the gradients of the last backward pass. Where a norm is not finite, nothing is applied.
+
+        With `mtp_rests` the MTP head's parameters and moments stay as they are.
+        """
         share = self.rate(total_steps)
         for group in self.inner.param_groups:
             group["lr"] = group.get("max_lr", self.config.lr) * share
@@ -133,11 +136,11 @@ class Optimizer:
                     # A pipeline stage without MTP layers has none of theirs, nor has a rank whose shard holds others.
                     if grads := [p.grad for p in held if p.grad is not None]:
                         torch._foreach_mul_(grads, clip / norms[name])
-            self._apply()
+            self._apply(mtp_rests)
             self.steps += 1
         return StepResult(finite, norms[None], norms["mtp"], self.config.lr * share)
 
-    def _apply(self) -> None:
+    def _apply(self, mtp_rests: bool) -> None:
         """Adam on a slice of the parameters at a time: its temporaries, and moments that live in host memory, are a slice's."""
         parts = self._parts()
         groups = [part.optimizer.param_groups for part in parts]
@@ -145,7 +148,8 @@ class Optimizer:
             for part, whole in zip(parts, groups, strict=True):
                 adam = part.optimizer
                 for group in whole:
-                    for some in _slices(group["params"]):
+                    stepped = [p for p in group["params"] if not (mtp_rests and getattr(p, "grad_norm_group", None) == "mtp")]
+                    for some in _slices(stepped):
                         moments = [adam.state[p][kind] for p in some for kind in MOMENTS if p in adam.state]
                         if self.host is not None:
                             self.host.load(moments)

@@ -1,4 +1,5 @@
-"""The loss of one update: the objective's on the trunk, and a next-token loss for every MTP depth that trains."""
+"""The loss of one update: the objective's on the trunk, and for every MTP depth that trains one of the token after next, or of the trunk's
+own distribution of it."""
 
 from __future__ import annotations
 
@@ -7,11 +8,17 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from mtpctl.kernels.draft import DraftLossOut
 from mtpctl.model.gpt import Hidden
-from mtpctl.trainer.batch import MicroBatch, Sequence
+from mtpctl.trainer.acceptance import DepthChances, acceptance_metrics, acceptance_sums
+from mtpctl.trainer.batch import DraftRows, MicroBatch, Sequence
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.head import HITS, Head
 from mtpctl.trainer.objective import Objective, Sums
+
+MEASURED_TOKENS = 8192
+"""Response tokens of a rank and update, sequences whole, that tell the acceptance to expect. It takes the trunk's distribution, which
+`mtp.loss: ce` does not need, and a walk over each response on the host."""
 
 
 class UpdateLoss:
@@ -27,6 +34,7 @@ class UpdateLoss:
         self.denominator = objective.denominator(sequences)
         self.drafts = [max(1, sum(s.drafted(depth) for s in sequences)) for depth in range(1, depths + 1)]
         """For each depth, how many tokens of the batch a drafter can be asked for."""
+        self.left = MEASURED_TOKENS
 
     def __call__(self, micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
         states = (hidden.trunk, *hidden.mtp)
@@ -34,24 +42,7 @@ class UpdateLoss:
         if not finite:
             hidden = Hidden(torch.zeros_like(hidden.trunk), hidden.head, [torch.zeros_like(state) for state in hidden.mtp])
         # MTP first: the one-pass kernels add gradients of the head as they go, and a backward pass would add them in this order.
-        parts: list[Tensor] = []
-        sums: Sums = {}
-        for depth, (state, draft) in reversed(list(enumerate(zip(hidden.mtp, micro.drafts, strict=True), start=1))):
-            loss, found = self.head.loss(
-                micro.packing,
-                state,
-                hidden.head,
-                draft.rows,
-                draft.labels,
-                self.temperature,
-                _negative_log_likelihood,
-                # Rounded to fp32, like the gradient that autograd will pass: the kernels check that the two are equal.
-                scale=torch.tensor(1 / (self.drafts[depth - 1] * len(self.drafts))).mul(self.config.mtp.loss_scale).item(),
-                hit=True,
-                detach_weight=self.config.mtp.mode == "isolated",
-            )
-            parts.append(loss)
-            sums |= {f"mtp/loss_{depth}": found["loss"], f"mtp/accept_{depth}": found[HITS]}
+        parts, sums = self._drafts(micro, hidden)
         loss, found = self.head.loss(
             micro.packing,
             hidden.trunk,
@@ -76,12 +67,79 @@ class UpdateLoss:
             sums = {name: torch.nan * value for name, value in sums.items()}
         return total, sums
 
+    def _drafts(self, micro: MicroBatch, hidden: Hidden) -> tuple[list[Tensor], Sums]:
+        """The loss of each MTP depth, deepest first, and their sums."""
+        if not self.drafts:
+            return [], {}
+        mtp = self.config.mtp
+        parts: list[Tensor] = []
+        sums: Sums = {}
+        chances: list[DepthChances] = []
+        measured = self._measured(micro)
+        for depth, (state, draft) in reversed(list(enumerate(zip(hidden.mtp, micro.drafts, strict=True), start=1))):
+            # Rounded to fp32, like the gradient that autograd will pass: the kernels check that the two are equal.
+            scale = torch.tensor(1 / (self.drafts[depth - 1] * len(self.drafts))).mul(mtp.loss_scale).item()
+            if mtp.loss == "ce":
+                loss, found = self.head.loss(
+                    micro.packing,
+                    state,
+                    hidden.head,
+                    draft.rows,
+                    draft.labels,
+                    self.temperature,
+                    _negative_log_likelihood,
+                    scale=scale,
+                    hit=True,
+                    detach_weight=mtp.mode == "isolated",
+                )
+                some = int((draft.tokens < measured).sum())
+                few = DraftRows(draft.rows[:some], draft.labels[:some], draft.tokens[:some])
+                with torch.no_grad():
+                    told = self._against_trunk(micro, hidden, state, few, depth, 0.0)[1]
+            else:
+                few = draft
+                loss, told = self._against_trunk(micro, hidden, state, draft, depth, scale)
+                found = {"loss": told.loss_sum.detach(), HITS: told.hit.sum()}
+            parts.append(loss)
+            chances.insert(0, _chances(told, few, len(micro.labels), measured))
+            sums |= {f"mtp/loss_{depth}": found["loss"], f"mtp/accept_{depth}": found[HITS]}
+        return parts, sums | acceptance_sums(micro, chances, measured)
+
+    def _against_trunk(
+        self, micro: MicroBatch, hidden: Hidden, state: Tensor, draft: DraftRows, depth: int, scale: float
+    ) -> tuple[Tensor, DraftLossOut]:
+        mtp = self.config.mtp
+        return self.head.draft(
+            micro.packing,
+            state,
+            hidden.trunk,
+            hidden.head,
+            draft,
+            micro.rows[draft.tokens],
+            self.temperature,
+            depth=depth,
+            loss=mtp.loss,
+            mix=mtp.loss_mix,
+            scale=scale,
+            detach_weight=mtp.mode == "isolated",
+        )
+
+    def _measured(self, micro: MicroBatch) -> int:
+        """How many response tokens of the micro-batch tell the acceptance to expect: whole sequences, as long as some are still wanted."""
+        tokens = 0
+        for length in [] if micro.idle else micro.lengths:
+            if self.left <= 0:
+                break
+            tokens, self.left = tokens + length, self.left - length
+        return tokens
+
     def metrics(self, sums: Sums) -> dict[str, float]:
         """The objective's metrics, and loss and acceptance of each MTP depth, from sums over the whole batch."""
         values = {name: float(value) for name, value in sums.items()}
         metrics = self.objective.metrics({name: value for name, value in values.items() if not name.startswith("mtp/")})
-        drafts = {name: value / self.drafts[int(name.rpartition("_")[2]) - 1] for name, value in values.items() if name.startswith("mtp/")}
-        return metrics | drafts
+        for depth, drafts in enumerate(self.drafts, start=1):
+            metrics |= {name: values[name] / drafts for name in (f"mtp/loss_{depth}", f"mtp/accept_{depth}") if name in values}
+        return metrics | (acceptance_metrics(values, len(self.drafts)) if self.drafts else {})
 
     def _finite(self, states: tuple[Tensor, ...]) -> bool:
         """Whether all states are finite, on all ranks that share this micro-batch's loss."""
@@ -89,6 +147,24 @@ class UpdateLoss:
         if self.config.parallel.tp * self.config.parallel.cp > 1:
             dist.all_reduce(bad, group=parallel_state.get_tensor_and_context_parallel_group())
         return not bad
+
+
+def _chances(told: DraftLossOut, draft: DraftRows, count: int, measured: int) -> DepthChances:
+    """What the tokens of a depth tell, at their places among the micro-batch's `count` response tokens, 0 from `measured` on."""
+    chosen = draft.tokens < measured
+    tokens = draft.tokens[chosen]
+
+    def spread(values: Tensor) -> Tensor:
+        whole = torch.zeros(count, dtype=torch.float32, device=values.device)
+        whole[tokens] = values[chosen].detach().float()
+        return whole
+
+    kept = (told.logprob - told.teacher_logprob).exp().clamp(max=1)
+    return DepthChances(
+        there=spread(torch.ones_like(told.overlap)),
+        accepted={"probabilistic": spread(told.overlap), "greedy": spread(told.greedy)},
+        kept={"probabilistic": spread(kept), "greedy": spread(told.hit)},
+    )
 
 
 def _negative_log_likelihood(logprob: Tensor, entropy: Tensor | None, tokens: Tensor) -> tuple[Tensor, Sums]:

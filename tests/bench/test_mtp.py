@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from mtpctl.bench.arms import Outcome
-from mtpctl.bench.mtp import ARMS, figures, gain, summarise, table
+from mtpctl.bench.mtp import ARMS, drafter_arms, figures, gain, summarise, table
 from mtpctl.cli.app import app
 from mtpctl.plan.placement import Placement
+from mtpctl.recipe.loading import load_recipe
 from mtpctl.telemetry.history import History, Row
 from tests.bench.test_arms import measured
 
@@ -31,6 +33,8 @@ def run(rates: list[float], *, drafted: int = 1000, accuracy: tuple[float, float
                 "rollout/spec_accept_rate": rate,
                 "rollout/spec_accept_rate_1": rate,
                 "rollout/spec_accept_length": 1 + rate,
+                "mtp/expected_rate_1": rate - 0.01,
+                "mtp/expected_rate_greedy_1": rate + 0.01,
             }
         rows.append(Row("rl", step, float(step), 1, metrics))
     rows[-1].metrics |= {"eval/accuracy": accuracy[1]} | ({"eval/spec_accept_rate": rates[-1]} if drafted else {})
@@ -49,6 +53,14 @@ def test_only_the_last_updates_count_and_seeds_are_pooled() -> None:
     assert result.by_position == pytest.approx([0.75]) and result.accept_length == pytest.approx(1.75)
     assert result.held_out_acceptance == pytest.approx(0.8)
     assert (result.accuracy_before, result.accuracy_after) == (0.25, 0.75)
+
+
+def test_what_was_expected_stands_beside_what_was_served_by_the_drafts_that_were() -> None:
+    greedy, sampled = (outcome("trained", run([0.5] * 2)) for _ in range(2))
+    for each, expected in ((greedy, 0.51), (replace(sampled, draft_method="probabilistic"), 0.49)):
+        (result,) = summarise([each], last=2)
+        assert result.expected_by_position == pytest.approx([expected])
+        assert "| 50.0% | " + f"{expected:.1%}" in table([result], 2)
 
 
 def test_throughput_over_all_time_and_while_requests_are_there() -> None:
@@ -77,6 +89,16 @@ def test_every_arm_is_a_row_and_a_curve() -> None:
 def test_arms_differ_in_the_mtp_layers_alone() -> None:
     keys = {text.partition("=")[0] for arm in ARMS for text in arm.sets}
     assert keys == {"rollout.speculation.num_tokens", "train.rl.train_mtp", "sync.sections"}
+
+
+def test_arms_by_how_the_drafter_learns_and_drafts() -> None:
+    arms = drafter_arms(["ce", "tv"], ["greedy", "probabilistic"], [1, 3], layers=1)
+    assert [arm.name for arm in arms][:3] == ["ce-greedy-k1", "ce-probabilistic-k1", "tv-greedy-k1"] and len(arms) == 8
+    recipe = load_recipe("tiny_mtp", sets=list(arms[-1].sets)).recipe
+    assert (recipe.mtp.loss, recipe.mtp.repeat) == ("tv", 3)
+    assert (recipe.rollout.speculation.draft_method, recipe.rollout.speculation.num_tokens) == ("probabilistic", 3)
+    (own,) = drafter_arms(["tv"], ["greedy"], [3], layers=3)
+    assert "mtp.repeat=1" in own.sets
 
 
 @pytest.mark.parametrize(("drafted", "code"), [(1000.0, 0), (0.0, 6)])

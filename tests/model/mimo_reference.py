@@ -78,8 +78,7 @@ def forward(
         at = f"model.mtp_layers.{depth - 1}."
         x = x[: len(ids) - depth]
         embedded = table[torch.tensor(ids[depth:])].clone()
-        if depth == 1:
-            embedded[0] = 0
+        embedded[0] = 0
         state = norm(x, weights[f"{at}hidden_layernorm.weight"], eps)
         embedded = norm(embedded, weights[f"{at}token_layernorm.weight"], eps)
         x = layer(F.linear(torch.cat([state, embedded], dim=-1), weights[f"{at}input_proj.weight"]), weights, at, config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from mtpctl.model.packing import Packing
 from mtpctl.recipe.model import MtpConfig
@@ -35,24 +35,17 @@ def test_logits_of_trunk_and_every_depth(tmp_path, depths, tied):
             torch.testing.assert_close(mtp[depth - 1][number][: len(sample) - depth], draft, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("attention", [False, True])
-def test_depths_of_a_repeated_layer_are_the_steps_of_a_drafter(tmp_path, attention):
-    """All but one thing: a later step attends to what the first one left of earlier tokens, a later depth to its own. Without
-    attention in the MTP layer they are equal; with it, the first one is."""
+def test_depths_of_a_repeated_layer_are_the_steps_of_a_drafter(tmp_path):
+    """Also where a sample is packed behind another one, and at every position from which it can draft three tokens."""
     folder = mimo(tmp_path / "model")
-    file = folder.path / "model.safetensors"
-    weights = load_file(file)
-    if not attention:
-        weights["model.mtp_layers.0.self_attn.o_proj.weight"].zero_()
-        save_file(weights, file, metadata={"format": "pt"})
-    ids = sequences(3)[2].token_ids
-    with engine(folder, mtp=MtpConfig(mode="load", repeat=2)) as made:
-        _, first, second = packed_logits(made, [ids], 2)
-    for position in range(len(ids) - 2):
-        steps = mimo_reference.drafted(weights, folder.config, ids, position, 2)
-        torch.testing.assert_close(first[0][position], steps[0], atol=1e-5, rtol=0)
-        if not attention:
-            torch.testing.assert_close(second[0][position], steps[1], atol=1e-5, rtol=0)
+    weights = load_file(folder.path / "model.safetensors")
+    other, ids = (sequences(3)[place].token_ids for place in (1, 2))
+    with engine(folder, mtp=MtpConfig(mode="load", repeat=3)) as made:
+        _, *depths = packed_logits(made, [other, ids], 3)
+    for position in range(len(ids) - 3):
+        steps = mimo_reference.drafted(weights, folder.config, ids, position, 3)
+        for depth, step in zip(depths, steps, strict=True):
+            torch.testing.assert_close(depth[1][position], step, atol=1e-5, rtol=0)
 
 
 def test_reference_tells_the_two_states_and_orders_apart(tmp_path):

@@ -95,6 +95,14 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         (["mtp.mode=off"], "rollout.speculation.num_tokens: 1 needs the MTP layers that mtp.mode: off leaves out"),
         (["rollout.speculation={num_tokens: 0, auto: true}"], "rollout.speculation.auto: there is nothing to switch"),
         (["async.deterministic=true", "rollout.speculation.auto=true"], "rollout.speculation.auto: switches by measured speed"),
+        (
+            ["async.deterministic=true", "rollout.speculation.draft_method=probabilistic"],
+            "rollout.speculation.draft_method: probabilistic draws from no request's seed",
+        ),
+        (
+            ["cluster.device=cuda", "model.config.num_nextn_predict_layers=2", "rollout.speculation.num_tokens=2"],
+            "rollout.speculation.num_tokens: 2, but vLLM's MiMo drafter stops at the second of several MTP layers",
+        ),
         (["train.stages=[]"], "train.stages: must name sft, rl or both"),
         (["train.stages=[rl, rl]"], "train.stages: must name sft, rl or both, each once, got [rl, rl]"),
         (["train.rl.steps=0"], "train.rl.steps: is 0; say how many updates, or leave rl out of train.stages"),

@@ -175,6 +175,15 @@ CASES = [
             ("tied-clipped-dp2-sharded", SHARDED, {"dp": 2}),
         )
     ),
+    *(
+        _case(f"{name}-against-trunk", model, fields={"mtp": mtp}, like=f"{model}-against-trunk", **p)
+        for model, mtp, layouts in (
+            ("mimo", MtpConfig(mode="joint", loss="tv", loss_mix=0.8, loss_scale=0.3, clip_grad=0), ("sp2", "cp2")),
+            ("tied", MtpConfig(mode="isolated", loss="soft_ce", repeat=3, loss_scale=0.3, clip_grad=0), ("sp2", "pp2", "cp2")),
+            ("deepseek", MtpConfig(mode="isolated", loss="kl", repeat=2, loss_scale=0.3, clip_grad=0), ("sp2", "cp2")),
+        )
+        for name, p in [(model, {}), *((f"{layout}-{model}", LAYOUTS[layout]) for layout in layouts)]
+    ),
     _case("sp2-isolated", mode="isolated", tp=2, sequence_parallel=True),
     _case("sp2-pp2", tp=2, sequence_parallel=True, pp=2, saved=True),
     _case("sp2-cp2", tp=2, sequence_parallel=True, cp=2),

@@ -77,7 +77,8 @@ def engine_settings(
         "worker_extension_cls": "mtpctl.rollout.vllm.receiver.WorkerExtension",
     }
     if k:
-        speculative: dict[str, object] = {"method": "mtp", "num_speculative_tokens": k}
+        method = rollout.speculation.draft_method
+        speculative: dict[str, object] = {"method": "mtp", "num_speculative_tokens": k, "draft_sample_method": method}
         args |= {"speculative_config": speculative, "per_request_spec_decode_metrics": "summary"}
     if k and rollout.speculation.auto:
         speculative["num_speculative_tokens_per_batch_size"] = _every_number(k, rollout.max_in_flight)

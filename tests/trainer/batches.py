@@ -1,0 +1,11 @@
+"""Micro-batches by the masks of their responses."""
+
+from __future__ import annotations
+
+from mtpctl.trainer.batch import MicroBatch, Sequence, pack
+
+
+def packed(masks: list[list[int]], *, depths: int) -> MicroBatch:
+    """Responses with these masks, each behind a prompt of two tokens."""
+    sequences = [Sequence([1] * (2 + len(mask)), 2, mask) for mask in masks]
+    return pack(sequences, list(range(len(sequences))), depths, "cpu")

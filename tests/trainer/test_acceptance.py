@@ -1,0 +1,93 @@
+"""The acceptance that the trainer expects, against drafting and rejection sampling played out."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from mtpctl.trainer.acceptance import KINDS, DepthChances, Walk, acceptance_metrics, acceptance_sums
+from tests.trainer.batches import packed
+
+VOCAB, DEPTHS, LENGTH = 5, 3, 40
+
+
+def chains() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The next token's distribution by the last token, and that of each depth's draft: the deeper, the farther off."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(VOCAB, VOCAB, generator=g) * 1.5
+    drafts = [logits + (0.5 + depth) * 0.6 * torch.randn(VOCAB, VOCAB, generator=g) for depth in range(DEPTHS)]
+    return logits.softmax(1), [each.softmax(1) for each in drafts]
+
+
+def played(p: torch.Tensor, q: list[torch.Tensor], greedy: bool, turns: int) -> tuple[int, list[int], list[list[int]]]:
+    """Steps, accepted drafts by position, and the tokens, of drafting as an engine does it."""
+    draw = random.Random(1)
+    target, draft = p.tolist(), [each.tolist() for each in q]
+    steps, accepted, told = 0, [0] * DEPTHS, []
+    for _ in range(turns):
+        tokens = draw.choices(range(VOCAB), target[0])
+        while len(tokens) < LENGTH:
+            steps += 1
+            drafts, last = [], tokens[-1]
+            for depth in range(DEPTHS):
+                row = draft[depth][last]
+                last = row.index(max(row)) if greedy else draw.choices(range(VOCAB), row)[0]
+                drafts.append(last)
+            for depth, guess in enumerate(drafts):
+                if len(tokens) == LENGTH:
+                    break
+                want, have = target[tokens[-1]], draft[depth][tokens[-1]]
+                if greedy:
+                    have = [float(x == guess) for x in range(VOCAB)]
+                if draw.random() < want[guess] / have[guess]:
+                    accepted[depth] += 1
+                    tokens.append(guess)
+                    continue
+                tokens.append(draw.choices(range(VOCAB), [max(0.0, w - h) for w, h in zip(want, have, strict=True)])[0])
+                break
+            else:
+                tokens.append(draw.choices(range(VOCAB), target[tokens[-1]])[0])
+        told.append(tokens[:LENGTH])
+    return steps, accepted, told
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_walk_over_plain_samples_tells_what_drafting_would_have_counted(kind: str) -> None:
+    p, q = chains()
+    greedy = kind == "greedy"
+    steps, accepted, _ = played(p, q, greedy, 3000)
+    _, _, samples = played(p, [p] * DEPTHS, False, 1500)  # of the target alone, whatever drafted
+    overlap = [torch.minimum(p, each).sum(1) for each in q]
+    first = [p.gather(1, each.argmax(1, keepdim=True)).squeeze(1) for each in q]
+    walk = Walk()
+    for tokens in samples:
+        before, here = torch.tensor([0, *tokens[:-1]]), torch.tensor(tokens)
+        chances = [(first if greedy else overlap)[depth][before].tolist() for depth in range(DEPTHS)]
+        kept = [(each[before].argmax(1) == here).float() if greedy else (each[before, here] / p[before, here]).clamp(max=1) for each in q]
+        walk.add(chances, [each.tolist() for each in kept], len(tokens))
+    for depth in range(DEPTHS):
+        # Four standard errors of a share over the steps played, and as much again for those walked.
+        share = accepted[depth] / steps
+        assert abs(walk.accepted[depth] / walk.steps - share) < 8 * (share * (1 - share) / steps) ** 0.5
+
+
+def test_turns_and_responses_are_walked_apart_and_tokens_behind_the_limit_left_out() -> None:
+    """Responses of 3, 4 (a tool's token in it) and 2 tokens; drafts are always right. One step drafts all that a turn still has."""
+    micro = packed([[1, 1, 1], [1, 0, 1, 1], [1, 1]], depths=2)
+    ones = torch.ones(9)
+    depths = [DepthChances(ones, dict.fromkeys(KINDS, ones), dict.fromkeys(KINDS, ones)) for _ in range(2)]
+    sums = {name: float(value) for name, value in acceptance_sums(micro, depths, 7).items()}
+    # Turns: three tokens, one, two; the last response lies behind the limit. Steps: one of two drafts, none, one of one.
+    assert (sums["mtp/expected_steps"], sums["mtp/expected_rate_1"], sums["mtp/expected_rate_2"]) == (2, 2, 1)
+    metrics = acceptance_metrics(sums, 2)
+    assert metrics["mtp/expected_rate_2"] == metrics["mtp/expected_rate_greedy_2"] == 0.5
+    assert metrics["mtp/expected_accept_1"] == 1
+
+
+def test_nothing_measured_tells_nothing() -> None:
+    micro = packed([[1, 1]], depths=1)
+    none = torch.zeros(2)
+    depth = DepthChances(none, dict.fromkeys(KINDS, none), dict.fromkeys(KINDS, none))
+    assert acceptance_metrics({name: float(value) for name, value in acceptance_sums(micro, [depth], 0).items()}, 1) == {}
