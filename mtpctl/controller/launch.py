@@ -30,6 +30,7 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.installed import check_engine
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.start import start_pool
+from mtpctl.routes import RouteShape
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.session import Telemetry
 from mtpctl.telemetry.sinks import check_packages
@@ -168,7 +169,7 @@ class Run:
         return server
 
     async def _start_rollout(self, stack: contextlib.AsyncExitStack) -> ReplicaPool:
-        folder = str(self.prepared.model.path)
+        folder, shape = str(self.prepared.model.path), self.prepared.model.shape
         pool = await start_pool(
             self.recipe,
             model=folder,
@@ -176,6 +177,7 @@ class Run:
             placement=self.placement,
             published=self.store,
             tokenizer=self.prepared.tokenizer,
+            routes=routes.layers if (routes := RouteShape.of(shape)) and self.recipe.replay(shape) == "rollout" else (),
         )
         stack.push_async_callback(pool.close)
         return pool
@@ -214,7 +216,8 @@ class Run:
     async def _rl(self, trainer: TrainerGroup, rollout: ReplicaPool, server: LogprobServer | None, restored: Path | None) -> None:
         # All attempts of a sample end before the run gives up waiting for its batch.
         deadline_s = min(600.0, self.recipe.cluster.step_deadline_s / (ATTEMPTS + 1))
-        scoring = None if server is None else Scoring(server, self.recipe.rollout.temperature, deadline_s)
+        replay = self.recipe.replay(self.prepared.model.shape)
+        scoring = None if server is None else Scoring(server, self.recipe.rollout.temperature, deadline_s, replay=replay)
         beside = dict if scoring is None else scoring.metrics
         sync = WeightSync(self.recipe, trainer, rollout, server, self.store.root, metrics=beside)
         async with contextlib.AsyncExitStack() as stack:
