@@ -68,9 +68,7 @@ class TrainConfig(Section):
     distributed_optimizer: bool = Field(False, description="Shard optimizer state over dp.")
     offload: OffloadConfig = Field(default_factory=OffloadConfig)
     lora: LoraConfig | None = Field(None, description="Train an adapter instead of the weights.")
-    moe: MoeConfig = Field(
-        default_factory=MoeConfig, description="A mixture of experts: balance, off by default, and replay of routes."
-    )
+    moe: MoeConfig = Field(default_factory=MoeConfig, description="A mixture of experts: balance, off by default, and replay of routes.")
     async_save: bool = Field(False, description="Write checkpoints while training goes on; costs host memory of their size.")
     checkpoint_every: NonNegativeInt = Field(
         0, description="Updates between checkpoints, beside those of checkpoint_minutes; 0: none by count."
