@@ -59,7 +59,7 @@ def chosen_routes(packing: Packing, layer: DecoderLayer) -> Tensor:
     They call together, after the pass.
     """
     assert packing.chosen is not None and layer.place is not None
-    found = packing.chosen[layer.place]
+    found = packing.chosen[layer.place].int()  # gloo gathers no int16
     if layer.config.sequence_parallel:
         found = gather_from_sequence_parallel_region(found, group=layer.pg_collection.tp)
     if layer.config.context_parallel_size > 1:
