@@ -176,9 +176,9 @@ def _capture_on_first_runner() -> None:
             raise ValueError("routes of experts are kept beside cached keys and values; set enable_prefix_caching")
 
     def initialize_kv_cache(
-        self: GPUModelRunner, kv_cache_config: KVCacheConfig, *args: Any, is_profiling: bool = False, **kwargs: Any
+        self: GPUModelRunner, kv_cache_config: KVCacheConfig, is_profiling: bool = False, *args: Any, **kwargs: Any
     ) -> None:
-        prepare(self, kv_cache_config, *args, is_profiling=is_profiling, **kwargs)
+        prepare(self, kv_cache_config, is_profiling, *args, **kwargs)
         if self.vllm_config.aux_output_config.enabled and not is_profiling:
             if self.use_async_scheduling:
                 raise ValueError("the first model runner tells routes of experts one step after another; set async_scheduling: false")
