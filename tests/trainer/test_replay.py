@@ -16,11 +16,15 @@ from mtpctl.errors import UserError
 from mtpctl.model.replay import DecoderLayer
 from mtpctl.model.router import Router
 from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.routes import RouteShape
+from mtpctl.samples import Sample
+from mtpctl.trainer.actor import TrainerRank
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import NextToken
+from mtpctl.trainer.policy_objective import scoring_sequence
 from tests.families.toys import TOYS, toy_folder
 from tests.trainer.cases import MODELS
 from tests.trainer.tiny import GENTLE, assert_close, drawn_routes, engine, gradients, mimo, sequences
@@ -165,3 +169,43 @@ def test_a_dense_model_takes_no_routes(tmp_path: Path) -> None:
     (sequence,) = sequences(1)
     with engine(folder, train=False) as made, pytest.raises(UserError, match="has no experts to route to"):
         made.score([replace(sequence, routes=np.zeros((2, 2, 2), np.uint8))])
+
+
+@pytest.mark.parametrize("replay", ["off", "recompute", "rollout"])
+def test_minibatches_follow_the_routes_that_the_recipe_names(replay: str, tmp_path: Path) -> None:
+    """Under `recompute` those of the pass before the first update, though that moves the routers; under `rollout` the samples' own."""
+    folder = model("qwen3-moe", tmp_path / "model")
+    rl = {"steps": 1, "group_size": 2, "minibatches": 2, "prompts_per_step": 2, "old_logprobs": "recompute"}
+    given = {"train": {"rl": rl, "moe": {"replay": replay}}, "mtp": {"mode": "off"}, "rollout": {"speculation": {"num_tokens": 0}}}
+    rank = TrainerRank(Recipe.model_validate(given).model_dump_json(by_alias=True), 0, 1)
+    samples = []
+    for number, sequence in enumerate(sequences(4, vocab=61)):
+        prompt = sequence.token_ids[: sequence.prompt_length]
+        sample = Sample(f"p{number // 2}", str(number // 2), prompt, index=number % 2, reward=float(number % 2))
+        response = sequence.token_ids[sequence.prompt_length :]
+        sample.append(response, [-1.0] * len(response), 0)
+        if replay == "rollout":
+            sample.routes = drawn_routes(shape_of(folder), sample.length - 1, number)
+        samples.append(sample)
+    with engine(folder, mtp=MtpConfig(mode="off")) as made:
+        made.set_optimizer(GENTLE.model_copy(update={"lr": 0.05}))
+        rank.engine = made
+        free = made.score([scoring_sequence(s) for s in samples], record=True)
+        agreed: list[float | None] = []
+        train, follow = made.update, []
+
+        def update(batch: list[Sequence], *args: Any, **options: Any) -> dict[str, float]:
+            follow.append([s.routes for s in batch])
+            agreed.append((metrics := train(batch, *args, **options)).get("moe/replay_agreement"))
+            return metrics
+
+        made.update = update  # type: ignore[method-assign]
+        rank.rl_step(samples, 0)
+    followed = [routes for batch in follow for routes in batch]
+    if replay == "off":
+        assert followed == [None] * 4 and agreed == [None, None]
+        return
+    right = [s.routes for s in samples] if replay == "rollout" else [f.routes for f in free]
+    assert all(np.array_equal(a, b) for a, b in zip(followed, right, strict=True))
+    if replay == "recompute":
+        assert agreed[0] == 1.0 and agreed[1] is not None and agreed[1] < 1.0
