@@ -129,17 +129,17 @@ def _kept(connector: AuxOutputSchedulerConnector) -> dict[str, KeptRoutes]:
 
 
 def _join(kept: dict[str, KeptRoutes], request: Request, start: int, rows: Routes) -> None:
-    """Append a step's rows, which begin at position `start`. Raises UpstreamMoved where they do not follow those that are kept."""
+    """Append a step's rows, which begin at position `start`; what is there stays. Raises UpstreamMoved where they would leave a gap."""
     assert request.sampling_params is not None
     mine = kept.get(request.request_id)
     if mine is None:
         mine = kept[request.request_id] = KeptRoutes(
             min(request.sampling_params.routed_experts_prompt_start, request.num_prompt_tokens), rows
         )
-    if start != mine.first + mine.count:
-        due = mine.first + mine.count
+    due = mine.first + mine.count
+    if start > due:
         raise UpstreamMoved(f"{__name__}: routes of {request.request_id} came from token {start} on where those of token {due} were due")
-    mine.append(rows)
+    mine.append(rows[due - start :])
 
 
 def pending_of(scheduler: object, request_ids: list[str]) -> dict[str, tuple[bytes, str, tuple[int, ...]]]:
