@@ -42,8 +42,9 @@ class Scoring:
                 self._late += 1
                 continue
             sample.old_logprobs, sample.old_version = scored.logprobs, scored.version
-            if request.record:
-                sample.routes = scored.routes
+            if request.record and scored.routes is not None:
+                # A copy: Ray's array is a view into its object store, and keeps the whole batch's answer there.
+                sample.routes = scored.routes.copy()
             return sample
         self._unscored += 1
         return sample

@@ -69,5 +69,5 @@ def test_a_sample_is_scored_under_its_routes_or_gets_those_of_the_pass(replay: A
     sample = Sample("p", "g", [5], response_ids=[1, 2], routes=GIVEN, index=3)
     asyncio.run(Scoring(cast(LogprobServer, server), temperature=0.7, replay=replay)(sample))
     (request,) = server.asked
-    assert sample.routes is kept and request.name == "p/3"
+    assert sample.routes is not None and np.array_equal(sample.routes, kept) and request.name == "p/3"
     assert (request.routes is GIVEN, request.record) == (replay == "rollout", replay == "recompute")
