@@ -294,8 +294,8 @@ def render(plan: Plan) -> str:
             lines.append(f"           at the first sync also {_bytes(plan['bytes_once'])} of base weights")
     if "routes" in plan:
         routes = plan["routes"]
-        sizes = f"{routes['token']} B a token, up to {_bytes(routes['sample'])} a sample and {_bytes(routes['batch'])} a batch"
-        lines.append(f"routes     train.moe.replay: {routes['replay']}; {sizes}")
+        amounts = f"{routes['token']} B a token, up to {_bytes(routes['sample'])} a sample and {_bytes(routes['batch'])} a batch"
+        lines.append(f"routes     train.moe.replay: {routes['replay']}; {amounts}")
     lines += [f"{'data' if not number else '':10} {line}" for number, line in enumerate(plan["data"])]
     lines += [f"caution    {caution}" for caution in plan["cautions"]]
     return "\n".join(lines)
