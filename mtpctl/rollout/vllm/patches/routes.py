@@ -11,9 +11,9 @@ cache, by the same hashes, and leave out those of rejected drafts. Drafters are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request, RequestStatus
+    from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 _MARK = "_mtpctl_routes"
@@ -167,7 +168,8 @@ def _capture_on_first_runner() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     verify, prepare = VllmConfig._verify_aux_output_compatibility, GPUModelRunner.initialize_kv_cache
-    execute, sample = GPUModelRunner.execute_model, GPUModelRunner.sample_tokens
+    execute: Callable[..., Any] = GPUModelRunner.execute_model
+    sample: Callable[..., Any] = GPUModelRunner.sample_tokens
 
     def verify_aux_output_compatibility(self: VllmConfig) -> None:
         if not self.aux_output_config.enabled or self.use_v2_model_runner:
@@ -191,7 +193,7 @@ def _capture_on_first_runner() -> None:
         connector.begin_step(scheduler_output.aux_output_connector_metadata)
         result = execute(self, scheduler_output, *args, **kwargs)
         if self.execute_model_state is not None:
-            setattr(self, _PENDING, (connector.prepare_output(_batch(self, scheduler_output)), scheduler_output))
+            setattr(self, _PENDING, (connector.prepare_output(cast("InputBatch", _batch(self, scheduler_output))), scheduler_output))
         return result
 
     def sample_tokens(self: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
