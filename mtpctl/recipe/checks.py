@@ -245,8 +245,9 @@ def _replay(recipe: Recipe) -> Complaints:
         return
     if isinstance(rollout, SglangConfig):
         yield "train.moe.replay: rollout takes the routes of rollout.engine: vllm; set recompute, or off"
-    elif rollout.engine_args.get("enable_prefix_caching") is False:
-        yield "rollout.engine_args: vLLM keeps routes beside its prefix cache; set enable_prefix_caching, or train.moe.replay: off"
+    elif not recipe.engine_gives_routes:
+        where = "on a CPU without a prefix cache" if recipe.device == "cpu" else "beside its prefix cache"
+        yield f"rollout.engine_args: vLLM keeps routes {where}; leave enable_prefix_caching out, or set train.moe.replay: off"
 
 
 def _kernels(recipe: Recipe) -> Complaints:

@@ -89,9 +89,15 @@ class Recipe(Section):
             return "off"
         if self.train.moe.replay is not None:
             return self.train.moe.replay
-        if isinstance(self.rollout, VllmConfig) and self.rollout.engine_args.get("enable_prefix_caching", True):
+        if self.engine_gives_routes:
             return "rollout"
         return "recompute" if self.old_logprobs == "recompute" else "off"
+
+    @property
+    def engine_gives_routes(self) -> bool:
+        """Whether the engine tells the experts of a token: vLLM, which keeps them beside its prefix cache, on a CPU without one."""
+        cards = self.device == "cuda"
+        return isinstance(self.rollout, VllmConfig) and bool(self.rollout.engine_args.get("enable_prefix_caching", cards)) == cards
 
     @property
     def rewards(self) -> dict[str, RewardConfig]:

@@ -481,7 +481,10 @@ def test_a_bias_moves_only_where_a_router_has_one_and_all_weights_train(family: 
             [*CARD, "rollout.engine=sglang", "train.moe.replay=rollout"],
             "train.moe.replay: rollout takes the routes of",
         ),
-        (["train.moe.replay=rollout", "rollout.engine_args={enable_prefix_caching: false}"], "rollout.engine_args: vLLM keeps routes"),
+        (
+            ["train.moe.replay=rollout", "rollout.engine_args={enable_prefix_caching: false}"],
+            "rollout.engine_args: vLLM keeps routes beside",
+        ),
     ],
 )
 def test_routes_that_nobody_would_record(sets: list[str], message: str) -> None:

@@ -59,7 +59,7 @@ def engine_settings(
     too. `adapter_rank`: rank of the adapter that weight syncs send; None where they send none. `release_kv`, `routes`: see `VllmSettings`.
 
     On a CPU the engine runs with few threads beside a trainer on the same cores: no compilation, no prefix cache (its
-    blocks hold 128 tokens) unless routes are kept beside it, a fixed KV cache, and the core in the actor's own process.
+    blocks hold 128 tokens), a fixed KV cache, and the core in the actor's own process.
     """
     cpu = device == "cpu"
     k = rollout.speculation.num_tokens
@@ -70,7 +70,7 @@ def engine_settings(
         "tensor_parallel_size": rollout.tp,
         "max_num_seqs": rollout.max_in_flight,
         "enforce_eager": rollout.eager or cpu,
-        "enable_prefix_caching": not cpu or bool(routes),
+        "enable_prefix_caching": not cpu,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "generation_config": "vllm",

@@ -1,4 +1,4 @@
-"""Routes that come with samples are what the engine's routers chose: with drafts, aborts, syncs, cached prompts and preemptions."""
+"""Routes that come with samples are what the engine's routers chose: with drafts, aborts, syncs and preemptions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ QWEN3_MOE: dict[str, Any] = {
 }
 MODELS = {"qwen3-moe": QWEN3_MOE, **{name: TOYS[name] for name in ("qwen3-next", "qwen3.5-moe", "deepseek-v3", "glm4-moe")}}
 PROMPT = 150
-"""Tokens that requests have in common: more than a block of the CPU's cache."""
+"""Tokens of the longest prompt."""
 
 
 class Served:
@@ -72,21 +72,13 @@ class Served:
 
     def check(self, samples: list[Sample]) -> None:
         """Each sample has the routes of all its tokens but the last, and those of the log."""
-        by_prefix: dict[tuple[int, tuple[int, ...]], Any] = {}
-        logged = [(sample, self.log.routes_of(sample)) for sample in samples]
-        for sample, rows in logged:
-            tokens = sample.prompt_ids + sample.response_ids
-            for place, row in enumerate(rows):
-                if row is not None:
-                    by_prefix.setdefault((sample.version_spans[0].version, tuple(tokens[: place + 1])), row)
-        for sample, rows in logged:
-            tokens = sample.prompt_ids + sample.response_ids
+        for sample in samples:
+            tokens, rows = sample.prompt_ids + sample.response_ids, self.log.routes_of(sample)
             assert sample.routes is not None
             assert self.routes.fault(sample.routes, len(tokens)) is None
-            assert len(sample.routes) == len(tokens) - 1
+            assert len(sample.routes) == len(rows) == len(tokens) - 1
             for place, row in enumerate(rows):
-                right = by_prefix[sample.version_spans[0].version, tuple(tokens[: place + 1])] if row is None else row
-                assert np.array_equal(np.sort(sample.routes[place]), np.sort(right)), f"{sample.name}, token {place}"
+                assert row is not None and np.array_equal(sample.routes[place], row), f"{sample.name}, token {place}"
 
 
 def prompts(count: int, name: str) -> list[Sample]:

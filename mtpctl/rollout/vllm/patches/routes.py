@@ -3,7 +3,7 @@
 vLLM's workers capture which experts the target's routers choose, keep the choices of tokens whose keys and values are cached beside the
 cache, by the same hashes, and leave out those of rejected drafts. Drafters are not captured. Three things are added:
 
-- vLLM has this for its second model runner alone, which CPUs do not have. Here the first one tells vLLM's connector about its steps too.
+- vLLM has this for its second model runner alone, and CPUs have the first one, without a prefix cache. A `Recorder` does it there.
 - vLLM's core sends each step's rows as an array a request. As with log-probs (`logprobs`), the rows of a `DEFERRED` request are kept in
   the core and sent with its last output; of a request that is aborted, `aborts.fetch_partial_outputs` fetches them.
 - vLLM's rows carry no positions. Those that are kept must join without a gap, or the step fails.
@@ -12,8 +12,8 @@ cache, by the same hashes, and leave out those of rejected drafts. Drafters are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,20 +24,21 @@ from mtpctl.rollout.vllm.patches.version import require_pinned
 from mtpctl.routes import Routes
 
 if TYPE_CHECKING:
-    from torch import nn
     from vllm.config import VllmConfig
-    from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector, AuxRequestOutput
-    from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector, PendingAuxOutput
+    from vllm.distributed.aux_output_connector.connector import (
+        AuxOutputConnectorMetadata,
+        AuxOutputSchedulerConnector,
+        AuxRequestOutput,
+    )
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request, RequestStatus
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 _MARK = "_mtpctl_routes"
-_CONNECTOR = "mtpctl_routes_connector"
+_RECORDER = "mtpctl_routes_recorder"
 _PENDING = "mtpctl_routes_pending"
 _KEPT = "mtpctl_kept_routes"
 
@@ -66,27 +67,20 @@ class KeptRoutes:
         self.count = total
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """What the connector reads of the second model runner's batch: requests in order, their first positions, and where their rows begin."""
-
-    req_ids: list[str]
-    num_computed_tokens_np: np.ndarray[Any, Any]
-    query_start_loc_np: np.ndarray[Any, Any]
-
-
 def install() -> bool:
     """Put all three in place; returns whether it was done now. May be called again.
 
     Raises UpstreamMoved for another release.
     """
     from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+    from vllm.platforms import current_platform
 
     if hasattr(AuxOutputSchedulerConnector.take_output, _MARK):
         return False
     require_pinned(__name__)
     _keep_in_core(AuxOutputSchedulerConnector)
-    _capture_on_first_runner()
+    if current_platform.is_cpu():
+        _capture_on_cpus()
     return True
 
 
@@ -161,71 +155,114 @@ def as_rows(data: bytes, dtype: str, shape: Iterable[int]) -> Routes:
 # --------------------------------------------------------------------------------------------------------------- the workers
 
 
-def _capture_on_first_runner() -> None:
-    """Have the first model runner tell the connector what the second one does, in the same places of a step."""
+class Recorder:
+    """What the connector of vLLM's second model runner does, for one that has neither a prefix cache nor steps ahead of each other.
+
+    A request's rows then come from its first token on, again after a preemption. Rows of a prompt that is read in several steps wait
+    until it has been.
+    """
+
+    def __init__(self, capturer: RoutedExpertsCapturer) -> None:
+        self._capturer = capturer
+        self._generation = 0
+        self._next: dict[str, int] = {}
+        self._waiting: dict[str, list[Routes]] = {}
+
+    def begin(self, metadata: AuxOutputConnectorMetadata | None) -> None:
+        """Forget requests that have ended or were preempted, and note from which token on the rows of new ones are wanted."""
+        if metadata is None:
+            return
+        if metadata.generation > self._generation:
+            self._generation = metadata.generation
+            self._next.clear()
+            self._waiting.clear()
+        for name in metadata.finished_requests:
+            self._next.pop(name, None)
+            self._waiting.pop(name, None)
+        for name, start in metadata.requests.items():
+            self._next.setdefault(name, start)
+
+    def end(self, scheduled: SchedulerOutput, requests: list[str], starts: list[int], sampled: list[int]) -> dict[str, AuxRequestOutput]:
+        """By request, the rows that a step completes: `starts` are first positions, `sampled` counts tokens, in the order of the batch."""
+        from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
+
+        counts = [scheduled.num_scheduled_tokens[each] for each in requests]
+        rows = self._capturer.snapshot_routing_data(sum(counts)).numpy()
+        found, first = {}, 0
+        for name, start, count, tokens in zip(requests, starts, counts, sampled, strict=True):
+            rejected = len(scheduled.scheduled_spec_decode_tokens.get(name, ())) + 1 - tokens if tokens else 0
+            due = self._next[name]
+            if start > due:
+                raise UpstreamMoved(f"{__name__}: {name} was read from token {start} on, and its routes are wanted from token {due} on")
+            mine = rows[first : first + count - rejected][due - start :]
+            waiting = self._waiting.setdefault(name, [])
+            waiting.append(mine)
+            self._next[name] = due + len(mine)
+            if tokens:
+                whole = np.concatenate(waiting)
+                found[name] = AuxRequestOutput(self._next[name] - len(whole), whole)
+                waiting.clear()
+            first += count
+        return found
+
+
+def _capture_on_cpus() -> None:
+    """Have the model runner of a CPU capture routes in each step, and give them to its output as the second model runner does."""
     from vllm.config import VllmConfig
-    from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    verify, prepare = VllmConfig._verify_aux_output_compatibility, GPUModelRunner.initialize_kv_cache
-    execute: Callable[..., Any] = GPUModelRunner.execute_model
-    sample: Callable[..., Any] = GPUModelRunner.sample_tokens
+    verify, prepare = VllmConfig._verify_aux_output_compatibility, CPUModelRunner.initialize_kv_cache
+    execute: Callable[..., Any] = CPUModelRunner.execute_model
+    sample: Callable[..., Any] = CPUModelRunner.sample_tokens
 
+    @wraps(verify)
     def verify_aux_output_compatibility(self: VllmConfig) -> None:
-        if not self.aux_output_config.enabled or self.use_v2_model_runner:
-            verify(self)
-        elif not self.cache_config.enable_prefix_caching:
-            raise ValueError("routes of experts are kept beside cached keys and values; set enable_prefix_caching")
+        # Upstream's own refuses this model runner.
+        if self.aux_output_config.enabled and self.cache_config.enable_prefix_caching:
+            raise ValueError("on a CPU cached prompts have no routes; set enable_prefix_caching: false")
 
+    @wraps(prepare)
     def initialize_kv_cache(
-        self: GPUModelRunner, kv_cache_config: KVCacheConfig, is_profiling: bool = False, *args: Any, **kwargs: Any
+        self: CPUModelRunner, kv_cache_config: KVCacheConfig, is_profiling: bool = False, *args: Any, **kwargs: Any
     ) -> None:
         prepare(self, kv_cache_config, is_profiling, *args, **kwargs)
         if self.vllm_config.aux_output_config.enabled and not is_profiling:
             if self.use_async_scheduling:
-                raise ValueError("the first model runner tells routes of experts one step after another; set async_scheduling: false")
-            setattr(self, _CONNECTOR, get_aux_output_connector(_target(self), self.vllm_config, kv_cache_config))
+                raise ValueError("on a CPU routes are told one step after another; set async_scheduling: false")
+            setattr(self, _RECORDER, _recorder(self))
 
-    def execute_model(self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        connector: AuxOutputWorkerConnector | None = getattr(self, _CONNECTOR, None)
-        if connector is None:
+    @wraps(execute)
+    def execute_model(self: CPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        recorder: Recorder | None = getattr(self, _RECORDER, None)
+        if recorder is None:
             return execute(self, scheduler_output, *args, **kwargs)
-        connector.begin_step(scheduler_output.aux_output_connector_metadata)
+        recorder.begin(scheduler_output.aux_output_connector_metadata)
         result = execute(self, scheduler_output, *args, **kwargs)
         if self.execute_model_state is not None:
-            setattr(self, _PENDING, (connector.prepare_output(cast("InputBatch", _batch(self, scheduler_output))), scheduler_output))
+            # Sampling moves the batch on.
+            requests = list(self.input_batch.req_ids)
+            setattr(self, _PENDING, (scheduler_output, requests, self.input_batch.num_computed_tokens_cpu[: len(requests)].tolist()))
         return result
 
-    def sample_tokens(self: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
+    @wraps(sample)
+    def sample_tokens(self: CPUModelRunner, *args: Any, **kwargs: Any) -> Any:
         output = sample(self, *args, **kwargs)
-        pending, scheduled = self.__dict__.pop(_PENDING, (None, None))
-        if pending is not None:
-            _settle(pending, scheduled, output)
+        if (pending := self.__dict__.pop(_PENDING, None)) is not None:
+            scheduled, requests, starts = pending
+            if output.req_ids != requests:
+                raise UpstreamMoved(f"{__name__}: a step's output has its requests in another order than the step")
+            recorder: Recorder = getattr(self, _RECORDER)
+            output.aux_output_connector_output = recorder.end(scheduled, requests, starts, list(map(len, output.sampled_token_ids)))
         return output
 
     assign(VllmConfig, _verify_aux_output_compatibility=verify_aux_output_compatibility)
-    assign(GPUModelRunner, initialize_kv_cache=initialize_kv_cache, execute_model=execute_model, sample_tokens=sample_tokens)
+    assign(CPUModelRunner, initialize_kv_cache=initialize_kv_cache, execute_model=execute_model, sample_tokens=sample_tokens)
 
 
-def _target(runner: GPUModelRunner) -> nn.Module:
-    """The target's modules. A drafter's layers are numbered from 0 too, or on from the target's: none of them may be captured."""
-    model: nn.Module = runner.get_model()
-    return model
+def _recorder(runner: CPUModelRunner) -> Recorder:
+    """A recorder of the target's routers. A drafter's layers are numbered from 0 too, or on from the target's: none of them is captured."""
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer, bind_routed_experts_capturer
 
-
-def _batch(runner: GPUModelRunner, scheduled: SchedulerOutput) -> _Batch:
-    requests = list(runner.input_batch.req_ids)
-    counts = [scheduled.num_scheduled_tokens[each] for each in requests]
-    starts = runner.input_batch.num_computed_tokens_cpu[: len(requests)].copy()
-    return _Batch(requests, starts, np.cumsum([0, *counts]))
-
-
-def _settle(pending: PendingAuxOutput, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
-    """Give the step's rows to its output, without those of rejected drafts."""
-    if output.req_ids != pending.request_ids:
-        raise UpstreamMoved(f"{__name__}: a step's output has its requests in another order than the step")
-    drafts = scheduled.scheduled_spec_decode_tokens
-    sampled = np.array([len(tokens) for tokens in output.sampled_token_ids])
-    drafted = np.array([len(drafts.get(each, ())) for each in pending.request_ids])
-    pending.enqueue_cpu_copy(sampled, np.where(sampled > 0, drafted + 1 - sampled, 0))
-    output.aux_output_connector_output = pending.process_output()
+    capturer = RoutedExpertsCapturer(runner.vllm_config.scheduler_config.max_num_batched_tokens, runner.vllm_config)
+    bind_routed_experts_capturer(runner.get_model(), capturer)
+    return Recorder(capturer)
