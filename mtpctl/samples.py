@@ -1,8 +1,8 @@
 """The sample: one response, from its prompt to the optimizer step that it is trained in.
 
 Every part of the pipeline fills in fields of the same object. Rollout fills in tokens, behaviour log-probs, version spans and
-speculation counts; scoring fills in old log-probs and the weight version that they were computed with; the reward function
-fills in the reward and its parts.
+speculation counts and routes of experts; scoring fills in old log-probs and the weight version that they were computed with; the reward
+function fills in the reward and its parts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
+
+import numpy as np
+
+from mtpctl.routes import Routes, from_json, to_json
 
 
 @dataclass(slots=True)
@@ -54,6 +58,8 @@ class Sample:
     `loss_mask` is 1 at tokens that the policy sampled, and 0 at tokens of an environment. `index` counts the responses of a group.
     `spent_s`: seconds in which an engine or an environment has worked on it, which count against its deadline. `environment` is None, and
     `environment_reward` too, where there is no environment; the latter is what the environment's own `reward()` returned at the end.
+    `routes`: see `mtpctl.routes`; None where nobody recorded any. A row is of the pass in which the token behind it was sampled, and so of
+    that token's version.
     """
 
     prompt_id: str
@@ -73,11 +79,22 @@ class Sample:
     spent_s: float = 0.0
     environment: EnvironmentUse | None = None
     environment_reward: float | None = None
+    routes: Routes | None = field(default=None, compare=False)
 
     @property
     def length(self) -> int:
         """Prompt and response tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def name(self) -> str:
+        """What errors call it: the prompt's id, and the number of the response to it."""
+        return f"{self.prompt_id}/{self.index}"
+
+    @property
+    def routed(self) -> int:
+        """How many tokens of prompt and response have routes: the first ones."""
+        return 0 if self.routes is None else len(self.routes)
 
     def append(self, token_ids: list[int], logprobs: list[float], version: int, *, trained: bool = True) -> None:
         """Add tokens that were sampled under weight version `version`, or with `trained=False` tokens of an environment.
@@ -98,15 +115,22 @@ class Sample:
         else:
             self.version_spans.append(VersionSpan(start, end, version))
 
+    def add_routes(self, rows: Routes) -> None:
+        """Append the routes of the tokens behind those that have some. Those of the last token and beyond are dropped."""
+        routes = rows if self.routes is None else np.concatenate([self.routes, rows])
+        self.routes = routes[: max(self.length - 1, 0)]
+
     def cut(self, length: int) -> None:
         """Drop the response tokens from `length` on from every per-token field. The speculation counts stay as they are."""
         del self.response_ids[length:], self.loss_mask[length:], self.behaviour_logprobs[length:]
         self.version_spans = [span for span in self.version_spans if span.start < length]
         if self.version_spans:
             self.version_spans[-1].end = min(self.version_spans[-1].end, length)
+        if self.routes is not None:
+            self.routes = self.routes[: max(self.length - 1, 0)]
 
     def copy(self) -> Sample:
-        """A copy that shares no list with this sample, so that both can grow."""
+        """A copy that shares no list with this sample, so that both can grow. Routes are shared: nobody writes into them."""
         return replace(
             self,
             prompt_ids=self.prompt_ids[:],
@@ -122,7 +146,8 @@ class Sample:
 
     def to_dict(self) -> dict[str, object]:
         """The sample as JSON takes it."""
-        return asdict(self)
+        plain = asdict(replace(self, routes=None))
+        return plain if self.routes is None else plain | {"routes": to_json(self.routes)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
@@ -130,7 +155,9 @@ class Sample:
         known = {each.name: data[each.name] for each in fields(cls) if each.name in data}
         spans = [VersionSpan(**span) for span in data["version_spans"]]
         use = None if known.get("environment") is None else EnvironmentUse(**known["environment"])
-        return cls(**{**known, "version_spans": spans, "speculation": Speculation(**data["speculation"]), "environment": use})
+        routes = None if known.get("routes") is None else from_json(known["routes"])
+        whole = {"version_spans": spans, "speculation": Speculation(**data["speculation"]), "environment": use, "routes": routes}
+        return cls(**{**known, **whole})
 
 
 def response_limit(sample: Sample, *, max_tokens: int, context: int) -> int:

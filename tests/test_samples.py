@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 
+import numpy as np
 import pytest
 
 from mtpctl.samples import EnvironmentUse, Sample, Speculation, VersionSpan, response_limit
@@ -99,3 +100,21 @@ def test_a_copy_is_the_same_and_shares_nothing_that_changes() -> None:
 @pytest.mark.parametrize(("context", "limit"), [(64, 8), (11, 8), (10, 7), (4, 1)])
 def test_a_response_ends_at_its_tokens_or_where_the_context_does(context: int, limit: int) -> None:
     assert response_limit(sample(), max_tokens=8, context=context) == limit
+
+
+def test_routes_are_of_all_tokens_but_the_last_and_go_wherever_the_sample_goes() -> None:
+    """Over an abort, the environment's reply and a cut; the next request tells those of the token that was last."""
+    s, rows = sample(), np.arange(20, dtype=np.uint8).reshape(10, 1, 2)
+    assert s.routed == 0
+    s.append([10, 11], [-0.1, -0.2], version=4)
+    s.add_routes(rows[:5])  # the core had read the last token too
+    assert s.routed == 4 and s.routes is not None
+    s.append([20, 21], [0.0, 0.0], version=4, trained=False)
+    s.append([12], [-0.1], version=5)
+    s.add_routes(rows[4:7])
+    assert np.array_equal(s.routes, rows[:7]) and s.routed == s.length - 1
+    again = Sample.from_dict(json.loads(json.dumps(s.to_dict())))
+    assert again.routes is not None and again.routes.dtype == np.uint8 and np.array_equal(again.routes, s.routes)
+    copy = s.copy()
+    copy.cut(2)
+    assert (copy.routed, s.routed) == (4, 7) and Sample.from_dict(copy.to_dict()) == copy

@@ -17,6 +17,7 @@ from mtpctl.families.tensors import count_parameters
 from mtpctl.plan.fitting import Misfit, Remedy, card_needed, changed, misfits
 from mtpctl.plan.memory import GIB, EngineMemory, LogprobMemory, TrainerMemory, engine_memory, logprob_memory, trainer_memory
 from mtpctl.plan.placement import Actor, Placement, place
+from mtpctl.plan.routes import route_bytes
 from mtpctl.plan.wire import base_weight_bytes, section_buckets
 from mtpctl.recipe.cautions import cautions_of
 from mtpctl.recipe.model_source import hf_config
@@ -105,6 +106,15 @@ class SectionPlan(TypedDict):
     largest: int
 
 
+class RoutesPlan(TypedDict):
+    """Bytes of routes that samples carry for `train.moe.replay`: of a token, of the longest sample, of a batch of such."""
+
+    replay: str
+    token: int
+    sample: int
+    batch: int
+
+
 # The key `async` is a word of Python.
 Plan = TypedDict(
     "Plan",
@@ -123,6 +133,7 @@ Plan = TypedDict(
         "errors": list[str],
         "buckets": NotRequired[dict[str, SectionPlan]],
         "bytes_once": NotRequired[int],
+        "routes": NotRequired[RoutesPlan],
     },
 )
 
@@ -230,6 +241,8 @@ def _plan_rl(plan: Plan, recipe: Recipe, shape: ModelShape) -> None:
     }
     plan["bytes_once"] = base_weight_bytes(recipe, shape)
     plan["async"]["old_logprobs"] = recipe.old_logprobs
+    if (routes := route_bytes(recipe, shape)) is not None:
+        plan["routes"] = {"replay": routes.replay, "token": routes.token, "sample": routes.sample, "batch": routes.batch}
 
 
 def _misfit_plan(misfit: Misfit) -> MisfitPlan:
@@ -279,6 +292,10 @@ def render(plan: Plan) -> str:
             lines.append(f"           {section}: {one['tensors']} tensors in {one['buckets']} bucket(s), {bucketed}")
         if plan["bytes_once"]:
             lines.append(f"           at the first sync also {_bytes(plan['bytes_once'])} of base weights")
+    if "routes" in plan:
+        routes = plan["routes"]
+        amounts = f"{routes['token']} B a token, up to {_bytes(routes['sample'])} a sample and {_bytes(routes['batch'])} a batch"
+        lines.append(f"routes     train.moe.replay: {routes['replay']}; {amounts}")
     lines += [f"{'data' if not number else '':10} {line}" for number, line in enumerate(plan["data"])]
     lines += [f"caution    {caution}" for caution in plan["cautions"]]
     return "\n".join(lines)

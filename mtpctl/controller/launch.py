@@ -33,6 +33,7 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.installed import check_engine
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.start import start_pool
+from mtpctl.routes import RouteShape
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.session import Resumed, Telemetry, show_ended
 from mtpctl.telemetry.sinks import check_packages
@@ -178,15 +179,18 @@ class Run:
         return server
 
     async def _start_rollout(self, stack: contextlib.AsyncExitStack) -> ReplicaPool:
+        folder, shape = str(self.prepared.model.path), self.prepared.model.shape
+        routes = RouteShape.of(shape) if self.recipe.replay(shape) == "rollout" else None
         replicas = [f"rollout replica {i}" for i in range(self.recipe.rollout.replicas)]
         with self._starting(f"rollout, {len(replicas)} replica(s)", replicas):
             pool = await start_pool(
                 self.recipe,
-                model=str(self.prepared.model.path),
+                model=folder,
                 context=self.prepared.context,
                 placement=self.placement,
                 published=self.store,
                 tokenizer=self.prepared.tokenizer,
+                routes=routes.layers if routes is not None else (),
             )
         stack.push_async_callback(pool.close)
         return pool
@@ -234,7 +238,8 @@ class Run:
     async def _rl(self, trainer: TrainerGroup, rollout: ReplicaPool, server: LogprobServer | None, restored: Path | None) -> None:
         # All attempts of a sample end before the run gives up waiting for its batch.
         deadline_s = min(600.0, self.recipe.cluster.step_deadline_s / (ATTEMPTS + 1))
-        scoring = None if server is None else Scoring(server, self.recipe.rollout.temperature, deadline_s)
+        replay = self.recipe.replay(self.prepared.model.shape)
+        scoring = None if server is None else Scoring(server, self.recipe.rollout.temperature, deadline_s, replay=replay)
         beside = dict if scoring is None else scoring.metrics
         sync = WeightSync(self.recipe, trainer, rollout, server, self.store.root, metrics=beside)
         async with contextlib.AsyncExitStack() as stack:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mtpctl.logprob.protocol import Late, ScoreRequest
 from mtpctl.logprob.server import LogprobServer
+from mtpctl.recipe.train import Replay
 from mtpctl.samples import Sample
 
 ATTEMPTS = 2
@@ -13,14 +14,14 @@ ATTEMPTS = 2
 class Scoring:
     """The `Score` of the RL stage: one request a sample, answered under the weights that the server has at that time."""
 
-    def __init__(self, server: LogprobServer, temperature: float, deadline_s: float = 600.0) -> None:
-        """`deadline_s`: seconds that one answer may take, those in the queue included."""
-        self.server, self.temperature, self.deadline_s = server, temperature, deadline_s
+    def __init__(self, server: LogprobServer, temperature: float, deadline_s: float = 600.0, *, replay: Replay = "off") -> None:
+        """`deadline_s`: seconds that one answer may take, those in the queue included. `replay`: `train.moe.replay`."""
+        self.server, self.temperature, self.deadline_s, self.replay = server, temperature, deadline_s, replay
         self._last = dict.fromkeys(("busy_s", "wait_s", "tokens", "requests", "stall_s"), 0.0)
         self._late, self._unscored = 0, 0
 
     async def __call__(self, sample: Sample) -> Sample:
-        """Fill in the old log-probs of a sample, and the weight version that they were computed with.
+        """Fill in the old log-probs of a sample, the weight version that they were computed with, and the routes if they are its.
 
         After `ATTEMPTS` late answers the sample is returned without: the trainer computes its old log-probs at the update.
         """
@@ -30,6 +31,9 @@ class Scoring:
             temperature=self.temperature,
             caller="train",
             deadline_s=self.deadline_s,
+            routes=sample.routes if self.replay == "rollout" else None,
+            record=self.replay == "recompute",
+            name=sample.name,
         )
         for _ in range(ATTEMPTS):
             try:
@@ -38,6 +42,9 @@ class Scoring:
                 self._late += 1
                 continue
             sample.old_logprobs, sample.old_version = scored.logprobs, scored.version
+            if request.record and scored.routes is not None:
+                # A copy: Ray's array is a view into its object store, and keeps the whole batch's answer there.
+                sample.routes = scored.routes.copy()
             return sample
         self._unscored += 1
         return sample

@@ -29,10 +29,12 @@ from mtpctl.logprob.schemas import (
     DepthScores,
     LogprobsRequest,
     LogprobsResponse,
+    RoutesField,
     SequenceScores,
     TopLogprob,
 )
 from mtpctl.logprob.server import LogprobServer
+from mtpctl.routes import Routes, from_json, to_json
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -53,7 +55,8 @@ def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, k
     @api.post("/v1/logprobs", response_model=LogprobsResponse)
     async def logprobs(body: LogprobsRequest, request: Request) -> Response:
         requests = _requests(body, _caller(body.user, request), server, tokenizer)
-        _bound(server, requests, 1 + body.mtp * server.bounds.depths + 2 * body.top_logprobs)
+        recorded = server.bounds.routes.token_bytes // 4 + 1 if body.record_routes and server.bounds.routes else 0
+        _bound(server, requests, 1 + body.mtp * server.bounds.depths + 2 * body.top_logprobs + recorded)
         if body.stream:
             return StreamingResponse(_lines(server, requests, body), media_type="application/x-ndjson")
         data: list[SequenceScores | None] = [None] * len(requests)
@@ -185,7 +188,10 @@ def _requests(body: LogprobsRequest, caller: str, server: LogprobServer, tokeniz
     masks: list[list[int] | None] = [None] * len(sequences)
     if body.mask is not None:
         masks = [*_listed(body.mask)]
-    for field, values in (("prompt_length", starts), ("mask", masks)):
+    routes: list[Routes | None] = [None] * len(sequences)
+    if body.routes is not None:
+        routes = [_routes(each) for each in (body.routes if isinstance(body.routes, list) else [body.routes])]
+    for field, values in (("prompt_length", starts), ("mask", masks), ("routes", routes)):
         if len(values) != len(sequences):
             raise RequestRefused(f"{field}: has {len(values)} entries for {len(sequences)} sequences")
     requests = [
@@ -200,11 +206,20 @@ def _requests(body: LogprobsRequest, caller: str, server: LogprobServer, tokeniz
             at_least=body.at_least,
             caller=caller,
             deadline_s=body.timeout_s,
+            routes=given_routes,
+            record=body.record_routes,
         )
-        for ids, start, mask in zip(sequences, starts, masks, strict=True)
+        for ids, start, mask, given_routes in zip(sequences, starts, masks, routes, strict=True)
     ]
     _check(server, requests)
     return requests
+
+
+def _routes(given: RoutesField | None) -> Routes | None:
+    try:
+        return None if given is None else from_json(given.model_dump())
+    except ValueError as error:
+        raise RequestRefused(f"routes: {error}") from error
 
 
 def _check(server: LogprobServer, requests: list[ScoreRequest]) -> None:
@@ -253,6 +268,7 @@ def _scores(index: int, request: ScoreRequest, scored: Scored, body: LogprobsReq
         entropy=[value if kept else None for value, kept in zip(scored.entropy, mask, strict=True)],
         top_logprobs=top if body.top_logprobs else None,
         mtp=[DepthScores(depth=k, logprobs=d.logprobs, hits=d.hits) for k, d in enumerate(scored.drafts, 1)] if body.mtp else None,
+        routes=RoutesField.model_validate(to_json(scored.routes)) if scored.routes is not None else None,
     )
 
 

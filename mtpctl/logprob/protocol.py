@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.routes import Routes, RouteShape
 from mtpctl.trainer.scores import DraftScores
 
 COLDEST, HOTTEST = 1e-6, 1e6
@@ -19,7 +20,8 @@ class ScoreRequest:
     token_ids: prompt and response; the response, from `prompt_length` on, gets log-probs. mask: one entry a response token, 0 where no
     log-prob is wanted; None: all are wanted. topk: number of most likely tokens to return at each position; mtp: return log-probs of the
     MTP depths too. version: score with this weight version only; at_least: with this one or a newer one. caller: callers get equal shares
-    of a full server. deadline_s: seconds that the request may wait for its weights and its turn.
+    of a full server. deadline_s: seconds that the request may wait for its weights and its turn. routes: experts that the first tokens
+    are sent to (`mtpctl.routes`); record: return those that the pass took. name: what errors call it.
     """
 
     token_ids: list[int]
@@ -32,6 +34,9 @@ class ScoreRequest:
     at_least: int | None = None
     caller: str = ""
     deadline_s: float = 600.0
+    routes: Routes | None = field(default=None, compare=False)
+    record: bool = False
+    name: str = ""
 
     @property
     def tokens(self) -> int:
@@ -56,6 +61,7 @@ class Scored:
     topk_ids: list[list[int]] = field(default_factory=list)
     topk_logprobs: list[list[float]] = field(default_factory=list)
     drafts: list[DraftScores] = field(default_factory=list)
+    routes: Routes | None = field(default=None, compare=False)
 
 
 class RequestRefused(UserError):
@@ -84,11 +90,12 @@ class Late(RuntimeFailure):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of a model: the longest sequence, token ids below `vocab`, and its number of MTP depths."""
+    """Limits of a model: the longest sequence, token ids below `vocab`, its number of MTP depths, and its routes, if it has experts."""
 
     positions: int
     vocab: int
     depths: int
+    routes: RouteShape | None = None
 
     def check(self, request: ScoreRequest) -> None:
         """Raise RequestRefused for a request that no forward pass could serve."""
@@ -110,3 +117,9 @@ class Bounds:
             raise RequestRefused(f"topk: must be 0 to {self.vocab}, got {request.topk}")
         if request.mtp and not self.depths:
             raise RequestRefused("mtp: the served model has no MTP layers")
+        if request.routes is None and not request.record:
+            return
+        if self.routes is None:
+            raise RequestRefused("routes: the served model has no experts to route to")
+        if request.routes is not None and (fault := self.routes.fault(request.routes, len(ids))):
+            raise RequestRefused(f"routes: {f'sample {request.name}: ' if request.name else ''}{fault}")

@@ -17,6 +17,7 @@ from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.train import LoraConfig
+from mtpctl.routes import RouteShape
 from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.protocol import PlanMismatch, Section, SyncError, WeightsDiffer
 
@@ -126,7 +127,7 @@ class ScoreRank:
         self.map = StreamMap(engine.bridge, [engine.module], [*self.tensors, *aliases])
         self._readers = Readers(engine.device)
         self.held = HeldWeights(engine.module, self.config.version, keep_previous=self.config.keep_previous)
-        return Bounds(shape.max_positions, shape.vocab, engine.depths)
+        return Bounds(shape.max_positions, shape.vocab, engine.depths, RouteShape.of(shape))
 
     def score(self, requests: list[ScoreRequest], version: int) -> list[Scored] | None:
         """Answers in the order of `requests`, all under weights `version`. Raises VersionConflict where they are not held."""
@@ -136,16 +137,20 @@ class ScoreRank:
         sequences, options = [], []
         for request in requests:
             response = len(request.token_ids) - request.prompt_length
-            sequences.append(Sequence(request.token_ids, request.prompt_length, request.mask or [1] * response))
+            mask = request.mask or [1] * response
+            sequences.append(Sequence(request.token_ids, request.prompt_length, mask, routes=request.routes, name=request.name))
             options.append(ScoreOptions(request.temperature, request.topk, request.mtp))
         if (rest := FLOOR - sum(sum(s.loss_mask) for s in sequences)) > 0:
             sequences.append(Sequence([0] * (rest + 1), 1, [1] * rest))
             options.append(ScoreOptions(mtp=any(each.mtp for each in options)))
         with self.held.using(version):
-            scores = self.engine.score(sequences, options=options)
+            scores = self.engine.score(sequences, options=options, record=any(request.record for request in requests))
         if self.rank:
             return None
-        return [Scored(version, s.logprobs, s.entropy, s.topk_ids, s.topk_logprobs, s.drafts) for s in scores[: len(requests)]]
+        return [
+            Scored(version, s.logprobs, s.entropy, s.topk_ids, s.topk_logprobs, s.drafts, s.routes if request.record else None)
+            for s, request in zip(scores, requests, strict=False)
+        ]
 
     def ping(self) -> list[int]:
         """Versions held, newest first."""

@@ -16,6 +16,16 @@ TOP_LOGPROBS = 32
 WAIT_S = 600.0
 
 
+class RoutesField(BaseModel):
+    """The experts of a sequence's first tokens: [tokens, layers with experts, experts a token], in base64, little-endian, in C order."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    dtype: Literal["uint8", "uint16"] = Field(description="uint8 up to 256 experts, uint16 beyond.")
+    shape: Annotated[list[Annotated[int, Strict(), Field(ge=0)]], Field(min_length=3, max_length=3)]
+    data: str
+
+
 class LogprobsRequest(BaseModel):
     """Sequences to score: token ids, or text that the served tokenizer encodes."""
 
@@ -28,6 +38,10 @@ class LogprobsRequest(BaseModel):
     temperature: float = Field(1.0, gt=0, description="Temperature of the distribution.")
     top_logprobs: int = Field(0, ge=0, le=TOP_LOGPROBS, description="Likeliest tokens to name at each place.")
     mtp: bool = Field(False, description="Log-probs and greedy hits of every MTP depth as well.")
+    routes: RoutesField | list[RoutesField | None] | None = Field(
+        None, description="Experts to send tokens to; those of tokens without any are chosen by the served model."
+    )
+    record_routes: bool = Field(False, description="The experts that tokens were sent to as well.")
     version: Version | None = Field(None, description="Only these weights.")
     at_least: Version | None = Field(None, description="These weights or newer ones; waits for them.")
     timeout_s: float = Field(60.0, gt=0, le=WAIT_S, description="Seconds to wait for an answer.")
@@ -56,6 +70,7 @@ class SequenceScores(BaseModel):
     entropy: list[float | None]
     top_logprobs: list[list[TopLogprob]] | None = None
     mtp: list[DepthScores] | None = None
+    routes: RoutesField | None = None
 
 
 class LogprobsResponse(BaseModel):

@@ -9,12 +9,14 @@ from megatron.core.transformer import TransformerConfig
 from mtpctl.errors import UserError
 from mtpctl.families.shape import ModelShape
 from mtpctl.model.gpt import MtpModel
+from mtpctl.model.replay import number_layers
 from mtpctl.model.rope import rope_of
 from mtpctl.model.spec import decoder_spec, mtp_spec
 from mtpctl.plan.sharding import expert_tp, stage_layers
 from mtpctl.recipe.model import DTYPES, MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.train import MoeConfig
+from mtpctl.routes import RouteShape
 
 TORCH_DTYPES: dict[str, torch.dtype] = {precision: getattr(torch, name) for precision, name in DTYPES.items()}
 """By the precision that a recipe names."""
@@ -146,6 +148,8 @@ def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) ->
         mtp_block_spec=mtp_spec(config, shape),
     )
     model.use_rope(rope_of(shape))
+    if routes := RouteShape.of(shape):
+        number_layers(model, routes.layers)
     model.mtp_reads_prenorm = shape.mtp_reads_prenorm
     model.mtp_blanks_first = shape.mtp is not None and shape.mtp.blanks_first
     model.mtp_isolated = mtp.mode == "isolated"

@@ -58,6 +58,9 @@ class Packing(PackedSeqParams):
     sample_lengths: of all samples of the row. ranks: context-parallel ones that share it.
     spare: how many tokens at the row's end only fill it up.
     earlier: set while the depths of a repeated MTP layer are computed: what its attention is to see of those before.
+    routes: uint8 or int16 [t, layers, k], the experts that this rank's tokens are sent to, where `routed` [t] is set; None where every
+        router chooses for itself. layers: those of the whole decoder that have experts.
+    chosen: where it is a dictionary, each of these layers that this rank has puts the experts of its tokens there, by its place [t, k].
     """
 
     starts: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long))
@@ -69,6 +72,9 @@ class Packing(PackedSeqParams):
     ranks: int = 1
     spare: int = 0
     earlier: EarlierDepths | None = None
+    routes: Tensor | None = None
+    routed: Tensor | None = None
+    chosen: dict[int, Tensor] | None = None
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device | str, *, cp_rank: int = 0, cp: int = 1) -> Packing:

@@ -1,12 +1,19 @@
-"""The router of a mixture of experts: its losses, and the loads that it gives to the experts.
+"""The router of a mixture of experts: its losses, the loads that it gives to the experts, and the routes that it follows.
 
 Upstream's schedule divides its own losses of routers by tokens of a micro-batch. Here every loss is divided by tokens of the whole update,
 so routers are told their number; that is why the losses are attached here and not upstream.
 
-Shape legend: T tokens, E experts.
+Where routes are replayed, tokens go to the experts that an earlier pass sent them to. Their shares are computed from this router's own
+logits all the same, and its gradient passes through them (arXiv 2510.11370, section 3). Upstream has a replay too. It keeps routes in
+lists of the process and finds those of a backward pass by counting, over all routers that were ever made; here a layer hands its
+router the routes together with its tokens, so that recomputation and pipelines need nothing of their own, and MTP layers get none.
+
+Shape legend: T tokens, E experts, k experts a token.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -15,6 +22,39 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+
+
+class Choice:
+    """The experts of one pass: the router's own, or those that `given` [T, k] names where `routed` [T] is set.
+
+    Has the method of upstream's `RouterReplay` that `topk_routing_with_score_function` calls. `own` and `chosen` [T, k] are known then.
+    """
+
+    def __init__(self, given: Tensor | None, routed: Tensor | None) -> None:
+        self.given, self.routed = given, routed
+        self.own = self.chosen = torch.empty(0)
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """scores [T, E] → those of the chosen experts, and their numbers, both [T, k]."""
+        values, self.own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        self.chosen = self.own
+        if self.given is None or self.routed is None:
+            return values, self.own
+        self.chosen = torch.where(self.routed[:, None], self.given.long(), self.own)
+        return scores.gather(1, self.chosen), self.chosen
+
+    def agreement(self) -> tuple[Tensor, Tensor]:
+        """How many of the given experts the router would have chosen too, and how many were given."""
+        assert self.given is not None and self.routed is not None
+        same = (self.chosen[:, :, None] == self.own[:, None, :]).any(-1)
+        return (same & self.routed[:, None]).sum(), self.routed.sum() * self.given.shape[1]
 
 
 class Router(TopKRouter):
@@ -29,11 +69,15 @@ class Router(TopKRouter):
         self.tokens = 1
         load = torch.zeros(self.num_experts, dtype=torch.long, device=torch.cuda.current_device())
         self.register_buffer("load", load, persistent=False)
+        self.register_buffer("replayed", load.new_zeros(2), persistent=False)
+        self.choice: Choice | None = None
+        """What the layer that is run now follows; see `mtpctl.model.replay`."""
 
     def begin(self, tokens: int) -> None:
         """An update on so many tokens begins, those of all ranks together."""
         self.tokens = tokens
         self.load.zero_()
+        self.replayed.zero_()
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [T, 1, E]; padding_mask [T], set where a token only fills up the row → each expert's share in a token's sum and whether
@@ -54,8 +98,11 @@ class Router(TopKRouter):
             scaling_factor=config.moe_router_topk_scaling_factor,
             score_function=self.score_function,
             expert_bias=self.expert_bias,
+            router_replay=self.choice,
         )
         if trains:
+            if self.choice is not None and self.choice.given is not None:
+                self.replayed += torch.stack(self.choice.agreement())
             load = (routes if real is None else routes & real).sum(0)
             self.load += load
             if config.moe_aux_loss_coeff:

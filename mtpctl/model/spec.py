@@ -28,14 +28,22 @@ from mtpctl.model.experts import Experts, MixtureOfExperts, SharedExperts
 from mtpctl.model.latent import LatentAttention
 from mtpctl.model.layers import GatedMlp, LayerNormColumnParallelLinear, PackedAttention, RMSNorm
 from mtpctl.model.mtp import MtpLayer
+from mtpctl.model.replay import DecoderLayer
 from mtpctl.model.router import Router
 
 
-def layer_spec(config: TransformerConfig, shape: ModelShape, *, sparse: bool, kind: LayerKind = "full_attention") -> ModuleSpec:
+def layer_spec(
+    config: TransformerConfig,
+    shape: ModelShape,
+    *,
+    sparse: bool,
+    kind: LayerKind = "full_attention",
+    module: type[TransformerLayer] = TransformerLayer,
+) -> ModuleSpec:
     """One transformer layer: grouped-query, latent or linear attention, and a dense MLP or, where `sparse`, a mixture of experts."""
     experts = sparse and shape.moe is not None
     return ModuleSpec(
-        module=TransformerLayer,
+        module=module,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm if shape.latent else IdentityOp,
             self_attention=_mixer(config, shape, kind),
@@ -111,7 +119,7 @@ def decoder_spec(config: TransformerConfig, shape: ModelShape) -> TransformerBlo
     first = get_transformer_layer_offset(config)
     dense = shape.moe.dense_layers if shape.moe else frozenset(range(shape.layers))
     here = range(first, first + get_num_layers_to_build(config))
-    specs = [layer_spec(config, shape, sparse=layer not in dense, kind=shape.layer_kinds[layer]) for layer in here]
+    specs = [layer_spec(config, shape, sparse=layer not in dense, kind=shape.layer_kinds[layer], module=DecoderLayer) for layer in here]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 

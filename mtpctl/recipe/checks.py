@@ -63,6 +63,7 @@ def complaints_of(recipe: Recipe) -> Complaints:
     yield from _sync(recipe)
     yield from _adapter_sync(recipe, shape)
     yield from _updated_in_place(recipe, config or {})
+    yield from _replay(recipe)
     yield from _kernels(recipe)
     yield from _devices(recipe)
     yield from _deterministic(recipe)
@@ -236,6 +237,20 @@ def _updated_in_place(recipe: Recipe, config: Mapping[str, object]) -> Complaint
         )
     if rollout.engine_args.get("pipeline_parallel_size", 1) != 1:
         yield "rollout.engine_args.pipeline_parallel_size: an engine with pipeline stages cannot be synced; set rollout.tp instead"
+
+
+def _replay(recipe: Recipe) -> Complaints:
+    """Routes that nobody would record."""
+    replay, rollout = recipe.train.moe.replay, recipe.rollout
+    if replay == "recompute" and recipe.old_logprobs == "behaviour":
+        yield "train.moe.replay: recompute has no pass to record routes in, as old log-probs are the engine's; set rollout, or off"
+    if replay != "rollout":
+        return
+    if isinstance(rollout, SglangConfig):
+        yield "train.moe.replay: rollout takes the routes of rollout.engine: vllm; set recompute, or off"
+    elif not recipe.engine_gives_routes:
+        where = "on a CPU without a prefix cache" if recipe.device == "cpu" else "beside its prefix cache"
+        yield f"rollout.engine_args: vLLM keeps routes {where}; leave enable_prefix_caching out, or set train.moe.replay: off"
 
 
 def _kernels(recipe: Recipe) -> Complaints:

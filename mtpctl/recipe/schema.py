@@ -12,6 +12,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from mtpctl.families.shape import ModelShape
 from mtpctl.recipe.asynchrony import AsyncConfig
 from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.recipe.data import DataConfig
@@ -24,7 +25,7 @@ from mtpctl.recipe.rollout import RolloutConfig, VllmConfig
 from mtpctl.recipe.section import Complaints, NonNegativeInt, Section
 from mtpctl.recipe.sync import TRANSPORTS, NcclConfig, SyncConfig
 from mtpctl.recipe.telemetry import TelemetryConfig
-from mtpctl.recipe.train import TrainConfig
+from mtpctl.recipe.train import Replay, TrainConfig
 
 
 class Recipe(Section):
@@ -81,6 +82,22 @@ class Recipe(Section):
             return rl.old_logprobs
         recomputes = self.logprob.standalone or rl.correction.mode != "off" or rl.loss == "decoupled"
         return "behaviour" if self.off_policy and not recomputes else "recompute"
+
+    def replay(self, shape: ModelShape) -> Replay:
+        """`train.moe.replay` for this model, with its default filled in; `off` for a model without experts."""
+        if shape.moe is None or "rl" not in self.train.stages:
+            return "off"
+        if self.train.moe.replay is not None:
+            return self.train.moe.replay
+        if self.engine_gives_routes:
+            return "rollout"
+        return "recompute" if self.old_logprobs == "recompute" else "off"
+
+    @property
+    def engine_gives_routes(self) -> bool:
+        """Whether the engine tells the experts of a token: vLLM, which keeps them beside its prefix cache, on a CPU without one."""
+        cards = self.device == "cuda"
+        return isinstance(self.rollout, VllmConfig) and bool(self.rollout.engine_args.get("enable_prefix_caching", cards)) == cards
 
     @property
     def rewards(self) -> dict[str, RewardConfig]:

@@ -36,6 +36,9 @@ class LoraConfig(Section):
     )
 
 
+Replay = Literal["off", "recompute", "rollout"]
+
+
 class MoeConfig(Section):
     aux_loss: NonNegativeFloat = Field(0.0, description="Weight of the loss that spreads tokens over experts (Switch, arXiv 2101.03961).")
     z_loss: NonNegativeFloat = Field(0.0, description="Weight of the loss that keeps router logits small (ST-MoE, arXiv 2202.08906).")
@@ -43,6 +46,12 @@ class MoeConfig(Section):
         0.0,
         description="Step by which each optimizer step moves the router's bias towards equal loads (DeepSeek-V3, arXiv 2412.19437); "
         "for families whose router has one.",
+    )
+    replay: Replay | None = Field(
+        None,
+        description="Experts that training sends tokens to. rollout: those of the engine that sampled them; recompute: those of the "
+        "pass that made the old log-probs; off: the router's own choice. Default: rollout with vLLM, else recompute where there is "
+        "such a pass.",
     )
 
 
@@ -59,7 +68,7 @@ class TrainConfig(Section):
     distributed_optimizer: bool = Field(False, description="Shard optimizer state over dp.")
     offload: OffloadConfig = Field(default_factory=OffloadConfig)
     lora: LoraConfig | None = Field(None, description="Train an adapter instead of the weights.")
-    moe: MoeConfig = Field(default_factory=MoeConfig, description="Balance of a mixture of experts; all off by default.")
+    moe: MoeConfig = Field(default_factory=MoeConfig, description="A mixture of experts: balance, off by default, and replay of routes.")
     async_save: bool = Field(False, description="Write checkpoints while training goes on; costs host memory of their size.")
     checkpoint_every: NonNegativeInt = Field(
         0, description="Updates between checkpoints, beside those of checkpoint_minutes; 0: none by count."
@@ -110,6 +119,8 @@ def moe_fits(train: TrainConfig, shape: ModelShape) -> Complaints:
     for name, value in (("aux_loss", moe.aux_loss), ("z_loss", moe.z_loss), ("bias_update", moe.bias_update)):
         if value and shape.moe is None:
             yield f"train.moe.{name}: {value}, but {shape.family} has no experts; set it to 0"
+    if moe.replay in ("recompute", "rollout") and shape.moe is None:
+        yield f"train.moe.replay: {moe.replay}, but {shape.family} has no experts; leave it out"
     if not moe.bias_update or shape.moe is None:
         return
     if not shape.moe.router_bias:

@@ -262,6 +262,9 @@ class RayReplica:
                     if isinstance(answer, Exception):
                         waiting.set_exception(answer)
                     else:
+                        if answer.routes is not None:
+                            # Ray's array is a view into its object store, where it would keep all answers of this call for as long.
+                            answer.routes = answer.routes.copy()
                         waiting.set_result(answer)
                 # Callers that have their answer leave `_waiting` before the next check.
                 await asyncio.sleep(0)

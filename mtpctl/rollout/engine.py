@@ -18,6 +18,7 @@ from mtpctl.errors import UserError
 from mtpctl.plan.buckets import Bucket
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Health, Occupancy, SpecStats, SpeculationState, add_positions
 from mtpctl.rollout.turns import last_turn, length_to_stop
+from mtpctl.routes import Routes
 from mtpctl.samples import GenerationRequest, Sample, Speculation
 from mtpctl.sync.engine_target import EngineClient, EngineTarget
 from mtpctl.sync.manifest import Manifest
@@ -32,7 +33,8 @@ CONTROL_DEADLINE_S = 120.0
 class GenerationChunk:
     """What an engine generated for one request between its submission and its end: tokens, log-probs (nats), versions, finish reason.
 
-    A response is one chunk, or several where it was aborted and continued. `spans` are `(start, end, version)` over `tokens`.
+    A response is one chunk, or several where it was aborted and continued. `spans` are `(start, end, version)` over `tokens`. `routes`
+    begin with the first token of the request's prompt that the sample had no routes of.
     """
 
     tokens: list[int]
@@ -40,6 +42,7 @@ class GenerationChunk:
     spans: list[tuple[int, int, int]]
     finish_reason: str | None
     speculation: Speculation = field(default_factory=Speculation)
+    routes: Routes | None = None
 
     def trim_to_both(self) -> None:
         """Drop tokens without log-probs and log-probs without tokens: after an abort one list may be longer than the other."""
@@ -157,6 +160,8 @@ class Engine(ABC):
             raise self._died(RuntimeError(f"{len(chunk.logprobs)} log-probs came for {len(chunk.tokens)} tokens"))
         for start, end, version in chunk.spans:
             sample.append(chunk.tokens[start:end], chunk.logprobs[start:end], version)
+        if chunk.routes is not None and chunk.tokens:
+            sample.add_routes(chunk.routes)
         add_counts(sample.speculation, chunk.speculation)
         self._stats.add(chunk.speculation, len(chunk.tokens))
 

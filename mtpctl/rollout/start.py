@@ -38,11 +38,13 @@ async def start_pool(
     published: Published | None = None,
     seed: int | None = None,
     tokenizer: NamedText | None = None,
+    routes: tuple[int, ...] = (),
 ) -> ReplicaPool:
     """Start the recipe's engines on the model in the folder `model`, each with a random seed of its own.
 
-    Stop strings and environments need the `tokenizer`. `seed` replaces the recipe's. A restarted replica applies the version that the
-    others serve, from `published`, and has another seed than its predecessor.
+    Stop strings and environments need the `tokenizer`. `seed` replaces the recipe's. `routes`: the layers whose routes of experts samples
+    are to carry. A restarted replica applies the version that the others serve, from `published`, and has another seed than its
+    predecessor.
 
     Raises RuntimeFailure where an engine does not start in time, UserError for what an engine cannot do.
     """
@@ -74,6 +76,7 @@ async def start_pool(
             tokenizer=named,
             adapter_rank=recipe.train.lora.rank if recipe.train.lora and "adapter" in recipe.sync.sections else None,
             release_kv=recipe.sync.release_kv,
+            routes=routes,
         )
 
     async def start(index: int) -> Replica:

@@ -98,6 +98,10 @@ ADVICE: dict[str, Advice] = {
     "logprob/wait_seconds": Advice("below a response's time", "raise `logprob.replicas` or `logprob.tokens_per_batch`"),
     "logprob/late": Advice("0", "raise `logprob.replicas`"),
     "logprob/left_to_trainer": Advice("0", "raise `logprob.replicas`"),
+    "moe/replay_agreement": Advice(
+        "above 0.95, falls with staleness",
+        "lower on policy: `mtpctl doctor`; see [router replay](router-replay.md)",
+    ),
     "skipped": Advice("0", "lower `lr`; after `train.max_bad_steps` in a row the run stops"),
     "perf/mfu": Advice(
         "0.4 to 0.5, as measured for a 7B on H200s of its own", "low: larger `train.tokens_per_microbatch`, less `train.recompute`, less tp"

@@ -110,6 +110,11 @@ METRICS: dict[str, Metric] = {
     "moe/load_max": Metric("fullest expert", "number", "Rows of the fullest expert over the mean expert's, mean over layers; 1: even."),
     "moe/load_cv": Metric("spread of loads", "number", "Standard deviation of experts' rows over their mean, mean over layers; 0: even."),
     "moe/dropped": Metric("dropped", "share", "Rows that no expert computed; 0, since none has a limit."),
+    "moe/replay_agreement": Metric(
+        "own choice",
+        "share",
+        "Replayed experts that the trainer's routers would have chosen too (train.moe.replay).",
+    ),
     "skipped": Metric("skipped", "share", "Optimizer steps of the update left out, for a loss or gradient that was not finite."),
     "perf/tokens_per_s": Metric("trainer", "tokens/s", "Tokens trained a second, prompts included."),
     "perf/mfu": Metric("MFU", "share", "Model FLOP/s of forward, backward and optimizer over the cards' bf16 peak."),

@@ -14,6 +14,7 @@ from mtpctl.cluster.heap import importing, settle_heap
 from mtpctl.cluster.logs import write_to_run
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.recipe.schema import Recipe
+from mtpctl.recipe.train import Replay
 from mtpctl.samples import Sample
 from mtpctl.sync.manifest import Manifest, Section
 from mtpctl.trainer.profile import UpdateProfile
@@ -144,13 +145,25 @@ class TrainerRank(WeightSource):
         with self._profiled("sft"):
             return self.engine.update(sequences, NextToken(), total_steps=self.recipe.train.sft.steps)
 
+    @property
+    def replay(self) -> Replay:
+        """`train.moe.replay`, as it is for this model."""
+        return self.recipe.replay(self.engine.folder.shape)
+
     def score(self, samples: list[Sample], version: int) -> list[Sample]:
-        """Write old log-probs under the current weights into the samples. `version`: the version that these weights are."""
+        """Write old log-probs under the current weights into the samples, and with `train.moe.replay: recompute` the routes of the pass.
+
+        `version`: the version that these weights are.
+        """
         from mtpctl.trainer.policy_objective import scoring_sequence
 
-        temperature = self.recipe.rollout.temperature
-        for sample, scores in zip(samples, self.engine.score([scoring_sequence(s) for s in samples], temperature=temperature), strict=True):
+        sequences = [scoring_sequence(s, replay=self.replay == "rollout") for s in samples]
+        record = self.replay == "recompute"
+        found = self.engine.score(sequences, temperature=self.recipe.rollout.temperature, record=record)
+        for sample, scores in zip(samples, found, strict=True):
             sample.old_logprobs, sample.old_version = scores.logprobs, version
+            if record:
+                sample.routes = scores.routes
         return samples
 
     def rl_step(self, samples: list[Sample], version: int, train_mtp: bool = True) -> dict[str, float]:
@@ -195,7 +208,7 @@ class TrainerRank(WeightSource):
         weights = None if recipe.old_logprobs == "recompute" else -1 if self.ahead else version
         for start in range(0, len(samples), size):
             batch = [
-                training_sequence(sample, gain, next(reference), weights)
+                training_sequence(sample, gain, next(reference), weights, replay=self.replay != "off")
                 for sample, gain in zip(samples[start : start + size], gains[start : start + size], strict=True)
                 if sample.response_ids
             ]

@@ -32,7 +32,20 @@ class Balance:
                 # An expert with more than the mean becomes less likely, one with less becomes likelier (DeepSeek-V3, arXiv 2412.19437,
                 # section 2.1.2). A router that this update did not ask has no load at all, and keeps its bias.
                 router.expert_bias += self.bias_update * (load.mean() - load).sign().float()
-        return self._metrics(loads)
+        return self._metrics(loads) | self._agreement()
+
+    def _agreement(self) -> dict[str, float]:
+        """`moe/replay_agreement`: how many of the experts that were replayed this rank's routers, and all others, would have chosen too.
+
+        Empty where nothing was replayed.
+        """
+        counts = torch.zeros(2, dtype=torch.long, device=torch.cuda.current_device())
+        for router in self.routers:
+            counts += router.replayed
+        if dist.get_world_size() > 1:
+            dist.all_reduce(counts)
+        agreed, replayed = counts.tolist()
+        return {"moe/replay_agreement": agreed / replayed} if replayed else {}
 
     def _loads(self) -> Tensor:
         """Rows of each router's experts [routers, E], over all ranks that share the routers."""

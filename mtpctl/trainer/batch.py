@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mtpctl.errors import UserError
 from mtpctl.families.shape import ModelShape
 from mtpctl.model.packing import Packing, blocks
+from mtpctl.routes import Routes, RouteShape
 
 
 @dataclass
@@ -21,13 +23,16 @@ class Sequence:
     """One prompt with its response.
 
     loss_mask and every column run over the response: one entry a response token. A mask of 0 marks tokens that nobody
-    sampled (tool output), which no loss sees.
+    sampled (tool output), which no loss sees. routes: the experts that its first tokens are sent to (`mtpctl.routes`). name: what errors
+    call it.
     """
 
     token_ids: list[int]
     prompt_length: int
     loss_mask: list[int]
     columns: dict[str, list[float]] = field(default_factory=dict)
+    routes: Routes | None = None
+    name: str = ""
 
     def __post_init__(self) -> None:
         response = len(self.token_ids) - self.prompt_length
@@ -80,8 +85,14 @@ class MicroBatch:
 
 
 def check(sequences: list[Sequence], shape: ModelShape) -> None:
-    """Raise UserError for what the model cannot read: on a card a token id outside the vocabulary ends the process without a word."""
+    """Raise UserError for what the model cannot read: on a card a token id outside the vocabulary ends the process without a word, and so
+    does the number of an expert that is not there."""
+    experts = RouteShape.of(shape)
     for i, sequence in enumerate(sequences):
+        if sequence.routes is not None:
+            what = experts.fault(sequence.routes, len(sequence.token_ids)) if experts else f"{shape.family} has no experts to route to"
+            if what:
+                raise UserError(f"sample {sequence.name or i}: {what}")
         if len(sequence.token_ids) > shape.max_positions:
             raise UserError(
                 f"sequence {i} has {len(sequence.token_ids)} tokens, the model's max_position_embeddings is {shape.max_positions}; "
@@ -151,11 +162,12 @@ def pack(
     for depth in range(1, depths + 1):
         tokens = torch.nonzero(placed >= depth).squeeze(1)
         drafts.append(DraftRows(row_index[tokens] - depth, labels[tokens], tokens))
+    packing = replace(Packing.of(lengths, device, cp_rank=cp_rank, cp=cp), spare=spare)
     names = chosen[0].columns.keys()
     columns = {name: torch.tensor([x for s in chosen for x in s.columns[name]], dtype=torch.float32, device=device) for name in names}
     return MicroBatch(
         input_ids=input_ids,
-        packing=replace(Packing.of(lengths, device, cp_rank=cp_rank, cp=cp), spare=spare),
+        packing=_routed(packing, chosen),
         rows=row_index,
         labels=labels,
         mask=mask,
@@ -165,6 +177,27 @@ def pack(
         lengths=[len(s.token_ids) - s.prompt_length for s in chosen],
         drafts=drafts,
     )
+
+
+def _routed(packing: Packing, chosen: list[Sequence]) -> Packing:
+    """The packing of these sequences with their routes."""
+    first = next((s.routes for s in chosen if s.routes is not None), None)
+    if first is None:
+        return packing
+    # torch indexes no uint16.
+    of_row = np.zeros((sum(packing.sample_lengths), *first.shape[1:]), np.uint8 if first.dtype == np.uint8 else np.int16)
+    routed = np.zeros(len(of_row), np.bool_)
+    place = 0
+    for sequence in chosen:
+        if sequence.routes is not None:
+            end = place + len(sequence.routes)
+            of_row[place:end], routed[place:end] = sequence.routes, True
+        place += len(sequence.token_ids)
+    device, own = packing.tokens.device, packing.tokens.cpu().numpy()
+    # Of the whole row where a rank has all of it: no copy then.
+    mine = (of_row, routed) if packing.ranks == 1 else (of_row[own], routed[own])
+    there, which = (torch.from_numpy(x).to(device) for x in mine)
+    return replace(packing, routes=there, routed=which)
 
 
 def idle(sequences: list[Sequence], depths: int, device: torch.device | str, **layout: int) -> MicroBatch:

@@ -27,6 +27,7 @@ from mtpctl.model.gpt import MtpModel
 from mtpctl.model.lora import attach_adapters
 from mtpctl.model.weights import draw_weights
 from mtpctl.recipe.optimizer import OptimizerConfig
+from mtpctl.routes import RouteShape
 from mtpctl.trainer import data_parallel
 from mtpctl.trainer.balance import Balance
 from mtpctl.trainer.batch import MicroBatch, Sequence
@@ -37,6 +38,7 @@ from mtpctl.trainer.offload import HostMemory, allocate, release
 from mtpctl.trainer.optimizer import Optimizer
 from mtpctl.trainer.optimizer_state import set_step
 from mtpctl.trainer.passes import MicroBatchLoss, micro_batches, run_passes
+from mtpctl.trainer.recording import recorded_routes, recording
 from mtpctl.trainer.scores import ScoreOptions, TokenScores
 from mtpctl.trainer.scoring import Scorer
 from mtpctl.trainer.update_loss import UpdateLoss
@@ -208,19 +210,29 @@ class MegatronEngine:
     # ------------------------------------------------------------------------------------------------------- scoring
 
     @torch.no_grad()
-    def score(self, sequences: list[Sequence], *, temperature: float = 1.0, options: list[ScoreOptions] | None = None) -> list[TokenScores]:
+    def score(
+        self, sequences: list[Sequence], *, temperature: float = 1.0, options: list[ScoreOptions] | None = None, record: bool = False
+    ) -> list[TokenScores]:
         """Log-probs and entropy of the response tokens, in the order of `sequences`; every rank gets all of them.
 
         Without `options` every response token is scored at `temperature`. With them, one for each sequence, they say at which
-        temperature and what else is wanted, and tokens outside the mask get zeros.
+        temperature and what else is wanted, and tokens outside the mask get zeros. `record`: tell the routes that the pass took too.
         """
         if not sequences:
             return []
         self.model.eval()
         scorer = Scorer(self.head, temperature, options)
         depths = self.depths if any(each.mtp for each in options or ()) else 0
-        self._run(self._micro_batches(sequences, depths), scorer, forward_only=True)
-        return scorer.gather(len(sequences))
+        micros = self._micro_batches(sequences, depths)
+        routes = RouteShape.of(self.folder.shape) if record else None
+        if routes:
+            micros = recording(micros)
+        self._run(micros, scorer, forward_only=True)
+        scores = scorer.gather(len(sequences))
+        if routes:
+            for each, found in zip(scores, recorded_routes(self.module, micros, routes, len(sequences)), strict=True):
+                each.routes = found
+        return scores
 
     def _micro_batches(self, sequences: list[Sequence], depths: int) -> list[MicroBatch]:
         return micro_batches(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -81,13 +83,24 @@ def advantages(samples: list[Sample], config: RlConfig, *, max_tokens: int, cont
     return group_advantages(torch.tensor(shaped), groups, config.advantage, lengths).tolist()
 
 
-def scoring_sequence(sample: Sample) -> Sequence:
-    """A sample as the engine scores it."""
-    return Sequence(sample.prompt_ids + sample.response_ids, len(sample.prompt_ids), sample.loss_mask)
+def scoring_sequence(sample: Sample, *, replay: bool = False) -> Sequence:
+    """A sample as the engine scores it; with `replay` under its routes."""
+    return Sequence(
+        sample.prompt_ids + sample.response_ids,
+        len(sample.prompt_ids),
+        sample.loss_mask,
+        routes=sample.routes if replay else None,
+        name=sample.name,
+    )
 
 
-def training_sequence(sample: Sample, advantage: float, reference: list[float] | None, weights: int | None = None) -> Sequence:
-    """A scored sample as the engine trains on it. `weights`: the version that does, where the loss is to compare policies; -1: none's."""
+def training_sequence(
+    sample: Sample, advantage: float, reference: list[float] | None, weights: int | None = None, *, replay: bool = False
+) -> Sequence:
+    """A scored sample as the engine trains on it; with `replay` under its routes.
+
+    `weights`: the version that does, where the loss is to compare policies; -1: none's.
+    """
     assert sample.old_logprobs is not None, f"{sample.prompt_id} was not scored"
     columns = {
         "old": sample.old_logprobs,
@@ -98,4 +111,4 @@ def training_sequence(sample: Sample, advantage: float, reference: list[float] |
         columns["reference"] = reference
     if weights is not None:
         columns["same_weights"] = [float(span.version == weights) for span in sample.version_spans for _ in range(span.end - span.start)]
-    return Sequence(sample.prompt_ids + sample.response_ids, len(sample.prompt_ids), sample.loss_mask, columns)
+    return replace(scoring_sequence(sample, replay=replay), columns=columns)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mtpctl.routes import Routes
+
 
 @dataclass(frozen=True, slots=True)
 class ScoreOptions:
@@ -29,7 +31,8 @@ class DraftScores:
 class TokenScores:
     """One sequence, an entry for each response token: its log-prob, and the entropy of the distribution it was drawn from (nats).
 
-    topk_ids and topk_logprobs are [tokens, k], likeliest first; drafts: one a depth. All three are empty where not asked for.
+    topk_ids and topk_logprobs are [tokens, k], likeliest first; drafts: one a depth. All three are empty where not asked for. routes: those
+    that the pass took; None where not asked for.
     """
 
     logprobs: list[float]
@@ -37,3 +40,4 @@ class TokenScores:
     topk_ids: list[list[int]] = field(default_factory=list)
     topk_logprobs: list[list[float]] = field(default_factory=list)
     drafts: list[DraftScores] = field(default_factory=list)
+    routes: Routes | None = None

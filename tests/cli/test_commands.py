@@ -114,6 +114,14 @@ def test_a_dry_run_tells_every_actor_and_starts_nothing(mtpctl: Any, arguments: 
     assert not run_dir.exists()
 
 
+def test_a_dry_run_tells_the_bytes_of_routes(mtpctl: Any) -> None:
+    command = ("train", "qwen3_5_35b_a3b_mtp", "--dry-run", "--set", "cluster.num_cpus=8")
+    plan = json.loads(mtpctl(*command, "--json").out)
+    assert plan["routes"]["token"] == 320 and plan["routes"]["batch"] % plan["routes"]["sample"] == 0
+    assert "routes     train.moe.replay: rollout; 320 B a token, up to " in mtpctl(*command).out
+    assert "routes" not in json.loads(mtpctl("train", "tiny_mtp", "--dry-run", "--json").out)
+
+
 def test_a_dry_run_of_a_deterministic_run_shows_no_staleness(mtpctl: Any) -> None:
     told = mtpctl("train", "tiny_mtp", "--dry-run", "--set", "async.deterministic=true", "--set", "cluster.num_cpus=8").out
     assert "staleness threshold 0, old log-probs recomputed by Megatron\n" in told

@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mtpctl.controller.buffer import Group, SampleBuffer
@@ -88,6 +89,20 @@ def test_a_saved_buffer_keeps_complete_groups_and_asks_again_for_those_in_flight
         complete, again = SampleBuffer.load(tmp_path / "buffer.jsonl")
         assert complete == [done]
         assert [(g.number, g.problem.answer, g.samples) for g in again] == [(1, "2", [])]
+
+    asyncio.run(scenario())
+
+
+def test_a_saved_buffer_keeps_routes(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        buffer, made = SampleBuffer(), [sample(0, 0), sample(0, 1)]
+        routes = np.arange(6, dtype=np.uint8).reshape(3, 1, 2)
+        made[1].routes = routes
+        await buffer.put(Group(0, group(0).problem, 2, made))
+        buffer.save(tmp_path / "buffer.jsonl")
+        ((kept,), _) = SampleBuffer.load(tmp_path / "buffer.jsonl")
+        assert kept.samples[0].routes is None
+        assert np.array_equal(kept.samples[1].routes, routes) and kept.samples[1].routes.dtype == np.uint8
 
     asyncio.run(scenario())
 

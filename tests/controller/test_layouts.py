@@ -68,6 +68,7 @@ def test_mixtures_of_experts_go_the_whole_way(tmp_path: Path, recipe: str, overl
     updates = rows(tmp_path / "run")
     assert [row["step"] for row in updates] == [1, 2] and not any(row["skipped"] for row in updates)
     assert all(row["moe/dropped"] == 0 and 1 <= row["moe/load_max"] <= 8 for row in updates)
+    assert all(0.8 < row["moe/replay_agreement"] <= 1 for row in updates), "the engine's experts, of weights that hardly differ"
     assert all(row["mtp/loss_1"] > 0 for row in updates) and any(row["rollout/spec_drafted"] for row in updates)
     assert all(row["sync/verified"] > 0 for row in updates if "sync/verified" in row)
     same = [row["rollout_corr/abs_diff_same_version"] for row in updates if "rollout_corr/abs_diff_same_version" in row]

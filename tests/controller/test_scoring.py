@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from mtpctl.controller.scoring import ATTEMPTS, Scoring
@@ -12,7 +13,10 @@ from mtpctl.errors import RuntimeFailure
 from mtpctl.logprob.dispatch import Counters
 from mtpctl.logprob.protocol import Late, Scored, ScoreRequest
 from mtpctl.logprob.server import LogprobServer
+from mtpctl.routes import Routes
 from mtpctl.samples import Sample
+
+GIVEN, RECORDED = np.zeros((2, 1, 2), np.uint8), np.ones((2, 1, 2), np.uint8)
 
 
 class Server:
@@ -30,7 +34,7 @@ class Server:
         if len(self.asked) <= self.late:
             raise Late("no answer within 600 s")
         self.counters.requests += 1
-        return Scored(3, [-1.0, -2.0], [0.5, 0.5])
+        return Scored(3, [-1.0, -2.0], [0.5, 0.5], routes=RECORDED if request.record else None)
 
 
 def scored(server: Server) -> tuple[Sample, dict[str, float]]:
@@ -57,3 +61,13 @@ def test_what_is_late_again_is_left_to_the_trainer_which_scores_what_has_no_old_
 def test_a_server_that_is_gone_ends_the_run() -> None:
     with pytest.raises(RuntimeFailure, match="every log-prob replica failed"):
         scored(Server(0, RuntimeFailure("every log-prob replica failed: 0: …")))
+
+
+@pytest.mark.parametrize(("replay", "kept"), [("rollout", GIVEN), ("recompute", RECORDED), ("off", GIVEN)])
+def test_a_sample_is_scored_under_its_routes_or_gets_those_of_the_pass(replay: Any, kept: Routes) -> None:
+    server = Server(0)
+    sample = Sample("p", "g", [5], response_ids=[1, 2], routes=GIVEN, index=3)
+    asyncio.run(Scoring(cast(LogprobServer, server), temperature=0.7, replay=replay)(sample))
+    (request,) = server.asked
+    assert sample.routes is not None and np.array_equal(sample.routes, kept) and request.name == "p/3"
+    assert (request.routes is GIVEN, request.record) == (replay == "rollout", replay == "recompute")

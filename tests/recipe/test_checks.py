@@ -479,3 +479,41 @@ def test_a_data_file_that_is_not_there_is_told_with_the_nearest_that_is(tmp_path
 def test_a_bias_moves_only_where_a_router_has_one_and_all_weights_train(family: str, sets: list[str], message: str) -> None:
     recipe = load_recipe("tiny_mtp", sets=["train.moe.bias_update=0.001", *sets]).recipe
     assert next(moe_fits(recipe.train, shape_of(TOYS[family])), "") == message
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["train.moe.replay=recompute", "train.rl.old_logprobs=behaviour"], "train.moe.replay: recompute has no pass to record routes in"),
+        (
+            [*CARD, "rollout.engine=sglang", "train.moe.replay=rollout"],
+            "train.moe.replay: rollout takes the routes of",
+        ),
+        (
+            ["train.moe.replay=rollout", "rollout.engine_args={enable_prefix_caching: false}"],
+            "rollout.engine_args: vLLM keeps routes beside",
+        ),
+    ],
+)
+def test_routes_that_nobody_would_record(sets: list[str], message: str) -> None:
+    assert [told for told in complaints_of(load_recipe("qwen3_5_35b_a3b_mtp", sets=sets).recipe) if told.startswith(message)]
+
+
+def test_a_dense_model_has_no_routes_to_replay() -> None:
+    assert complaint("train.moe.replay=rollout").startswith("train.moe.replay: rollout, but mimo has no experts")
+    assert load_recipe("tiny_mtp").recipe.replay(shape_of(TOYS["mimo"])) == "off"
+
+
+@pytest.mark.parametrize(
+    ("sets", "replay"),
+    [
+        ([], "rollout"),
+        (["train.moe.replay=off"], "off"),
+        (["rollout.engine=sglang", "train.rl.old_logprobs=recompute"], "recompute"),
+        (["rollout.engine=sglang", "train.rl.old_logprobs=behaviour"], "off"),
+        (["rollout.engine_args={enable_prefix_caching: false}", "train.rl.old_logprobs=recompute"], "recompute"),
+        (["train.stages=[sft]"], "off"),
+    ],
+)
+def test_which_routes_a_mixture_of_experts_replays_by_default(sets: list[str], replay: str) -> None:
+    assert load_recipe("qwen3_5_35b_a3b_mtp", sets=sets).recipe.replay(shape_of(TOYS["qwen3.5-moe"])) == replay

@@ -18,11 +18,11 @@ from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
 T = TypeVar("T")
 
 
-def cpu_settings(folder: Path, *, k: int = 1, **rollout: Any) -> VllmSettings:
-    """Settings of a tiny engine on one CPU thread."""
+def cpu_settings(folder: Path, *, k: int = 1, routes: tuple[int, ...] = (), **rollout: Any) -> VllmSettings:
+    """Settings of a tiny engine on one CPU thread. `routes`: see `VllmSettings`."""
     options: dict[str, Any] = {"max_in_flight": 64, "context": 256, "threads": 1, "kv_cache_bytes": 64 << 20}
     config = VllmConfig(**options | {"speculation": SpeculationConfig(num_tokens=k)} | rollout)
-    return engine_settings(config, model=str(folder), precision="fp32", device="cpu", seed=0)
+    return engine_settings(config, model=str(folder), precision="fp32", device="cpu", seed=0, routes=routes)
 
 
 def card_settings(folder: Path, *, k: int = 1, **rollout: Any) -> VllmSettings:

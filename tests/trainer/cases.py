@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mtpctl.recipe.kernels import KernelsConfig
@@ -77,7 +77,7 @@ class Case:
     """like: the case of one process that it must equal; restore: the case whose checkpoint it begins from;
     poisoned: before its second update stands one in which a weight of its last rank is NaN; few: three sequences too long to be
     packed, one of them without a token to draft; clipped: trunk and MTP have clips under their norms, rates of their own and decay;
-    policy: the second update is one of RL."""
+    policy: the second update is one of RL; replay: all passes follow routes that no router would choose, but for some tokens'."""
 
     name: str
     parallel: ParallelConfig
@@ -90,6 +90,7 @@ class Case:
     few: bool = False
     clipped: bool = False
     policy: RlConfig | None = None
+    replay: bool = False
 
     @property
     def bound(self) -> float:
@@ -139,12 +140,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"dp": 2},
 }
 LORA = LoraConfig(rank=4, alpha=8.0)
+FULL = {"recompute": "full", "tokens_per_microbatch": 33}
 
 
 def _lora(name: str, model: str = "mimo", *, saved: bool = False, restore: str = "", fields: Any = None, **parallel: Any) -> Case:
     targets = [*LORA.targets, "in_proj", "out_proj"] if model == "qwen3.5" else LORA.targets
     settings = {"lora": LORA.model_copy(update={"targets": targets}), **(fields or {})}
     return _case(name, model, fields=settings, like=f"{model}-lora", saved=saved, restore=restore, **parallel)
+
+
+def _replay(name: str, model: str, **settings: Any) -> Case:
+    mode, like = ("isolated" if model == "deepseek" else "off"), f"{model}-replay"
+    return replace(_case(name, model, mode, like=like, **settings), replay=True)
 
 
 CASES = [
@@ -251,6 +258,11 @@ CASES = [
     _lora("lora-moe-ep2", "qwen3-moe", dp=2, ep=2),
     _lora("lora-to-tp2", tp=2, restore="mimo-lora"),
     _lora("lora-delta-to-sp2", "qwen3.5", tp=2, sequence_parallel=True, restore="qwen3.5-lora"),
+    *(_replay(f"{model}-replay", model) for model in ("qwen3-moe", "deepseek")),
+    _replay("replay-sp2-pp2-recomputed", "deepseek", tp=2, pp=2, fields=FULL),
+    _replay("replay-cp2-ep2-recomputed", "deepseek", cp=2, ep=2, fields=FULL),
+    _replay("replay-cp2-dp2-ep2", "qwen3-moe", cp=2, dp=2, ep=2),
+    _replay("replay-pp2-recomputed", "qwen3-moe", pp=2, fields=FULL),
 ]
 
 DEFAULT = frozenset(

@@ -13,19 +13,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from mtpctl.compat import cpu_device
+from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.model.parallel import Rank
 from mtpctl.recipe.rl import RlConfig
+from mtpctl.routes import RouteShape
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import NextToken
 from mtpctl.trainer.policy_objective import PolicyObjective
 from tests.forked import run_ranks
 from tests.trainer.cases import CASES, MODELS, Case, with_origins
-from tests.trainer.tiny import GENTLE, engine, gradients, mimo, sequences
+from tests.trainer.tiny import GENTLE, drawn_routes, engine, gradients, mimo, sequences
 
 DEADLINE_S = 300
 
@@ -47,6 +50,8 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
             if case.few
             else sequences(9, seed=3, vocab=61)
         )
+        if case.replay:
+            batch = followed(batch, folder)
         made.set_optimizer(CLIPPED if case.clipped else SMOOTH)
         if case.restore:
             assert made.restore(root / case.restore) == {"step": 1}
@@ -54,7 +59,12 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
             made.update(batch, NextToken())
         if case.saved:
             made.save(root / case.name, {"step": 1})
-        scores = [(s.logprobs, s.entropy) for s in made.score(batch)]
+        scored = made.score(batch, record=case.replay)
+        for sequence, found_scores in zip(batch, scored, strict=True):
+            if sequence.routes is not None:
+                assert found_scores.routes is not None
+                assert np.array_equal(found_scores.routes[: len(sequence.routes)], sequence.routes)
+        scores = [(s.logprobs, s.entropy) for s in scored]
         if case.poisoned:
             poisoned_update(made, batch)
         metrics = made.update(batch, NextToken()) if case.policy is None else rl_update(made, batch, scores, case.policy)
@@ -63,6 +73,18 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
             weights |= {name: value.clone() for name, value in made.export_adapter()}
         found = {"metrics": metrics, "scores": scores, "weights": weights, "gradients": gradients(made)}
         return found | {"seconds": {"start": stood - began, "work": time.perf_counter() - stood}}
+
+
+def followed(batch: list[Sequence], folder: HfFolder) -> list[Sequence]:
+    """The batch with routes: none for the second sequence, and of some first tokens for the fourth."""
+    shape = RouteShape.of(folder.shape)
+    assert shape is not None
+    found = [replace(s, routes=drawn_routes(shape, len(s.token_ids) - 1, number)) for number, s in enumerate(batch)]
+    found[1] = batch[1]
+    routes = found[3].routes
+    assert routes is not None
+    found[3] = replace(found[3], routes=routes[:2])
+    return found
 
 
 def poisoned_update(made: MegatronEngine, batch: list[Sequence]) -> None:

@@ -105,7 +105,7 @@ class Recorder(Engine):
 
     def __init__(self) -> None:
         super().__init__(1.0)
-        self.folder = SimpleNamespace(shape=SimpleNamespace(max_positions=64))
+        self.folder = SimpleNamespace(shape=SimpleNamespace(max_positions=64, moe=None))
         self.batches: list[list[Sequence]] = []
         self.denominators: list[float] = []
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from mtpctl.compat import cpu_device
@@ -16,6 +17,7 @@ from mtpctl.model.parallel import Rank
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.optimizer import OptimizerConfig
 from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.routes import Routes, RouteShape
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.engine import MegatronEngine
@@ -70,6 +72,13 @@ def sequences(count: int = 7, *, seed: int = 0, vocab: int = 64, low: int = 5, h
         mask = [int((i + length) % 6 > 0) for i in range(length - prompt)]
         made.append(Sequence([draw.randrange(vocab) for _ in range(length)], prompt, mask))
     return made
+
+
+def drawn_routes(shape: RouteShape, tokens: int, seed: int = 0) -> Routes:
+    """Routes that no router has chosen: of each token and layer, experts that are drawn."""
+    draw = np.random.default_rng(seed)
+    keys = draw.random((tokens, len(shape.layers), shape.experts))
+    return keys.argsort(-1)[..., : shape.per_token].astype(shape.dtype)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""One vLLM engine: responses with log-probs, version spans and speculation counts, and a target for weight updates."""
+"""One vLLM engine: responses with log-probs, version spans, speculation counts and routes, and a target for weight updates."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class VllmEngine(Engine):
             output = step
         if output is None:
             raise self._died(RuntimeError(f"request {request_id} ended without an output"))
-        return _chunk(output.outputs[0])
+        return _chunk(output.outputs[0], self._settings.routes)
 
     def _read(self, tokens: list[int]) -> str:
         return str(self._llm.get_tokenizer().decode(tokens, skip_special_tokens=True))
@@ -124,8 +124,9 @@ class VllmEngine(Engine):
             logprobs=0,
             flat_logprobs=True,
             detokenize=bool(request.stop),
+            routed_experts_prompt_start=request.sample.routed,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            # The front end finds stop strings and trims the tokens behind them: it needs log-probs together with the tokens.
+            # The front end finds stop strings and trims the tokens behind them: it needs log-probs and routes together with the tokens.
             extra_args=None if request.stop else dict(logprobs.DEFERRED),
         )
 
@@ -195,14 +196,16 @@ def check_heads(args: AsyncEngineArgs) -> None:
         raise UserError(f"model: on a CPU vLLM has no attention for heads of {size}; those of {', '.join(map(str, sizes))} it has")
 
 
-def _chunk(completion: CompletionOutput) -> GenerationChunk:
+def _chunk(completion: CompletionOutput, layers: tuple[int, ...]) -> GenerationChunk:
     from vllm.logprobs import FlatLogprobs
 
-    metrics, logprobs = completion.spec_decode_metrics, completion.logprobs
+    metrics, logprobs, routes = completion.spec_decode_metrics, completion.logprobs, completion.routed_experts
     return GenerationChunk(
         tokens=list(completion.token_ids),
         logprobs=list(logprobs.logprobs) if isinstance(logprobs, FlatLogprobs) else [],
         spans=[(span.start, span.end, int(span.version)) for span in completion.weight_versions or []],
         finish_reason=completion.finish_reason,
         speculation=Speculation() if metrics is None else speculation_counts(metrics.histogram, metrics.num_draft_tokens),
+        # vLLM numbers all layers of the decoder; those without experts stay 0.
+        routes=routes[:, list(layers)] if layers and routes is not None else None,
     )

@@ -64,7 +64,7 @@ def install() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from mtpctl.compat import mimo_config
-    from mtpctl.rollout.vllm.patches import aborts, draft_counts, drafter, gemm, logprobs, packed, rotary, sampler, seeds
+    from mtpctl.rollout.vllm.patches import aborts, draft_counts, drafter, gemm, logprobs, packed, rotary, routes, sampler, seeds
 
     mimo_config.install()
     sampler.install()
@@ -76,5 +76,6 @@ def install() -> None:
     aborts.install()
     draft_counts.install()
     logprobs.install()
+    routes.install()
     if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, "mtpctl.rollout.vllm.receiver", "ManifestTransferEngine")

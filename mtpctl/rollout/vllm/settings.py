@@ -25,7 +25,7 @@ class VllmSettings:
     """All that one engine needs to start: `args` for vLLM, `environment` for its process, `threads` for torch (0: torch's choice).
 
     `in_loop` runs the engine core in the caller's process instead of one of its own. `release_kv`: a paused engine frees the memory of
-    its KV cache.
+    its KV cache. `routes`: the layers whose routes of experts its samples carry; none where they carry none.
     """
 
     args: Arguments
@@ -33,6 +33,7 @@ class VllmSettings:
     threads: int = 0
     environment: dict[str, str] = field(default_factory=dict)
     release_kv: bool = False
+    routes: tuple[int, ...] = ()
 
     @property
     def model(self) -> str:
@@ -50,11 +51,12 @@ def engine_settings(
     tokenizer: str | None = None,
     adapter_rank: int | None = None,
     release_kv: bool = False,
+    routes: tuple[int, ...] = (),
 ) -> VllmSettings:
     """Options of one engine. What `rollout.engine_args` names wins over everything chosen here.
 
     `tokenizer` is the folder or hub id of another tokenizer than the model's; stop strings need one, those of an environment
-    too. `adapter_rank`: rank of the adapter that weight syncs send; None where they send none. `release_kv`: see `VllmSettings`.
+    too. `adapter_rank`: rank of the adapter that weight syncs send; None where they send none. `release_kv`, `routes`: see `VllmSettings`.
 
     On a CPU the engine runs with few threads beside a trainer on the same cores: no compilation, no prefix cache (its
     blocks hold 128 tokens), a fixed KV cache, and the core in the actor's own process.
@@ -99,10 +101,14 @@ def engine_settings(
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
     if release_kv:
         args["enable_sleep_mode"] = True
+    if routes:
+        args["enable_return_routed_experts"] = True
+        if cpu:
+            args["async_scheduling"] = False
     args |= rollout.engine_args
     in_loop = cpu and args["tensor_parallel_size"] == 1
     environment = _environment(cpu, in_loop, rollout.threads)
-    return VllmSettings(args, in_loop, threads=rollout.threads, environment=environment, release_kv=release_kv)
+    return VllmSettings(args, in_loop, threads=rollout.threads, environment=environment, release_kv=release_kv, routes=routes)
 
 
 def _every_number(k: int, requests: int) -> list[tuple[int, int, int]]:

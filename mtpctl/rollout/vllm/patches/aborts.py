@@ -1,8 +1,8 @@
-"""Log-probs and draft counts of responses that are aborted (vLLM 0.32.0).
+"""Log-probs, draft counts and routes of responses that are aborted (vLLM 0.32.0).
 
 vLLM counts the drafts of each request in its scheduler and reports them when the request ends by itself. An aborted request loses them,
-and with partial rollouts every chunk of a response but the last one is aborted. Deferred log-probs (`logprobs`) would be lost as well.
-Here both are fetched just before the abort, and put where vLLM's front end looks for them.
+and with partial rollouts every chunk of a response but the last one is aborted. Deferred log-probs (`logprobs`) and routes (`routes`)
+would be lost as well. Here all are fetched just before the abort, and put where vLLM's front end looks for them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from mtpctl.rollout.vllm.patches import logprobs as deferred_logprobs
+from mtpctl.rollout.vllm.patches import routes as kept_routes
 from mtpctl.rollout.vllm.patches.assign import assign
 from mtpctl.rollout.vllm.patches.version import require_pinned
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 DraftCounts = tuple[int, list[int], int]
 """`num_spec_tokens`, `histogram` and `num_draft_tokens` of vLLM's `RequestSpecDecodeMetrics`."""
-PartialOutputs = tuple[dict[str, DraftCounts], dict[str, deferred_logprobs.Columns]]
-"""Draft counts and deferred log-probs by vLLM's internal request id."""
+PartialOutputs = tuple[dict[str, DraftCounts], dict[str, deferred_logprobs.Columns], dict[str, tuple[bytes, str, tuple[int, ...]]]]
+"""Draft counts, deferred log-probs and kept routes by vLLM's internal request id."""
 
 
 def install() -> bool:
@@ -42,11 +43,11 @@ def _partial_outputs(self: EngineCore, request_ids: list[str]) -> PartialOutputs
     requests = cast("Scheduler", self.scheduler).requests
     found = {each: requests[each].spec_decode_metrics for each in request_ids if each in requests}
     counts = {each: (m.num_spec_tokens, m.histogram, m.num_draft_tokens) for each, m in found.items() if m is not None}
-    return counts, deferred_logprobs.pending_of(self.scheduler, request_ids)
+    return counts, deferred_logprobs.pending_of(self.scheduler, request_ids), kept_routes.pending_of(self.scheduler, request_ids)
 
 
 async def fetch_partial_outputs(llm: AsyncLLM, request_ids: list[str]) -> None:
-    """Have the outputs of these requests, about to be aborted, carry their log-probs and draft counts so far.
+    """Have the outputs of these requests, about to be aborted, carry their log-probs, draft counts and routes so far.
 
     The core goes on generating until the abort reaches it. So the last tokens may lack log-probs, and the last log-probs may belong to
     tokens that the front end has not seen.
@@ -58,7 +59,7 @@ async def fetch_partial_outputs(llm: AsyncLLM, request_ids: list[str]) -> None:
     if not inner:
         return
     outputs: PartialOutputs = await llm.engine_core.call_utility_async("mtpctl_partial_outputs", inner)
-    counts, logprobs = outputs
+    counts, logprobs, routes = outputs
     # A request may have ended while the core was asked.
     for each, (limit, histogram, drafted) in counts.items():
         if (state := processor.request_states.get(each)) is not None:
@@ -66,3 +67,6 @@ async def fetch_partial_outputs(llm: AsyncLLM, request_ids: list[str]) -> None:
     for each, columns in logprobs.items():
         if (state := processor.request_states.get(each)) is not None and state.logprobs_processor is not None:
             deferred_logprobs.replace(state.logprobs_processor, *columns)
+    for each, rows in routes.items():
+        if (state := processor.request_states.get(each)) is not None:
+            state.routed_experts_chunks = [kept_routes.as_rows(*rows)]

@@ -86,7 +86,7 @@ def install() -> bool:
     add, finish, update = Scheduler.add_request, Scheduler.finish_requests, Scheduler.update_from_output
 
     def add_request(self: Scheduler, request: Request) -> None:
-        if _is_deferred(request):
+        if is_deferred(request):
             _pending(self)[request.request_id] = PendingLogprobs()
         add(self, request)
 
@@ -131,7 +131,7 @@ def _install_in_front_end() -> None:
 
     def from_new_request(cls: type[LogprobsProcessor], tokenizer: TokenizerLike | None, request: EngineCoreRequest) -> LogprobsProcessor:
         made = make(tokenizer, request)
-        if _is_deferred(request) and request.sampling_params is not None and request.sampling_params.flat_logprobs:
+        if is_deferred(request) and request.sampling_params is not None and request.sampling_params.flat_logprobs:
             setattr(made, _MARK, True)
         return made
 
@@ -144,7 +144,8 @@ def _install_in_front_end() -> None:
     assign(LogprobsProcessor, from_new_request=classmethod(from_new_request), _update_sample_logprobs=_update_sample_logprobs)
 
 
-def _is_deferred(request: Request | EngineCoreRequest) -> bool:
+def is_deferred(request: Request | EngineCoreRequest) -> bool:
+    """Whether the request is answered at its end alone (`DEFERRED`)."""
     return request.sampling_params is not None and (request.sampling_params.extra_args or {}).keys() >= DEFERRED.keys()
 
 

@@ -1,0 +1,98 @@
+"""Scores under routes that a request brings, and routes that an answer tells: by the server's own requests and over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from mtpctl.logprob.guard import HttpBounds
+from mtpctl.logprob.http import make_app
+from mtpctl.logprob.protocol import RequestRefused, Scored, ScoreRequest
+from mtpctl.logprob.rank import ScoreRank
+from mtpctl.logprob.replica import Replica
+from mtpctl.logprob.server import LogprobServer
+from mtpctl.routes import Routes, RouteShape, from_json, to_json
+from tests.families.toys import TOYS, toy_folder
+from tests.logprob.conftest import LocalRanks, Loop, replica_config, serve
+from tests.trainer.tiny import drawn_routes
+
+TOKENS = [[7 + i * j % 200 for j in range(30)] for i in (3, 5, 7)]
+
+
+@pytest.fixture(scope="module")
+def server(run: Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LogprobServer]:
+    folder: Path = toy_folder(TOYS["glm4-moe"], tmp_path_factory.mktemp("glm") / "model", 0, "fp32")
+    rank = ScoreRank(replica_config(folder), 0)
+    bounds = rank.build("")
+
+    async def start(_: int) -> Replica:
+        return Replica(LocalRanks(rank), bounds, 0, keep_previous=False)
+
+    made = run(serve(start))
+    yield made
+    run(made.close())
+    rank.engine.close()
+
+
+def routes_of(server: LogprobServer, seed: int, tokens: int = 29) -> Routes:
+    assert server.bounds.routes == RouteShape((1,), 2, 6)
+    return drawn_routes(server.bounds.routes, tokens, seed)
+
+
+def scores(server: LogprobServer, run: Loop, requests: list[ScoreRequest]) -> list[Scored]:
+    async def ask() -> list[Scored]:
+        found = {index: scored async for index, scored in server.stream(requests)}
+        return [found[index] for index in range(len(requests))]
+
+    return run(ask())
+
+
+def test_each_request_is_scored_under_its_own_routes_whatever_it_shares_a_pass_with(server: LogprobServer, run: Loop) -> None:
+    given = [routes_of(server, 0), None, routes_of(server, 2, 15)]
+    mixed = scores(server, run, [ScoreRequest(ids, 10, routes=r, record=True) for ids, r in zip(TOKENS, given, strict=True)])
+    free = scores(server, run, [ScoreRequest(ids, 10) for ids in TOKENS])
+    for place, (scored, routes) in enumerate(zip(mixed, given, strict=True)):
+        (alone,) = scores(server, run, [ScoreRequest(TOKENS[place], 10, routes=routes)])
+        assert alone.logprobs == pytest.approx(scored.logprobs, abs=1e-6) and alone.routes is None
+        assert scored.routes is not None and len(scored.routes) == 29
+        if routes is not None:
+            assert np.array_equal(scored.routes[: len(routes)], routes)
+        # What a pass tells, another one can be given.
+        (again,) = scores(server, run, [ScoreRequest(TOKENS[place], 10, routes=scored.routes)])
+        assert again.logprobs == pytest.approx(scored.logprobs, abs=1e-6)
+        assert (scored.logprobs == pytest.approx(free[place].logprobs, abs=1e-6)) == (routes is None)
+
+
+def test_what_does_not_fit_is_refused_with_the_samples_name(server: LogprobServer, run: Loop) -> None:
+    with pytest.raises(RequestRefused, match=r"routes: sample p1/2: routes name expert 6, the model has 6"):
+        run(server.score(ScoreRequest(TOKENS[0], routes=np.full((3, 1, 2), 6, np.uint8), name="p1/2")))
+    with pytest.raises(RequestRefused, match=r"routes: routes are of 31 tokens, the sequence has 30"):
+        run(server.score(ScoreRequest(TOKENS[0], routes=routes_of(server, 0, 31))))
+
+
+def test_http_takes_and_tells_them_as_json(server: LogprobServer, run: Loop) -> None:
+    app = make_app(server, None, "toy", key=None, bounds=HttpBounds())
+
+    async def post(**body: Any) -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+            return await client.post("/v1/logprobs", json=body)
+
+    routes = routes_of(server, 4)
+    (direct,) = scores(server, run, [ScoreRequest(TOKENS[0], 10, routes=routes)])
+    answer = run(post(token_ids=TOKENS[:2], prompt_length=10, routes=[to_json(routes), None], record_routes=True))
+    assert answer.status_code == 200, answer.text
+    first, second = answer.json()["data"]
+    assert first["logprobs"] == pytest.approx(direct.logprobs, abs=1e-6)
+    assert np.array_equal(from_json(first["routes"]), routes)
+    assert from_json(second["routes"]).shape == (29, 1, 2)
+    plain = run(post(token_ids=TOKENS[0], routes=to_json(routes))).json()["data"][0]
+    assert plain["routes"] is None
+    refused = run(post(token_ids=TOKENS[0], routes={**to_json(routes), "shape": [1, 1, 1]}))
+    assert refused.status_code == 400 and "routes: data: has 58 bytes" in refused.text
+    few = run(post(token_ids=TOKENS[:2], routes=[None]))
+    assert few.status_code == 400 and "routes: has 1 entries for 2 sequences" in few.text

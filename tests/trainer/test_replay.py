@@ -1,0 +1,211 @@
+"""Replayed routes against a model whose routers are fixed to them, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.errors import UserError
+from mtpctl.model.replay import DecoderLayer
+from mtpctl.model.router import Router
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.schema import Recipe
+from mtpctl.recipe.train import LoraConfig
+from mtpctl.routes import RouteShape
+from mtpctl.samples import Sample
+from mtpctl.trainer.actor import TrainerRank
+from mtpctl.trainer.batch import Sequence
+from mtpctl.trainer.engine import MegatronEngine
+from mtpctl.trainer.objective import NextToken
+from mtpctl.trainer.policy_objective import scoring_sequence
+from tests.families.toys import TOYS, toy_folder
+from tests.trainer.cases import MODELS
+from tests.trainer.tiny import GENTLE, assert_close, drawn_routes, engine, gradients, mimo, sequences
+
+FAMILIES = ["qwen3-moe", "deepseek-v3", "qwen3-next", "qwen3.5-moe", "glm4-moe"]
+
+
+def model(family: str, path: Path) -> HfFolder:
+    if family == "qwen3-moe":
+        return mimo(path, **MODELS["qwen3-moe"])
+    return HfFolder.open(toy_folder(TOYS[family], path, 0, "fp32"))
+
+
+def shape_of(folder: HfFolder) -> RouteShape:
+    found = RouteShape.of(folder.shape)
+    assert found is not None
+    return found
+
+
+def routed(folder: HfFolder, count: int = 5) -> list[Sequence]:
+    return [replace(s, routes=drawn_routes(shape_of(folder), len(s.token_ids) - 1, i)) for i, s in enumerate(sequences(count, vocab=61))]
+
+
+def fixed_shares(router: Router, logits: Tensor, experts: Tensor) -> Tensor:
+    """Each expert's share where a token's experts are named [T, k], by the families' own formulas."""
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
+    if router.score_function == "softmax":
+        # The softmax of all experts, of which the chosen ones' shares are made to add up to 1.
+        shares = logits.double().softmax(-1) * chosen
+        shares = shares / shares.sum(-1, keepdim=True)
+    else:
+        scores = logits.double().sigmoid() * chosen
+        shares = scores / scores.sum(-1, keepdim=True) if experts.shape[1] > 1 else scores
+    return (shares * (router.config.moe_router_topk_scaling_factor or 1.0)).to(logits.dtype)
+
+
+def fix_routers(made: MegatronEngine, batch: list[Sequence], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the decoder's routers send the tokens of one row, `batch` one after another, where its routes say; the last of each as they
+    choose."""
+    places = {m.mlp.router: m.place for m in made.module.modules() if isinstance(m, DecoderLayer) and m.place is not None}
+    routing = Router.routing
+
+    def fixed(self: Router, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        shares, routes = routing(self, logits, padding_mask)
+        if self not in places:
+            return shares, routes
+        own = routes.to(torch.int8).topk(self.topk, dim=1).indices
+        start = 0
+        for sequence in batch:
+            assert sequence.routes is not None
+            rows = torch.from_numpy(sequence.routes[:, places[self]].astype(np.int64))
+            own[start : start + len(rows)] = rows
+            start += len(sequence.token_ids)
+        flat = logits.view(-1, self.num_experts)
+        return fixed_shares(self, flat, own), torch.zeros_like(routes).scatter(1, own, True)
+
+    monkeypatch.setattr(Router, "routing", fixed)
+
+
+def update(folder: HfFolder, batch: list[Sequence], **fields: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
+    mtp = MtpConfig(mode="isolated" if folder.shape.mtp_layers else "off")
+    with engine(folder, mtp=mtp, tokens_per_microbatch=500, **fields) as made:
+        made.set_optimizer(GENTLE)
+        metrics = made.update(batch, NextToken())
+        return gradients(made), metrics
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_a_model_with_fixed_routers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers' gradients are among them, and those of MTP layers, whose routers choose for themselves."""
+    folder = model(family, tmp_path / "model")
+    batch = routed(folder)
+    found, metrics = update(folder, batch)
+    recomputed, _ = update(folder, batch, recompute="full")
+    plain = [replace(s, routes=None) for s in batch]
+    free, without = update(folder, plain)
+    with monkeypatch.context() as patch, engine(folder, mtp=MtpConfig(mode="isolated" if folder.shape.mtp_layers else "off")) as made:
+        made.set_optimizer(GENTLE)
+        fix_routers(made, batch, patch)
+        assert made._micro_batches(plain, 0)[0].order == list(range(len(batch)))
+        made.update(plain, NextToken())
+        expected = gradients(made)
+    assert_close(found, expected, 1e-5)
+    assert_close(recomputed, expected, 1e-5)
+    gates = [name for name in found if name.endswith("mlp.gate.weight")]
+    assert gates
+    assert all(found[name].any() for name in gates)
+    with pytest.raises(AssertionError):
+        assert_close(found, free, 1e-2)
+    assert 0 < metrics["moe/replay_agreement"] < 0.9
+    assert "moe/replay_agreement" not in without
+
+
+def test_a_pass_tells_its_routes_and_follows_them(tmp_path: Path) -> None:
+    """Recorded by one pass they are replayed by the next to the bit; in part, the rest is the router's own choice."""
+    folder = model("qwen3-moe", tmp_path / "model")
+    batch, shape = sequences(6, vocab=61), shape_of(folder)
+    with engine(folder, tokens_per_microbatch=50) as made:
+        scored = made.score(batch, record=True)
+        for sequence, scores in zip(batch, scored, strict=True):
+            assert scores.routes is not None
+            assert scores.routes.shape == (len(sequence.token_ids) - 1, 3, 2)
+            assert shape.fault(scores.routes, len(sequence.token_ids)) is None
+        for part in (slice(None), slice(3)):
+            again = made.score([replace(s, routes=f.routes[part]) for s, f in zip(batch, scored, strict=True) if f.routes is not None])
+            assert [s.logprobs for s in again] == [s.logprobs for s in scored]
+        made.set_optimizer(GENTLE)
+        metrics = made.update([replace(s, routes=f.routes) for s, f in zip(batch, scored, strict=True)], NextToken())
+        assert metrics["moe/replay_agreement"] == 1.0
+
+
+def test_an_adapter_trains_under_routes(tmp_path: Path) -> None:
+    folder = model("qwen3-moe", tmp_path / "model")
+    batch, lora = routed(folder), LoraConfig(rank=4, alpha=8.0)
+    kept, metrics = update(folder, batch, lora=lora)
+    recomputed, _ = update(folder, batch, lora=lora, recompute="full")
+    assert metrics["moe/replay_agreement"] < 0.9
+    assert_close(recomputed, kept, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r[:, :1], "routes have 1 layers, the model has 3 with experts"),
+        (lambda r: r[..., :1], "routes name 1 experts a token, the model's routers choose 2"),
+        (lambda r: np.concatenate([r] * 9), "routes are of .* tokens, the sequence has"),
+        (lambda r: r.astype(np.uint16), "routes are uint16, those of 8 experts are uint8"),
+        (lambda r: np.where(r == 1, 8, r).astype(np.uint8), "routes name expert 8, the model has 8"),
+        (lambda r: np.zeros_like(r), "routes send token 0 to one expert twice"),
+        (lambda r: r.astype(np.float32), "routes are float32"),
+    ],
+)
+def test_routes_of_another_model_are_refused_with_the_samples_name(change: Any, message: str, tmp_path: Path) -> None:
+    folder = model("qwen3-moe", tmp_path / "model")
+    (sequence,) = routed(folder, 1)
+    with engine(folder, train=False) as made, pytest.raises(UserError, match=f"sample p7/3: {message}"):
+        made.score([replace(sequence, routes=change(sequence.routes), name="p7/3")])
+
+
+def test_a_dense_model_takes_no_routes(tmp_path: Path) -> None:
+    folder = mimo(tmp_path / "model")
+    (sequence,) = sequences(1)
+    with engine(folder, train=False) as made, pytest.raises(UserError, match="has no experts to route to"):
+        made.score([replace(sequence, routes=np.zeros((2, 2, 2), np.uint8))])
+
+
+@pytest.mark.parametrize("replay", ["off", "recompute", "rollout"])
+def test_minibatches_follow_the_routes_that_the_recipe_names(replay: str, tmp_path: Path) -> None:
+    """Under `recompute` those of the pass before the first update, though that moves the routers; under `rollout` the samples' own."""
+    folder = model("qwen3-moe", tmp_path / "model")
+    rl = {"steps": 1, "group_size": 2, "minibatches": 2, "prompts_per_step": 2, "old_logprobs": "recompute"}
+    given = {"train": {"rl": rl, "moe": {"replay": replay}}, "mtp": {"mode": "off"}, "rollout": {"speculation": {"num_tokens": 0}}}
+    rank = TrainerRank(Recipe.model_validate(given).model_dump_json(by_alias=True), 0, 1)
+    samples = []
+    for number, sequence in enumerate(sequences(4, vocab=61)):
+        prompt = sequence.token_ids[: sequence.prompt_length]
+        sample = Sample(f"p{number // 2}", str(number // 2), prompt, index=number % 2, reward=float(number % 2))
+        response = sequence.token_ids[sequence.prompt_length :]
+        sample.append(response, [-1.0] * len(response), 0)
+        if replay == "rollout":
+            sample.routes = drawn_routes(shape_of(folder), sample.length - 1, number)
+        samples.append(sample)
+    with engine(folder, mtp=MtpConfig(mode="off")) as made:
+        made.set_optimizer(GENTLE.model_copy(update={"lr": 0.05}))
+        rank.engine = made
+        free = made.score([scoring_sequence(s) for s in samples], record=True)
+        agreed: list[float | None] = []
+        train, follow = made.update, []
+
+        def update(batch: list[Sequence], *args: Any, **options: Any) -> dict[str, float]:
+            follow.append([s.routes for s in batch])
+            agreed.append((metrics := train(batch, *args, **options)).get("moe/replay_agreement"))
+            return metrics
+
+        made.update = update  # type: ignore[method-assign]
+        rank.rl_step(samples, 0)
+    followed = [routes for batch in follow for routes in batch]
+    if replay == "off":
+        assert followed == [None] * 4 and agreed == [None, None]
+        return
+    right = [s.routes for s in samples] if replay == "rollout" else [f.routes for f in free]
+    assert all(np.array_equal(a, b) for a, b in zip(followed, right, strict=True))
+    if replay == "recompute":
+        assert agreed[0] == 1.0 and agreed[1] is not None and agreed[1] < 1.0
