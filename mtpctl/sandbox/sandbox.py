@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
-import mtpctl
 from mtpctl.errors import EnvironmentMissing
 from mtpctl.sandbox import bubblewrap
 from mtpctl.sandbox.limits import Judgement, Limits, Result
@@ -172,7 +171,7 @@ class Sandbox:
 
     def _try(self, kind: Walls) -> str:
         """Start a zygote behind these walls; why that did not work, or an empty text."""
-        source = str(Path(mtpctl.__file__).parents[1])
+        source = str(Path(__file__).parents[2])
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-I", "-B", "-X", "utf8", "-c", _FD.format(source=source, fd=theirs.fileno(), kind=kind)]
