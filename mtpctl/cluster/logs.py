@@ -17,6 +17,8 @@ from pathlib import Path
 FOLDER_VARIABLE, NAME_VARIABLE = "MTPCTL_LOGS", "MTPCTL_LOG"
 FILE_BYTES = 16 << 20
 _LOOK_S = 10.0
+_CLOCKS_S = 1.0
+"""Seconds by which the clock of a file system may be behind."""
 _MARK = "── "
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b\x0c\x0e-\x1f]")
 _WARNING = re.compile(r"\bwarnings?\.warn\(|Warning: ")
@@ -40,7 +42,7 @@ def newest_line(folder: Path, actor: str, *, since: float) -> str:
     """
     try:
         with (folder / f"{_stem(actor)}.log").open("rb") as file:
-            if os.fstat(file.fileno()).st_mtime < since:
+            if os.fstat(file.fileno()).st_mtime < since - _CLOCKS_S:
                 return ""
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
