@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,9 +15,8 @@ def __getattr__(name: str) -> object:
     # Every process of a run imports this package, and none needs these.
     if name not in __all__:
         raise AttributeError(f"module 'mtpctl' has no attribute {name!r}")
-    from mtpctl import api
-
-    return getattr(api, name)
+    # By name: what imports `mtpctl` does not depend on what the top of it needs.
+    return getattr(import_module("mtpctl.api"), name)
 
 
 def __dir__() -> list[str]:

@@ -129,5 +129,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if not asked:
         # megatron-core warns at import of optional packages that are missing. Warnings of its compiled code name a path, not a module.
         warnings.filterwarnings("ignore", module=r"(.*/)?megatron[./]")
+        # torch warns of its own ways at every tensor that it reads from a checkpoint, and in names of files where a decorator is between.
+        warnings.filterwarnings("ignore", module=r"(.*/)?torch[./]distributed[./]checkpoint[./]")
     app(arguments, prog_name="mtpctl")
     raise AssertionError("a command line ends by exiting")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -52,6 +53,9 @@ def convert_hf(
         raise UserError(f"{source}: there is no such folder")
     # A conversion needs no card, and must not take memory of one.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if logging.root.level > logging.INFO:  # without -v
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it looks for that card
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if target is None:
         from mtpctl.convert.inspection import inspect as look
 
@@ -110,4 +114,5 @@ class _Lines:
         tenth = TENTHS * done // max(1, total)
         if tenth > self.told:
             self.told = tenth
-            print(f"{done / 1e9:,.2f} of {total / 1e9:,.2f} GB", file=sys.stderr)
+            size, unit = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+            print(f"{done / size:,.2f} of {total / size:,.2f} {unit}", file=sys.stderr)

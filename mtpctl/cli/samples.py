@@ -63,4 +63,9 @@ def _rendered(row: KeptSample) -> str:
         lines.append(f"  wanted: {row['answer']}")
     if row["note"]:
         lines.append(f"  {row['note']}")
-    return "\n".join(lines)
+    return "\n".join(map(_harmless, lines))
+
+
+def _harmless(line: str) -> str:
+    """A line without characters that a terminal obeys, which a model may write too."""
+    return "".join(character if character.isprintable() or character == "\t" else f"\\x{ord(character):02x}" for character in line)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from mtpctl.recipe.schema import Recipe
 
 CHECKPOINT, WEIGHTS = "run.json", "config.json"
+START = "start"
+"""The folder in the directory of a run that holds the weights which it began from, where they came from a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,12 @@ def load_target(target: str | Path, overlays: Sequence[str] = (), sets: Sequence
     had = load_recipe(source)
     # What was recorded stays where it still names this place: a resumed run is no other recipe.
     here = [] if had.recipe.run_path.absolute() == run else [f"run_dir={json.dumps(_moved(had.recipe, run), ensure_ascii=False)}"]
+    if (began := _began_from(had.recipe, run)) is not None:
+        here.append(f"model.path={json.dumps(began, ensure_ascii=False)}")
     loaded = load_recipe(source, overlays=overlays, sets=[*here, *sets])
     before, now = (flatten(each.recipe.model_dump(mode="json", by_alias=True)) for each in (had, loaded))
-    before["run_dir",] = json.loads(here[0].removeprefix("run_dir=")) if here else before["run_dir",]
+    # That it lies elsewhere is nothing that was asked for.
+    before |= {tuple(key.split(".")): json.loads(value) for key, _, value in (each.partition("=") for each in here)}
     asked = [key for key in now if now[key] != before.get(key)]
     changed = tuple(f"{'.'.join(key)}: {_shown(before.get(key))} → {_shown(now[key])}" for key in asked)
     return Target(loaded, run, str(folder.absolute()) if run != folder.absolute() else None, changed)
@@ -140,6 +145,14 @@ def _moved(recipe: Recipe, run: Path) -> str:
     if recipe.run_dir.endswith("{name}") and run.name == recipe.name:
         return f"{run.parent}/{{name}}"
     return str(run)
+
+
+def _began_from(recipe: Recipe, run: Path) -> str | None:
+    """The weights that a run which was moved began from and has with it; None where they lie where its recipe says."""
+    there, here = recipe.model.path, run / START
+    if there is None or Path(there).name != START or Path(there).absolute() == here or not (here / WEIGHTS).is_file():
+        return None
+    return str(here)
 
 
 def _recipe_of(run: Path) -> Path:

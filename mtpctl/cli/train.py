@@ -16,9 +16,6 @@ from mtpctl.cli.options import Json, OptionalRecipe, Overlays, Sets, load_whole,
 if TYPE_CHECKING:
     from mtpctl.cli.targets import Beginning, Target
 
-START = "start"
-"""The folder in the directory of a run that holds the weights which it began from, where they came from a checkpoint."""
-
 
 def train(
     recipe: OptionalRecipe = None,
@@ -98,6 +95,8 @@ def _converted(beginning: Beginning, run: Path) -> Path:
 
     Another process converts it: it imports what a controller does not, and takes the cards from itself.
     """
+    from mtpctl.cli.targets import START
+
     folder = run / START
     run.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "mtpctl", "convert-hf", str(beginning.checkpoint), str(folder), "--force"]

@@ -17,8 +17,11 @@ from pathlib import Path
 FOLDER_VARIABLE, NAME_VARIABLE = "MTPCTL_LOGS", "MTPCTL_LOG"
 FILE_BYTES = 16 << 20
 _LOOK_S = 10.0
+_CLOCKS_S = 1.0
+"""Seconds by which the clock of a file system may be behind."""
 _MARK = "── "
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b\x0c\x0e-\x1f]")
+_WARNING = re.compile(r"\bwarnings?\.warn\(|Warning: ")
 _TAIL_BYTES, _SHOWN = 8192, 120
 
 
@@ -35,11 +38,11 @@ def name_for_one(actor: str) -> dict[str, str]:
 def newest_line(folder: Path, actor: str, *, since: float) -> str:
     """The last line that an actor has printed to its file since a time, without control characters; empty where there is none.
 
-    Of a bar that is drawn over itself it is the newest state. Empty too where the file is on another host.
+    Of a bar that is drawn over itself it is the newest state. Python's warnings are left out. Empty too where the file is on another host.
     """
     try:
         with (folder / f"{_stem(actor)}.log").open("rb") as file:
-            if os.fstat(file.fileno()).st_mtime < since:
+            if os.fstat(file.fileno()).st_mtime < since - _CLOCKS_S:
                 return ""
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
@@ -48,7 +51,7 @@ def newest_line(folder: Path, actor: str, *, since: float) -> str:
     # The line of the mark says when the actor started, and nothing that it printed.
     _, mark, after = text.rpartition(_MARK)
     lines = [_CONTROL.sub("", line).strip() for line in re.split(r"[\r\n]", after)][bool(mark) :]
-    return next((line[:_SHOWN] for line in reversed(lines) if line), "")
+    return next((line[:_SHOWN] for line in reversed(lines) if line and not _WARNING.search(line)), "")
 
 
 def _stem(actor: str) -> str:

@@ -53,3 +53,10 @@ def test_what_is_not_there_is_told_with_what_is(mtpctl: Any, run: Path, tmp_path
     empty = tmp_path_factory.mktemp("empty")
     assert "holds no samples yet" in mtpctl("samples", str(empty)).err
     assert mtpctl("samples", str(empty / "no")).err == f"error: RUN: no directory {empty / 'no'}; give a run directory\n"
+
+
+def test_a_terminal_obeys_nothing_that_a_model_wrote(mtpctl: Any, tmp_path: Path) -> None:
+    log = SampleLog(tmp_path / "samples", 1)
+    log.write([kept(1, 0.5, "\x1b[2Jgone\x07 é\t�")])
+    log.close()
+    assert "  \\x1b[2Jgone\\x07 é\t�" in mtpctl("samples", str(tmp_path)).out.splitlines()

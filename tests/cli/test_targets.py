@@ -149,6 +149,15 @@ def test_a_new_run_begins_from_the_weights_of_another(mtpctl: Any, trained: Path
     assert second == f"{new} begins from the weights of {trained}, rl-000003"
 
 
+def test_the_weights_that_a_run_began_from_move_with_it(trained: Path) -> None:
+    shutil.copytree(trained / "model", trained / "start")
+    began = recipe(trained, "model.config=null", "model.init=weights", f"model.path={trained / 'start'}", "cluster.num_cpus=2")
+    (trained / "recipe.resolved.yaml").write_text(dump_resolved(began))
+    assert load_target(trained).recipe.model.path == str(trained / "start")
+    moved = trained.rename(trained.with_name("moved"))
+    assert load_target(moved).recipe.model.path == str(moved / "start") and load_target(moved).changed == ()
+
+
 def test_a_folder_of_weights_is_taken_as_it_is(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Recipe] = []
     monkeypatch.setattr(launch, "run", lambda recipe, plain: asked.append(recipe) or 0)

@@ -22,7 +22,8 @@ def test_a_wait_is_told_with_the_newest_line_of_its_actor(tmp_path: Path, monkey
         under_way = Waits(told.append, tmp_path)
         telling = asyncio.create_task(under_way.run())
         with under_way.on("rollout: starting", "rollout replica 0"), under_way.on("trainer"):
-            (tmp_path / "rollout-replica-0.log").write_text("── today, process 1\nLoading\n\x1b[32m 10%\r 50%|█\r\n")
+            printed = "── today, process 1\nLoading\n\x1b[32m 10%\r 50%|█\r\na.py:1: UserWarning: b\n  warnings.warn(\n"
+            (tmp_path / "rollout-replica-0.log").write_text(printed)
             while not told or "50%" not in told[-1][0]:
                 await asyncio.sleep(0.001)
         telling.cancel()
