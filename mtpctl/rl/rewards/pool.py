@@ -65,7 +65,8 @@ class _Call:
 class _Worker:
     """`lent`: its call is so long that another process may work in its place; `waits`: it does not compute meanwhile.
 
-    `yields`: the call computes for so long that its priority was lowered; `spent`: the process's CPU seconds when it began.
+    `yields`: the call computes for so long that its priority was lowered; `spent`: the process's CPU seconds when it began; `next_look`:
+    when that is looked at again. `asked`: when the worker was asked where a late call is, 0 before; `trace`: see `Ready`.
     """
 
     channel: Channel

@@ -251,7 +251,7 @@ def test_calls_that_burn_cpu_leave_it_to_the_others(tmp_path: Path) -> None:
         used, needed = asyncio.run(asyncio.wait_for(run(), 200))
     finally:
         os.sched_setaffinity(0, allowed)
-    assert used < 1.8 * needed
+    assert used < 2 * needed
 
 
 def test_a_process_starts_without_anything_heavy() -> None:
