@@ -70,7 +70,7 @@ class RouterLog:
         return result
 
     def routes_of(self, sample: Sample) -> list[Routes | None]:
-        """For each token but the last, the row of the step in which the token behind it was sampled, or where a prompt was read first."""
+        """For each token but the last, the row of the step that sampled the token behind it, or in which a prompt was read first."""
         tokens = sample.prompt_ids + sample.response_ids
         found: list[Routes | None] = [None] * (len(tokens) - 1)
         # In the order of the requests: what a later one reads again of the response has been answered for already.

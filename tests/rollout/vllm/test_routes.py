@@ -157,5 +157,8 @@ def test_preempted_responses_and_prompts_in_chunks(run: Loop, tmp_path: Path) ->
     served = Served("glm4-moe", 1, tmp_path, run, num_gpu_blocks_override=9, max_num_batched_tokens=64)
     try:
         served.check(drive(served))
+        alone = [rows for name, rows in served.log.rows.items() if name.startswith("alone")]
+        assert any(sum(not each.start for each in rows) > 1 for rows in alone), "one was read again"
+        assert any(len(rows[0].tokens) < PROMPT // 2 for rows in alone), "a prompt was read in parts"
     finally:
         run(served.engine.shutdown())
