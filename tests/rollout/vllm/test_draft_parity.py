@@ -100,5 +100,4 @@ def test_depths_are_the_drafts_of_the_engine(
             difference = mine[: len(theirs)] - theirs[: len(mine)]
             off = difference.abs().max() if precision == "fp32" else difference.norm() / theirs.norm()
             worst[depth] = max(worst[depth], float(off))
-    print(family, precision, len(draftings), worst)
     assert max(worst) <= BOUND[precision], worst
