@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,16 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.convert.hf_folder import create_hf_folder
-from mtpctl.model.packing import Packing
-from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
 from mtpctl.samples import GenerationRequest, Sample
-from tests.families.toys import SERVED, TOYS
+from tests.families.toys import SERVED, TOYS, toy_folder
 from tests.rollout.conftest import Loop
-from tests.trainer.tiny import engine, varied
 
 DRAFTS = 3
 PROMPT = [7, 3, 11, 42, 5]
@@ -64,16 +63,15 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Drafting]:
     return found
 
 
-def trained(folder: Path, ids: list[int], draftings: list[Drafting], precision: str) -> list[list[torch.Tensor]]:
-    """The trainer's logits of each depth, had the engine's drafts been the tokens that follow."""
-    from mtpctl.convert.hf_folder import HfFolder
-
-    samples = [[*ids[: each.position + 1], each.token, *each.drafts[:-1]] for each in draftings]
-    flat = torch.tensor([token for sample in samples for token in sample])
-    with engine(HfFolder.open(folder), precision=precision, mtp=MtpConfig(mode="load", repeat=DRAFTS)) as made, torch.no_grad():
-        hidden = made.module(flat, Packing.of([len(sample) for sample in samples], "cpu"), depths=DRAFTS)
-        logits = [(state @ hidden.head.T).float().split([len(sample) for sample in samples]) for state in hidden.mtp]
-    return [[depth[number][each.position] for depth in logits] for number, each in enumerate(draftings)]
+def trained(folder: Path, ids: list[int], draftings: list[Drafting], precision: str, scratch: Path) -> torch.Tensor:
+    """The trainer's logits [draftings, depths, vocabulary], had the engine's drafts been the tokens that follow."""
+    samples = [([*ids[: each.position + 1], each.token, *each.drafts[:-1]], each.position) for each in draftings]
+    file, out = scratch / "samples.json", scratch / "logits.pt"
+    file.write_text(json.dumps(samples))
+    command = [sys.executable, "-W", "ignore", "-m", "tests.rollout.vllm.draft_depths", folder, precision, file, out]
+    subprocess.run(list(map(str, command)), check=True, timeout=200)
+    found: torch.Tensor = torch.load(out)
+    return found
 
 
 @pytest.mark.parametrize(("family", "precision"), CASES)
@@ -85,9 +83,9 @@ def test_depths_are_the_drafts_of_the_engine(
     run: Loop,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = varied(create_hf_folder(TOYS[family] | {"initializer_range": 0.1}, tmp_path / "model", seed=0))
+    folder = toy_folder(TOYS[family] | {"initializer_range": 0.1}, tmp_path / "model", 0, precision)
     options = VllmConfig(max_in_flight=4, context=128, threads=1, kv_cache_bytes=64 << 20, speculation=SpeculationConfig(num_tokens=DRAFTS))
-    served = start_engine(engine_settings(options, model=str(folder.path), precision=precision, device="cpu", seed=0))  # type: ignore[arg-type]
+    served = start_engine(engine_settings(options, model=str(folder), precision=precision, device="cpu", seed=0))  # type: ignore[arg-type]
     draftings = recorded(monkeypatch)
     sample = run(served.generate(GenerationRequest(Sample("p", "g", list(PROMPT)), 24, temperature=1.0, seed=1)))
     draftings = [each for each in draftings if len(each.logits) == DRAFTS and each.position >= len(PROMPT) - 1]
@@ -95,12 +93,11 @@ def test_depths_are_the_drafts_of_the_engine(
     ids = [*PROMPT, *sample.response_ids]
     for each in draftings[:-1]:
         assert ids[each.position + 1] == each.token
-    found = trained(folder.path, ids, draftings[:-1], precision)
+    found = trained(folder, ids, draftings[:-1], precision, tmp_path)
     worst = [0.0] * DRAFTS
     for each, depths in zip(draftings[:-1], found, strict=True):
         for depth, (mine, theirs) in enumerate(zip(depths, each.logits, strict=True)):
             difference = mine[: len(theirs)] - theirs[: len(mine)]
             off = difference.abs().max() if precision == "fp32" else difference.norm() / theirs.norm()
             worst[depth] = max(worst[depth], float(off))
-    print(family, precision, len(draftings), worst)
     assert max(worst) <= BOUND[precision], worst
