@@ -1,4 +1,7 @@
-"""What the trainer trains is what the engine drafts: logits of depths 1 to 3, against the engine's own at each step of a response."""
+"""What the trainer trains is what the engine drafts: logits of depths 1 to 3, against the engine's own at each step of a response.
+
+vLLM lays out its groups of experts once a process, so a slow case is run alone: `-m slow -k glm4-moe-fp32`.
+"""
 
 from __future__ import annotations
 
