@@ -11,14 +11,16 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from mtpctl.families.shape import ModelShape
 
-Routes = npt.NDArray[np.unsignedinteger[Any]]
+if TYPE_CHECKING:
+    # Processes that hold samples without routes, as those of rewards, start without numpy.
+    import numpy as np
+    import numpy.typing as npt
+
+type Routes = npt.NDArray[np.unsignedinteger[Any]]
 """`[tokens, layers, k]`, uint8 or uint16."""
 
 
@@ -42,6 +44,8 @@ class RouteShape:
     @property
     def dtype(self) -> np.dtype[Any]:
         """The narrowest type that holds every expert's number."""
+        import numpy as np
+
         return np.dtype(np.uint8 if self.experts <= 256 else np.uint16)
 
     @property
@@ -51,6 +55,8 @@ class RouteShape:
 
     def fault(self, routes: Routes, tokens: int) -> str | None:
         """Why `routes` cannot be those of a sequence of so many tokens; None where they can."""
+        import numpy as np
+
         if routes.ndim != 3 or routes.dtype.kind != "u":
             return f"routes are {routes.dtype} of {routes.ndim} dimensions, and should be {self.dtype} [tokens, layers, experts a token]"
         rows, layers, per_token = routes.shape
@@ -73,12 +79,16 @@ class RouteShape:
 
 def to_json(routes: Routes) -> dict[str, object]:
     """Routes as JSON takes them: type, sizes, and the numbers in base64, little-endian, in C order."""
+    import numpy as np
+
     plain = np.ascontiguousarray(routes, routes.dtype.newbyteorder("<"))
     return {"dtype": routes.dtype.name, "shape": list(routes.shape), "data": base64.b64encode(plain.data).decode()}
 
 
 def from_json(data: Mapping[str, Any]) -> Routes:
     """Inverse of `to_json`. Raises ValueError, with the field's name, for what is no such array."""
+    import numpy as np
+
     dtype, shape = data["dtype"], data["shape"]
     if dtype not in ("uint8", "uint16"):
         raise ValueError(f"dtype: must be uint8 or uint16, got {dtype}")

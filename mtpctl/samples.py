@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-import numpy as np
-
 from mtpctl.routes import Routes, from_json, to_json
 
 
@@ -117,6 +115,8 @@ class Sample:
 
     def add_routes(self, rows: Routes) -> None:
         """Append the routes of the tokens behind those that have some. Those of the last token and beyond are dropped."""
+        import numpy as np
+
         routes = rows if self.routes is None else np.concatenate([self.routes, rows])
         self.routes = routes[: max(self.length - 1, 0)]
 

@@ -43,8 +43,8 @@ def started(arguments: list[str]) -> tuple[set[str], set[str]]:
     [
         (["--help"], PARSER, 0.5),
         (["recipe", "validate", "tiny_mtp"], RECIPE, 1.0),
-        (["train", "tiny_mtp", "--dry-run", "--set", "cluster.num_cpus=8"], RECIPE | {"numpy"}, 2.0),
-        (["train", "mimo7b_mtp", "--dry-run"], RECIPE | {"numpy"}, 2.0),
+        (["train", "tiny_mtp", "--dry-run", "--set", "cluster.num_cpus=8"], RECIPE, 2.0),
+        (["train", "mimo7b_mtp", "--dry-run"], RECIPE, 2.0),
     ],
     ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
 )

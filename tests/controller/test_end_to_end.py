@@ -162,6 +162,6 @@ def test_a_reward_of_ones_own_shows_its_parts_and_its_failures(run_dir: Path) ->
     assert sum(row["reward/timeouts"] for row in updates) >= 2 * len(updates)
     told = [row["message"] for row in rows if row.get("event") == "reward"]
     assert any(line.startswith("judge.py:6: ValueError: no second one (") for line in told)
-    assert any(line.startswith("judge.py:score took more than 0.5 s (reward.timeout_s)") for line in told)
+    assert any(line.startswith("judge.py:8: score took more than 0.5 s (reward.timeout_s)") for line in told)
     assert "judged addition" in (run_dir / "logs" / "reward.log").read_text()
     assert f"function: {run_dir.parent / 'mytask' / 'judge.py'}:score" in (run_dir / "recipe.resolved.yaml").read_text()

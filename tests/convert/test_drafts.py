@@ -43,29 +43,34 @@ class Drafter:
         """[T - 1 + T - 2, vocab], the first depth's and the second's, through the one layer.
 
         Entry i of depth k predicts token i + k + 1, from the embedding of token i + k and the state of depth k - 1 at token i; of the
-        trunk that is the normed one, of a depth the normed one or, with `recycles_prenorm`, the one before.
+        trunk that is the normed one, of a depth the normed one or, with `recycles_prenorm`, the one before. Behind the first depth's
+        entries up to i the second's entry i comes as one more position, as in a drafter that goes on from its own draft.
         """
         tokens = torch.tensor([ids])
-        state, found = self.model.model(tokens).last_hidden_state[0], []
         add = 1.0 if zero_centered else 0.0
-        for depth in (1, 2):
-            out = self._depth(state[:-1], tokens[0, depth:], add, blank_first=blank_first and depth == 1)
-            normed = norm(out, self.final_norm + add, self.config.rms_norm_eps)
-            found.append(self.model.lm_head(normed))
-            state = out if recycles_prenorm else normed
-        return torch.cat(found)
+        trunk = self.model.model(tokens).last_hidden_state[0]
+        first = self._input(trunk[:-1], tokens[0, 1:], add, blank_first=blank_first)
+        out = self._through(first)
+        normed = norm(out, self.final_norm + add, self.config.rms_norm_eps)
+        second = self._input((out if recycles_prenorm else normed)[:-1], tokens[0, 2:], add, blank_first=False)
+        behind = [self._through(torch.cat([first[: i + 1], second[i : i + 1]]))[-1] for i in range(len(second))]
+        return self.model.lm_head(torch.cat([normed, norm(torch.stack(behind), self.final_norm + add, self.config.rms_norm_eps)]))
 
-    def _depth(self, state: Tensor, tokens: Tensor, add: float, *, blank_first: bool) -> Tensor:
-        """The state [T, H] before the final norm."""
-        base, eps = self.model.model, self.config.rms_norm_eps
-        embedded = base.embed_tokens(tokens)
+    def _input(self, state: Tensor, tokens: Tensor, add: float, *, blank_first: bool) -> Tensor:
+        """What the layer is given [T, H]."""
+        eps = self.config.rms_norm_eps
+        embedded = self.model.model.embed_tokens(tokens)
         if blank_first:
             embedded = embedded * (torch.arange(len(embedded)) > 0)[:, None]
         pieces = [norm(embedded, self.embedding_norm + add, eps), norm(state, self.hidden_norm + add, eps)]
-        x = (torch.cat(pieces, dim=-1) @ self.projection.T)[None]
-        positions = torch.arange(x.shape[1])[None]
-        mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)[None, None]
-        out = self.layer(x, attention_mask=mask, position_ids=positions, position_embeddings=base.rotary_emb(x, positions))
+        return torch.cat(pieces, dim=-1) @ self.projection.T
+
+    def _through(self, x: Tensor) -> Tensor:
+        """The states [T, H] before the final norm."""
+        positions = torch.arange(len(x))[None]
+        mask = torch.full((len(x), len(x)), float("-inf")).triu(1)[None, None]
+        embeddings = self.model.model.rotary_emb(x[None], positions)
+        out = self.layer(x[None], attention_mask=mask, position_ids=positions, position_embeddings=embeddings)
         return (out[0] if isinstance(out, tuple) else out)[0]
 
 

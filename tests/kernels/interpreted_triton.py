@@ -101,7 +101,7 @@ def test_what_the_kernels_cannot_take_is_refused() -> None:
 @pytest.mark.parametrize("counts", [[5, 0, 40, 17, 3, 0], [16], [0, 0, 1]])
 def test_weight_gradients_are_added_group_by_group(counts: list[int]) -> None:
     """Widths and groups that fill no tile, groups without rows, buffers that lie apart at equal distances."""
-    from mtpctl.kernels.grouped_triton import Tiles, add_weight_grads, refusal
+    from mtpctl.kernels.grouped_triton import add_weight_grads, refusal
 
     torch.manual_seed(0)
     rows, m, n = sum(counts), 56, 40
@@ -110,7 +110,7 @@ def test_weight_gradients_are_added_group_by_group(counts: list[int]) -> None:
     into = before.clone()
     places = into[:, : m * n].unflatten(1, (m, n))
     assert refusal(grad, x, places) is None
-    add_weight_grads(places, grad, x, torch.tensor(counts).cumsum(0).to(torch.int32), Tiles(16, 32, 16, 1, 1))
+    add_weight_grads(places, grad, x, torch.tensor(counts).cumsum(0).to(torch.int32))
     right = before.clone()
     for e, (a, b) in enumerate(zip(grad.float().split(counts), x.float().split(counts), strict=True)):
         right[e, : m * n] += (a.t() @ b).flatten()
