@@ -96,6 +96,8 @@ class Blocking:
 def main(end: int) -> None:
     """Be a template on the socket with this file descriptor, and then whatever the controller asks for."""
     os.dup2(2, 1)
+    # Ctrl-C reaches every process of the terminal; when these end is the controller's decision.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=end)
     job = cast(Job, receive(control))
     try:
