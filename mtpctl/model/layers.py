@@ -98,9 +98,9 @@ class PackedAttention(torch.nn.Module):
 
     query [t, 1, heads, dim], key and value [t, 1, kv heads, dim], or all without the 1 → [t, 1, heads * value dim], for the
     t tokens of this rank. Queries and keys are rotated here, by what the packing says. With context parallelism the keys and values of
-    all ranks are gathered, and their gradients summed back. In half precision a card runs one variable-length flash kernel; else one `scaled_dot_product_attention` is run
-    for each group of samples of like length. Where the packing holds `earlier` depths, it is the attention of a drafter
-    (`mtpctl.model.draft_attention`).
+    all ranks are gathered, and their gradients summed back. In half precision a card runs one variable-length flash kernel; else
+    one `scaled_dot_product_attention` is run for each group of samples of like length. Where the packing holds `earlier` depths, it
+    is the attention of a drafter (`mtpctl.model.draft_attention`).
     """
 
     def __init__(

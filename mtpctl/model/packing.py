@@ -146,8 +146,8 @@ class Packing(PackedSeqParams):
 
     @cached_property
     def borders(self) -> tuple[Tensor, Tensor]:
-        """`cu_seqlens_q` as int64, on its device and on the host. Kernels of linear attention keep what they computed from these two tensors
-        for all layers, and know them by identity."""
+        """`cu_seqlens_q` as int64, on its device and on the host. Kernels of linear attention keep what they computed from these
+        two tensors for all layers, and know them by identity."""
         sums = [0, *accumulate(self.lengths[0])]
         return self.cu_seqlens_q.long(), torch.tensor(sums)
 

@@ -130,7 +130,8 @@ def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     less what the backward pass recomputes (`mtpctl.model.recompute`). Split over tp only with sequence parallelism: the inputs of
     both norms, and of a latent what all heads share. Split in any case: q, k, v and the attention's output, gate and up. Whole
     on every rank: a latent's sine and cosine (other attention has one table for all layers); and the tokens that ranks gather where tp
-    splits each expert. With expert parallelism the rows that other ranks send, as many as it sends. An expert's choice takes three indices and a share.
+    splits each expert. With expert parallelism the rows that other ranks send, as many as it sends. An expert's choice takes three
+    indices and a share.
     """
     latent, moe = shape.latent, shape.moe
     entry = 2 * shape.hidden
