@@ -134,10 +134,9 @@ class Chunked:
         assert isinstance(kept, tuple)
         q, p = kept
         own = pull.own.unsqueeze(1)
-        if pull.total_variation:
-            grad = q.mul_(torch.where(q < p, own - pull.teacher, own))
-        else:
-            grad = q.mul_(own).sub_(p, alpha=pull.teacher)
+        grad = q.mul_(torch.where(q < p, own - pull.teacher, own) if pull.total_variation else own)
+        if not pull.total_variation:
+            grad.sub_(p, alpha=pull.teacher)
         _add_at(grad, problem.targets, -pull.label)
         grad, w = scaled(grad, problem.inverse_temperature), problem.weight[: problem.valid]
         if weight is not None:

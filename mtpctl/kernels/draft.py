@@ -1,7 +1,7 @@
 """`linear_draft_loss`: an MTP depth's loss against the trunk's own distribution, both from hidden states and one LM head.
 
-It makes the trunk's logits for this alone. Where the trunk has a separable loss of its own in the same step, `linear_policy_loss` takes drafts
-along and saves that product. `mtpctl.kernels.draft_terms` has the losses.
+It makes the trunk's logits for this alone. Where the trunk has a separable loss of its own in the same step, `linear_policy_loss` takes
+drafts along and saves that product. `mtpctl.kernels.draft_terms` has the losses.
 
 Shape legend: N rows (tokens), H hidden size.
 """
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtpctl.kernels.call import prepare
-from mtpctl.kernels.choice import ONE_PASS, Features, choose
+from mtpctl.kernels.choice import ONE_PASS, Features, choose_one_pass
 from mtpctl.kernels.draft_terms import Draft, DraftLossOut
 from mtpctl.kernels.problem import DraftLoss
 from mtpctl.kernels.reference import reference_draft
@@ -75,7 +75,7 @@ def linear_draft_loss(
     swept = sweep(
         "linear_draft_loss",
         call,
-        choose(implementation, hidden, weight, Features(call, separable_loss=True)),
+        choose_one_pass(implementation, hidden, weight, Features(call)),
         teacher,
         weight,
         labels,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mtpctl.kernels import inputs, reduce
 from mtpctl.kernels.call import Call, WeightSink
-from mtpctl.kernels.problem import Agreement, Backend, DraftLoss, DraftPull, Pair, Problem
+from mtpctl.kernels.problem import Agreement, DraftLoss, DraftPull, Pair, Problem, SweepBackend
 
 LOSSES = ("ce", "soft_ce", "kl", "tv")
 
@@ -49,9 +49,9 @@ class DraftLossOut(NamedTuple):
 class Draft:
     """A draft that learns from the trunk's logits.
 
-    hidden [m, H]: the draft's states. rows [m], ascending: which of the trunk's N rows each of them drafts the token of, at that row's label
-    and temperature; None: all N, in order. mix: the share of `loss`, the rest being cross-entropy. weight: what the draft's loss counts in
-    the sum. detach_weight: the head takes no gradient from it.
+    hidden [m, H]: the draft's states. rows [m], ascending: which of the trunk's N rows each of them drafts the token of, at that row's
+    label and temperature; None: all N, in order. mix: the share of `loss`, the rest being cross-entropy. weight: what the draft's loss
+    counts in the sum. detach_weight: the head takes no gradient from it.
     """
 
     hidden: Tensor
@@ -112,7 +112,7 @@ class DraftTerm:
         ends = [*torch.searchsorted(self.trunk_row, starts).tolist()[1:], len(self.hidden)]
         return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
-    def run(self, backend: Backend, span: slice, trunk: TrunkSlice, sink: WeightSink, *, add: bool) -> bool:
+    def run(self, backend: SweepBackend, span: slice, trunk: TrunkSlice, sink: WeightSink, *, add: bool) -> bool:
         """The draft's rows `span`, which the slice teaches. Returns whether the weight's gradient was written."""
         if span.start >= span.stop:
             return False
@@ -132,7 +132,8 @@ class DraftTerm:
         if problem.valid:
             found = backend.compare(problem, pair, loss)
         else:  # this rank's shard is all padding
-            found = Agreement(*torch.zeros(3, len(top), dtype=top.dtype, device=top.device), torch.full_like(top, float("-inf")), None)
+            nothing = torch.zeros_like(top)
+            found = Agreement(nothing, nothing, nothing, torch.full_like(top, float("-inf")), None)
         overlap, below, cost = reduce.sum_ranks(torch.stack([found.overlap, found.below, found.cost]), shard)
         overlap = overlap.clamp(max=1)
         self.logprob[span], self.teacher_logprob[span], self.hit[span] = stats.logprob, _at(trunk.stats.logprob, rows), stats.hit

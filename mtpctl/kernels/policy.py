@@ -4,8 +4,8 @@ that learn from the same logits.
 A loss that couples tokens is made separable by a first pass: GSPO's sequence ratio comes from `linear_logprob` without gradient, and
 is then a constant of each token.
 
-Unlike in plain autograd the gradients are made in the forward pass (`mtpctl.kernels.sweep`), for an upstream gradient that the caller states
-beforehand.
+Unlike in plain autograd the gradients are made in the forward pass (`mtpctl.kernels.sweep`), for an upstream gradient that the caller
+states beforehand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtpctl.kernels.call import prepare
-from mtpctl.kernels.choice import Features, choose
+from mtpctl.kernels.choice import Features, choose_one_pass
 from mtpctl.kernels.draft_terms import Draft, DraftLossOut
 from mtpctl.kernels.sweep import TokenLoss, sweep
 
@@ -85,7 +85,7 @@ def linear_policy_loss(
     )
     for draft in drafts:
         draft.check(hidden)
-    backend = choose(implementation, hidden, weight, Features(call, separable_loss=True))
+    backend = choose_one_pass(implementation, hidden, weight, Features(call))
     swept = sweep(
         "linear_policy_loss",
         call,

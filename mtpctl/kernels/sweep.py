@@ -25,7 +25,7 @@ from mtpctl.kernels.autograd import AutogradContext
 from mtpctl.kernels.call import Call, weight_sink
 from mtpctl.kernels.draft_terms import Draft, DraftLossOut, DraftTerm, TrunkSlice
 from mtpctl.kernels.made_grads import MadeGrads
-from mtpctl.kernels.problem import Backend, Problem, RowGrads, slices
+from mtpctl.kernels.problem import Problem, RowGrads, SweepBackend, slices
 
 # token_loss(logprob [r], entropy [r] or None, rows [r]) -> (summed loss, named sums). `rows` are indices among all N rows.
 TokenLoss = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -47,7 +47,7 @@ class Swept(NamedTuple):
 def sweep(
     name: str,
     call: Call,
-    backend: Backend,
+    backend: SweepBackend,
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -93,7 +93,7 @@ def sweep(
 class _Arguments(NamedTuple):
     name: str
     call: Call
-    backend: Backend
+    backend: SweepBackend
     token_loss: TokenLoss | None
     entropy: bool
     grad_scale: float
@@ -186,8 +186,8 @@ class _Sweep(torch.autograd.Function):
 
 
 def _rows_at_once(arguments: _Arguments, whole: Problem, keep: bool) -> int:
-    """How many rows a slice may have. Ranks join statistics once a slice, so all of them need the same slices: those of the first rank, which
-    has the most columns."""
+    """How many rows a slice may have. Ranks join statistics once a slice, so all of them need the same slices: those of the first rank,
+    which has the most columns."""
     shard = arguments.call.shard
     widest = replace(whole, valid=min(shard.columns, shard.total))
     if arguments.drafts:

@@ -46,8 +46,8 @@ class Tiles:
 
 @dataclass
 class KeptLogits:
-    """Logits of the first columns, fp16 [n, padded columns] relative to `tops` [n, T], each tile's row maxima. `grads` is the same memory in
-    the operands' dtype, for what becomes of them."""
+    """Logits of the first columns, fp16 [n, padded columns] relative to `tops` [n, T], each tile's row maxima. `grads` is the same memory
+    in the operands' dtype, for what becomes of them."""
 
     grads: Tensor
     tops: Tensor

@@ -232,6 +232,8 @@ def draft_sums(
     below = tl.zeros((TILES, BN), dtype=tl.float32)
     cost = tl.zeros((TILES, BN), dtype=tl.float32)
     first_choice = float("-inf")
+    mine = part * (TILES * STEPS) + tl.arange(0, TILES * STEPS)
+    holds_best = tl.max(tl.load(draft_top_ptr + row * tiles + mine, mask=mine < tiles, other=FLOOR), 0) >= best
     for step in range(STEPS):
         tile = (part * STEPS + step) * TILES + tl.arange(0, TILES)
         column = tile[:, None] * BN + tl.arange(0, BN)[None, :]
@@ -249,7 +251,7 @@ def draft_sums(
             cost += p * (logp - logq)
         elif LOSS == "soft_ce":
             cost -= p * logq
-        if tl.max(tl.where(tile < tiles, top, FLOOR), 0) >= best:
+        if holds_best:
             first = (kept == 0) & (top[:, None] == best) & (column < columns)
             place = tl.min(tl.min(tl.where(first, column, 2147483647), 1), 0)
             here = tl.max(tl.max(tl.where(column == place, logp, float("-inf")), 1), 0)
@@ -296,9 +298,6 @@ def draft_grads(
     )
     own = tl.load(own_ptr + row)
     q = tl.exp2(logq * LOG2E)
-    if TOTAL_VARIATION:
-        grad = q * tl.where(logq < logp, own - by_teacher, own)
-    else:
-        grad = q * own - tl.exp2(logp * LOG2E) * by_teacher
-    grad = (grad - tl.where(column == tl.load(target_ptr + row), by_label, 0.0)) * tl.load(scale_ptr + row)
+    learned = tl.where(logq < logp, q, 0.0) if TOTAL_VARIATION else tl.exp2(logp * LOG2E)
+    grad = (q * own - learned * by_teacher - tl.where(column == tl.load(target_ptr + row), by_label, 0.0)) * tl.load(scale_ptr + row)
     tl.store(grad_ptr + place, grad.to(grad_ptr.dtype.element_ty), mask=inside)

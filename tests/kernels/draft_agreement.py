@@ -31,8 +31,8 @@ class DraftCase:
     apart: float = 0.7
     """How far a draft's states lie from the trunk's."""
     clear: float = 0.0
-    """Rows are ignored in which a draft's and the trunk's log-prob of an entry lie closer than this: too close to call which is larger, on which
-    the gradient of the total variation hangs."""
+    """Rows are ignored in which a draft's and the trunk's log-prob of an entry lie closer than this: too close to call which is larger, and
+    on that hangs the gradient of the total variation."""
     options: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
 
@@ -135,7 +135,7 @@ def plain_torch(case: DraftCase, device: str = "cpu") -> Grads:
 
 
 def assert_sweep_agrees(case: DraftCase, device: str = "cpu", values: float = 1e-5, spare: float = 0.0, **more: Any) -> None:
-    """One sweep gives the parts' total and rows within `values`, and gradients at most 1.5 times as far off as plain torch's, and `spare`."""
+    """One sweep gives the parts' total and rows within `values`, gradients at most 1.5 times as far off as plain torch's, and `spare`."""
     out, got = in_one_sweep(case, device, **more)
     total, told, right = one_by_one(case, device)
     assert abs(out.loss_sum.item() - total.item()) <= values * max(1.0, abs(total.item()))

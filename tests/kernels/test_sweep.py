@@ -1,4 +1,4 @@
-"""A policy loss that takes drafts along equals the policy loss and each draft's loss, however rows are sliced and the vocabulary is split."""
+"""A policy loss that takes drafts along equals itself and each draft's loss, however rows are sliced and the vocabulary is split."""
 
 from __future__ import annotations
 
