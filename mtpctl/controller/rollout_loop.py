@@ -168,7 +168,7 @@ class RolloutLoop:
         """Note that one of these has come."""
         self._generating -= 1
         self.clock.set("rollout", self._generating > 0)
-        self.counts.tokens += sum(sample.loss_mask)
+        self.counts.tokens += sample.sampled
 
     def next_group(self) -> Group:
         """The group to send out next: one that was discarded or left unfinished before, else one of the next prompt."""

@@ -6,6 +6,8 @@ tokens of a micro-batch, D MTP depths.
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -14,6 +16,7 @@ from torch import Tensor
 from mtpctl.kernels.inputs import IGNORE_INDEX
 from mtpctl.kernels.logprob import LogProbOut
 from mtpctl.model.gpt import Hidden
+from mtpctl.samples import Logprobs
 from mtpctl.trainer.batch import MicroBatch
 from mtpctl.trainer.head import Head
 from mtpctl.trainer.objective import Sums
@@ -41,7 +44,7 @@ class Scorer:
             topk = max(each.topk for each in options)
         out = self.head.logprob(micro.packing, hidden.trunk, hidden.head, micro.rows, labels, temperature, entropy=True, topk=topk)
         assert out.entropy is not None
-        logprobs, entropies = (_by_sequence(values, micro) for values in (out.logprob, out.entropy))
+        logprobs, entropies = (_arrays(values, micro) for values in (out.logprob, out.entropy))
         scores = [TokenScores(logprob, entropy) for logprob, entropy in zip(logprobs, entropies, strict=True)]
         if options is not None:
             _add_topk(scores, options, out, micro)
@@ -98,6 +101,11 @@ def _draft_scores(out: LogProbOut, tokens: Tensor, micro: MicroBatch) -> list[Dr
         )
         for drafted_here, logprobs, hits in by_sequence
     ]
+
+
+def _arrays(values: Tensor, micro: MicroBatch) -> list[Logprobs]:
+    """`values` [R] as arrays, one a sequence."""
+    return [array("f", part.numpy().tobytes()) for part in values.detach().float().cpu().split(micro.lengths)]
 
 
 def _by_sequence(values: Tensor, micro: MicroBatch) -> list[list]:
