@@ -45,7 +45,7 @@ class NextToken:
     couples_tokens = False
 
     def denominator(self, sequences: list[Sequence]) -> float:
-        return float(max(1, sum(sum(s.loss_mask) for s in sequences)))
+        return float(max(1, sum(s.trained for s in sequences)))
 
     def token_loss(self, micro: MicroBatch) -> TokenLoss:
         def loss(logprob: Tensor, entropy: Tensor | None, tokens: Tensor) -> tuple[Tensor, Sums]:

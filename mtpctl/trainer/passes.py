@@ -15,7 +15,8 @@ from torch.profiler import record_function
 from mtpctl.families.shape import ModelShape
 from mtpctl.model.gpt import Hidden, MtpModel
 from mtpctl.model.parallel import reduced
-from mtpctl.trainer.batch import MicroBatch, Sequence, check, idle, pack, partition
+from mtpctl.plan.partition import partition
+from mtpctl.trainer.batch import MicroBatch, Sequence, check, idle, pack
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.objective import Sums
 

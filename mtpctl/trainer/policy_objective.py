@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from mtpctl.rl.advantages import group_advantages
 from mtpctl.rl.losses import LossInputs, loss_denominator, loss_metrics, policy_loss, token_terms
 from mtpctl.rl.overlong import overlong_penalty
 from mtpctl.rl.own_loss import loss_of
-from mtpctl.samples import Sample, response_limit
+from mtpctl.samples import Logprobs, Sample, response_limit
 from mtpctl.trainer.batch import MicroBatch, Sequence
 
 
@@ -32,7 +33,7 @@ class PolicyObjective:
         self.couples_tokens = config.loss == "gspo"
 
     def denominator(self, sequences: list[Sequence]) -> float:
-        tokens = sum(sum(s.loss_mask) for s in sequences)
+        tokens = sum(s.trained for s in sequences)
         return float(loss_denominator(self.config, tokens=tokens, sequences=len(sequences), max_tokens=self.max_tokens))
 
     def token_loss(self, micro: MicroBatch) -> TokenLoss:
@@ -86,7 +87,7 @@ def advantages(samples: list[Sample], config: RlConfig, *, max_tokens: int, cont
 def scoring_sequence(sample: Sample, *, replay: bool = False) -> Sequence:
     """A sample as the engine scores it; with `replay` under its routes."""
     return Sequence(
-        sample.prompt_ids + sample.response_ids,
+        sample.token_ids,
         len(sample.prompt_ids),
         sample.loss_mask,
         routes=sample.routes if replay else None,
@@ -95,7 +96,7 @@ def scoring_sequence(sample: Sample, *, replay: bool = False) -> Sequence:
 
 
 def training_sequence(
-    sample: Sample, advantage: float, reference: list[float] | None, weights: int | None = None, *, replay: bool = False
+    sample: Sample, advantage: float, reference: Logprobs | None, weights: int | None = None, *, replay: bool = False
 ) -> Sequence:
     """A scored sample as the engine trains on it; with `replay` under its routes.
 
@@ -105,10 +106,11 @@ def training_sequence(
     columns = {
         "old": sample.old_logprobs,
         "behaviour": sample.behaviour_logprobs,
-        "advantage": [advantage] * len(sample.response_ids),
+        "advantage": np.full(len(sample.response_ids), advantage, np.float32),
     }
     if reference is not None:
         columns["reference"] = reference
     if weights is not None:
-        columns["same_weights"] = [float(span.version == weights) for span in sample.version_spans for _ in range(span.end - span.start)]
+        spans = sample.version_spans
+        columns["same_weights"] = np.repeat([span.version == weights for span in spans], [span.end - span.start for span in spans])
     return replace(scoring_sequence(sample, replay=replay), columns=columns)
