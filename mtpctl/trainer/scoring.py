@@ -64,14 +64,24 @@ class Scorer:
                 if each.mtp:
                     score.drafts.append(draft_scores)
 
-    def gather(self, count: int) -> list[TokenScores]:
-        """The scores of all `count` sequences, on every rank. All ranks call together."""
-        scores = self.scores
-        if parallel_state.get_data_parallel_world_size() > 1 or parallel_state.get_pipeline_model_parallel_world_size() > 1:
-            parts: list[dict[int, TokenScores]] = [{}] * dist.get_world_size()
-            dist.all_gather_object(parts, scores)
-            scores = {i: found for part in parts for i, found in part.items()}
+    def gather(self, count: int, *, own: bool) -> list[TokenScores]:
+        """The scores of all `count` sequences, on every rank that has the sequences: all, or with `own` those of this dp rank.
+
+        All ranks call together.
+        """
+        scores = gathered(self.scores, own=own)
         return [scores[i] for i in range(count)]
+
+
+def gathered[K, V](found: dict[K, V], *, own: bool) -> dict[K, V]:
+    """What the ranks have found together: all of them, or with `own` the pipeline's stages of this dp rank. All ranks call together."""
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    if stages == 1 and (own or parallel_state.get_data_parallel_world_size() == 1):
+        return found
+    group = parallel_state.get_pipeline_model_parallel_group() if own else None
+    parts: list[dict[K, V]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(parts, found, group=group)
+    return {key: value for part in parts for key, value in part.items()}
 
 
 def _add_topk(scores: list[TokenScores], options: list[ScoreOptions], out: LogProbOut, micro: MicroBatch) -> None:
