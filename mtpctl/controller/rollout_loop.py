@@ -212,7 +212,9 @@ class RolloutLoop:
         self._rewarding += 1
         self.clock.set("reward", True)
         try:
-            outcome = await self.reward(self.prepared.tokenizer.decode(sample.response_ids), problem, sample)
+            # A long response takes milliseconds to decode, and there are thousands of them.
+            text = await asyncio.to_thread(self.prepared.tokenizer.decode, sample.response_ids)
+            outcome = await self.reward(text, problem, sample)
         finally:
             self._rewarding -= 1
             self.clock.set("reward", self._rewarding > 0)
