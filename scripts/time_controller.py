@@ -87,7 +87,7 @@ class Trainer(TrainerGroup):
 class Engines:
     """Answers every request with a sample of the full length, at most `IN_FLIGHT` of them ahead of their rewards."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, responses: int = 0) -> None:
         draw = random.Random(0)
         made = Sample("p", "g", [draw.randrange(97, 122) for _ in range(PROMPT)])
         for version in (0, 1):
@@ -95,11 +95,14 @@ class Engines:
             made.append([draw.randrange(97, 122) for _ in range(count)], [-draw.random() for _ in range(count)], version)
         made.finish_reason = "length"
         self.sample, self.message = made, pickle.dumps(made, pickle.HIGHEST_PROTOCOL)
-        self.room = asyncio.Semaphore(IN_FLIGHT)
+        self.room, self.left = asyncio.Semaphore(IN_FLIGHT), responses
 
     async def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
         async for request in requests:
             await self.room.acquire()
+            if not self.left:  # what comes now belongs to no step that is measured
+                await asyncio.Event().wait()
+            self.left -= 1
             sample: Sample = pickle.loads(self.message)
             asked = request.sample
             sample.prompt_id, sample.group_id, sample.index = asked.prompt_id, asked.group_id, asked.index
@@ -182,7 +185,7 @@ async def steps_of(recipe: Recipe, tokens: int, folder: Path) -> dict[str, float
     make_byte_tokenizer(folder / "tokenizer")
     problems = [Problem(f"p{i}", "a" * PROMPT, "1") for i in range(2 * recipe.train.rl.prompts_per_step)]
     prepared = Prepared(cast(Any, None), load_byte_tokenizer(folder / "tokenizer"), ProblemSets(problems, [], []), context=tokens)
-    engines, trainer, rows, longest = Engines(tokens), Trainer(recipe), Rows(), list[float]()
+    engines, trainer, rows, longest = Engines(tokens, count * samples), Trainer(recipe), Rows(), list[float]()
 
     async def sync(version: int) -> dict[str, float]:
         return {"sync/seconds": 0.0}

@@ -97,7 +97,7 @@ async def evaluate(
 
     async def reward(sample: Sample) -> None:
         held_out, number = places[sample.group_id]
-        text = await asyncio.to_thread(prepared.tokenizer.decode, sample.response_ids)
+        text = await prepared.text_of(sample)
         outcome = await rewards.get(held_out.name, rewards[UNNAMED])(text, held_out.problems[number], sample)
         sample.reward, sample.reward_parts = outcome.reward or 0.0, outcome.parts
         held_out.errors += bool(outcome.error)

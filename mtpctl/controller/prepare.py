@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from mtpctl.controller.decoding import Decoder
 from mtpctl.controller.rehearsal import try_code
 from mtpctl.data.problems import Problem
 from mtpctl.data.prompts import encode_prompt, fit_problems
@@ -25,7 +26,7 @@ from mtpctl.recipe.fields import Keys
 from mtpctl.recipe.loading import flatten
 from mtpctl.recipe.model_source import hf_config, path_in_full
 from mtpctl.recipe.schema import Recipe
-from mtpctl.samples import Ids, ids_of
+from mtpctl.samples import Ids, Sample, ids_of
 from mtpctl.sync.store import VersionStore, default_root, name_of
 from mtpctl.telemetry.run_directory import RunDirectory
 
@@ -50,6 +51,11 @@ class Prepared:
     unrewarded: str = ""
     tools: Sequence[object] = ()
     _prompts: dict[Problem, Ids] = field(default_factory=dict, repr=False, compare=False)
+    _decoder: Decoder = field(default_factory=Decoder, repr=False, compare=False)
+
+    async def text_of(self, sample: Sample) -> str:
+        """The response as text, decoded beside the event loop."""
+        return await self._decoder.text(self.tokenizer, sample.response_ids)
 
     def prompt_ids(self, problem: Problem, config: DataConfig) -> Ids:
         """Token ids of the problem's prompt, which its responses share. Those asked for lately are kept."""

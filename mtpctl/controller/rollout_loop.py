@@ -212,9 +212,7 @@ class RolloutLoop:
         self._rewarding += 1
         self.clock.set("reward", True)
         try:
-            # A long response takes milliseconds to decode, and there are thousands of them.
-            text = await asyncio.to_thread(self.prepared.tokenizer.decode, sample.response_ids)
-            outcome = await self.reward(text, problem, sample)
+            outcome = await self.reward(await self.prepared.text_of(sample), problem, sample)
         finally:
             self._rewarding -= 1
             self.clock.set("reward", self._rewarding > 0)
