@@ -24,6 +24,10 @@ Mask = array[int]
 """0 or 1 for each token, a byte each."""
 
 
+_NO_IDS, _NO_MASK, _NO_LOGPROBS = array("i"), array("b"), array("f")
+# Copied, and not made anew for each sample: Python tells its audit hooks of every array that is made, and packages install slow ones.
+
+
 def ids_of(values: Iterable[int]) -> Ids:
     """These token ids as an array."""
     return values if isinstance(values, array) and values.typecode == "i" else array("i", values)
@@ -91,9 +95,9 @@ class Sample:
     group_id: str
     prompt_ids: Ids
     index: int = 0
-    response_ids: Ids = field(default_factory=lambda: array("i"))
-    loss_mask: Mask = field(default_factory=lambda: array("b"))
-    behaviour_logprobs: Logprobs = field(default_factory=lambda: array("f"))
+    response_ids: Ids = field(default_factory=lambda: _NO_IDS[:])
+    loss_mask: Mask = field(default_factory=lambda: _NO_MASK[:])
+    behaviour_logprobs: Logprobs = field(default_factory=lambda: _NO_LOGPROBS[:])
     version_spans: list[VersionSpan] = field(default_factory=list)
     old_logprobs: Logprobs | None = None
     old_version: int | None = None
