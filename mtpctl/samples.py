@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import base64
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from mtpctl.routes import Routes, from_json, to_json
@@ -51,6 +52,9 @@ class VersionSpan:
     end: int
     version: int
 
+    def __reduce__(self) -> tuple[type[VersionSpan], tuple[int, int, int]]:
+        return VersionSpan, (self.start, self.end, self.version)
+
 
 @dataclass(slots=True)
 class Speculation:
@@ -60,6 +64,9 @@ class Speculation:
     accepted: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
     steps: int = 0
+
+    def __reduce__(self) -> tuple[type[Speculation], tuple[int, int, list[int], int]]:
+        return Speculation, (self.drafted, self.accepted, self.accepted_by_position, self.steps)
 
 
 @dataclass(slots=True)
@@ -115,6 +122,10 @@ class Sample:
         self.loss_mask, self.behaviour_logprobs = mask_of(self.loss_mask), logprobs_of(self.behaviour_logprobs)
         if self.old_logprobs is not None:
             self.old_logprobs = logprobs_of(self.old_logprobs)
+
+    def __reduce__(self) -> tuple[type[Sample], tuple[object, ...]]:
+        # A dataclass with slots is pickled field by field in Python, and each sample is in several messages.
+        return Sample, _fields_of(self)
 
     @property
     def token_ids(self) -> Ids:
@@ -207,6 +218,7 @@ class Sample:
         return cls(**{**known, **whole})
 
 
+_fields_of: Callable[[Sample], tuple[object, ...]] = attrgetter(*(each.name for each in fields(Sample)))
 _JSON_FIELDS = tuple(each.name for each in fields(Sample) if each.name != "routes")
 
 
