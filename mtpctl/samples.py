@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtpctl.routes import Routes, from_json, to_json
 
@@ -117,6 +117,31 @@ class Sample:
     environment_reward: float | None = None
     routes: Routes | None = field(default=None, compare=False)
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            prompt_id: str,
+            group_id: str,
+            prompt_ids: Iterable[int],
+            index: int = 0,
+            response_ids: Iterable[int] = (),
+            loss_mask: Iterable[int] = (),
+            behaviour_logprobs: Iterable[float] = (),
+            version_spans: list[VersionSpan] = ...,
+            old_logprobs: Iterable[float] | None = None,
+            old_version: int | None = None,
+            reward: float | None = None,
+            reward_parts: dict[str, float] = ...,
+            finish_reason: str | None = None,
+            speculation: Speculation = ...,
+            spent_s: float = 0.0,
+            environment: EnvironmentUse | None = None,
+            environment_reward: float | None = None,
+            routes: Routes | None = None,
+        ) -> None:
+            """What a dataclass takes, with any iterable in the place of an array."""
+
     def __post_init__(self) -> None:
         self.prompt_ids, self.response_ids = ids_of(self.prompt_ids), ids_of(self.response_ids)
         self.loss_mask, self.behaviour_logprobs = mask_of(self.loss_mask), logprobs_of(self.behaviour_logprobs)
@@ -210,7 +235,7 @@ class Sample:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
         """Inverse of `to_dict`. Fields that a sample does not have are left out: a checkpoint may hold some of an earlier release."""
-        known = {each.name: _unpacked(data[each.name]) for each in fields(cls) if each.name in data}
+        known: dict[str, Any] = {each.name: _unpacked(data[each.name]) for each in fields(cls) if each.name in data}
         spans = [VersionSpan(**span) for span in data["version_spans"]]
         use = None if known.get("environment") is None else EnvironmentUse(**known["environment"])
         routes = None if known.get("routes") is None else from_json(known["routes"])
