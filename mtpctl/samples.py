@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import base64
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from mtpctl.routes import Routes, from_json, to_json
 
@@ -22,6 +23,10 @@ Logprobs = array[float]
 """Log-probs in nats, in single precision."""
 Mask = array[int]
 """0 or 1 for each token, a byte each."""
+
+
+_NO_IDS, _NO_MASK, _NO_LOGPROBS = array("i"), array("b"), array("f")
+# Copied, and not made anew for each sample: Python tells its audit hooks of every array that is made, and packages install slow ones.
 
 
 def ids_of(values: Iterable[int]) -> Ids:
@@ -47,6 +52,9 @@ class VersionSpan:
     end: int
     version: int
 
+    def __reduce__(self) -> tuple[type[VersionSpan], tuple[int, int, int]]:
+        return VersionSpan, (self.start, self.end, self.version)
+
 
 @dataclass(slots=True)
 class Speculation:
@@ -56,6 +64,9 @@ class Speculation:
     accepted: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
     steps: int = 0
+
+    def __reduce__(self) -> tuple[type[Speculation], tuple[int, int, list[int], int]]:
+        return Speculation, (self.drafted, self.accepted, self.accepted_by_position, self.steps)
 
 
 @dataclass(slots=True)
@@ -91,9 +102,9 @@ class Sample:
     group_id: str
     prompt_ids: Ids
     index: int = 0
-    response_ids: Ids = field(default_factory=lambda: array("i"))
-    loss_mask: Mask = field(default_factory=lambda: array("b"))
-    behaviour_logprobs: Logprobs = field(default_factory=lambda: array("f"))
+    response_ids: Ids = field(default_factory=lambda: _NO_IDS[:])
+    loss_mask: Mask = field(default_factory=lambda: _NO_MASK[:])
+    behaviour_logprobs: Logprobs = field(default_factory=lambda: _NO_LOGPROBS[:])
     version_spans: list[VersionSpan] = field(default_factory=list)
     old_logprobs: Logprobs | None = None
     old_version: int | None = None
@@ -106,11 +117,40 @@ class Sample:
     environment_reward: float | None = None
     routes: Routes | None = field(default=None, compare=False)
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            prompt_id: str,
+            group_id: str,
+            prompt_ids: Iterable[int],
+            index: int = 0,
+            response_ids: Iterable[int] = (),
+            loss_mask: Iterable[int] = (),
+            behaviour_logprobs: Iterable[float] = (),
+            version_spans: list[VersionSpan] = ...,
+            old_logprobs: Iterable[float] | None = None,
+            old_version: int | None = None,
+            reward: float | None = None,
+            reward_parts: dict[str, float] = ...,
+            finish_reason: str | None = None,
+            speculation: Speculation = ...,
+            spent_s: float = 0.0,
+            environment: EnvironmentUse | None = None,
+            environment_reward: float | None = None,
+            routes: Routes | None = None,
+        ) -> None:
+            """What a dataclass takes, with any iterable in the place of an array."""
+
     def __post_init__(self) -> None:
         self.prompt_ids, self.response_ids = ids_of(self.prompt_ids), ids_of(self.response_ids)
         self.loss_mask, self.behaviour_logprobs = mask_of(self.loss_mask), logprobs_of(self.behaviour_logprobs)
         if self.old_logprobs is not None:
             self.old_logprobs = logprobs_of(self.old_logprobs)
+
+    def __reduce__(self) -> tuple[type[Sample], tuple[object, ...]]:
+        # A dataclass with slots is pickled field by field in Python, and each sample is in several messages.
+        return Sample, _fields_of(self)
 
     @property
     def token_ids(self) -> Ids:
@@ -195,7 +235,7 @@ class Sample:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
         """Inverse of `to_dict`. Fields that a sample does not have are left out: a checkpoint may hold some of an earlier release."""
-        known = {each.name: _unpacked(data[each.name]) for each in fields(cls) if each.name in data}
+        known: dict[str, Any] = {each.name: _unpacked(data[each.name]) for each in fields(cls) if each.name in data}
         spans = [VersionSpan(**span) for span in data["version_spans"]]
         use = None if known.get("environment") is None else EnvironmentUse(**known["environment"])
         routes = None if known.get("routes") is None else from_json(known["routes"])
@@ -203,6 +243,7 @@ class Sample:
         return cls(**{**known, **whole})
 
 
+_fields_of: Callable[[Sample], tuple[object, ...]] = attrgetter(*(each.name for each in fields(Sample)))
 _JSON_FIELDS = tuple(each.name for each in fields(Sample) if each.name != "routes")
 
 

@@ -29,13 +29,13 @@ import sys
 import tempfile
 import threading
 import time
-from array import array
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
 import psutil
 
+from mtpctl.cluster.heap import settle_heap
 from mtpctl.controller.buffer import Group, SampleBuffer
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.rl import RlStage
@@ -109,7 +109,7 @@ class Engines:
             yield sample
 
     async def score(self, sample: Sample) -> Sample:
-        sample.old_logprobs, sample.old_version = array("f", sample.behaviour_logprobs.tobytes()), 1
+        sample.old_logprobs, sample.old_version = sample.behaviour_logprobs[:], 1
         return sample
 
 
@@ -155,8 +155,8 @@ async def stalls(found: list[float]) -> AsyncIterator[None]:
         nonlocal longest
         while True:
             began = time.perf_counter()
-            await asyncio.sleep(0.005)
-            longest = max(longest, time.perf_counter() - began - 0.005)
+            await asyncio.sleep(0.02)
+            longest = max(longest, time.perf_counter() - began - 0.02)
 
     task = asyncio.create_task(tick())
     try:
@@ -192,6 +192,7 @@ async def steps_of(recipe: Recipe, tokens: int, folder: Path) -> dict[str, float
 
     async with contextlib.AsyncExitStack() as stack:
         rewards = await start_rewards(recipe, stack, tell=print, log=folder / "reward.log")
+        settle_heap()  # as a run does
         state = RunState(folder, recipe.train)
         stage = RlStage(recipe, prepared, trainer, cast(Generator, engines), sync, rewards, cast(Telemetry, rows), state, engines.score)
         add = stage.buffer.add

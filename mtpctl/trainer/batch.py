@@ -5,7 +5,9 @@ Sizes: T tokens of a micro-batch, R response tokens among them, D MTP depths.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +35,19 @@ class Sequence:
     columns: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     routes: Routes | None = None
     name: str = ""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            token_ids: npt.ArrayLike,
+            prompt_length: int,
+            loss_mask: npt.ArrayLike,
+            columns: Mapping[str, npt.ArrayLike] = ...,
+            routes: Routes | None = None,
+            name: str = "",
+        ) -> None:
+            """What a dataclass takes, with anything in the place of an array that numpy makes one of."""
 
     def __post_init__(self) -> None:
         self.token_ids, self.loss_mask = np.asarray(self.token_ids, np.int32), np.asarray(self.loss_mask, np.bool_)

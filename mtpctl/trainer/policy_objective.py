@@ -99,16 +99,17 @@ def training_sequence(
     `weights`: the version that does, where the loss is to compare policies; -1: none's.
     """
     assert sample.old_logprobs is not None, f"{sample.prompt_id} was not scored"
+    tokens, spans = len(sample.response_ids), sample.version_spans
     columns = {
-        "old": sample.old_logprobs,
-        "behaviour": sample.behaviour_logprobs,
-        "advantage": np.full(len(sample.response_ids), advantage, np.float32),
+        "old": np.asarray(sample.old_logprobs, np.float32),
+        "behaviour": np.asarray(sample.behaviour_logprobs, np.float32),
+        "advantage": np.full(tokens, advantage, np.float32),
     }
     if reference is not None:
-        columns["reference"] = reference
+        columns["reference"] = np.asarray(reference, np.float32)
     if weights is not None:
-        spans = sample.version_spans
-        columns["same_weights"] = np.repeat([span.version == weights for span in spans], [span.end - span.start for span in spans])
+        under = np.array([span.version == weights for span in spans], np.float32)
+        columns["same_weights"] = np.repeat(under, [span.end - span.start for span in spans])
     return replace(scoring_sequence(sample, replay=replay), columns=columns)
 
 

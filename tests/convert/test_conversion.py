@@ -35,7 +35,7 @@ def test_there_and_back(tmp_path: Path, case: str) -> None:
 
 def _assert_logits(root: Path, reference: object) -> None:
     """Of the engine that restores the checkpoint over other weights, against transformers."""
-    ids = [s.token_ids for s in sequences(3, high=40)]
+    ids = [s.token_ids.tolist() for s in sequences(3, high=40)]
     with engine(HfFolder.open(root / "hf"), train=False, mtp=MtpConfig(mode="load"), random_seed=5) as made:
         made.restore(root / "checkpoint")
         (logits,) = packed_logits(made, ids, 0)

@@ -150,7 +150,7 @@ def test_qwen(tmp_path: Path, case: str) -> None:
 
 def check(folder: Path, drafter: Drafter, **convention: bool) -> None:
     """Logits of every sample, and every tensor of the folder in the export."""
-    ids = [s.token_ids for s in sequences(5)]
+    ids = [s.token_ids.tolist() for s in sequences(5)]
     with engine(HfFolder.open(folder), train=False, mtp=MtpConfig(mode="load", repeat=2)) as made:
         _, *mtp = packed_logits(made, ids, 2)
         exported = {name: value.clone() for name, value in made.export()}

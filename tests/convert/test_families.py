@@ -172,7 +172,7 @@ def assert_like(found: Iterable[Tensor], reference: Callable[[], list[Tensor]], 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(tmp_path, case):
     model = hf_model(*CASES[case], tmp_path)
-    ids = [s.token_ids for s in sequences(5, high=40)]
+    ids = [s.token_ids.tolist() for s in sequences(5, high=40)]
     folder = HfFolder.open(tmp_path)
     with engine(folder, train=False, mtp=MtpConfig(mode="load")) as made:
         (logits,) = packed_logits(made, ids, 0)

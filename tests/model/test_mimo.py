@@ -25,7 +25,7 @@ def packed_logits(made, ids, depths):
 def test_logits_of_trunk_and_every_depth(tmp_path, depths, tied):
     folder = mimo(tmp_path / "model", num_nextn_predict_layers=depths, tie_word_embeddings=tied)
     weights = load_file(folder.path / "model.safetensors")
-    ids = [s.token_ids for s in sequences(6)]
+    ids = [s.token_ids.tolist() for s in sequences(6)]
     with engine(folder) as made:
         trunk, *mtp = packed_logits(made, ids, depths)
     for number, sample in enumerate(ids):

@@ -105,7 +105,7 @@ def in_plain_torch(model: torch.nn.Module) -> Iterator[None]:
 def test_logits_of_every_kind_of_layer(tmp_path: Path, case: str) -> None:
     kind, fields = CASES[case]
     hf = hf_model(kind, fields | WIDE | MODELS[case], tmp_path)
-    ids = [s.token_ids for s in sequences(6, vocab=512, low=20, high=110)]
+    ids = [s.token_ids.tolist() for s in sequences(6, vocab=512, low=20, high=110)]
     for precision, times in (("fp32", 4.0), ("bf16", 3.0)):
         with engine(HfFolder.open(tmp_path), train=False, precision=precision, mtp=MtpConfig(mode="off")) as made:
             found, device = logits(made, ids), made.device
