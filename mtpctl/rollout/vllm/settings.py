@@ -147,6 +147,9 @@ def _environment(cpu: bool, in_loop: bool, threads: int) -> dict[str, str]:
         variables["TORCH_COMPILE_DISABLE"] = "1"
     if in_loop:
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    elif cpu:
+        # Several ranks: vLLM would bind each to a NUMA node of its own, and refuses where there are fewer.
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     if cpu and threads:
         # Waiting threads sleep at once: spinning would take the cores from a trainer on the same machine.
         variables |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}

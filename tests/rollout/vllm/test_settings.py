@@ -30,3 +30,5 @@ def test_workers_on_cards_are_not_forked_and_cores_on_cpus_live_with_the_actor()
     assert environment("cuda")["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in environment("cuda")
     assert environment("cpu")["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in environment("cpu")
+    assert environment("cpu", tp=2)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind", "ranks share the NUMA node of a small machine"
