@@ -210,7 +210,7 @@ def _errors(x: Inputs, state: Tensor, workspace: int) -> dict[str, tuple[float, 
     rows = torch.arange(0, len(state), max(1, len(state) // SAMPLED), device=state.device)[:SAMPLED]
     entries = torch.arange(0, len(x.weight), max(1, len(x.weight) // SAMPLED), device=state.device)[:SAMPLED]
     entries = torch.cat([entries, x.labels[rows]]).unique()
-    found = {}
+    found: dict[str, tuple[float, float, float, float]] = {}
     for loss in AGAINST_TRUNK:
         exact = _exact_grads(x, state, loss, rows, entries)
         made = _against_trunk(x, state, loss, workspace, detach=False)

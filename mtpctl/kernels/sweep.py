@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from mtpctl.kernels import inputs, reduce
 from mtpctl.kernels.autograd import AutogradContext
-from mtpctl.kernels.call import Call, weight_sink
+from mtpctl.kernels.call import Call, WeightSink, weight_sink
 from mtpctl.kernels.draft_terms import Draft, DraftLossOut, DraftTerm, TrunkSlice
 from mtpctl.kernels.made_grads import MadeGrads
 from mtpctl.kernels.problem import Problem, RowGrads, SweepBackend, slices
@@ -105,8 +105,55 @@ class _Arguments(NamedTuple):
     """Of each draft, whether its states and the weight take a gradient from it."""
 
     @property
+    def learns(self) -> bool:
+        """Whether the trunk's own loss asks for a gradient."""
+        return self.hidden or self.weight
+
+    @property
     def any_weight(self) -> bool:
         return self.weight or any(by_weight for _, by_weight in self.wanted)
+
+
+class _TrunkTerm:
+    """The trunk's own loss over a sweep: its results, and the gradient of its states."""
+
+    def __init__(self, arguments: _Arguments, whole: Problem) -> None:
+        self.arguments, states = arguments, whole.hidden
+        rows, n = arguments.call.rows, len(states)
+        self.index = torch.arange(rows.total, device=states.device) if rows.index is None else rows.index
+        self.share = arguments.call.share_dtype(states) if arguments.hidden else None
+        self.hidden_grad = None if self.share is None else torch.empty(states.shape, dtype=self.share, device=states.device)
+        self.logprob, self.entropy, self.checked = torch.zeros(3, n, dtype=whole.wide, device=states.device).unbind(0)
+        self.hit = torch.zeros(n, dtype=torch.bool, device=states.device)
+        self.loss_sum = torch.zeros((), dtype=whole.wide, device=states.device)
+
+    def run(self, part: slice, trunk: TrunkSlice, sink: WeightSink, *, add: bool) -> bool:
+        """The selected rows `part`. Returns whether the weight's gradient was written. May overwrite the slice's kept logits."""
+        arguments, stats = self.arguments, trunk.stats
+        self.checked[part] = stats.lse + stats.entropy if arguments.entropy else stats.lse
+        self.logprob[part], self.hit[part] = stats.logprob, stats.hit
+        if arguments.entropy:
+            self.entropy[part] = stats.entropy
+        if arguments.token_loss is None:
+            return False
+        value, per_row = _loss_and_grads(arguments.token_loss, stats, self.index[part], arguments)
+        self.loss_sum += value
+        if per_row is None:
+            return False
+        out = sink.out if arguments.weight else None
+        local = arguments.backend.grads(trunk.problem, per_row, trunk.kept, hidden=self.share, weight=out, add=add)
+        if self.hidden_grad is not None and local is not None:
+            self.hidden_grad[part] = local
+        return out is not None
+
+    def finished_grad(self, dtype: torch.dtype) -> Tensor | None:
+        """The gradient of the trunk's states [N, H], over all ranks of the vocabulary."""
+        return None if self.hidden_grad is None else self.arguments.call.whole_hidden_grad(self.hidden_grad, dtype)
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """Log-probs, entropies and hits [N]."""
+        spread = self.arguments.call.rows.spread
+        return spread(self.logprob), spread(self.entropy), spread(self.hit)
 
 
 class _Context(AutogradContext, Protocol):
@@ -121,57 +168,37 @@ class _Sweep(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         call, backend = arguments.call, arguments.backend
         whole = call.problem(hidden, weight, labels)
-        n, keep = len(whole.hidden), arguments.hidden or arguments.weight
-        index = torch.arange(call.rows.total, device=labels.device) if call.rows.index is None else call.rows.index
         sink = weight_sink(weight, arguments.any_weight, call.main_grad)
-        share = call.share_dtype(hidden) if arguments.hidden else None
-        hidden_grad = None if share is None else torch.empty(whole.hidden.shape, dtype=share, device=hidden.device)
-        logprob, row_entropy, checked = torch.zeros(3, n, dtype=whole.wide, device=hidden.device).unbind(0)
-        greedy = torch.zeros(n, dtype=torch.bool, device=hidden.device)
-        loss = torch.zeros((), dtype=whole.wide, device=hidden.device)
+        trunk = _TrunkTerm(arguments, whole)
         terms = [
             DraftTerm(draft, state, call, arguments.grad_scale, by_hidden=by_hidden, by_weight=by_weight)
             for draft, state, (by_hidden, by_weight) in zip(arguments.drafts, states, arguments.wanted, strict=True)
         ]
-        parts = slices(n, _rows_at_once(arguments, whole, keep))
+        parts = slices(len(whole.hidden), _rows_at_once(arguments, whole))
         cuts = [term.cut(parts) for term in terms]
         written = sink.add
         for number, part in enumerate(parts):
             problem = whole.part(part)
             if terms:
                 problem = replace(problem, workspace_bytes=FITS)
-            scores = backend.scores(problem, entropy=arguments.entropy, topk=0, keep=keep or bool(terms))
-            stats = reduce.join_shards(scores.stats, call.shard)
-            checked[part] = stats.lse + stats.entropy if arguments.entropy else stats.lse
-            logprob[part], greedy[part] = stats.logprob, stats.hit
-            if arguments.entropy:
-                row_entropy[part] = stats.entropy
+            scores = backend.scores(problem, entropy=arguments.entropy, topk=0, keep=arguments.learns or bool(terms))
+            some = TrunkSlice(part.start, problem, reduce.join_shards(scores.stats, call.shard), scores.kept)
             for term, cut in zip(terms, cuts, strict=True):
-                written |= term.run(backend, cut[number], TrunkSlice(part.start, problem, stats, scores.kept), sink, add=written)
-            if arguments.token_loss is not None:
-                value, per_row = _loss_and_grads(arguments.token_loss, stats, index[part], arguments, keep)
-                loss += value
-                if per_row is not None:
-                    out = sink.out if arguments.weight else None
-                    local = backend.grads(problem, per_row, scores.kept, hidden=share, weight=out, add=written)
-                    written |= out is not None
-                    if hidden_grad is not None and local is not None:
-                        hidden_grad[part] = local
-            del scores  # frees this slice's logits before the next slice's are made
+                written |= term.run(backend, cut[number], some, sink, add=written)
+            written |= trunk.run(part, some, sink, add=written)
+            del scores, some  # frees this slice's logits before the next slice's are made
         if sink.out is not None and not written:
             sink.out.zero_()
-        loss += sum(term.draft.weight * term.loss_sum for term in terms)
-        finite = [inputs.FiniteCheck(checked), *(inputs.FiniteCheck(term.checked) for term in terms)]
-        named = [("hidden" if arguments.token_loss else "teacher", whole.hidden), *(("hidden", term.hidden) for term in terms)]
-        check = partial(_enforce, finite, [(name, state.detach()) for name, state in named], weight.detach())
-        if keep or sink.out is not None or any(by_hidden for by_hidden, _ in arguments.wanted):
-            grads = [None if hidden_grad is None else call.whole_hidden_grad(hidden_grad, hidden.dtype)]
-            grads += [term.finished_grad(hidden.dtype) for term in terms]
+        loss = trunk.loss_sum + sum(term.draft.weight * term.loss_sum for term in terms)
+        checked = [("hidden" if arguments.token_loss else "teacher", whole.hidden, trunk.checked)]
+        checked += [("hidden", term.hidden, term.checked) for term in terms]
+        check = partial(_enforce, [(name, state.detach(), inputs.FiniteCheck(x)) for name, state, x in checked], weight.detach())
+        if arguments.learns or any(by_hidden or by_weight for by_hidden, by_weight in arguments.wanted):
+            grads = [trunk.finished_grad(hidden.dtype), *(term.finished_grad(hidden.dtype) for term in terms)]
             ctx.made, ctx.name = MadeGrads(grads, sink, arguments.grad_scale, check), arguments.name
         else:
             check()
-        spread = call.rows.spread
-        outputs = loss, spread(logprob), spread(row_entropy), spread(greedy), *(x for term in terms for x in term.outputs())
+        outputs = loss, *trunk.outputs(), *(x for term in terms for x in term.outputs())
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
@@ -185,25 +212,24 @@ class _Sweep(torch.autograd.Function):
         return None, None, weight, *states
 
 
-def _rows_at_once(arguments: _Arguments, whole: Problem, keep: bool) -> int:
+def _rows_at_once(arguments: _Arguments, whole: Problem) -> int:
     """How many rows a slice may have. Ranks join statistics once a slice, so all of them need the same slices: those of the first rank,
     which has the most columns."""
     shard = arguments.call.shard
     widest = replace(whole, valid=min(shard.columns, shard.total))
     if arguments.drafts:
         return arguments.backend.rows_that_keep(widest, states=2)
-    return arguments.backend.rows_that_keep(widest) if keep else len(whole.hidden)
+    return arguments.backend.rows_that_keep(widest) if arguments.learns else len(whole.hidden)
 
 
-def _enforce(checks: list[inputs.FiniteCheck], states: list[tuple[str, Tensor]], weight: Tensor) -> None:
-    for check, (name, state) in zip(checks, states, strict=True):
+def _enforce(checks: list[tuple[str, Tensor, inputs.FiniteCheck]], weight: Tensor) -> None:
+    for name, state, check in checks:
         check.enforce(state, weight, name)
 
 
-def _loss_and_grads(
-    token_loss: TokenLoss, stats: reduce.RowStats, rows: Tensor, arguments: _Arguments, keep: bool
-) -> tuple[Tensor, RowGrads | None]:
+def _loss_and_grads(token_loss: TokenLoss, stats: reduce.RowStats, rows: Tensor, arguments: _Arguments) -> tuple[Tensor, RowGrads | None]:
     """The loss of a slice, and what it asks of each row."""
+    keep = arguments.learns
     logprob = stats.logprob.detach().requires_grad_(keep)
     entropy = stats.entropy.detach().requires_grad_(keep) if arguments.entropy else None
     with torch.set_grad_enabled(keep):

@@ -192,7 +192,8 @@ class Head:
         scale: float,
         detach_weight: bool,
     ) -> tuple[Tensor, DraftLossOut]:
-        """The loss of an MTP depth against the trunk's distribution, times `scale`, and what each of its tokens tells, on all cp ranks.
+        """The loss of an MTP depth against the trunk's distribution, times `scale`, and what each of its tokens tells, on all cp ranks. The
+        trunk's logits are made for it alone.
 
         state, trunk [t, H]: the depth's states and the trunk's; targets [n]: places in the whole micro-batch of the trunk's states that the
         draft's labels were sampled from, `depth` tokens behind its rows. Call `backward` as for `loss`.
