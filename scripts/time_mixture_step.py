@@ -115,9 +115,8 @@ def main(
 
     config = with_layers(config, layers)
     rate = matmul_tflops(torch.device("cuda"), 8192)
-    print(
-        f"Large bf16 matrix product: {rate:.0f} TFLOP/s.\n\n| step | ms (least–most) | tokens/s | of matmul rate | peak GiB |\n|---|---|---|---|---|"
-    )
+    print(f"Large bf16 matrix product: {rate:.0f} TFLOP/s.\n")
+    print("| step | ms (least–most) | tokens/s | of matmul rate | peak GiB |\n|---|---|---|---|---|")
     flops = ours(config, tokens, rate, trace)
     torch.cuda.empty_cache()
     if with_peer:
