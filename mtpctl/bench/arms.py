@@ -12,8 +12,8 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
@@ -26,6 +26,7 @@ from mtpctl.recipe.model_source import path_in_full
 from mtpctl.recipe.schema import Recipe
 from mtpctl.telemetry.history import History, load_history
 from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.versions import Versions
 
 Say = Callable[[str], None]
 WARM = "warm-start"
@@ -84,7 +85,7 @@ def chosen(arms: Sequence[Arm], wanted: Sequence[str] | None, *, own: bool = Fal
 class Outcome:
     """One arm's run with one seed. `wanted`: RL updates that its recipe asks for; a run that has not ended has made fewer.
 
-    `versions`: software and machine of the run (`versions.json`). `old_logprobs`: `train.rl.old_logprobs`, with `auto` resolved.
+    `old_logprobs`: `train.rl.old_logprobs`, with `auto` resolved.
     """
 
     arm: Arm
@@ -92,7 +93,7 @@ class Outcome:
     history: History
     placement: Placement
     wanted: int
-    versions: Mapping[str, object] = field(default_factory=dict)
+    versions: Versions | None = None
     old_logprobs: Literal["recompute", "behaviour"] = "recompute"
     draft_method: Literal["greedy", "probabilistic"] = "greedy"
 

@@ -199,12 +199,10 @@ def _misses(
     return tuple(found)
 
 
-def measure(
-    shape: Shape, *, with_peers: bool, dtype: torch.dtype = torch.bfloat16, device: str | None = None, seed: int = 0
-) -> list[Result]:
+def measure(shape: Shape, *, with_peers: bool, device: str | None = None) -> list[Result]:
     """Measure every case at one shape. Cases that the device cannot run (Triton on a CPU) are left out."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    x = make_inputs(shape.rows, shape.hidden, shape.vocab, dtype, device, seed)
+    x = make_inputs(shape.rows, shape.hidden, shape.vocab, torch.bfloat16, device, seed=0)
     truth = exact(x.hidden.detach(), x.weight.detach(), x.labels)
     cases = [c for c in ours(max(1.0, shape.rows / REFERENCE_ROWS)) if device == "cuda" or "chunked" in c.name]
     cases += list(peers(device)) if with_peers else []

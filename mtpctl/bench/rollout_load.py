@@ -110,8 +110,8 @@ def start_offline(settings: VllmSettings, *, cpus: float, gpus: float) -> Any:
     return ray.remote(OfflineEngine).options(num_cpus=cpus, num_gpus=gpus, runtime_env=environment).remote(settings)
 
 
-async def send(pool: ReplicaPool, load: Load, vocab: int, replicas: int = 1) -> Run:
-    """Send one load through the pool and wait for its answers."""
+async def send(pool: ReplicaPool, load: Load, vocab: int) -> Run:
+    """Send one load through a pool of one replica and wait for its answers."""
     clock = time.perf_counter
     full: list[tuple[float, float]] = []
 
@@ -139,7 +139,7 @@ async def send(pool: ReplicaPool, load: Load, vocab: int, replicas: int = 1) -> 
     idle = None
     if len(full) == 2:
         (first, before), (last, after) = full
-        idle = 1 - (after - before) / (load.batch * replicas * (last - first))
+        idle = 1 - (after - before) / (load.batch * (last - first))
     return Run(seconds, sum(map(len, answers)), _wrong(load, answers, vocab), idle, stats)
 
 

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 LayerKind = Literal["full_attention", "linear_attention"]
+
+
+class RopeScaling(TypedDict, total=False):
+    """The fields of a config that scale rotary embeddings, as transformers names them; YaRN may leave most of them out."""
+
+    rope_type: str
+    type: str
+    factor: float
+    original_max_position_embeddings: int
+    low_freq_factor: float
+    high_freq_factor: float
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float | None
+    mscale: float
+    mscale_all_dim: float
+    truncate: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +110,7 @@ class ModelShape:
     head_dim: int
     vocab: int
     rope_theta: float
-    rope_scaling: Mapping[str, Any] | None
+    rope_scaling: RopeScaling | None
     rotary_fraction: float
     rms_eps: float
     qkv_bias: bool

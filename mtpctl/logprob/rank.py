@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtpctl.cluster.heap import importing, settle_heap
 from mtpctl.cluster.logs import write_to_run
@@ -18,7 +18,7 @@ from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.routes import RouteShape
-from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.manifest import JsonObject, Manifest
 from mtpctl.sync.protocol import PlanMismatch, Section, SyncError, WeightsDiffer
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class ScoreRank:
 
     # ------------------------------------------------------------------------------------------------------- weights
 
-    def begin_update(self, manifest: dict[str, Any], version: int, section: Section) -> None:
+    def begin_update(self, manifest: JsonObject, version: int, section: Section) -> None:
         """Check a section of the manifest against the model, and open it. Raises PlanMismatch or VersionConflict; nothing changed."""
         from mtpctl.convert.stream import WeightStream
         from mtpctl.logprob.adapter import MergedAdapter

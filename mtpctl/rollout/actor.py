@@ -68,10 +68,9 @@ class RolloutActor:
 
     _engine: Engine
 
-    def __init__(self, settings: EngineSettings, version: int = 0) -> None:
+    def __init__(self, settings: EngineSettings) -> None:
         write_to_run()
         self._settings = settings
-        self._version = version
         self._answers: list[Answer] = []
         self._answered = asyncio.Event()
         self._working: dict[int, asyncio.Task[None]] = {}
@@ -81,11 +80,11 @@ class RolloutActor:
         if isinstance(self._settings, SglangSettings):
             from mtpctl.rollout.sglang.engine import SglangEngine
 
-            self._engine = await SglangEngine.start(self._settings, version=self._version)
+            self._engine = await SglangEngine.start(self._settings)
         else:
             from mtpctl.rollout.vllm.engine import VllmEngine
 
-            self._engine = await VllmEngine.start(self._settings, version=self._version)
+            self._engine = await VllmEngine.start(self._settings)
         settle_heap()
         return await self.health()
 
@@ -315,9 +314,7 @@ class RayReplica:
             ray.kill(cast("ActorHandle[RolloutActor]", self._handle))
 
 
-async def start_replica(
-    settings: EngineSettings, *, name: str, version: int = 0, options: Mapping[str, object] | None = None
-) -> RayReplica:
+async def start_replica(settings: EngineSettings, *, name: str, options: Mapping[str, object] | None = None) -> RayReplica:
     """Start an engine as a Ray actor, and return once it can serve.
 
     `options` go to Ray (`num_cpus`, `num_gpus`, `scheduling_strategy`, …). Raises what loading the engine raises.
@@ -328,7 +325,7 @@ async def start_replica(
     if isinstance(settings, SglangSettings) and settings.python is not None:
         environment["py_executable"] = settings.python
     remote = ray.remote(RolloutActor).options(max_concurrency=CONCURRENCY, runtime_env=environment, **(options or {}))
-    actor = cast("ActorHandle[RolloutActor]", remote.remote(settings, version))
+    actor = cast("ActorHandle[RolloutActor]", remote.remote(settings))
     replica = RayReplica(cast(RolloutHandle, actor), name)
     try:
         await replica._call(replica._handle.start.remote())

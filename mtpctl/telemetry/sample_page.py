@@ -13,6 +13,8 @@ from mtpctl.telemetry.sample_log import KeptSample, shortened
 MOST_SAMPLES = 320
 MOST_CHARACTERS = 4000
 MOST_BANDS = 5
+ENDING = 90
+"""Characters of a prompt that the line of a closed sample shows."""
 KINDS = {"update": "trained on", "eval": "held-out", "dropped": "dropped"}
 
 
@@ -89,10 +91,10 @@ def _article(row: KeptSample, bands: Sequence[tuple[float, str]]) -> str:
     )
 
 
-def ending(text: str, most: int = 90) -> str:
-    """The last words of a text in one line: a prompt ends with what is asked."""
+def ending(text: str) -> str:
+    """The last words of a prompt in one line, since a prompt ends with its question."""
     line = " ".join(text.split())
-    return line if len(line) <= most else "… " + line[-most:].partition(" ")[2]
+    return line if len(line) <= ENDING else "… " + line[-ENDING:].partition(" ")[2]
 
 
 def _told(tokens: int) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console
 
@@ -83,7 +83,6 @@ class Telemetry:
         *,
         totals: Mapping[str, int] | None = None,
         resumed: Resumed = Resumed(),
-        title: str | None = None,
         console: Console | None = None,
     ) -> None:
         """`totals`: the number of steps of each phase, in order. `plain`: lines instead of the panel, also on a terminal.
@@ -94,12 +93,12 @@ class Telemetry:
         self._run_dir = run_dir
         self._lock = threading.Lock()
         self._closed = False
-        name = run_dir.path.name if title is None else title
+        name = run_dir.path.name
         self._file = MetricsFile(run_dir.metrics)
         self._sinks: list[Sink] = []
         tables: list[Tables] = []
         recipe = yaml12.parse(run_dir.recipe.read_text(encoding="utf-8"), str(run_dir.recipe)).value
-        settings: dict[str, Any] = recipe if isinstance(recipe, dict) else {}
+        settings: dict[str, object] = recipe if isinstance(recipe, dict) else {}
         history = load_history(run_dir.path)
         check_packages(config)
         if config.tensorboard:

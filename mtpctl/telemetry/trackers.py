@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mtpctl.errors import EnvironmentMissing
 from mtpctl.recipe.loading import flatten
@@ -70,7 +69,7 @@ class WandbSink:
 
     failure = ""
 
-    def __init__(self, config: TelemetryConfig, name: str, folder: Path, recipe: Mapping[str, Any], updates: Updates) -> None:
+    def __init__(self, config: TelemetryConfig, name: str, folder: Path, recipe: Mapping[str, object], updates: Updates) -> None:
         """Raises EnvironmentMissing where W&B does not take the run: without a login, or a network."""
         import wandb
 
@@ -119,7 +118,7 @@ class MlflowSink:
     so.
     """
 
-    def __init__(self, config: TelemetryConfig, name: str, folder: Path, recipe: Mapping[str, Any], updates: Updates) -> None:
+    def __init__(self, config: TelemetryConfig, name: str, folder: Path, recipe: Mapping[str, object], updates: Updates) -> None:
         """Raises EnvironmentMissing where the tracking server does not answer."""
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
@@ -149,7 +148,7 @@ class MlflowSink:
         self._thread = threading.Thread(target=self._send_all, name="mlflow", daemon=True)
         self._thread.start()
 
-    def _put_params(self, recipe: Mapping[str, Any], there: Mapping[str, str]) -> None:
+    def _put_params(self, recipe: Mapping[str, object], there: Mapping[str, str]) -> None:
         """Parameters cannot be changed: what a resumed run has otherwise becomes a tag, `changed.KEY`."""
         from mlflow.entities import Param
 

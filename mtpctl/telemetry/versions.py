@@ -10,7 +10,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 PACKAGES = (
     "mtpctl",
@@ -37,16 +37,34 @@ DRIVER = Path("/proc/driver/nvidia/version")
 """This file exists where the driver, and so a card, is."""
 
 
-def collect_versions() -> dict[str, Any]:
-    """Python, the packages that are installed, and the machine's cards, processor, cores and memory."""
-    packages = {}
+class Machine(TypedDict):
+    """The machine of a run. `cards`: a name for each card that the process may use; earlier releases did not record them."""
+
+    system: str
+    arch: str
+    cores: int | None
+    memory_gib: float
+    cards: NotRequired[list[str]]
+
+
+class Versions(TypedDict):
+    """What `versions.json` holds: Python, the installed packages by name, and the machine."""
+
+    python: str
+    packages: dict[str, str]
+    machine: Machine
+
+
+def collect_versions() -> Versions:
+    """The versions and the machine of this process."""
+    packages: dict[str, str] = {}
     for name in PACKAGES:
         try:
             packages[name] = version(name)
         except PackageNotFoundError:
             continue
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    machine = {
+    machine: Machine = {
         "system": platform.system(),
         "arch": platform.machine(),
         "cores": os.cpu_count(),
