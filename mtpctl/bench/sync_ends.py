@@ -44,7 +44,7 @@ def _trainer(pipe: Connection, recipe_json: str, folder: str, visible: str) -> N
     from mtpctl.trainer.engine import MegatronEngine
     from mtpctl.trainer.sending import WeightSource
 
-    class Drawn(WeightSource):
+    class BenchSource(WeightSource):
         """The trainer's weights, sent by one transport after another."""
 
         def use(self, transport: str) -> None:
@@ -76,7 +76,7 @@ def _trainer(pipe: Connection, recipe_json: str, folder: str, visible: str) -> N
         random_seed=1,
     )
     engine = MegatronEngine(HfFolder(Path(folder), config, shape_of(config)), settings)
-    source = Drawn(recipe, 0, engine)
+    source = BenchSource(recipe, 0, engine)
     pipe.send((True, None))
     while (call := pipe.recv()) is not None:
         method, arguments = call
@@ -130,7 +130,7 @@ class Trainer:
 # -------------------------------------------------------------------------------------------------------------- engine
 
 
-class Alone:
+class SingleEngine:
     """One engine, with the methods of `ReplicaPool` that `WeightSync` calls."""
 
     def __init__(self, engine: VllmEngine) -> None:

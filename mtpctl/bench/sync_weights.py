@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mtpctl.bench.machine import visible_cards
-from mtpctl.bench.sync_ends import Alone, Load, Trainer
-from mtpctl.bench.sync_results import Extra, Options, Result, misses
+from mtpctl.bench.sync_ends import Load, SingleEngine, Trainer
+from mtpctl.bench.sync_results import ExtraMemory, Options, Result, misses
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import count_parameters, tensor_shapes
 from mtpctl.plan.memory import WEIGHT_BYTES
@@ -122,7 +122,7 @@ async def _one(
         from mtpctl.sync.store import default_root
 
         store = default_root(f"bench-{os.getpid()}", 3 * model_bytes(options), store)
-    sync = WeightSync(recipe, trainer, Alone(engine), None, store)
+    sync = WeightSync(recipe, trainer, SingleEngine(engine), None, store)
     load = Load(engine._llm, options)
     try:
         # Memory that generation takes at its start is not to be counted as the sync's.
@@ -166,7 +166,7 @@ async def _one(
             # The store may be in shared memory, which outlives this process.
             VersionStore(store).close()
     result.trainer_gib, result.engine_gib = (
-        Extra.between(*readings, alone=not options.shared) for readings in zip(before, after, strict=True)
+        ExtraMemory.between(*readings, alone=not options.shared) for readings in zip(before, after, strict=True)
     )
     say(f"  GiB beside the trainer's: {result.trainer_gib}; beside the engine's: {result.engine_gib}")
     result.misses = misses(result, options)

@@ -12,7 +12,7 @@ from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json
 
 if TYPE_CHECKING:
-    from mtpctl.telemetry.sample_log import KeptSample
+    from mtpctl.telemetry.sample_log import SampleRow
 
 
 def samples(
@@ -44,14 +44,14 @@ def samples(
         answer("\n\n".join(map(_rendered, chosen)))
 
 
-def _chosen(rows: list[KeptSample], n: int, worst: bool) -> list[KeptSample]:
+def _chosen(rows: list[SampleRow], n: int, worst: bool) -> list[SampleRow]:
     if worst:
         # One whose reward is not known is none of the worst.
         return sorted((row for row in rows if row["reward"] is not None), key=lambda row: (row["reward"], -row["step"]))[:n]
     return rows[::-1][:n]
 
 
-def _rendered(row: KeptSample) -> str:
+def _rendered(row: SampleRow) -> str:
     from mtpctl.telemetry.sample_page import facts
 
     reward = "no reward" if row["reward"] is None else f"reward {row['reward']:.3g}"

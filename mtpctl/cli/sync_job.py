@@ -48,7 +48,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Synced:
+class SyncResult:
     """One sync. Rates in GB/s; `link_gb_per_s`: this machine's memory for `shm`, the same transfer unpacked otherwise."""
 
     version: int
@@ -69,7 +69,9 @@ class Synced:
         return None if not self.link_gb_per_s else self.gb_per_s / self.link_gb_per_s
 
 
-def sync_by_hand(recipe: Recipe, source: Source, urls: list[str], *, verify: bool, repeat: int, say: Callable[[str], None]) -> list[Synced]:
+def sync_by_hand(
+    recipe: Recipe, source: Source, urls: list[str], *, verify: bool, repeat: int, say: Callable[[str], None]
+) -> list[SyncResult]:
     """Start what the recipe names, sync once and measure it. Raises what starting and syncing raise."""
     if not urls:
         check_engine(recipe)
@@ -95,7 +97,7 @@ async def _sync(
     verify: bool,
     repeat: int,
     say: Callable[[str], None],
-) -> list[Synced]:
+) -> list[SyncResult]:
     model = model_of(recipe, source.run or scratch)
     store = store_in(scratch, recipe, model.shape)
     async with contextlib.AsyncExitStack() as stack:
@@ -135,7 +137,7 @@ async def _server(recipe: Recipe, model: HfFolder, placement: Placement, store: 
     return await within(starting, recipe.cluster.actor_deadline_s, "log-prob server, start")
 
 
-async def _one(sync: WeightSync, version: int, verify: bool, targets: int) -> Synced:
+async def _one(sync: WeightSync, version: int, verify: bool, targets: int) -> SyncResult:
     metrics = await sync(version, verify=verify)
     await sync.persisted()
     from mtpctl.sync.memory import copy_rate
@@ -144,7 +146,7 @@ async def _one(sync: WeightSync, version: int, verify: bool, targets: int) -> Sy
     assert update is not None
     manifest, sent = update.manifest, update.sent
     link = None if update.pushed else copy_rate(max(plan.largest for plan in manifest.sections.values()))
-    return Synced(
+    return SyncResult(
         version,
         manifest.transport,
         targets,
@@ -159,7 +161,7 @@ async def _one(sync: WeightSync, version: int, verify: bool, targets: int) -> Sy
     )
 
 
-def render(done: list[Synced]) -> str:
+def render(done: list[SyncResult]) -> str:
     """The figures as text for a terminal."""
     lines = []
     for sync in done:
@@ -173,6 +175,6 @@ def render(done: list[Synced]) -> str:
     return "\n".join(lines)
 
 
-def as_json(done: list[Synced]) -> str:
+def as_json(done: list[SyncResult]) -> str:
     """Everything that was measured."""
     return json.dumps([{**asdict(sync), "share": sync.share} for sync in done], indent=1)

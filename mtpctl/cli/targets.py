@@ -104,7 +104,7 @@ def target_with_weights(target: str, start: str | None, overlays: Sequence[str],
 
 
 @dataclass(frozen=True)
-class Beginning:
+class StartWeights:
     """The weights that a new run begins from: a Hugging Face folder, or a checkpoint over the model `over`; `adapter`: of one."""
 
     told: str
@@ -118,11 +118,11 @@ class Beginning:
         return [f"model.path={path}", "model.config=null", "model.init=weights"]
 
 
-def beginning_of(text: str) -> Beginning:
+def start_weights(text: str) -> StartWeights:
     """What `train --from` names. Raises UserError for anything but a run with a checkpoint, a checkpoint, or a folder of weights."""
     folder = Path(text).expanduser().absolute()
     if (folder / WEIGHTS).is_file():
-        return Beginning(text, str(folder))
+        return StartWeights(text, str(folder))
     from mtpctl.controller.state import version_named
     from mtpctl.recipe.loading import load_recipe
 
@@ -130,7 +130,7 @@ def beginning_of(text: str) -> Beginning:
     recipe = load_recipe(_recipe_of(run)).recipe
     model, adapter = recipe.model, recipe.train.lora is not None
     over = run / "model" if model.drawn else model.path
-    return Beginning(f"{text}, {checkpoint.name}" if checkpoint != folder else text, str(over), checkpoint, adapter)
+    return StartWeights(f"{text}, {checkpoint.name}" if checkpoint != folder else text, str(over), checkpoint, adapter)
 
 
 def has_checkpoint(run: Path) -> bool:

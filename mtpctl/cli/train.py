@@ -14,7 +14,7 @@ from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json, OptionalRecipe, Overlays, Sets, load_whole, say
 
 if TYPE_CHECKING:
-    from mtpctl.cli.targets import Beginning, Target
+    from mtpctl.cli.targets import StartWeights, Target
 
 
 def train(
@@ -67,19 +67,19 @@ def train(
 
 def _asked(
     recipe: str | None, start: str | None, overlay: list[str] | None, sets: list[str], converted: Path | None = None
-) -> tuple[Target, Beginning | None]:
+) -> tuple[Target, StartWeights | None]:
     """The recipe that the command line asks for, and the weights that a new run by it begins from, where it names some.
 
     `converted`: the folder that these weights were converted to, where they were.
     """
-    from mtpctl.cli.targets import Target, beginning_of, run_of
+    from mtpctl.cli.targets import Target, run_of, start_weights
     from mtpctl.errors import UserError
 
     if start is None:
         if recipe is None:
             raise UserError("RECIPE: name a recipe or a run, or a run with --from")
         return load_whole(recipe, overlay, sets), None
-    beginning = beginning_of(start)
+    beginning = start_weights(start)
     if recipe is None and (run := run_of(start)) is None:
         raise UserError(f"--from: {start} has no recipe with it; name a recipe before it")
     named = recipe or str(run)
@@ -90,7 +90,7 @@ def _asked(
     return Target(load_whole(named, overlay, [*sets, *beginning.sets(converted)]).loaded, found.run, changed=found.changed), beginning
 
 
-def _converted(beginning: Beginning, run: Path) -> Path:
+def _converted(beginning: StartWeights, run: Path) -> Path:
     """The checkpoint as a Hugging Face folder in the directory of the run, an adapter merged in.
 
     Another process converts it: it imports what a controller does not, and takes the cards from itself.

@@ -8,9 +8,9 @@ import time
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.state import RunState
 from mtpctl.controller.trainers import TrainerGroup
-from mtpctl.data.conversations import Imitated
+from mtpctl.data.conversations import SftSample
 from mtpctl.data.cursor import PromptCursor
-from mtpctl.data.prompts import encode_imitated
+from mtpctl.data.prompts import encode_sft
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
 from mtpctl.telemetry.session import Telemetry
@@ -66,8 +66,8 @@ class SftStage:
             self.telemetry.log(self.state.step, metrics, "sft")
             await self.state.checkpoint_if_due(self.trainer)
 
-    def _sequence(self) -> Imitated:
-        return encode_imitated(self.prepared.tokenizer, next(self.cursor), self.recipe.data, self.prepared.tools)
+    def _sequence(self) -> SftSample:
+        return encode_sft(self.prepared.tokenizer, next(self.cursor), self.recipe.data, self.prepared.tools)
 
 
 def check_applied(metrics: dict[str, float], bad: int, limit: int) -> int:

@@ -16,7 +16,7 @@ from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.errors import UserError
 
 
-class Imitated(NamedTuple):
+class SftSample(NamedTuple):
     """What the supervised stage trains on: ids that are only read, ids behind them, and for each of those 1 where it is trained on."""
 
     prompt: list[int]
@@ -24,7 +24,7 @@ class Imitated(NamedTuple):
     mask: list[int]
 
 
-def encode_conversation(tokenizer: Tokenizer, problem: Problem, system: Sequence[Message] = ()) -> Imitated:
+def encode_conversation(tokenizer: Tokenizer, problem: Problem, system: Sequence[Message] = ()) -> SftSample:
     """Ids of the conversation `problem.messages` behind the messages `system`, and the mask of the assistant's turns.
 
     A turn with `weight: 0` is not trained on. Where the template writes no end token behind the last turn, the tokenizer's follows it.
@@ -51,7 +51,7 @@ def encode_conversation(tokenizer: Tokenizer, problem: Problem, system: Sequence
     if 1 not in mask:
         raise UserError(f"{problem.prompt_id}: no turn of the assistant is trained on: all are empty or have a weight of 0; remove the row")
     first, last = mask.index(1), len(mask) - mask[::-1].index(1)
-    return Imitated(ids[:first], ids[first:last], mask[first:last])
+    return SftSample(ids[:first], ids[first:last], mask[first:last])
 
 
 def _turn(tokenizer: Tokenizer, messages: Sequence[Message], number: int, whole: str, problem: Problem) -> tuple[int, int]:

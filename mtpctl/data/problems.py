@@ -51,7 +51,7 @@ class Problem:
         return cast("Sequence[Mapping[str, object]] | None", self.fields.get("tools"))
 
     @property
-    def imitated(self) -> bool:
+    def is_conversation(self) -> bool:
         """Whether this is a whole conversation, of which the supervised stage trains on the assistant's turns."""
         return bool(self.messages) and self.messages[-1].get("role") == "assistant"
 

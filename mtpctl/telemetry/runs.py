@@ -21,7 +21,7 @@ DEPTH = 4
 
 
 @dataclass(frozen=True)
-class FoundRun:
+class RunOverview:
     """One run. `stage` and `step` of `steps` are how far it got; `reward` and `accuracy` the newest of RL; `age_s` since its last line."""
 
     path: Path
@@ -34,7 +34,7 @@ class FoundRun:
     age_s: float
 
 
-def find_runs(folder: Path) -> list[FoundRun]:
+def find_runs(folder: Path) -> list[RunOverview]:
     """All runs below the folder, or the folder itself where it is one; the newest first."""
     return sorted((describe_run(path) for path in _below(folder, DEPTH)), key=lambda run: run.age_s)
 
@@ -48,7 +48,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
                 yield from _below(path, depth - 1)
 
 
-def describe_run(path: Path) -> FoundRun:
+def describe_run(path: Path) -> RunOverview:
     """Raises UserError where the metrics are broken."""
     run = RunDirectory(path)
     history = load_history(path)
@@ -57,7 +57,7 @@ def describe_run(path: Path) -> FoundRun:
     plan = _stages(run)
     unfiltered = _last(history, "reward/unfiltered_mean")
     newest = run.metrics if run.metrics.exists() else run.recipe
-    return FoundRun(
+    return RunOverview(
         path,
         _state(run, history, plan),
         stage,

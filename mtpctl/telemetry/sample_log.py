@@ -46,7 +46,7 @@ class Drafts(TypedDict):
     steps: int
 
 
-class KeptSample(TypedDict):
+class SampleRow(TypedDict):
     """One response to read. `set` is the held-out set of an evaluation; `versions` are [begin, end, version] over the response's tokens."""
 
     step: int
@@ -70,9 +70,9 @@ class KeptSample(TypedDict):
     time: NotRequired[float]
 
 
-def keep(
+def sample_row(
     sample: Sample, decode: Callable[[list[int]], str], *, step: int, kind: Kind, answer: str = "", held_out: str = "", note: str = ""
-) -> KeptSample:
+) -> SampleRow:
     """The row of one sample. `answer` is what the problem asked for, `held_out` the name of its set."""
     spec = sample.speculation
     return {
@@ -129,12 +129,12 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
     return f"{text[:half]}\n[… {len(text) - 2 * half:,} characters …]\n{text[-half:]}"
 
 
-def response_text(row: KeptSample) -> str:
+def response_text(row: SampleRow) -> str:
     """The response as one text, in which what the environment said is between brackets of its own."""
     return "".join(part["text"] if part["by"] == "model" else f"⟦{part['text']}⟧" for part in row["parts"])
 
 
-Tables = Callable[[list[KeptSample]], None]
+Tables = Callable[[list[SampleRow]], None]
 """Shows rows of one step elsewhere, as a table."""
 
 
@@ -147,11 +147,11 @@ class SampleLog:
     def __init__(self, folder: Path, session: int, tables: Sequence[Tables] = ()) -> None:
         self.folder, self.session, self.left_out, self.told = folder, session, 0, ""
         self._tables = tables
-        self._queue: queue.Queue[list[KeptSample] | None] = queue.Queue(_WAITING)
+        self._queue: queue.Queue[list[SampleRow] | None] = queue.Queue(_WAITING)
         self._thread = threading.Thread(target=self._write_all, name="samples", daemon=True)
         self._thread.start()
 
-    def write(self, rows: list[KeptSample]) -> None:
+    def write(self, rows: list[SampleRow]) -> None:
         """Have the rows written. Returns at once."""
         try:
             self._queue.put_nowait(rows)
@@ -174,7 +174,7 @@ class SampleLog:
                 # Samples are no reason to end a run. A full disk ends it by its metrics; the rest is told at the end.
                 self._leave_out(rows, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
-    def _leave_out(self, rows: list[KeptSample], why: str) -> None:
+    def _leave_out(self, rows: list[SampleRow], why: str) -> None:
         self.left_out += len(rows)
         self.told = f"{self.left_out} samples were left out of samples/ or a table; the last, {why}"
 
@@ -203,12 +203,12 @@ def _whole(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def read_samples(run_dir: Path) -> list[KeptSample]:
+def read_samples(run_dir: Path) -> list[SampleRow]:
     """The samples of a run in the order of their steps; of a step that was done twice, after a resume, those of the later one.
 
     A line that was not written completely is left out. Raises UserError for any other line that is no row.
     """
-    rows: list[KeptSample] = []
+    rows: list[SampleRow] = []
     for path in _files(run_dir / "samples"):
         try:
             lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -219,14 +219,14 @@ def read_samples(run_dir: Path) -> list[KeptSample]:
                 row = json.loads(line) if line else None
             except ValueError:
                 row = None
-            if isinstance(row, dict) and KeptSample.__required_keys__ <= row.keys() and row["kind"] in get_args(Kind):
+            if isinstance(row, dict) and SampleRow.__required_keys__ <= row.keys() and row["kind"] in get_args(Kind):
                 rows.append(row)  # type: ignore[arg-type]
             elif line and number < len(lines):
                 raise UserError(f"{path}:{number}: not a sample; remove the line")
     return sorted(_without_repeats(rows), key=lambda row: (row["step"], row["kind"] == "eval"))
 
 
-def _without_repeats(rows: list[KeptSample]) -> list[KeptSample]:
+def _without_repeats(rows: list[SampleRow]) -> list[SampleRow]:
     begins: dict[int, int] = {}
     done: dict[tuple[int, str, str], int] = {}
     for row in rows:
@@ -235,7 +235,7 @@ def _without_repeats(rows: list[KeptSample]) -> list[KeptSample]:
         key = (row["step"], row["kind"], row["set"])
         done[key] = max(done.get(key, 0), session)
 
-    def stands(row: KeptSample) -> bool:
+    def stands(row: SampleRow) -> bool:
         session, step = row.get("session", 0), row["step"]
         if done[step, row["kind"], row["set"]] > session:
             return False

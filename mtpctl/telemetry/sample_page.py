@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from mtpctl.telemetry.sample_log import KeptSample, shortened
+from mtpctl.telemetry.sample_log import SampleRow, shortened
 
 MOST_SAMPLES = 320
 MOST_CHARACTERS = 4000
@@ -18,7 +18,7 @@ ENDING = 90
 KINDS = {"update": "trained on", "eval": "held-out", "dropped": "dropped"}
 
 
-def samples_section(rows: Sequence[KeptSample]) -> str:
+def samples_section(rows: Sequence[SampleRow]) -> str:
     """The section as HTML; empty without samples. Of many steps some are shown, evenly spread, the first and the last among them."""
     shown = of_spread_steps(rows, MOST_SAMPLES)
     if not shown:
@@ -40,7 +40,7 @@ def samples_section(rows: Sequence[KeptSample]) -> str:
     )
 
 
-def of_spread_steps(rows: Sequence[KeptSample], most: int) -> list[KeptSample]:
+def of_spread_steps(rows: Sequence[SampleRow], most: int) -> list[SampleRow]:
     """At most about `most` rows: all of some steps, evenly spread over the run."""
     steps = sorted({row["step"] for row in rows})
     count = max(2, most * len(steps) // max(len(rows), 1))
@@ -73,7 +73,7 @@ def _rules(name: str, values: Iterable[str]) -> str:
     )
 
 
-def _article(row: KeptSample, bands: Sequence[tuple[float, str]]) -> str:
+def _article(row: SampleRow, bands: Sequence[tuple[float, str]]) -> str:
     reward = row["reward"]
     band = "" if reward is None else str(next((i for i, (end, _) in enumerate(bands) if reward <= end), len(bands) - 1))
     parts = "".join(
@@ -105,7 +105,7 @@ def _text(text: str) -> str:
     return escape(shortened(text, MOST_CHARACTERS), quote=False)
 
 
-def facts(row: KeptSample) -> list[str]:
+def facts(row: SampleRow) -> list[str]:
     """What is to be said of a sample besides its reward and its texts, in a few words each."""
     where = {"update": f"update {row['step']}", "eval": f"held-out {row['set']}".strip() + f" at {row['step']}"}
     told = [where.get(row["kind"], f"dropped before update {row['step']}")]

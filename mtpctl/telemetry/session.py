@@ -21,7 +21,7 @@ from mtpctl.telemetry.history import History, Row, load_history
 from mtpctl.telemetry.metrics_file import MetricsFile
 from mtpctl.telemetry.panel import Display, LivePanel, PlainLines
 from mtpctl.telemetry.run_directory import RunDirectory
-from mtpctl.telemetry.sample_log import KeptSample, SampleLog, Tables
+from mtpctl.telemetry.sample_log import SampleLog, SampleRow, Tables
 from mtpctl.telemetry.sinks import Sink, TensorBoardSink, check_packages
 from mtpctl.telemetry.summary import before_and_after, in_between, summary_table
 from mtpctl.telemetry.trackers import MlflowSink, Updates, WandbSink
@@ -166,7 +166,7 @@ class Telemetry:
             self._log_file.flush()
             self._file.append({"time": time.time(), "event": "error", "message": told})
 
-    def samples(self, rows: list[KeptSample]) -> None:
+    def samples(self, rows: list[SampleRow]) -> None:
         """Keep samples of one step, to be read: in `samples/`, and in W&B as a table. Returns before they are written."""
         if rows:
             self._samples.write(rows)

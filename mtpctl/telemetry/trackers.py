@@ -18,7 +18,7 @@ from mtpctl.errors import EnvironmentMissing
 from mtpctl.recipe.loading import flatten
 from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.telemetry.history import History
-from mtpctl.telemetry.sample_log import KeptSample, response_text
+from mtpctl.telemetry.sample_log import SampleRow, response_text
 
 SAMPLE_COLUMNS = ("step", "set", "prompt", "answer", "response", "reward", "tokens", "ended", "versions", "drafted", "accepted", "note")
 _PARAMS, _VALUE = 100, 500
@@ -45,7 +45,7 @@ class Updates:
         return step + sum(self._last.get(before, 0) for before in self._phases[: self._phases.index(phase)])
 
 
-def _cells(row: KeptSample, columns: list[str]) -> list[object]:
+def _cells(row: SampleRow, columns: list[str]) -> list[object]:
     parts = {f"reward/{name}": value for name, value in row["reward_parts"].items()}
     cells: dict[str, object] = {
         "step": row["step"],
@@ -96,7 +96,7 @@ class WandbSink:
     def write(self, step: int, metrics: dict[str, float], phase: str) -> None:
         self._run.log({**metrics, f"{phase}/step": step, "update": self._updates.of(step, phase)})
 
-    def samples(self, rows: list[KeptSample]) -> None:
+    def samples(self, rows: list[SampleRow]) -> None:
         """A table for each kind of samples, all of one step: `samples/update`, `samples/eval`, `samples/dropped`."""
         from wandb import Table
 
