@@ -65,14 +65,14 @@ class SyncResult:
 
     @property
     def share(self) -> float | None:
-        """Of the link's limit."""
+        """Share of the link's rate that the sync reached; None where that rate was not measured."""
         return None if not self.link_gb_per_s else self.gb_per_s / self.link_gb_per_s
 
 
 def sync_by_hand(
     recipe: Recipe, source: Source, urls: list[str], *, verify: bool, repeat: int, say: Callable[[str], None]
 ) -> list[SyncResult]:
-    """Start what the recipe names, sync once and measure it. Raises what starting and syncing raise."""
+    """Start what the recipe names, sync `repeat` times and measure each. Raises what starting and syncing raise."""
     if not urls:
         check_engine(recipe)
     engines = asyncio.run(_serving(recipe, urls))
@@ -176,5 +176,5 @@ def render(done: list[SyncResult]) -> str:
 
 
 def as_json(done: list[SyncResult]) -> str:
-    """Everything that was measured."""
+    """The results as JSON."""
     return json.dumps([{**asdict(sync), "share": sync.share} for sync in done], indent=1)

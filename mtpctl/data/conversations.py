@@ -17,7 +17,7 @@ from mtpctl.errors import UserError
 
 
 class SftSample(NamedTuple):
-    """What the supervised stage trains on: ids that are only read, ids behind them, and for each of those 1 where it is trained on."""
+    """One sample of the supervised stage: ids of the prompt, ids of the target, and the target's loss mask."""
 
     prompt: list[int]
     target: list[int]
@@ -72,7 +72,7 @@ def _turn(tokenizer: Tokenizer, messages: Sequence[Message], number: int, whole:
 
 
 def _said(tokenizer: Tokenizer, ids: list[int], inside: list[int]) -> list[int]:
-    """The places of a turn up to its end token: blanks that the template puts behind that are not said."""
+    """The places of a turn up to its end token, without the blanks that the template puts behind it."""
     end = next((i for i in reversed(range(len(inside))) if ids[inside[i]] in tokenizer.special_ids), None)
     if end is not None and not tokenizer.decode([ids[place] for place in inside[end + 1 :]]).strip():
         return inside[: end + 1]

@@ -32,19 +32,18 @@ _NO_ROWS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "sta
 
 
 class _HubUnreachable(Exception):
-    """The hub does not say what a dataset holds: there is no network, or it is down."""
+    """The hub does not answer: there is no network, or it is down."""
 
 
 class _NotCached(Exception):
-    """The hub does not answer, and the cache has nothing."""
+    """The hub does not answer, and the dataset is not in the cache."""
 
 
 def dataset_rows(name: str, subset: str | None, split: str, *, field: str, section: str, fetch: bool = True) -> Iterator[Row]:
     """The rows of one split, whose ids are `owner/name/subset/split:number`. With `fetch=False` the cache alone is looked at.
 
-    `field` is the recipe key that names the dataset, and `section` what the keys `subset` and `split` stand below. Raises UserError where
-    there is no such dataset, subset or split, with those that there are; EnvironmentMissing where the hub does not answer and nothing is
-    in the cache.
+    `field` is the recipe key that names the dataset, `section` the prefix of its keys `subset` and `split`. Raises UserError, naming those
+    that there are, where there is no such dataset, subset or split; EnvironmentMissing where neither the hub nor the cache has it.
     """
     if find_spec("datasets") is not None:
         yield from _library_rows(name, subset, split, field, section, fetch)

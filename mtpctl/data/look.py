@@ -1,4 +1,4 @@
-"""A look at a recipe's data before anything starts: every file is read for as long as there is time, and mistakes are told."""
+"""Check a recipe's data before anything starts: read each of its sets for as long as there is time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class SetReport:
-    """What was found in one set: `role` as `rows_of` names it, its rows in words, how many were read, and whether those are all.
-
-    `unread` says why nothing could be read.
-    """
+    """What was read of one set. `role`: as `rows_of` names it; `rows`: how many; `whole`: whether those are all; `unread`: why none."""
 
     role: str
     name: str

@@ -15,7 +15,7 @@ NO_ANSWER = ""
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A prompt, the answer that a reward compares responses with, and where there is one a worked `solution` that ends in the answer.
+    """A prompt, the answer that a reward compares responses with, and maybe a worked `solution` that ends in the answer.
 
     `prompt_id` is the same in every run: `task/split/number` of a generated problem, `file:line` of one from a file. `messages` is the
     prompt as a conversation, empty where it is plain text; `prompt` is then the text of it. In the supervised stage they may be a whole

@@ -35,7 +35,7 @@ def encode_target(tokenizer: Tokenizer, problem: Problem) -> list[int]:
 
 
 def encode_sft(tokenizer: Tokenizer, problem: Problem, config: DataConfig, tools: Sequence[object] = ()) -> SftSample:
-    """What the supervised stage trains on: of a conversation the assistant's turns, else the target behind the prompt."""
+    """The sample that the supervised stage trains on: a conversation with its assistant's turns as targets, or prompt and target."""
     if problem.is_conversation:
         return encode_conversation(tokenizer, problem, _system(problem, config))
     target = encode_target(tokenizer, problem)

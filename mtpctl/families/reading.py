@@ -114,7 +114,7 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
 
 
 def _check_supported(family: Family, fields: _Fields) -> None:
-    """Refuse what a config can ask for and the trainer does not compute: the policy that is trained would not be the one that is served."""
+    """Raise UserError for what an engine would compute and the trainer does not: another policy would be trained than is served."""
     activation = fields.raw.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         raise UserError(f"model config: hidden_act {activation!r} is not supported; silu is")

@@ -29,11 +29,11 @@ class RopeScaling(TypedDict, total=False):
 class MtpConvention:
     """How a family's MTP layers are named, and what they read.
 
-    Names are templates: `{k}` is the MTP layer from 0, `{n}` the same counted on from the decoder's layers. `layer` is the
-    prefix of the transformer layer inside; a template without a placeholder names a tensor that all depths share.
-    `recycles_prenorm`: the second depth and later ones read the state before the final norm of the depth above, which the LM head
-    reads normed. `blanks_first`: engines that draft with these layers read 0 in place of the embedding at position 0. Where one layer is
-    repeated its later steps are at positions further on, so that only the first depth does.
+    Names are templates: `{k}` counts MTP layers from 0, `{n}` counts on from the decoder's layers. A template without a placeholder names
+    a tensor that all depths share. `layer` is the prefix of the transformer layer inside.
+
+    `reads_prenorm`: the first depth reads the trunk's state before the final norm. `recycles_prenorm`: later depths read the state before
+    the final norm of the depth above. `blanks_first`: at position 0 engines give the first depth zeros in place of the embedding.
     """
 
     layer: str

@@ -101,7 +101,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class _BucketBuilder:
-    """The bucket being filled, and those already closed."""
+    """Fills one bucket after another; `closed` are those that are full."""
 
     closed: list[Bucket] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)

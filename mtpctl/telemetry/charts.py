@@ -29,9 +29,9 @@ COLOURS = 7
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve. `dots` marks each point, for metrics with few points; `colour` is a number from 0, by default that of the curve.
+    """One curve. `dots` marks each point, for metrics with few points; `colour` is a number from 0, by default the curve's place.
 
-    A `guide` is a dashed line to compare another curve with; a `faint` curve is one of many, thin and without a label. Neither is averaged.
+    A `guide` is a dashed line to compare with; a `faint` curve is one of many, thin and without a label. Neither is averaged.
     """
 
     label: str
@@ -181,8 +181,7 @@ def _stacked(layers: list[Points]) -> list[Points]:
         own = dict(pts)
         for x in steps:
             height[x] += own.get(x, 0.0)
-        smooth = moving_average([(x, height[x]) for x in steps], max(1, len(steps) // 25) if len(steps) >= _SMOOTH_FROM else 0)
-        result.append(thin(smooth, _MOST_POINTS))
+        result.append(thin(_smoothed([(x, height[x]) for x in steps]), _MOST_POINTS))
     return result
 
 

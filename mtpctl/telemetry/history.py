@@ -64,7 +64,7 @@ def load_history(run_dir: Path) -> History:
 
 
 def build_history(raw: Iterable[RawRow]) -> History:
-    """Merge the rows of each step. Steps of a session that a later session resumed before are dropped, since it did them again."""
+    """Merge the rows of each step. Steps that a later session repeated after a resume are dropped from the earlier one."""
     raw = list(raw)
     events = [Event(row["time"], row["event"], row["message"]) for row in raw if "event" in row]
     begins: dict[tuple[str, int], int] = {}

@@ -82,9 +82,9 @@ CHARTS = (
 )
 
 _NO_LAYERS = {"timing_s/step", "timing_s/evaluation", "timing_s/reward", "timing_s/logprob_server"}
-"""Timings that are no part of an update: its sum, the evaluation between updates, and what is done beside it."""
+"""Timings that are no part of an update: its sum, the evaluation between updates, and work that goes on beside it."""
 _OVER_STEPS = {"async/overlap", "rollout/tokens_per_s"}
-"""Shares and rates over the time of a whole step, whose means are weighted by it."""
+"""Shares and rates of a step's time; their means are weighted by that time."""
 _MOST_LAYERS = 6
 
 
@@ -198,7 +198,7 @@ def _tiles(history: History) -> str:
 
 
 def _mean(history: History, name: str) -> float | None:
-    """Mean of a metric over the updates of RL, weighted by their time where the metric is a share or a rate of it."""
+    """Mean of a metric over the updates of RL, weighted by their time for those in `_OVER_STEPS`."""
     rows = [row.metrics for row in history.rows if row.phase == "rl" and name in row.metrics]
     weights = [row.get("timing_s/step", 0.0) if name in _OVER_STEPS else 1.0 for row in rows]
     if not all(weight > 0 for weight in weights):

@@ -19,7 +19,7 @@ from mtpctl.errors import UserError
 from mtpctl.telemetry.versions import collect_versions
 
 RECIPE = "recipe.resolved.yaml"
-"""The recipe with every default written out, as the run went on with it last."""
+"""The recipe of the run's latest start, with every default written out."""
 LOCK = ".lock"
 _FOLDERS = ("checkpoints", "buffer", "logs", "tensorboard")
 _ATTEMPTS, _ATTEMPT_S = 3, 0.05
@@ -30,8 +30,8 @@ _ROOM = 64 << 20
 class RunDirectory:
     """Paths within a run directory, and the lock that keeps a second run out of it.
 
-    `RunDirectory(path)` is for reading. `RunDirectory.create(path, recipe_text)` makes a directory or takes one that is there, and locks
-    it until `close`; `record` then writes the recipe and the versions that the run goes on with.
+    `RunDirectory(path)` is for reading. `RunDirectory.create(path, recipe_text)` makes the directory, or resumes one, and locks it until
+    `close`; `record` then writes recipe and versions of this start.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -67,7 +67,7 @@ class RunDirectory:
 
     @staticmethod
     def check_writable(path: str | Path) -> None:
-        """Raise UserError as `create` would, and make nothing: the file that is tried has no name."""
+        """Raise UserError as `create` would, but leave nothing behind: the file that is tried has no name."""
         path = Path(path)
         with _writing(path):
             place = next(above for above in (path.absolute(), *path.absolute().parents) if above.exists())
@@ -81,7 +81,7 @@ class RunDirectory:
 
     @property
     def held(self) -> bool:
-        """Whether a run is writing the directory just now, as far as locks reach: on this host, or where the file system shares them."""
+        """Whether a run is writing the directory now, on this host or on one that shares the file system's locks."""
         try:
             with (self.path / LOCK).open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -99,7 +99,7 @@ class RunDirectory:
         self._lock = lock
 
     def record(self, recipe_text: str) -> None:
-        """Write the recipe and the installed versions that the run goes on with. An earlier recipe that differs is moved to `logs/`.
+        """Write the recipe and the installed versions of this start. An earlier recipe that differs is moved to `logs/`.
 
         Raises UserError where they cannot be written; the earlier ones are left then.
         """

@@ -1,4 +1,4 @@
-"""The runs below a folder: what state each is in, how far it got, and what it was worth then."""
+"""The runs below a folder: their state, progress, reward and accuracy."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mtpctl.telemetry.history import History, load_history
 from mtpctl.telemetry.run_directory import RunDirectory
 
 State = Literal["running", "done", "failed", "stopped", "broken off", "empty"]
-"""`broken off`: it ended without logging its end, as a killed run does. `empty`: it has logged nothing."""
+"""`broken off`: it ended without logging an end, as a killed run does. `empty`: it has logged nothing."""
 DEPTH = 4
-"""Folders below the one that is asked for in which runs are looked for."""
+"""Levels of folders in which runs are searched."""
 
 
 @dataclass(frozen=True)
 class RunOverview:
-    """One run. `stage` and `step` of `steps` are how far it got; `reward` and `accuracy` the newest of RL; `age_s` since its last line."""
+    """One run: its progress (`step` of `steps` in `stage`), the newest reward and accuracy of RL, seconds since its last metric."""
 
     path: Path
     state: State
@@ -49,7 +49,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def describe_run(path: Path) -> RunOverview:
-    """Raises UserError where the metrics are broken."""
+    """The overview of one run. Raises UserError where the metrics are broken."""
     run = RunDirectory(path)
     history = load_history(path)
     stage = history.rows[-1].phase if history.rows else ""
@@ -74,7 +74,7 @@ def _state(run: RunDirectory, history: History, plan: dict[str, int]) -> State:
         return "running"
     if not history.rows and not history.events:
         return "empty"
-    # An SFT stage may end before its last step; the checkpoint at the end of a stage is told by its name.
+    # An SFT stage may end before its last step; the name of its last checkpoint says so.
     last = list(plan)[-1] if plan else ""
     if last and ((run.checkpoints / f"{last}-{history.last_step(last):06d}-end").is_dir() or _ended(history, last, plan)):
         return "done"

@@ -19,7 +19,7 @@ KINDS = {"update": "trained on", "eval": "held-out", "dropped": "dropped"}
 
 
 def samples_section(rows: Sequence[SampleRow]) -> str:
-    """The section as HTML; empty without samples. Of many steps some are shown, evenly spread, the first and the last among them."""
+    """The section as HTML; empty without samples. Of many steps some are shown, evenly spread over the run."""
     shown = of_spread_steps(rows, MOST_SAMPLES)
     if not shown:
         return ""
@@ -106,7 +106,7 @@ def _text(text: str) -> str:
 
 
 def facts(row: SampleRow) -> list[str]:
-    """What is to be said of a sample besides its reward and its texts, in a few words each."""
+    """Where the sample is from, its reward's parts, length, end, versions and drafts, in a few words each."""
     where = {"update": f"update {row['step']}", "eval": f"held-out {row['set']}".strip() + f" at {row['step']}"}
     told = [where.get(row["kind"], f"dropped before update {row['step']}")]
     told += [f"{name} {value:.3g}" for name, value in row["reward_parts"].items()]

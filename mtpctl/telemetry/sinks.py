@@ -55,7 +55,7 @@ class TensorBoardSink:
 
         values = {".".join(key): value for key, value in flatten(recipe).items() if value is not None}
         plain = {key: value if isinstance(value, bool | int | float | str) else json.dumps(value) for key, value in values.items()}
-        # Of a resumed run those that it goes on with are shown.
+        # A resumed run shows those of its latest start.
         for earlier in self._folder.glob("events.*"):
             earlier.unlink()
         writer = self._open(str(self._folder))

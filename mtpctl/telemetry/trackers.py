@@ -1,7 +1,7 @@
 """Trackers that are packages and services of others: Weights & Biases and MLflow.
 
-Both draw every metric over one step that only grows, while each phase of a run counts its own. So they get updates over all phases:
-those of RL follow those of the supervised phase, as in the report.
+Both want one step that only grows, while each phase of a run counts its own. So they get updates counted over all phases: those of RL
+follow those of the supervised phase, as in the report.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from mtpctl.telemetry.sample_log import SampleRow, response_text
 
 SAMPLE_COLUMNS = ("step", "set", "prompt", "answer", "response", "reward", "tokens", "ended", "versions", "drafted", "accepted", "note")
 _PARAMS, _VALUE = 100, 500
-"""Parameters that MLflow takes at once, and characters of a value, of the least that its releases take."""
+"""Parameters that MLflow takes at once, and characters of a value: the least over its releases."""
 
 
 def identity(folder: Path) -> str:
-    """The same directory is the same run, so that a resumed one goes on in its place."""
+    """The tracker's id of the run in a directory, the same at every resume."""
     return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
 
 
@@ -114,8 +114,7 @@ class WandbSink:
 class MlflowSink:
     """MLflow: metrics over updates, every key of the resolved recipe as a parameter.
 
-    Rows are sent from a thread of its own, since a tracking server may be slow. Where it fails nothing more is sent, and `failure` says
-    so.
+    A thread sends the rows, since a tracking server may be slow. Once it has failed nothing more is sent, and `failure` says why.
     """
 
     def __init__(self, config: TelemetryConfig, name: str, folder: Path, recipe: Mapping[str, object], updates: Updates) -> None:
@@ -149,7 +148,7 @@ class MlflowSink:
         self._thread.start()
 
     def _put_params(self, recipe: Mapping[str, object], there: Mapping[str, str]) -> None:
-        """Parameters cannot be changed: what a resumed run has otherwise becomes a tag, `changed.KEY`."""
+        """Log the recipe's values. MLflow changes no parameter: one that a resumed run changes becomes a tag, `changed.KEY`."""
         from mlflow.entities import Param
 
         values = {".".join(key): json.dumps(value, ensure_ascii=False)[:_VALUE] for key, value in flatten(recipe).items()}

@@ -89,7 +89,7 @@ def card_gib() -> float | None:
 
 
 def _of_cards(what: str) -> list[str]:
-    """What nvidia-smi calls `what` of each card that this process may use; the reason in words where it does not tell."""
+    """nvidia-smi's field `what` of each card that this process may use, or a reason in words where it does not answer."""
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     tool = shutil.which("nvidia-smi")
     if allowed == "":

@@ -10,7 +10,6 @@ import pytest
 
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.reading import shape_of
-from mtpctl.plan.fitting import check_fits
 from mtpctl.plan.memory import GIB, engine_memory, trainer_memory
 from mtpctl.plan.placement import place
 from mtpctl.recipe.checks import complaints_of, validate
@@ -20,6 +19,7 @@ from mtpctl.recipe.model import ModelConfig
 from mtpctl.recipe.model_source import hf_config
 from mtpctl.recipe.train import moe_fits
 from tests.families.toys import SERVED, TOYS
+from tests.plan.fits import check_fits
 
 
 def complaint(*sets: str, recipe: str = "tiny_mtp") -> str:
