@@ -1,9 +1,9 @@
 """A model of any MiMo shape whose next token is known, and whose MTP layer is right on a chosen share of the vocabulary.
 
-The trunk predicts `token + 1`. Its attention and MLP have random weights, but their output projections are zero, so that every matrix
-is multiplied as in a real model and changes nothing. The MTP layer passes on the embedding of the token that it reads, from which the
-head predicts the same; where a marker in that embedding is set, one neuron of its MLP adds the embedding of another token, and the
-prediction is wrong. The marker is set on a random share of the lower half of the vocabulary, and on all of the upper half.
+The trunk predicts `token + 1`. Its attention and MLP have random weights and output projections of zero, so that every matrix is multiplied
+as in a real model and changes nothing. The MTP layer passes on the embedding of the token that it reads, from which the head predicts the
+same. Where a marker in that embedding is set, a neuron of the layer's MLP adds the embedding of another token, and the prediction is wrong.
+The marker is set on a random share of the vocabulary's lower half, and on all of its upper half.
 """
 
 from __future__ import annotations

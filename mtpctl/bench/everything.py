@@ -1,8 +1,7 @@
 """`mtpctl bench all`: the measurements of docs/benchmarks on the cards of one machine, several at a time.
 
-Each measurement is a command as a user would type it, in a process of its own that sees its own cards only. They start in the
-order of the plan, each as soon as enough cards are free. None overtakes one that waits for more cards than are free, so that
-large ones get their turn. Those that would not end before the deadline are left out and named.
+Each measurement is a command as a user would type it, in a process that sees its own cards only. They start in the order of the plan, as
+soon as enough cards are free; none overtakes one that waits for cards. Those that would not end before the deadline are left out and named.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a measurement ended. `code`: its exit code, None where it did not run to its end, for the reason in `why`."""
+    """How a measurement ended: its exit code, or None and the reason `why` where it did not run to its end."""
 
     task: Task
     seconds: float = 0.0
@@ -71,7 +70,7 @@ def cards_of(number: int) -> str:
 
 
 def chosen(plan: Sequence[Task], wanted: Sequence[str]) -> list[Task]:
-    """The named tasks and those before which they cannot run, in the plan's order; all where none is named.
+    """The named tasks and those that they depend on, in the plan's order; all where none is named.
 
     Raises UserError for an unknown name.
     """
@@ -160,7 +159,7 @@ async def _run(task: Task, cards: list[int], out: Path) -> Outcome:
                 code: int | None = await process.wait()
         except TimeoutError:
             await _end(process)
-            # Its exit code does not matter: even one that stops cleanly has not measured everything.
+            # Whatever its exit code, it has not measured everything.
             code, why = None, f"ended after its {task.minutes:g} minutes"
         except asyncio.CancelledError:
             await _end(process)

@@ -1,13 +1,9 @@
 """`mtpctl bench fused-kernels`: time, memory and error of every implementation of the head's log-probs, in one run.
 
-The timer covers one whole call from hidden states and weight to results on the device, forward or forward and backward, argument checks and
-launches included, data creation and compilation excluded; device events on a card, the wall clock on a CPU. Cases take turns for several
-rounds, so that drift of the card's clock falls on all of them.
-
-Floor: only the matrix products of the same sizes, by torch, taking their turns like every case; one product for the forward pass, three
-for forward and backward.
-Memory: the peak beyond the inputs and the returned gradients. Error: ‖got − exact‖ / ‖exact‖ against float64 (`fused_oracle`), at
-most 1.5 times that of plain torch on the same inputs.
+Time: see `TIMER`; by device events on a card, by the wall clock on a CPU. Cases take turns for several rounds, so that drift of the card's
+clock falls on all of them. Floor: the matrix products alone, by torch, one for the forward pass and three for forward and backward. Memory:
+the peak beyond the inputs and the returned gradients. Error: ‖got − exact‖ / ‖exact‖ against float64 (`fused_oracle`), at most 1.5 times
+that of plain torch on the same inputs.
 """
 
 from __future__ import annotations

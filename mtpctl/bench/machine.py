@@ -25,7 +25,7 @@ def machine(versions: Versions | None = None) -> Environment:
 
 
 def machines(versions: Sequence[Versions | None]) -> Environment:
-    """The environments of several runs as one: a value that differs between them lists all that there are."""
+    """The environments of several runs as one; a value that differs between them lists all of them."""
     found = [machine(each) for each in versions]
     names = dict.fromkeys(name for each in found for name in each)
     return {name: " / ".join(dict.fromkeys(str(each.get(name, "none")) for each in found)) for name in names}

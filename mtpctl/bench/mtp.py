@@ -1,8 +1,8 @@
-"""`mtpctl bench mtp`: the gain by training the drafter, and by syncing it, in four arms of one RL run, or by how it learns and drafts.
+"""`mtpctl bench mtp`: what training and syncing the drafter gain in RL, or arms by its loss and draft method.
 
-The arms differ only in the MTP layers: not used, frozen, trained and synced with the target, trained while only the target is
-synced. The engine counts acceptance over the drafts of the last updates, where policies and drafters have changed most, and on
-the held-out problems after the last update.
+The four arms differ only in the MTP layers: not used, frozen, trained and synced with the target, trained while only the target is synced.
+The engine counts acceptance over the drafts of the last updates, where policies and drafters have changed most, and on the held-out
+problems after the last update.
 """
 
 from __future__ import annotations

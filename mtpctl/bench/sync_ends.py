@@ -173,7 +173,7 @@ class Load:
             turn += 1
 
     def check(self) -> None:
-        """Raise what ended one of the requests, since with fewer of them the load would be another."""
+        """Raise the error of a request that has ended: with fewer requests the load would be another."""
         for task in self._tasks:
             if task.done():
                 task.result()
@@ -183,7 +183,7 @@ class Load:
         return sum(count for at, count in self.came if start <= at < stop) / (stop - start)
 
     def last(self, seconds: float) -> float:
-        """Tokens a second over the last `seconds`. Raises RuntimeFailure where none came, since a sync would then stall nothing."""
+        """Tokens a second over the last `seconds`. Raises RuntimeFailure where none came, so that a sync would stall nothing."""
         now = time.perf_counter()
         if rate := self.rate(now - seconds, now):
             return rate

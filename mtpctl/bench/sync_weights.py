@@ -3,10 +3,10 @@
 The trainer runs in a process of its own, beside a vLLM engine that speculates, both with random weights. While requests are in
 flight, the trainer's weights are synced several times over one transport after the other, target and draft under one version.
 
-The time of a sync is from the announcement of a version until the engine has resumed: export, packing, transfer and both update
-sessions. The stall is from the call that pauses the engine to the return of the call that resumes it. The wire time is that in
-which a bucket is being sent; the link's is the same for buckets that need no packing, over the same communicator in the same run.
-The time until throughput is back is from the pause until tokens come at 90% of the rate before the sync, averaged over a window.
+- A sync takes from the announcement of a version until the engine has resumed: export, packing, transfer and both update sessions.
+- The stall is from the call that pauses the engine to the return of the call that resumes it.
+- The wire time is that in which a bucket is being sent; the link's is the same for buckets that need no packing, over one communicator.
+- Throughput is back when tokens come at 90% of the rate before the sync, averaged over a window; the time counts from the pause.
 """
 
 from __future__ import annotations
@@ -224,8 +224,3 @@ async def _back(load: Load, since: float, rate: float, options: Options) -> floa
         if (found := load.back(since, rate)) < float("inf"):
             return found
     return float("inf")
-
-
-def run(options: Options, say: Callable[[str], None]) -> list[Result]:
-    """Run `measure` in an event loop of its own."""
-    return asyncio.run(measure(options, say))

@@ -1,4 +1,4 @@
-"""`mtpctl bench train-step`: forward and backward of a policy update on packed samples, by three ways to compute the loss.
+"""`mtpctl bench train-step`: forward and backward of a policy update on packed samples, with three ways to compute the loss.
 
 One pass computes loss and gradients of the head together, as updates do. Two passes compute log-probs first, as a loss that couples
 tokens needs. The baseline materialises every logit.

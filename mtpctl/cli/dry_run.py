@@ -1,11 +1,11 @@
-"""What `train --dry-run` prints: everything that can be known about a run before anything is started."""
+"""The plan that `train --dry-run` prints: what can be known about a run before anything is started."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
-from typing import NotRequired, TypedDict, TypeVar
+from typing import NotRequired, TypedDict
 
 from mtpctl.controller.rehearsal import rehearse
 from mtpctl.data.look import look
@@ -27,7 +27,6 @@ from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.sinks import check_packages
 from mtpctl.telemetry.versions import card_gib
 
-Answer = TypeVar("Answer")
 MOST_REMEDIES = 8
 Sizes = dict[str, int | None]
 
@@ -64,7 +63,7 @@ class PlacementPlan(TypedDict):
 
 
 class CardPlan(TypedDict):
-    """The card that ranks have to fit: its size, None where it is not known, who says so, and the size that the fullest rank needs."""
+    """The card that ranks have to fit: its size (None: not known), where that is from, and the size that the fullest rank needs."""
 
     gib: float | None
     source: str
@@ -72,7 +71,7 @@ class CardPlan(TypedDict):
 
 
 class RemedyPlan(TypedDict):
-    """A change that makes a rank smaller, as `--set` takes it; `fits`: it suffices; `cards`: it takes more cards."""
+    """A `Remedy`; `set`: its change as `--set` takes it."""
 
     set: str
     gain: int
@@ -81,7 +80,7 @@ class RemedyPlan(TypedDict):
 
 
 class MisfitPlan(TypedDict):
-    """A rank that does not fit: bytes that are missing, single changes by their gain, and some that suffice only together."""
+    """A `Misfit`; `missing`: its bytes."""
 
     rank: str
     missing: int
@@ -90,7 +89,7 @@ class MisfitPlan(TypedDict):
 
 
 class SchedulePlan(TypedDict):
-    """How far generation runs ahead, and how often weights are synced."""
+    """The staleness threshold, updates between two syncs, and the source of old log-probs."""
 
     staleness_threshold: float
     sync_every: int
@@ -107,7 +106,7 @@ class SectionPlan(TypedDict):
 
 
 class RoutesPlan(TypedDict):
-    """Bytes of routes that samples carry for `train.moe.replay`: of a token, of the longest sample, of a batch of such."""
+    """Bytes of the routes that `train.moe.replay` has samples carry: a token, the longest sample, a batch of such samples."""
 
     replay: str
     token: int
@@ -139,12 +138,12 @@ Plan = TypedDict(
 
 
 class _Trials:
-    """Tries what may fail, and keeps the errors, so that the table is shown in any case."""
+    """Calls what may fail, and collects the errors, so that the plan is printed in any case."""
 
     def __init__(self) -> None:
         self.errors: list[MtpctlError] = []
 
-    def __call__(self, what: Callable[[], Answer]) -> Answer | None:
+    def __call__[T](self, what: Callable[[], T]) -> T | None:
         try:
             return what()
         except MtpctlError as error:
@@ -171,7 +170,7 @@ def dry_run(recipe: Recipe) -> tuple[Plan, list[MtpctlError]]:
     trials(partial(RunDirectory.check_writable, recipe.run_path))
     trials(partial(check_packages, recipe.telemetry))
     looked = trials(partial(look, recipe.data, recipe.evaluation, recipe.train.stages))
-    # Code of the user's own gets rows of the data.
+    # The user's own code is tried on rows of the data.
     warnings = trials(partial(rehearse, recipe)) if looked is not None else None
     unfit = list(misfits(recipe, shape))
     errors = [*(misfit.error for misfit in unfit), *trials.errors]
@@ -205,7 +204,7 @@ def dry_run(recipe: Recipe) -> tuple[Plan, list[MtpctlError]]:
 
 
 def _with_card(recipe: Recipe) -> tuple[Recipe, str]:
-    """The recipe with the size of the cards that it is planned for, and who says so: the recipe itself, or this machine."""
+    """The recipe with the size of its cards, and where that is from: the recipe itself, or this machine."""
     if recipe.cluster.gpu_gib is not None:
         return recipe, "cluster.gpu_gib"
     if recipe.device == "cuda" and recipe.cluster.address is None and (found := card_gib()) is not None:

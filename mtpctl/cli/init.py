@@ -21,7 +21,7 @@ ABOUT = {
     "test_mytask.py": "tests of the code above",
     "README.md": "this page",
 }
-"""The files of a template in the order that they are told in; a template need not have all."""
+"""The files of a template in the order in which they are listed; a template need not have all."""
 
 UNTIL_LOSS = {"exact": "1.4", "judge": "2.3", "tool": "0.1"}
 """Where the supervised stage of each template ends: some responses are right by then, and some are not."""

@@ -46,7 +46,7 @@ def samples(
 
 def _chosen(rows: list[SampleRow], n: int, worst: bool) -> list[SampleRow]:
     if worst:
-        # One whose reward is not known is none of the worst.
+        # A sample without a reward is none of the worst.
         return sorted((row for row in rows if row["reward"] is not None), key=lambda row: (row["reward"], -row["step"]))[:n]
     return rows[::-1][:n]
 
@@ -67,5 +67,5 @@ def _rendered(row: SampleRow) -> str:
 
 
 def _harmless(line: str) -> str:
-    """A line without characters that a terminal obeys, which a model may write too."""
+    """A line without control characters, which a model may write and a terminal would obey."""
     return "".join(character if character.isprintable() or character == "\t" else f"\\x{ord(character):02x}" for character in line)

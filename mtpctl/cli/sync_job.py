@@ -1,4 +1,4 @@
-"""One weight sync by hand: from the model that a recipe names, or a checkpoint, to engines that it starts or that serve already."""
+"""Weight syncs by hand, from a recipe's model or a checkpoint to engines that are started for it or serve already."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Source:
 
 @dataclass(frozen=True)
 class SyncResult:
-    """One sync. Rates in GB/s; `link_gb_per_s`: this machine's memory for `shm`, the same transfer unpacked otherwise."""
+    """The figures of one sync. `link_gb_per_s`: the rate of this machine's memory for `shm`, else None."""
 
     version: int
     transport: str

@@ -68,10 +68,7 @@ def train(
 def _asked(
     recipe: str | None, start: str | None, overlay: list[str] | None, sets: list[str], converted: Path | None = None
 ) -> tuple[Target, StartWeights | None]:
-    """The recipe that the command line asks for, and the weights that a new run by it begins from, where it names some.
-
-    `converted`: the folder that these weights were converted to, where they were.
-    """
+    """The recipe that the command line asks for, and the weights of `--from`, if any. converted: the folder with those."""
     from mtpctl.cli.targets import Target, run_of, start_weights
     from mtpctl.errors import UserError
 
@@ -91,9 +88,9 @@ def _asked(
 
 
 def _converted(beginning: StartWeights, run: Path) -> Path:
-    """The checkpoint as a Hugging Face folder in the directory of the run, an adapter merged in.
+    """Convert the checkpoint to a Hugging Face folder in the run directory, an adapter merged in.
 
-    Another process converts it: it imports what a controller does not, and takes the cards from itself.
+    Another process converts it, since the conversion imports torch and hides the cards from its process.
     """
     from mtpctl.cli.targets import START
 

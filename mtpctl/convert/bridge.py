@@ -57,7 +57,7 @@ class WeightBridge:
         return self._bridge._model_bridge
 
     def pretrained(self, names: Collection[str], weights: Mapping[str, Tensor] | None = None, path: Path | None = None) -> SimpleNamespace:
-        """What Megatron-Bridge takes for a Hugging Face model: config, names of tensors, and their values where it will read them."""
+        """The stand-in for a Hugging Face model that Megatron-Bridge is given: config, names of tensors, and values where it reads them."""
         state = _State(names, weights or {})
         return SimpleNamespace(config=self._bridge.hf_pretrained, state=state, model_name_or_path=str(path or self.folder.path))
 
@@ -74,10 +74,10 @@ class WeightBridge:
         before = {name: tensor._version for name, tensor in self._filled(chunks)}
         bridge = self.mapping()
         build = bridge.build_conversion_tasks
-        # A parameter that it cannot map is None among its tasks, on which its loop would fail without naming the parameter.
+        # Its loop would fail on a parameter that it cannot map, None among its tasks, without naming the parameter.
         bridge.build_conversion_tasks = lambda *given: [task for task in build(*given) if task is not None]
         bridge.load_weights_hf_to_megatron(self.pretrained(weights, weights, weights.folder.path), chunks)
-        # A tensor counts the writes to it. That finds parameters that the bridge could not map, which it only logs.
+        # Tensors count the writes to them. A parameter that the bridge could not map, which it only logs, has none.
         left = [name for name, tensor in self._filled(chunks) if tensor._version == before[name]]
         if left:
             more = f" and {len(left) - 8} more" if len(left) > 8 else ""

@@ -19,12 +19,11 @@ from mtpctl.errors import UserError
 JOURNAL = "conversion.jsonl"
 
 type PartRecord = list[list[object]] | None
-"""What is noted of a part that is on the disk: the results of its writer, as JSON can hold them."""
+"""The results of the writer of a part, as JSON."""
 
 
 class Conversion(TypedDict):
-    """What an interrupted conversion has to have in common with the one that resumes it: its source files (path, size, time of change),
-    the model's config, and a hash of the layout."""
+    """Identifies a conversion, which only the same one resumes: source files (path, size, change time), config, hash of the layout."""
 
     to: str
     files: list[tuple[str, int, int]]
@@ -112,7 +111,7 @@ class Journal:
 
 
 def _flush(folder: Path) -> None:
-    """A rename is not on the disk before its folder is."""
+    """Flush a folder, without which a rename in it may not be on the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -32,7 +32,7 @@ class Parameter:
 
 
 class ParameterMap:
-    """The parameters of a model of one process, whose tensors the folder may call `names`."""
+    """The parameters of a model that one process holds. names: of all tensors that the model's folder may hold."""
 
     def __init__(self, bridge: WeightBridge, model: torch.nn.Module, names: Collection[str]) -> None:
         stream = StreamMap(bridge, [model], names)

@@ -69,7 +69,7 @@ class PartWriter:
         self._plans = self._writer.prepare_global_plan(plans)
 
     def _objects(self) -> dict[str, object]:
-        """What the stock writer saves beside tensors: extra states, and the (empty) state that is not sharded."""
+        """What the stock writer saves beside tensors: extra states, and the unsharded state, which is empty."""
         common = ShardedObject("common_state", {}, (1,), (0,))
         return {each.unique_key: each.data for each in (*self.skeleton.objects, common)}
 
@@ -89,7 +89,7 @@ class PartWriter:
             )
 
     def write(self, number: int, make: Make) -> list[list[object]]:
-        """Write a part. Returns its results, which `finish` needs, as JSON can hold them."""
+        """Write a part. Returns its results for `finish`, as JSON."""
         planner = _Resolve(self._objects(), lambda index: self._piece(index, make))
         results = self._writer.write_data(self._plans[number], planner).wait()
         self._last = ("", {})
@@ -115,7 +115,7 @@ class PartWriter:
         return self.folder / f"{self._plans[number].storage_data.prefix}0.distcp"
 
     def flush(self, number: int) -> None:
-        """Bring the part to the disk."""
+        """Flush the part to the disk."""
         handle = os.open(self.file(number), os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -157,7 +157,7 @@ class PartReader:
         self.nbytes = [sum(sizes[name] for name in part) for part in self.parts]
 
     def _dtype(self, name: str) -> torch.dtype:
-        """Of the parameter as it was saved. Raises UserError where it was not, or with another shape."""
+        """Dtype of the parameter as it was saved. Raises UserError where it was not saved, or with another shape."""
         pieces = list(self.skeleton.pieces(name, torch.empty(self.skeleton.parameters[name].shape, device="meta")))
         for piece in pieces:
             saved = self._saved.get(piece.key)

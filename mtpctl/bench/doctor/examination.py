@@ -32,9 +32,10 @@ DEADLINE_S = {"kernels": 240.0, "transports": 120.0, "ray": 120.0, "families": 1
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found, in a sentence and as JSON-ready data. `absent`: something that need not be there.
+    """What a check found, in a sentence and as JSON-ready data.
 
-    `failed` has an error. So has `loaded`: the check took too long on a machine that is busy, which says nothing about the machine.
+    `absent`: something optional is not there. `failed` has an error. So has `loaded`: the check took too long on a busy machine, which says
+    nothing about the machine itself.
     """
 
     state: Literal["ok", "absent", "skipped", "loaded", "failed"]
@@ -54,14 +55,14 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All checks, in their order, and the seconds they took together, two at a time."""
+    """All checks in their order, and the seconds until all were done."""
 
     checks: list[Check]
     seconds: float
 
     @property
     def verdict(self) -> str:
-        """In a few words."""
+        """The outcome of all checks, in a few words."""
         states = {check.finding.state for check in self.checks}
         if "failed" in states:
             return "not fit to run"
@@ -100,7 +101,7 @@ def examine(*, quick: bool = False, done: Report = lambda check: None) -> Diagno
     installed = stack.packages(stack.project_requirements(), "gpu" if cards else "cpu")
     with tempfile.TemporaryDirectory(prefix="mtpctl-doctor-") as made:
         folder = Path(made)
-        # Two at a time: most of a part is importing its packages, on one core.
+        # Two at a time, since most of a part's time goes into importing packages on one core.
         lanes: list[dict[str, Callable[[], Awaitable[Finding]]]] = [
             {
                 "python": python,
@@ -221,7 +222,7 @@ async def ray(folder: Path) -> Finding:
 
 
 async def sandbox() -> Finding:
-    """What keeps code of the model in, where a reward or an environment runs it?"""
+    """Which walls does the sandbox have here, for rewards and environments that run the model's code?"""
     try:
         with Sandbox() as tried:
             found = await asyncio.to_thread(layers, tried)

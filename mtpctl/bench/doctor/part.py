@@ -60,7 +60,7 @@ async def run_part(name: str, folder: Path, deadline_s: float) -> dict[str, Any]
 
 
 def main(name: str, folder: Path) -> None:
-    """Run one part here and write its result. Errors that are not the project's own end the process with their traceback."""
+    """Run one part in this process and write its result. An error that is not the project's own ends the process with its traceback."""
     part: Callable[[Path], dict[str, object]] = getattr(import_module(f"mtpctl.bench.doctor.{PARTS[name]}"), name)
     try:
         told = part(folder)
