@@ -205,7 +205,6 @@ def default_level(outcomes: Sequence[Outcome]) -> float | None:
 
 
 def by_arm(results: Sequence[Result]) -> list[ArmSummary]:
-    """One summary for each arm, in the order of the results."""
     base = {r.seed: r for r in results if r.name == SYNCHRONOUS}
 
     def against(result: Result) -> float | None:

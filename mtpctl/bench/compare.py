@@ -107,7 +107,6 @@ def better(name: str) -> Better | None:
 
 
 def table(found: list[Change], tolerance: float) -> str:
-    """The changes as a Markdown table."""
     lines = ["| figure | A | B | B / A | |", "|---|---|---|---|---|"]
     for change in found:
         verdict = "worse" if change.worse_by > tolerance else "better" if change.worse_by < -tolerance else ""
@@ -116,7 +115,6 @@ def table(found: list[Change], tolerance: float) -> str:
 
 
 def as_json(found: list[Change]) -> list[dict[str, object]]:
-    """All changes, JSON-ready."""
     return [asdict(change) | {"ratio": change.ratio, "worse_by": change.worse_by} for change in found]
 
 

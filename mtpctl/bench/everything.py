@@ -58,7 +58,6 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """The outcome in words."""
         if self.code is None:
             return self.why
         return {0: "ok", 6: "a bound was missed"}.get(self.code, f"failed ({self.code})")
@@ -180,7 +179,6 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """The outcomes as a Markdown table."""
     lines = ["| measurement | cards | seconds | |", "|---|---|---|---|"]
     lines += [f"| {o.task.name} | {o.task.cards} | {o.seconds:.0f} | {o.verdict} |" for o in outcomes]
     return "\n".join(lines)

@@ -289,5 +289,4 @@ def environment(device: str) -> str:
 
 
 def as_json(results: list[Result], device: str) -> str:
-    """Environment and results as JSON."""
     return document.text({"environment": environment(device), "results": [asdict(r) for r in results]})

@@ -109,7 +109,6 @@ class Finding:
 
     @property
     def missed(self) -> bool:
-        """Whether the bound is missed."""
         if self.bound is None or self.value is None:
             return False
         # `not`, so that NaN is a miss.

@@ -39,5 +39,4 @@ def visible_cards(cards: Sequence[int]) -> str:
 
 
 def told(environment: Mapping[str, object]) -> str:
-    """The environment in one line."""
     return " · ".join([str(environment["device"]), *(f"{name} {value}" for name, value in environment.items() if name != "device")])

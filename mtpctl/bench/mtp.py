@@ -107,7 +107,6 @@ def gain(results: list[Result]) -> Gain | None:
 
 
 def table(results: list[Result], last: int) -> str:
-    """The results as a Markdown table."""
     plain = next((r for r in results if r.name == "none"), None)
     lines = [
         f"Over the last {last} updates of each run:",
@@ -149,7 +148,6 @@ def figures(outcomes: list[Outcome]) -> str:
 
 
 def as_json(results: list[Result], environment: Environment, last: int) -> dict[str, object]:
-    """All results, JSON-ready."""
     found = gain(results)
     return {
         "bench": "mtp",

@@ -28,7 +28,6 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """Response tokens in all."""
         return sum(self.lengths)
 
 

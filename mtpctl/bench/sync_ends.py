@@ -119,7 +119,6 @@ class Trainer:
         return result
 
     def end(self) -> None:
-        """End the process."""
         with suppress(OSError):
             self._pipe.send(None)
         self._process.join(10)

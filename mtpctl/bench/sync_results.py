@@ -148,7 +148,6 @@ def table(results: list[Result]) -> str:
 
 
 def as_json(results: list[Result], environment: Environment, options: Mapping[str, object]) -> dict[str, object]:
-    """Environment, options and results, JSON-ready."""
     rows = [{**asdict(r), "link_seconds": r.link_seconds, "median": _medians(r)} for r in results]
     return {"environment": environment, "timer": TIMER, "options": options, "results": rows}
 

@@ -174,7 +174,6 @@ async def _one(
 
 
 def model_bytes(options: Options) -> int:
-    """Bytes of the model's weights."""
     return count_parameters(shape_of(options.config))["total"] * WEIGHT_BYTES[options.precision]
 
 

@@ -195,7 +195,6 @@ def measure(
 
 
 def table(results: list[Result], rate: float) -> str:
-    """The results as Markdown."""
     lines = [
         f"Large bf16 matrix product: {rate:.0f} TFLOP/s.",
         "",
@@ -211,7 +210,6 @@ def table(results: list[Result], rate: float) -> str:
 
 
 def as_json(results: list[Result], rate: float, environment: Environment, options: Mapping[str, object]) -> dict[str, object]:
-    """Environment, options and results, JSON-ready."""
     found = [asdict(r) for r in results]
     return {"environment": environment, "timer": TIMER, "options": options, "matmul_tflops": rate, "results": found}
 

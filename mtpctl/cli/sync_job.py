@@ -176,5 +176,4 @@ def render(done: list[SyncResult]) -> str:
 
 
 def as_json(done: list[SyncResult]) -> str:
-    """The results as JSON."""
     return json.dumps([{**asdict(sync), "share": sync.share} for sync in done], indent=1)

@@ -45,14 +45,13 @@ def train(
     if found.run is not None:
         say(found.told)
     if dry_run:
-        from mtpctl.cli.dry_run import dry_run as plan_run
-        from mtpctl.cli.dry_run import render
+        from mtpctl.cli import dry_run as planning
         from mtpctl.errors import first_of
 
-        plan, errors = plan_run(loaded.recipe)
-        answer(json.dumps(plan, indent=2) if as_json else render(plan))
-        if errors:
-            raise first_of(errors)
+        plan = planning.dry_run(loaded.recipe)
+        answer(json.dumps(planning.as_json(plan), indent=2) if as_json else planning.render(plan))
+        if plan.errors:
+            raise first_of(plan.errors)
         return
     if beginning is not None:
         say(f"{loaded.recipe.run_path} begins from the weights of {beginning.told}")

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypedDict
 
+from mtpctl.checkpoint.pointer import flush
 from mtpctl.errors import UserError
 
 JOURNAL = "conversion.jsonl"
@@ -107,13 +108,4 @@ class Journal:
         self.work.rename(self.target)
         (self.target / JOURNAL).unlink()
         shutil.rmtree(old, ignore_errors=True)
-        _flush(self.target.parent)
-
-
-def _flush(folder: Path) -> None:
-    """Flush a folder, without which a rename in it may not be on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        flush(self.target.parent)

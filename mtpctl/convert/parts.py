@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol, cast
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, Writ
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from mtpctl.checkpoint.pointer import flush
 from mtpctl.checkpoint.sharded import write_record
 from mtpctl.convert.skeleton import Skeleton
 from mtpctl.errors import UserError
@@ -115,12 +115,7 @@ class PartWriter:
         return self.folder / f"{self._plans[number].storage_data.prefix}0.distcp"
 
     def flush(self, number: int) -> None:
-        """Flush the part to the disk."""
-        handle = os.open(self.file(number), os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        flush(self.file(number))
 
     def finish(self, noted: Iterable[list[list[object]]]) -> None:
         """Write the metadata that makes the folder a checkpoint, from the results of all parts."""

@@ -30,7 +30,6 @@ class Problem:
     fields: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def to_json(self) -> list[object]:
-        """The problem as JSON takes it."""
         return [self.prompt_id, self.prompt, self.answer, self.solution, list(self.messages), dict(self.fields)]
 
     @classmethod

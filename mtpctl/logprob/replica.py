@@ -22,8 +22,6 @@ END_S = 10.0
 
 
 class Ranks(Protocol):
-    """The ranks of one replica."""
-
     def call(self, method: str, *args: object) -> Awaitable[Any]:
         """Call `method` of `ScoreRank` on every rank, in the order of these calls. Awaited, it returns rank 0's answer.
 
@@ -49,7 +47,6 @@ class Replica:
 
     @property
     def version(self) -> int:
-        """The current version."""
         return self.versions[0]
 
     def score(self, requests: list[ScoreRequest], version: int) -> Awaitable[list[Scored]]:

@@ -55,17 +55,14 @@ class Placement:
     hosts: int
 
     def of(self, role: Role) -> tuple[Actor, ...]:
-        """Actors of one role."""
         return tuple(actor for actor in self.actors if actor.role == role)
 
     @property
     def cpus(self) -> float:
-        """CPUs in all."""
         return sum(actor.cpus for actor in self.actors)
 
     @property
     def gpus(self) -> float:
-        """GPUs in all."""
         return sum(actor.gpus for actor in self.actors)
 
     @property

@@ -37,7 +37,6 @@ class Stage:
 
     @property
     def parameters(self) -> int:
-        """Parameters in all."""
         return self.trunk + self.mtp
 
 

@@ -76,7 +76,6 @@ class Manifest:
 
 
 def buckets_from(data: list[JsonObject]) -> tuple[Bucket, ...]:
-    """Buckets from their JSON form."""
     return tuple(_bucket(bucket) for bucket in data)
 
 

@@ -13,9 +13,10 @@ import yaml
 from mtpctl.errors import UserError
 from mtpctl.recipe.loading import flatten
 from mtpctl.telemetry.charts import COLOURS, Chart, Phase, Series, render_chart
-from mtpctl.telemetry.history import History, load_history
+from mtpctl.telemetry.history import History
 from mtpctl.telemetry.names import describe, format_value
 from mtpctl.telemetry.page import page, write_page
+from mtpctl.telemetry.report import history_of, read_document
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.summary import before_and_after
 
@@ -83,17 +84,9 @@ _ABSENT = "(absent)"
 
 def _read(path: Path, name: str) -> ComparedRun:
     run = RunDirectory(path)
-    if not run.path.is_dir():
-        raise UserError(f"RUN: no directory {run.path}; give a run directory")
-    history = load_history(run.path)
-    if not history.rows:
-        raise UserError(f"RUN: {run.path} holds no metrics yet; leave it out until it does")
-    try:
-        tree = yaml.safe_load(run.recipe.read_text(encoding="utf-8")) if run.recipe.is_file() else {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{run.recipe}: cannot be read ({str(error).splitlines()[0]}); mend or remove it") from error
-    flat = {".".join(map(str, keys)): value for keys, value in flatten(tree).items()} if isinstance(tree, dict) else {}
-    return ComparedRun(name, history, flat)
+    history = history_of(run, "leave it out until it does")
+    _, recipe = read_document(run.recipe, yaml.safe_load)
+    return ComparedRun(name, history, {".".join(map(str, keys)): value for keys, value in flatten(recipe).items()})
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

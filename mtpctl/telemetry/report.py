@@ -94,20 +94,26 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     Raises UserError where there is no such directory, it holds no metrics yet or broken files, or the page cannot be written.
     """
     run = RunDirectory(run_dir)
-    if not run.path.is_dir():
-        raise UserError(f"RUN: no directory {run.path}; give a run directory")
-    history = load_history(run.path)
-    if not history.rows:
-        raise UserError(f"RUN: {run.path} holds no metrics yet; start the run first")
+    history = history_of(run, "start the run first")
     target = run.report if out is None else Path(out)
     write_page(target, render_report(run, history))
     return target
 
 
+def history_of(run: RunDirectory, mend: str) -> History:
+    """The metrics of a run. Raises UserError where there is no such directory, or, with `mend`, where it holds no metrics yet."""
+    if not run.path.is_dir():
+        raise UserError(f"RUN: no directory {run.path}; give a run directory")
+    history = load_history(run.path)
+    if not history.rows:
+        raise UserError(f"RUN: {run.path} holds no metrics yet; {mend}")
+    return history
+
+
 def render_report(run: RunDirectory, history: History) -> str:
     """The HTML text of the page."""
-    recipe_text, recipe = _read(run.recipe, yaml.safe_load)
-    _, versions = _read(run.versions, json.loads)
+    recipe_text, recipe = read_document(run.recipe, yaml.safe_load)
+    _, versions = read_document(run.versions, json.loads)
     name = str(recipe.get("name", run.path.name))
     found = [_held_out(history), *(_chart(spec, history) for spec in CHARTS)]
     charts = "".join(render_chart(chart) for chart in found if chart)
@@ -118,7 +124,7 @@ def render_report(run: RunDirectory, history: History) -> str:
     return page(name, " · ".join(_subtitle(recipe, history)), body, run.path.name)
 
 
-def _read(path: Path, parse: Callable[[str], object]) -> tuple[str, Document]:
+def read_document(path: Path, parse: Callable[[str], object]) -> tuple[str, Document]:
     """Text and content of a file of the run; both empty without the file. Raises UserError where the content is no mapping."""
     if not path.exists():
         return "", {}

@@ -110,7 +110,6 @@ class RunDirectory:
             _write(self.versions, json.dumps(collect_versions(), indent=2) + "\n")
 
     def close(self) -> None:
-        """Unlock the directory."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None

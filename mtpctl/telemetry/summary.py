@@ -89,7 +89,6 @@ def in_between(history: History) -> str:
 
 
 def summary_table(rows: list[SummaryRow]) -> Table:
-    """The rows as a table for a terminal."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("")
     for heading in ("before RL", "after RL", "change"):
