@@ -1,7 +1,6 @@
 """Rendezvous of processes: one of them holds a key-value store, and the others join it by its address.
 
-The store opens a port that the system chooses and keeps it. A port that was only looked up as free could be another process's by the time
-it is opened.
+The store itself opens a port that the system chooses. One that was only looked up as free may be taken by the time it is opened.
 """
 
 from __future__ import annotations

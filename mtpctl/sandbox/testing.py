@@ -1,4 +1,4 @@
-"""What tests need of an answer: the names in them."""
+"""The names that tests need of an answer."""
 
 from __future__ import annotations
 
