@@ -53,15 +53,26 @@ class Materialised(TwoPasses):
     """The plain baseline: every logit in memory, log-softmax by PyTorch."""
 
     def logprob(
-        self, packing: Packing, state: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, temperature: Any, **options: Any
+        self,
+        packing: Packing,
+        state: Tensor,
+        weight: Tensor,
+        rows: Tensor,
+        labels: Tensor,
+        temperature: float | Tensor,
+        *,
+        entropy: bool = False,
+        hit: bool = False,
+        topk: int = 0,
+        detach_weight: bool = False,
     ) -> LogProbOut:
-        weight = weight.detach() if options.get("detach_weight") else weight
+        weight = weight.detach() if detach_weight else weight
         logprobs = (state[rows] @ weight.t()).float().log_softmax(-1)
         chosen = logprobs.gather(1, labels[:, None]).squeeze(1)
         with torch.no_grad():
-            entropy = -torch.einsum("rv,rv->r", logprobs.exp(), logprobs) if options.get("entropy") else None
-            hit = logprobs.argmax(-1) == labels if options.get("hit") else None
-        return LogProbOut(chosen, entropy, hit, None)
+            entropies = -torch.einsum("rv,rv->r", logprobs.exp(), logprobs) if entropy else None
+            hits = logprobs.argmax(-1) == labels if hit else None
+        return LogProbOut(chosen, entropies, hits, None)
 
 
 WAYS: dict[str, type[Head]] = {"two passes": TwoPasses, "one pass": Head, "materialised": Materialised}

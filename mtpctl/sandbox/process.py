@@ -25,7 +25,6 @@ class Report(TypedDict, total=False):
 
     exit: int
     cpu_s: float
-    memory_kb: int
     error: str
 
 

@@ -147,7 +147,7 @@ class Zygote:
             run = self._runs.pop(pid)
             if run.status in self._selector.get_map():
                 self._selector.unregister(run.status)
-            report = {"exit": os.waitstatus_to_exitcode(status), "cpu_s": used.ru_utime + used.ru_stime, "memory_kb": used.ru_maxrss}
+            report = {"exit": os.waitstatus_to_exitcode(status), "cpu_s": used.ru_utime + used.ru_stime}
             with suppress(OSError):  # whoever asked has gone
                 run.status.sendall(json.dumps(report).encode())
             run.status.close()
