@@ -283,7 +283,6 @@ def server_gains(results: Sequence[Result]) -> list[ServerGain]:
 def as_json(
     outcomes: Sequence[Outcome], results: Sequence[Result], levels: dict[int, float], tolerance: float, environment: Mapping[str, str]
 ) -> dict[str, object]:
-    """All results and evaluations, JSON-ready."""
     return {
         "bench": "async",
         "environment": environment,

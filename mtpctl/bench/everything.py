@@ -43,7 +43,6 @@ class Task:
         return max(self.cards, 1)
 
     def words(self, out: Path) -> list[str]:
-        """The command's words."""
         return [word.replace("{out}", str(out)) for word in shlex.split(self.command)]
 
 

@@ -92,14 +92,11 @@ class Load:
 
     @staticmethod
     def of(ids: list[int]) -> ScoreRequest:
-        """One request for these tokens."""
         return ScoreRequest(ids, max(1, int(len(ids) * PROMPT_SHARE)))
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One figure, and its bound where it has one."""
-
     what: str
     value: float | None
     unit: str
@@ -313,7 +310,6 @@ def _ask(connection: http.client.HTTPConnection, body: bytes) -> float:
 
 
 def table(report: Report) -> str:
-    """The findings as a Markdown table."""
     lines = ["| what | measured | bound | measured / bound | |", "|---|---|---|---|---|"]
     for f in report.findings:
         value = "not counted on a CPU"

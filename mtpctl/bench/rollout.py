@@ -123,7 +123,6 @@ class Table:
         self.say = say
 
     def add(self, result: Result) -> None:
-        """Add a row, and print it."""
         self.rows.append(result)
         self.say(line(result))
 
@@ -253,8 +252,6 @@ RULE = "|---" * HEAD.count(" | ") + "|---|"
 
 
 def line(result: Result) -> str:
-    """The result as a row of the table."""
-
     def number(value: float | None, form: str) -> str:
         return "–" if value is None else format(value, form)
 
@@ -282,5 +279,4 @@ def verdict(results: list[Result]) -> list[str]:
 
 
 def as_dict(options: Options, results: list[Result]) -> dict[str, object]:
-    """Options and results, JSON-ready."""
     return {"options": {**asdict(options), "folder": str(options.folder)}, "timer": TIMER, "results": [asdict(r) for r in results]}

@@ -188,7 +188,6 @@ class Bench:
             ray.kill(actor)
 
     def through(self, pool: ReplicaPool) -> Once:
-        """Send loads through a pool."""
         return lambda load: send(pool, load, self.shape.vocab)
 
 

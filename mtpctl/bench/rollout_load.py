@@ -60,7 +60,6 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float:
-        """Response tokens a second."""
         return self.tokens / self.seconds
 
 
@@ -78,7 +77,6 @@ class OfflineEngine:
         self._llm = LLM(**{name: value for name, value in settings.args.items() if name not in ours})
 
     def send(self, load: Load, vocab: int, logprobs: bool) -> Run:
-        """Send one load and wait for its answers."""
         from vllm import SamplingParams, TokensPrompt
 
         settings = [

@@ -40,7 +40,6 @@ class Options:
 
     @property
     def precision(self) -> Literal["fp32", "bf16"]:
-        """Precision of trainer and engine."""
         return "bf16" if self.device == "cuda" else "fp32"
 
     @property

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 
 def recipe_of(options: Options) -> Recipe:
-    """The recipe of trainer and engine."""
     return Recipe.model_validate(
         {
             "name": "bench-sync-weights",

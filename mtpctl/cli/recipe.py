@@ -156,7 +156,6 @@ def _differ(trees: list[dict[tuple[str, ...], object]], key: tuple[str, ...]) ->
 
 
 def _about(text: str) -> str:
-    """The comment that a recipe begins with."""
     lines = []
     for line in text.splitlines():
         if not line.startswith("#"):

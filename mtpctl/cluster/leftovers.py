@@ -52,7 +52,6 @@ class Leftover:
 
 
 def mark(folder: Path) -> None:
-    """Write the mark of this process into `folder`."""
     (folder / MARK).write_text(json.dumps(_identity(os.getpid())))
 
 
@@ -191,7 +190,6 @@ def _own(root: Path, pattern: str) -> list[Path]:
 
 
 def _ray_folder() -> Path:
-    """Where Ray makes its session folders."""
     return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
 
 

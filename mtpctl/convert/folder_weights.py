@@ -42,7 +42,6 @@ class FolderWeights:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(entry.nbytes for entry in self.entries.values())
 
 

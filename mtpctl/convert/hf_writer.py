@@ -82,7 +82,6 @@ class HfWriter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
         return sum(shard.nbytes for shard in self.shards)
 
     def allocate(self) -> None:

@@ -47,7 +47,6 @@ class ParameterMap:
         self.parameters = [Parameter(task.param_name, tuple(task.param_weight.shape), _needs(task), task) for task in stream.tasks]
 
     def to_megatron(self, parameter: Parameter, weights: Mapping[str, Tensor]) -> Tensor:
-        """The parameter's value."""
         mapping = parameter.task.mapping
         if packs_experts(parameter.task):
             # Upstream selects an expert from the packed tensor of all; it takes a single expert's matrix as it is.

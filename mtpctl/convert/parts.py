@@ -111,7 +111,6 @@ class PartWriter:
         return self._last[1][place]
 
     def file(self, number: int) -> Path:
-        """The file that the part was written to."""
         return self.folder / f"{self._plans[number].storage_data.prefix}0.distcp"
 
     def flush(self, number: int) -> None:

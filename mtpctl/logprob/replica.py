@@ -94,7 +94,6 @@ class Replica:
         self._distrusted = True
 
     async def end(self) -> None:
-        """End the replica's processes."""
         await self.ranks.end()
 
 

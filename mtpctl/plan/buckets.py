@@ -53,7 +53,6 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return self.numel * self.itemsize
 
 

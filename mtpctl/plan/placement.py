@@ -40,7 +40,6 @@ class Actor:
 
     @property
     def name(self) -> str:
-        """Name in logs and messages."""
         return (
             f"{self.role}-{self.rank}" if self.role == "trainer" else f"{self.role}-{self.index}" + (f".{self.rank}" if self.rank else "")
         )

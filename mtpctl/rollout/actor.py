@@ -138,7 +138,6 @@ class RolloutActor:
         return await self._engine.checksums()
 
     async def pid(self) -> int:
-        """Process id of the actor."""
         return os.getpid()
 
     async def shutdown(self) -> None:

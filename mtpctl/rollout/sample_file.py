@@ -55,7 +55,6 @@ class Tally:
     finish_reasons: dict[str, int] = field(default_factory=dict)
 
     def add(self, row: Row) -> None:
-        """Count one line of the file."""
         self.samples += 1
         self.tokens += len(row["tokens"])
         self.speculation.add(Speculation(**row["speculation"]), len(row["tokens"]))

@@ -23,7 +23,6 @@ class Limits:
 
     @property
     def deadline_s(self) -> float:
-        """Seconds by the clock."""
         return 3 * self.cpu_s + 1 if self.wall_s is None else self.wall_s
 
 

@@ -41,7 +41,6 @@ class History:
 
     @property
     def phases(self) -> list[str]:
-        """Phases in the order in which they ran."""
         return list(dict.fromkeys(row.phase for row in self.rows))
 
     def names(self) -> list[str]:

@@ -68,7 +68,6 @@ class Pace:
         self._marks: dict[str, list[tuple[int, float]]] = defaultdict(list)
 
     def mark(self, step: int, phase: str) -> None:
-        """Note that a step is done."""
         marks = self._marks[phase]
         if not marks or step > marks[-1][0]:
             marks.append((step, self._clock()))
@@ -196,7 +195,6 @@ class LivePanel:
             self._undo()
 
     def render(self) -> RenderableType:
-        """The panel with the latest values."""
         parts: list[RenderableType] = [self._progress(), Text(""), self._curves(), Text(""), self._facts()]
         if self._waiting or self._event:
             parts.append(Text(""))

@@ -105,9 +105,9 @@ class RunDirectory:
         """
         with _writing(self.path):
             if self.recipe.exists() and (earlier := self.recipe.read_text()) != recipe_text:
-                _write(self.logs / f"recipe.{len(list(self.logs.glob('recipe.*.yaml'))) + 1}.yaml", earlier)
-            _write(self.recipe, recipe_text)
-            _write(self.versions, json.dumps(collect_versions(), indent=2) + "\n")
+                write_whole(self.logs / f"recipe.{len(list(self.logs.glob('recipe.*.yaml'))) + 1}.yaml", earlier)
+            write_whole(self.recipe, recipe_text)
+            write_whole(self.versions, json.dumps(collect_versions(), indent=2) + "\n")
 
     def close(self) -> None:
         if self._lock is not None:
@@ -152,18 +152,18 @@ def _make(path: Path, recipe_text: str) -> None:
         aside.chmod(0o755)
         for folder in _FOLDERS:
             (aside / folder).mkdir()
-        _write(aside / RECIPE, recipe_text)
+        write_whole(aside / RECIPE, recipe_text)
         aside.rename(path)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write under another name, then rename: a reader sees the whole file, or the earlier one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        aside.write_text(text)
+        aside.write_text(text, encoding="utf-8")
         aside.replace(path)
     except BaseException:
         aside.unlink(missing_ok=True)

@@ -56,7 +56,6 @@ class Versions(TypedDict):
 
 
 def collect_versions() -> Versions:
-    """The versions and the machine of this process."""
     packages: dict[str, str] = {}
     for name in PACKAGES:
         try:

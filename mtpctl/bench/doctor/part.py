@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpctl.errors import EnvironmentMissing, MtpctlError, RuntimeFailure, UserError
+from mtpctl.telemetry.run_directory import write_whole
 
 PARTS = {"kernels": "live", "transports": "live", "ray": "live", "families": "live", "sample": "self_check", "score": "self_check"}
 """Name of each part, and the module that holds the function of that name."""
@@ -66,9 +67,7 @@ def main(name: str, folder: Path) -> None:
         told = part(folder)
     except MtpctlError as error:
         told = {"error": str(error), "exit_code": error.exit_code}
-    aside = folder / f".{name}.json"
-    aside.write_text(json.dumps(told))
-    aside.replace(folder / f"{name}.json")
+    write_whole(folder / f"{name}.json", json.dumps(told))
 
 
 if __name__ == "__main__":

@@ -115,7 +115,6 @@ def python() -> Package:
 
 
 def machine() -> Machine:
-    """The machine that this process runs on."""
     import psutil
 
     memory = psutil.virtual_memory()
