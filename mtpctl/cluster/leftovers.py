@@ -154,7 +154,10 @@ def _vacate(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> bool:
-    """Remove `folder`, unless its process lives. It is renamed first, so that a process that makes it anew loses nothing."""
+    """Remove `folder`, unless its process lives. Returns whether it is gone.
+
+    It is renamed first, so that a process that makes it anew meanwhile loses nothing.
+    """
     aside = folder
     if not folder.name.startswith(_GOING):
         aside = folder.with_name(f"{_GOING}{os.getpid()}-{folder.name}")

@@ -2,7 +2,7 @@
 
 The tests hold a `Remote` for each function and class of the answer. A call sends the arguments as data, and what comes back is data too: a
 new list or number of this process, with Python's own `==`. So an answer can return what it likes, and no more: it sees neither tests nor
-expected values, cannot end their process, and patches only its own.
+expected values, cannot end their process, and can patch none but its own.
 
 Objects that are no data stay in the answer's process: `Remote` forwards attributes, calls, indexing, iteration, and operators between two
 such objects. Between one of them and data of the tests no operator is forwarded, since an object could claim to equal any value: the two
