@@ -46,7 +46,7 @@ class FolderWeights:
 
 
 def _index(path: Path) -> Path | None:
-    """The index of safetensors; that of pickled shards only where there is no safetensors file, since it may have been fetched without its shards."""
+    """The index of safetensors; that of pickled shards only without any safetensors, since it may have come without its shards."""
     safe, pickled = (path / name for name in INDEXES)
     if safe.is_file():
         return safe
