@@ -64,7 +64,7 @@ class PartWriter:
         self._owners: dict[tuple[str, torch.Size], str] = {}
         self._writer = FileSystemWriter(folder, sync_files=False)
         plans = [SavePlan([item for name in part for item in self._items(name, dtypes[name])]) for part in self.parts]
-        plans[0].items.extend(_object_item(key) for key in self._objects())
+        plans[0].items.extend(WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO) for key in self._objects())
         plans, self._metadata = create_default_global_save_plan(plans)
         self._plans = self._writer.prepare_global_plan(plans)
 
@@ -216,10 +216,6 @@ def _numel(shape: Iterable[int]) -> int:
 
 def _stored_shape(piece: ShardedTensor) -> tuple[int, ...]:
     return (1,) * piece.prepend_axis_num + tuple(piece.local_shape)
-
-
-def _object_item(key: str) -> WriteItem:
-    return WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO)
 
 
 type _ResultFields = tuple[str, list[int] | None, int | None, str, int, int]

@@ -87,7 +87,7 @@ def render_chart(chart: Chart) -> str:
     )
     unit = drawn[0][1].unit
     phases = [phase for phase in chart.phases if phase.end >= x_axis.low and phase.begin < x_axis.high]
-    shapes = [_bands(phases, x_axis), _grid(y_axis)]
+    shapes = [_bands(phases, x_axis), *(f'<path class="grid" d="M0,{_y(t, y_axis):.1f}H{_WIDTH}"/>' for t in y_axis.ticks)]
     marks: list[str] = []
     labelled: list[tuple[int, Series, float, float]] = []
     for k, (colour, series, pts) in enumerate(drawn):
@@ -199,10 +199,6 @@ def _path(points: Points, x_axis: Axis, y_axis: Axis) -> str:
 
 def _dot(x: float, y: float, colour: int, x_axis: Axis, y_axis: Axis) -> str:
     return f'<i class="dot k{colour}" style="left:{100 * x_axis.place(x):.2f}%;top:{_y(y, y_axis):.1f}px"></i>'
-
-
-def _grid(axis: Axis) -> str:
-    return "".join(f'<path class="grid" d="M0,{_y(t, axis):.1f}H{_WIDTH}"/>' for t in axis.ticks)
 
 
 def _bands(phases: Sequence[Phase], axis: Axis) -> str:

@@ -76,9 +76,9 @@ def _rules(name: str, values: Iterable[str]) -> str:
 def _article(row: SampleRow, bands: Sequence[tuple[float, str]]) -> str:
     reward = row["reward"]
     band = "" if reward is None else str(next((i for i, (end, _) in enumerate(bands) if reward <= end), len(bands) - 1))
+    titles = {"model": "", "environment": ' title="the environment, {} tokens"'}
     parts = "".join(
-        f'<span class="{part["by"]}"{_told(part["tokens"]) if part["by"] == "environment" else ""}>{_text(part["text"])}</span>'
-        for part in row["parts"]
+        f'<span class="{part["by"]}"{titles[part["by"]].format(part["tokens"])}>{_text(part["text"])}</span>' for part in row["parts"]
     )
     head = " · ".join(escape(fact) for fact in facts(row))
     answer = f'<p class="asked">wanted <b>{_text(row["answer"])}</b></p>' if row["answer"] else ""
@@ -95,10 +95,6 @@ def ending(text: str) -> str:
     """The last words of a prompt in one line, since a prompt ends with its question."""
     line = " ".join(text.split())
     return line if len(line) <= ENDING else "… " + line[-ENDING:].partition(" ")[2]
-
-
-def _told(tokens: int) -> str:
-    return f' title="the environment, {tokens} tokens"'
 
 
 def _text(text: str) -> str:
