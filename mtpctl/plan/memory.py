@@ -131,8 +131,8 @@ def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
 
     - Split over tp only with sequence parallelism: the inputs of both norms, and what all heads share of a latent.
     - Split over tp in any case: q, k, v, the attention's output, gate and up.
-    - Whole on every rank: sine and cosine, three indices and a share for each chosen expert, and the tokens that ranks gather where tp
-      splits each expert.
+    - Whole on every rank: a latent's sine and cosine (other attention has one table for all layers), three indices and a share for each
+      chosen expert, and the tokens that ranks gather where tp splits each expert.
     - With expert parallelism also the rows that other ranks send, taken to be as many as this rank sends.
     """
     latent, moe = shape.latent, shape.moe
@@ -146,9 +146,9 @@ def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     if moe:
         copies = 4 * moe.experts_per_token + (moe.experts_per_token * shape.hidden / parallel.tp if parallel.ep > 1 else 0)
         copies += shape.hidden if expert_tp(parallel) > 1 else 0
-    rotated = latent.rope_dim if latent else int(shape.head_dim * shape.rotary_fraction)
+    tables = 4 * latent.rope_dim if latent else 0
     entry_width = entry / (parallel.tp if parallel.sequence_parallel else 1)
-    return entry_width + copies + 4 * rotated + (_attention_width(shape) + 2 * _ffn_width(shape)) / parallel.tp
+    return entry_width + copies + tables + (_attention_width(shape) + 2 * _ffn_width(shape)) / parallel.tp
 
 
 def transient_width(shape: ModelShape, parallel: ParallelConfig) -> float:

@@ -70,7 +70,7 @@ class SampleRow(TypedDict):
 
 
 def sample_row(
-    sample: Sample, decode: Callable[[list[int]], str], *, step: int, kind: Kind, answer: str = "", held_out: str = "", note: str = ""
+    sample: Sample, decode: Callable[[Sequence[int]], str], *, step: int, kind: Kind, answer: str = "", held_out: str = "", note: str = ""
 ) -> SampleRow:
     """The row of one sample. answer: the problem's; held_out: the name of its set."""
     spec = sample.speculation
@@ -100,7 +100,7 @@ def sample_row(
     }
 
 
-def parts_of(sample: Sample, decode: Callable[[list[int]], str]) -> list[Part]:
+def parts_of(sample: Sample, decode: Callable[[Sequence[int]], str]) -> list[Part]:
     """The response cut where the loss mask changes: 1 is the model's, 0 the environment's."""
     parts: list[Part] = []
     begin, ids, mask = 0, sample.response_ids, sample.loss_mask
