@@ -77,7 +77,7 @@ async def _measured(recipe: Recipe, source: Source, store: VersionStore, prepare
 
 
 def _checkable(recipe: Recipe) -> Recipe:
-    """The recipe to check: without training, and without the need of training data."""
+    """The recipe for its checks: nothing is trained, so it needs nothing to train on."""
     recipe = without_training(recipe)
     if recipe.data.path is None and recipe.data.task is None:
         return recipe.model_copy(update={"data": recipe.data.model_copy(update={"task": GeneratedTask()})})
