@@ -1,0 +1,81 @@
+"""Brings back a trainer whose ranks were lost: ranks started anew, with weights and optimizer of the newest checkpoint."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from mtpctl.cluster.replicas import FORGET_S
+from mtpctl.controller.state import RunState
+from mtpctl.controller.trainers import TrainerGroup, TrainerLost
+from mtpctl.controller.waits import Waits
+from mtpctl.errors import RuntimeFailure
+from mtpctl.recipe.schema import Recipe
+from mtpctl.telemetry.session import Telemetry
+
+
+class Revival:
+    """Call it with the loss. What else runs, such as rollout, goes on meanwhile.
+
+    `folder`: the model's; `reference`: where the policy that RL began with is kept.
+    """
+
+    def __init__(
+        self, recipe: Recipe, trainer: TrainerGroup, state: RunState, telemetry: Telemetry, waits: Waits, *, folder: Path, reference: Path
+    ) -> None:
+        self.recipe, self.trainer, self.state, self.telemetry, self.waits = recipe, trainer, state, telemetry, waits
+        self.folder, self.reference = folder, reference
+        self._lost_at: list[float] = []
+
+    async def __call__(self, lost: TrainerLost, *, anew: bool = False) -> Path | None:
+        """Start the ranks anew and set the run's state back to the newest checkpoint. Returns it, None where the stage begins anew.
+
+        `anew`: what was sampled since is gone as well, and its prompts are drawn again. Raises the loss itself where the trainer was lost
+        more than `train.max_restarts` times within an hour, or where the recipe takes no checkpoints to go on from.
+        """
+        self.state.updating = False
+        began = time.monotonic()
+        while True:
+            count = self._counted(lost)
+            self.telemetry.event(
+                "restart", f"{lost}; starting the trainer anew, {count} of train.max_restarts: {self.recipe.train.max_restarts}"
+            )
+            try:
+                with self.waits.on("trainer: starting anew", "trainer rank 0"):
+                    await self.trainer.start_anew(lambda line: self.telemetry.event("restart", line), self.state.stopping)
+                    await self.trainer.build(self.folder)
+                    path = await self._restored(anew)
+                break
+            except TrainerLost as again:
+                lost = again
+        state, ranks, asked = self.state, self.trainer.recipe.train.parallel.world_size, self.recipe.train.parallel.world_size
+        fewer = f" with {ranks} of {asked} ranks" if ranks < asked else ""
+        source = "the beginning of the stage" if path is None else path.name
+        self.telemetry.event(
+            "restart",
+            f"trainer back{fewer} after {time.monotonic() - began:.0f} s: {state.stage} goes on after step {state.step}, from {source}",
+        )
+        return path
+
+    def _counted(self, lost: TrainerLost) -> int:
+        """How often within an hour the trainer was lost, this time included. Raises the loss where that is too often."""
+        train, now = self.recipe.train, time.monotonic()
+        self._lost_at = [*(then for then in self._lost_at if now - then < FORGET_S), now]
+        if not train.revives:
+            raise lost
+        if len(self._lost_at) > train.max_restarts:
+            if train.max_restarts:
+                raise RuntimeFailure(f"{lost}; train.max_restarts: {train.max_restarts} within an hour are used up") from lost
+            raise lost
+        return len(self._lost_at)
+
+    async def _restored(self, anew: bool) -> Path | None:
+        stage = self.state.stage
+        newest = self.state.go_back(anew=anew)
+        within_it = newest is not None and newest.name.startswith(f"{stage}-") and self.state.step > 0
+        if newest is not None and not within_it:
+            await self.trainer.call("restore", str(newest))
+        await self.trainer.call("begin_stage", stage, str(self.reference), within_it)
+        if within_it:
+            await self.trainer.call("restore", str(newest))
+        return newest if within_it else None
