@@ -7,9 +7,11 @@ from dataclasses import asdict
 from functools import partial
 from typing import NotRequired, TypedDict, TypeVar
 
+from mtpctl.cluster.local import cluster
+from mtpctl.cluster.room import Host
 from mtpctl.controller.rehearsal import rehearse
 from mtpctl.data.look import look
-from mtpctl.errors import MtpctlError, UserError
+from mtpctl.errors import ClusterResources, MtpctlError, UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.families.serving import check_importable
 from mtpctl.families.shape import ModelShape
@@ -54,12 +56,13 @@ class ActorPlan(TypedDict):
 
 
 class PlacementPlan(TypedDict):
-    """All actors, and what they take together."""
+    """All actors, and what they take together. `names`: of the hosts, by their numbers, where the cluster is there already."""
 
     device: str
     hosts: int
     cpus: float
     gpus: float
+    names: list[str]
     actors: list[ActorPlan]
 
 
@@ -163,7 +166,8 @@ def dry_run(recipe: Recipe) -> tuple[Plan, list[MtpctlError]]:
     shape, rl = shape_of(config), "rl" in recipe.train.stages
     recipe, source = _with_card(recipe)
     trials = _Trials()
-    placement = trials(partial(place, recipe))
+    names = trials(partial(_joined, recipe)) if recipe.cluster.address is not None else None
+    placement = trials(partial(place, recipe, [host for _, host in names] if names else None))
     if rl:
         trials(partial(check_engine, recipe))
         if recipe.rollout.engine == "vllm":
@@ -196,7 +200,7 @@ def dry_run(recipe: Recipe) -> tuple[Plan, list[MtpctlError]]:
         "errors": list(map(str, errors)),
     }
     if placement is not None:
-        plan["placement"] = _placement_plan(recipe, placement)
+        plan["placement"] = _placement_plan(recipe, placement, [name for name, _ in names or []])
     if recipe.device == "cuda":
         plan["card"] = {"gib": recipe.cluster.gpu_gib, "source": source, "needed_gib": card_needed(recipe, shape)}
     if rl:
@@ -213,12 +217,29 @@ def _with_card(recipe: Recipe) -> tuple[Recipe, str]:
     return recipe, ""
 
 
-def _placement_plan(recipe: Recipe, placement: Placement) -> PlacementPlan:
+def _joined(recipe: Recipe) -> list[tuple[str, Host]]:
+    """The hosts of the cluster that the run joins with what is free there, or whole where they are too full.
+
+    Raises EnvironmentMissing where no cluster answers.
+    """
+    from mtpctl.cluster.hosts import ray_hosts
+
+    with cluster(recipe.cluster, cpus=0, gpus=0, tidy=False):
+        found = ray_hosts()
+    try:
+        place(recipe, [host.free for host in found])
+    except ClusterResources:
+        return [(host.name, host.whole) for host in found]
+    return [(host.name, host.free) for host in found]
+
+
+def _placement_plan(recipe: Recipe, placement: Placement, names: list[str]) -> PlacementPlan:
     return {
         "device": placement.device,
         "hosts": placement.hosts,
         "cpus": placement.cpus,
         "gpus": placement.gpus,
+        "names": names,
         "actors": [{"name": a.name, "role": _role(recipe, a), "host": a.host, "cpus": a.cpus, "gpus": a.gpus} for a in placement.actors],
     }
 
@@ -306,7 +327,8 @@ def _placement_lines(placement: PlacementPlan) -> Iterator[str]:
     width = max(len(actor["name"]) for actor in placement["actors"])
     for actor in placement["actors"]:
         amount = f"{actor['cpus']:g} CPU" + (f", {actor['gpus']:g} GPU" if actor["gpus"] else "")
-        yield f"           {actor['name']:{width}}  host {actor['host']}, {amount}: {actor['role']}"
+        host = placement["names"][actor["host"]] if placement["names"] else actor["host"]
+        yield f"           {actor['name']:{width}}  host {host}, {amount}: {actor['role']}"
 
 
 def _card_line(card: CardPlan) -> str:

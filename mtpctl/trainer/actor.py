@@ -82,6 +82,7 @@ class TrainerRank(WeightSource):
         with importing():
             import torch
 
+            from mtpctl.cluster.meeting import use_own_interface
             from mtpctl.convert.hf_folder import HfFolder
             from mtpctl.model.parallel import Rank
             from mtpctl.rl.own_loss import check_loss
@@ -106,6 +107,8 @@ class TrainerRank(WeightSource):
             moe=train.moe,
             adapter_seed=self.recipe.seed,
         )
+        if self.world_size > 1:
+            use_own_interface()
         rank = Rank(self.rank, self.world_size, master, deadline_s=self.recipe.cluster.step_deadline_s)
         self.engine = MegatronEngine(HfFolder.open(folder), config, rank)
         settle_heap()
