@@ -98,7 +98,7 @@ def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = Tru
             configure_logging=True,
             logging_level=logging.ERROR,
             namespace="mtpctl",
-            runtime_env={"env_vars": _environment(config, logs)},
+            runtime_env={"env_vars": variables} if (variables := _environment(config, logs)) else None,
         )
     except Exception as error:  # Ray raises plain `Exception` where one of its own processes does not start.
         where = f"no Ray cluster answers at {config.address}" if config.address else "Ray did not start on this machine"

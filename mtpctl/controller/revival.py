@@ -33,7 +33,7 @@ class Revival:
         `anew`: what was sampled since is gone as well, and its prompts are drawn again. Raises the loss itself where the trainer was lost
         more than `train.max_restarts` times within an hour, or where the recipe takes no checkpoints to go on from.
         """
-        self.state.updating = False
+        self.state.updating, self.state.lost = False, True
         began = time.monotonic()
         while True:
             count = self._counted(lost)
@@ -48,6 +48,7 @@ class Revival:
                 break
             except TrainerLost as again:
                 lost = again
+        self.state.lost = False
         state, ranks, asked = self.state, self.trainer.recipe.train.parallel.world_size, self.recipe.train.parallel.world_size
         fewer = f" with {ranks} of {asked} ranks" if ranks < asked else ""
         source = "the beginning of the stage" if path is None else path.name
@@ -71,8 +72,7 @@ class Revival:
 
     async def _restored(self, anew: bool) -> Path | None:
         stage = self.state.stage
-        newest = self.state.go_back(anew=anew)
-        within_it = newest is not None and newest.name.startswith(f"{stage}-") and self.state.step > 0
+        newest, within_it = self.state.go_back(anew=anew)
         if newest is not None and not within_it:
             await self.trainer.call("restore", str(newest))
         await self.trainer.call("begin_stage", stage, str(self.reference), within_it)

@@ -135,7 +135,8 @@ class RunState:
     `tried` is the version that was sent last, whether or not every target took it: it never stands for other weights.
 
     `buffer` is written into checkpoints while a stage has one. `saving` is the checkpoint that is being written. `stopping` is set when a
-    stop is asked for: stages return at their next step. While `updating`, the weights may be ahead of `step`. `saved` is the step of the
+    stop is asked for: stages return at their next step. While `updating`, the weights may be ahead of `step`; while `lost`, there is no
+    trainer with those of `step`. `saved` is the step of the
     newest checkpoint, or 0, and `saved_at` the time when it was written, on the clock of `time.monotonic`. `waiting` shows what is waited
     for.
     """
@@ -153,6 +154,7 @@ class RunState:
     buffer: SampleBuffer | None = None
     saving: Path | None = None
     updating: bool = False
+    lost: bool = False
     saved: int = 0
     tried: int = 0
     saved_at: float = field(default_factory=time.monotonic)
@@ -186,10 +188,11 @@ class RunState:
             self.ended.remove(self.stage)
         return Path(found)
 
-    def go_back(self, *, anew: bool) -> Path | None:
-        """Set the step, and what belongs to it, to that of the newest whole checkpoint, since the trainer was lost. Returns its folder.
+    def go_back(self, *, anew: bool) -> tuple[Path | None, bool]:
+        """Set the step, and what belongs to it, to that of the newest whole checkpoint, since the trainer was lost.
 
-        The version stays, and grows on. `anew`: what was sampled is gone too, and the prompts since the checkpoint are drawn again.
+        Returns its folder, and whether it is within this stage. The version stays, and grows on. `anew`: what was sampled is gone too, and
+        the prompts since the checkpoint are drawn again.
         Where the checkpoint is not within this stage, or there is none, the stage begins anew.
         """
         if self.saving is not None:
@@ -205,7 +208,7 @@ class RunState:
             self.cursor = found["cursor"] if within_it else None
         self.ended, self.synced_at, self.updating = found["ended"], -1, False
         self.saved, self.saved_at = self.step, time.monotonic()
-        return path
+        return path, within_it
 
     async def checkpoint_if_due(self, trainer: TrainerGroup) -> None:
         """Publish a checkpoint that has been written meanwhile, and begin one where the recipe wants it by now."""
@@ -240,10 +243,10 @@ class RunState:
     async def rescue(self, trainer: TrainerGroup) -> Path | None:
         """Take a checkpoint of a stage that has failed.
 
-        Returns None where it made no update after its newest checkpoint, where the weights are in the middle of an update, and where the
-        recipe keeps no checkpoints. Raises RuntimeFailure where the trainer does not write it within `RESCUE_S`.
+        Returns None where it made no update after its newest checkpoint, where the weights are in the middle of an update or lost, and
+        where the recipe keeps no checkpoints. Raises RuntimeFailure where the trainer does not write it within `RESCUE_S`.
         """
-        if not self.within_stage:
+        if not self.within_stage or self.lost:
             return None
         if self.updating or self.step == self.saved:
             await within(self.settle(trainer), RESCUE_S, "checkpoint")
