@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -105,7 +105,9 @@ class TrainerGroup:
             raise TrainerLost(str(error)) from error
         if isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, MtpctlError):
             return
-        checks = [within(rank.here.remote(), ALIVE_S, f"trainer rank {i}") for i, rank in enumerate(self.ranks)]
+        checks: list[Coroutine[None, None, Found]] = [
+            within(rank.here.remote(), ALIVE_S, f"trainer rank {i}") for i, rank in enumerate(self.ranks)
+        ]
         for found in await asyncio.gather(*checks, return_exceptions=True):
             if isinstance(found, BaseException):
                 raise TrainerLost(f"{found} ({one_line(error)})") from error
@@ -125,7 +127,7 @@ class TrainerGroup:
         """Wait until every rank has started, and hold each against its seat. Raises TrainerLost where a host is gone meanwhile."""
         if self.seats is None:
             return
-        waits = [
+        waits: list[asyncio.Future[Found]] = [
             asyncio.ensure_future(within(rank.here.remote(), deadline_s, f"trainer rank {i}, start")) for i, rank in enumerate(self.ranks)
         ]
         try:
