@@ -235,7 +235,10 @@ class Run:
     async def _stages(self, trainer: TrainerGroup, starting: asyncio.Task[tuple[ReplicaPool, LogprobServer | None]] | None) -> None:
         self.telemetry.event("start", f"trainer: {self.recipe.train.parallel.world_size} rank(s)")
         with self.waits.on("trainer: loading the model", "trainer rank 0"):
-            counts = await trainer.build(self.prepared.model.path)
+            try:
+                counts = await trainer.build(self.prepared.model.path)
+            except TrainerLost as lost:
+                counts = await self.revival.at_start(lost)
         self.telemetry.event("start", f"trainer ready: {counts['parameters']:,} parameters, {counts['trained']:,} of them trained")
         checkpoint = await self.state.load(trainer)
         within_stage = self.state.within_stage
@@ -245,20 +248,27 @@ class Run:
             if stage in self.state.ended:
                 continue
             resumed = checkpoint if within_stage and stage == self.state.stage else None
-            await trainer.call("begin_stage", stage, str(self.directory.path / "reference"), resumed is not None)
-            if resumed is not None:
-                await self._restore(trainer, resumed)
-                changed = f"; {self.changed}" if stage == "rl" and self.changed else ""
-                self.telemetry.event("resume", f"{stage} goes on after step {self.state.step}, from {resumed.name}{changed}")
             self.state.begin(stage)
+            begun = False
             while True:
                 try:
+                    if not begun:
+                        await self._begin(stage, trainer, resumed)
+                    begun = True
                     await self._stage(stage, trainer, starting, resumed)
                     break
                 except TrainerLost as lost:
-                    resumed = await self.revival(lost, anew=True)
+                    resumed, begun = await self.revival(lost, anew=True), True
             if self.state.stopping.is_set():
                 return
+
+    async def _begin(self, stage: str, trainer: TrainerGroup, resumed: Path | None) -> None:
+        """Have the trainer begin a stage, or go on with it from a checkpoint."""
+        await trainer.call("begin_stage", stage, str(self.directory.path / "reference"), resumed is not None)
+        if resumed is not None:
+            await self._restore(trainer, resumed)
+            changed = f"; {self.changed}" if stage == "rl" and self.changed else ""
+            self.telemetry.event("resume", f"{stage} goes on after step {self.state.step}, from {resumed.name}{changed}")
 
     async def _stage(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from mtpctl.cluster.replicas import FORGET_S
@@ -26,6 +27,7 @@ class Revival:
         self.recipe, self.trainer, self.state, self.telemetry, self.waits = recipe, trainer, state, telemetry, waits
         self.folder, self.reference = folder, reference
         self._lost_at: list[float] = []
+        self._counts: dict[str, int] = {}
 
     async def __call__(self, lost: TrainerLost, *, anew: bool = False) -> Path | None:
         """Start the ranks anew and set the run's state back to the newest checkpoint. Returns it, None where the stage begins anew.
@@ -34,6 +36,28 @@ class Revival:
         more than `train.max_restarts` times within an hour, or where the recipe takes no checkpoints to go on from.
         """
         self.state.updating, self.state.lost = False, True
+        path, seconds = await self._until_back(lost, lambda: self._restored(anew))
+        self.state.lost = False
+        source = "the beginning of the stage" if path is None else path.name
+        self._tell_back(seconds, f": {self.state.stage} goes on after step {self.state.step}, from {source}")
+        return path
+
+    async def at_start(self, lost: TrainerLost) -> dict[str, int]:
+        """The same for a trainer that was lost before its first stage. Returns what `TrainerGroup.build` does."""
+
+        async def nothing() -> None: ...
+
+        _, seconds = await self._until_back(lost, nothing)
+        self._tell_back(seconds, "")
+        return self._counts
+
+    def _tell_back(self, seconds: float, what: str) -> None:
+        ranks, asked = self.trainer.recipe.train.parallel.world_size, self.recipe.train.parallel.world_size
+        fewer = f" with {ranks} of {asked} ranks" if ranks < asked else ""
+        self.telemetry.event("restart", f"trainer back{fewer} after {seconds:.0f} s{what}")
+
+    async def _until_back[T](self, lost: TrainerLost, then: Callable[[], Awaitable[T]]) -> tuple[T, float]:
+        """Start the ranks anew, build them and do what comes `then`, as often as it takes. Returns the latter's answer, and the seconds."""
         began = time.monotonic()
         while True:
             count = self._counted(lost)
@@ -43,20 +67,10 @@ class Revival:
             try:
                 with self.waits.on("trainer: starting anew", "trainer rank 0"):
                     await self.trainer.start_anew(lambda line: self.telemetry.event("restart", line), self.state.stopping)
-                    await self.trainer.build(self.folder)
-                    path = await self._restored(anew)
-                break
+                    self._counts = await self.trainer.build(self.folder)
+                    return await then(), time.monotonic() - began
             except TrainerLost as again:
                 lost = again
-        self.state.lost = False
-        state, ranks, asked = self.state, self.trainer.recipe.train.parallel.world_size, self.recipe.train.parallel.world_size
-        fewer = f" with {ranks} of {asked} ranks" if ranks < asked else ""
-        source = "the beginning of the stage" if path is None else path.name
-        self.telemetry.event(
-            "restart",
-            f"trainer back{fewer} after {time.monotonic() - began:.0f} s: {state.stage} goes on after step {state.step}, from {source}",
-        )
-        return path
 
     def _counted(self, lost: TrainerLost) -> int:
         """How often within an hour the trainer was lost, this time included. Raises the loss where that is too often."""

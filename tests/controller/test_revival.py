@@ -74,8 +74,9 @@ class Mortal(Trainer):
                 await asyncio.sleep(0.005)
         self.alive, self.starts = True, self.starts + 1
 
-    async def build(self, folder: Path) -> None:
+    async def build(self, folder: Path) -> dict[str, int]:
         assert self.alive
+        return {"parameters": 1, "trained": 1}
 
 
 def recipe_with(deterministic: bool = False, restarts: int = 3, **train: Any) -> Recipe:
@@ -187,6 +188,17 @@ def test_it_is_told_what_died_and_where_the_run_goes_on(tmp_path: Path) -> None:
 def test_it_is_given_up_where_it_dies_too_often_or_there_is_nothing_to_go_on_from(tmp_path: Path, recipe: Recipe, told: str) -> None:
     with pytest.raises(RuntimeFailure, match=told):
         rl(recipe, tmp_path, {"rl_step": {4, 5, 6}})
+
+
+def test_one_that_dies_before_its_first_stage_is_started_anew(tmp_path: Path) -> None:
+    recipe, world = recipe_with(), World()
+    trainer = Mortal(recipe, {})
+    group, rows = cast(TrainerGroup, trainer), cast(Any, Rows(world))
+    state, waits = RunState(tmp_path, recipe.train), Waits(lambda _: None, tmp_path)
+    revival = Revival(recipe, group, state, rows, waits, folder=tmp_path, reference=tmp_path / "reference")
+    assert asyncio.run(revival.at_start(TrainerLost("trainer rank 0, build: ActorDiedError"))) == {"parameters": 1, "trained": 1}
+    assert trainer.starts == 1
+    assert [kind for kind, _ in world.events] == ["restart", "restart"] and world.events[1][1] == "trainer back after 0 s"
 
 
 def test_the_supervised_stage_draws_the_same_problems_again(tmp_path: Path) -> None:
