@@ -103,13 +103,14 @@ class TrainerGroup:
         cause = error.__cause__
         if isinstance(cause, ray.exceptions.RayActorError | TimeoutError):
             raise TrainerLost(str(error)) from error
-        if isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, MtpctlError):
-            return
+        # What a rank tells in our own words is its error, unless another one has died: that one may be behind it.
+        told = isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, MtpctlError)
         checks: list[Coroutine[None, None, Found]] = [
             within(rank.here.remote(), ALIVE_S, f"trainer rank {i}") for i, rank in enumerate(self.ranks)
         ]
         for found in await asyncio.gather(*checks, return_exceptions=True):
-            if isinstance(found, BaseException):
+            died = isinstance(found, BaseException) and isinstance(found.__cause__, ray.exceptions.RayActorError)
+            if died or (isinstance(found, BaseException) and not told):
                 raise TrainerLost(f"{found} ({one_line(error)})") from error
 
     async def build(self, folder: Path) -> dict[str, int]:

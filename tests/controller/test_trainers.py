@@ -64,6 +64,7 @@ def group(*ranks: Rank) -> TrainerGroup:
         ([Rank(raises(ValueError("a fault")), fine), Rank(fine, fine)], RuntimeFailure, r"trainer rank 0, step: ValueError: a fault"),
         ([Rank(raises(UserError("train.x: no")), fine), Rank(silent, silent)], UserError, r"train\.x: no"),
         ([Rank(raises(RuntimeFailure("the disk is full")), fine), Rank(silent, silent)], RuntimeFailure, "the disk is full"),
+        ([Rank(raises(RuntimeFailure("rl-4 was not written")), fine), Rank(silent, dead)], TrainerLost, "ActorDied.*was not written"),
         ([], TrainerLost, "no rank runs"),
     ],
 )
