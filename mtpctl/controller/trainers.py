@@ -82,10 +82,13 @@ class TrainerGroup:
         Raises TrainerLost where a rank dies, or does not answer within `deadline_s` (default: `cluster.step_deadline_s`), and
         RuntimeFailure where one raises what is no MtpctlError.
         """
-        seconds = deadline_s or self.recipe.cluster.step_deadline_s
+        return await self._all(method, lambda rank: args, deadline_s or self.recipe.cluster.step_deadline_s)
+
+    async def _all(self, method: str, args: Callable[[int], tuple[object, ...]], seconds: float) -> Any:
+        """The same with the arguments that `args` gives for each rank."""
         if not self.ranks:
             raise TrainerLost(f"trainer, {method}: no rank runs")
-        refs = [getattr(rank, method).remote(*args) for rank in self.ranks]
+        refs = [getattr(actor, method).remote(*args(rank)) for rank, actor in enumerate(self.ranks)]
         waits = [asyncio.ensure_future(within(ref, seconds, f"trainer rank {i}, {method}")) for i, ref in enumerate(refs)]
         try:
             return (await asyncio.gather(*waits))[0]
