@@ -14,9 +14,12 @@ from mtpctl.cluster.seats import LOOK_S, Found, Options, Seats
 from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.plan.placement import Placement
 from mtpctl.recipe.schema import Recipe
+from mtpctl.samples import Sample
 from mtpctl.trainer.actor import TrainerRank
+from mtpctl.trainer.share import deal
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
     from ray.actor import ActorHandle
 
 ALIVE_S = 15.0
@@ -77,12 +80,15 @@ class TrainerGroup:
             self.ranks.append(actor)
 
     async def call(self, method: str, *args: object, deadline_s: float | None = None) -> Any:
-        """Call `method` of `TrainerRank` on every rank. Returns the answer of rank 0.
+        """Call `method` of `TrainerRank` on every rank. Returns the answer of rank 0. A list among `args` is written once for all ranks.
 
         Raises TrainerLost where a rank dies, or does not answer within `deadline_s` (default: `cluster.step_deadline_s`), and
         RuntimeFailure where one raises what is no MtpctlError.
         """
-        return await self._all(method, lambda rank: args, deadline_s or self.recipe.cluster.step_deadline_s)
+        import ray
+
+        given = tuple(ray.put(each) if isinstance(each, list) else each for each in args)
+        return await self._all(method, lambda rank: given, deadline_s or self.recipe.cluster.step_deadline_s)
 
     async def _all(self, method: str, args: Callable[[int], tuple[object, ...]], seconds: float) -> Any:
         """The same with the arguments that `args` gives for each rank."""
@@ -115,6 +121,28 @@ class TrainerGroup:
             died = isinstance(found, BaseException) and isinstance(found.__cause__, ray.exceptions.RayActorError)
             if died or (isinstance(found, BaseException) and not told):
                 raise TrainerLost(f"{found} ({one_line(error)})") from error
+
+    async def rl_step(self, samples: Sequence[Sample], version: int, train_mtp: bool) -> dict[str, float]:
+        """One policy update on samples that are ordered by group: `TrainerRank.rl_step` on every rank, with its share of them.
+
+        Each share is written into Ray's object store once, for all ranks that compute on it.
+        """
+        table, shares = await asyncio.to_thread(self._put, samples)
+        parallel = self.recipe.train.parallel
+        metrics: dict[str, float] = await self._all(
+            "rl_step", lambda rank: (table, shares[parallel.dp_rank(rank)], version, train_mtp), self.recipe.cluster.step_deadline_s
+        )
+        return metrics
+
+    def _put(self, samples: Sequence[Sample]) -> tuple[ObjectRef, list[ObjectRef]]:
+        """References to the table of these samples and to the share of each data-parallel rank."""
+        import ray
+
+        train = self.recipe.train
+        table, shares = deal(
+            samples, minibatches=train.rl.minibatches, tokens_per_microbatch=train.tokens_per_microbatch, dp=train.parallel.dp
+        )
+        return ray.put(table), [ray.put(made()) for made in shares]
 
     async def build(self, folder: Path) -> dict[str, int]:
         """Have every rank build the model in `folder`. Returns how many `parameters` it has, and how many of them are `trained`.

@@ -11,10 +11,11 @@ from torch import Tensor
 from mtpctl.kernels.draft import DraftLossOut
 from mtpctl.model.gpt import Hidden
 from mtpctl.trainer.acceptance import DepthChances, acceptance_metrics, acceptance_sums
-from mtpctl.trainer.batch import DraftRows, MicroBatch, Sequence
+from mtpctl.trainer.batch import DraftRows, MicroBatch
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.head import HITS, Head
 from mtpctl.trainer.objective import Objective, Sums
+from mtpctl.trainer.totals import Totals
 
 MEASURED_TOKENS = 8192
 """Response tokens of a rank and update, sequences whole, that tell the acceptance to expect. It takes the trunk's distribution, which
@@ -22,17 +23,15 @@ MEASURED_TOKENS = 8192
 
 
 class UpdateLoss:
-    """The loss of an update on `sequences`, as the `MicroBatchLoss` of a training pass. `depths`: how many MTP depths train.
+    """The loss of an update, as the `MicroBatchLoss` of a training pass. `totals`: of all its sequences, with the MTP depths that train.
 
     Every term is divided by a count over the whole batch, so that cutting the batch another way leaves its gradient the same.
     """
 
-    def __init__(
-        self, head: Head, config: EngineConfig, objective: Objective, sequences: list[Sequence], *, temperature: float, depths: int
-    ) -> None:
+    def __init__(self, head: Head, config: EngineConfig, objective: Objective, totals: Totals, *, temperature: float) -> None:
         self.head, self.config, self.objective, self.temperature = head, config, objective, temperature
-        self.denominator = objective.denominator(sequences)
-        self.drafts = [max(1, sum(s.drafted(depth) for s in sequences)) for depth in range(1, depths + 1)]
+        self.denominator = objective.denominator(tokens=totals.trained, sequences=totals.sequences)
+        self.drafts = [max(1, count) for count in totals.drafted]
         """For each depth, how many tokens of the batch a drafter can be asked for."""
         self.left = MEASURED_TOKENS
 

@@ -68,6 +68,10 @@ class Mortal(Trainer):
             return found
         return None
 
+    async def rl_step(self, samples: list[Sample], version: int, train_mtp: bool) -> dict[str, float]:
+        found: dict[str, float] = await self.call("rl_step", samples)
+        return found
+
     async def start_anew(self, tell: Any, stopping: asyncio.Event) -> None:
         async with asyncio.timeout(10):
             while not self.meanwhile():

@@ -41,7 +41,7 @@ def test_acceptance_is_the_trainers(start_engine: Callable[[VllmSettings], VllmE
 
     found = run(samples())
     drafted, accepted = sum(s.speculation.drafted for s in found), sum(s.speculation.accepted for s in found)
-    (tmp_path / "samples.json").write_text(json.dumps([[s.prompt_ids, s.response_ids] for s in found]))
+    (tmp_path / "samples.json").write_text(json.dumps([[s.prompt_ids.tolist(), s.response_ids.tolist()] for s in found]))
     trainers = float(drafting("accept", tmp_path).rsplit("mtp/accept_1", 1)[1].split()[0])
 
     print(f"accepted {accepted} of {drafted} drafts; the trainer says {trainers}")
