@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,15 +14,14 @@ import pytest
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
+from tests.environment import TREE, with_tree
 from tests.rollout.conftest import Loop, cpu_settings
-
-TREE = Path(__file__).parents[2]
 
 
 def drafting(what: str, root: Path) -> str:
     """The Megatron side, in a process of its own."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.convert.drafting", what, str(root)]
-    done = subprocess.run(command, cwd=TREE, env=os.environ | {"PYTHONPATH": str(TREE)}, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=TREE, env=with_tree(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
