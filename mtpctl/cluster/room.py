@@ -29,8 +29,9 @@ def rooms(hosts: Iterable[Host], most: float = math.inf) -> list[Room]:
 
 
 def _cards(gpus: float) -> list[float]:
+    gpus = round(gpus, 4)  # as finely as Ray counts
     whole = int(gpus)
-    return [1.0] * whole + ([gpus - whole] if gpus - whole > 1e-9 else [])
+    return [1.0] * whole + ([gpus - whole] if gpus > whole else [])
 
 
 def take(free: list[Room], ranks: int, cpus: float, gpus: float) -> Taken | None:
