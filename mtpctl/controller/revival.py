@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mtpctl.cluster.replicas import FORGET_S
 from mtpctl.controller.state import RunState
-from mtpctl.controller.trainers import TrainerGroup, TrainerLost
+from mtpctl.controller.trainers import HostGone, TrainerGroup, TrainerLost
 from mtpctl.controller.waits import Waits
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
@@ -58,9 +58,10 @@ class Revival:
 
     async def _until_back[T](self, lost: TrainerLost, then: Callable[[], Awaitable[T]]) -> tuple[T, float]:
         """Start the ranks anew, build them and do what comes `then`, as often as it takes. Returns the latter's answer, and the seconds."""
-        began = time.monotonic()
+        began, count = time.monotonic(), 0
         while True:
-            count = self._counted(lost)
+            if not count or not isinstance(lost, HostGone):
+                count = self._counted(lost)
             self.telemetry.event(
                 "restart", f"{lost}; starting the trainer anew, {count} of train.max_restarts: {self.recipe.train.max_restarts}"
             )

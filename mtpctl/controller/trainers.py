@@ -32,6 +32,10 @@ class TrainerLost(RuntimeFailure):
     """A trainer rank has died, or does not answer: the ranks that are left cannot go on without it."""
 
 
+class HostGone(TrainerLost):
+    """A host is gone on which ranks were just being started: Ray had not noticed yet. It is the loss before that shows late."""
+
+
 class Revive(Protocol):
     """Brings a trainer back that was lost, and sets the run's state back to the newest checkpoint."""
 
@@ -156,7 +160,7 @@ class TrainerGroup:
         return counts
 
     async def _seated(self, deadline_s: float) -> None:
-        """Wait until every rank has started, and hold each against its seat. Raises TrainerLost where a host is gone meanwhile."""
+        """Wait until every rank has started, and hold each against its seat. Raises HostGone where a host is gone meanwhile."""
         if self.seats is None:
             return
         waits: list[asyncio.Future[Found]] = [
@@ -165,7 +169,7 @@ class TrainerGroup:
         try:
             while (await asyncio.wait(waits, timeout=LOOK_S))[1]:
                 if lost := self.seats.lost(self.names):
-                    raise TrainerLost(f"{lost[0]}: its host is gone")
+                    raise HostGone(f"{lost[0]}: its host is gone")
             for name, wait in zip(self.names, waits, strict=True):
                 try:
                     found: Found = wait.result()

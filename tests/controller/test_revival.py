@@ -22,7 +22,7 @@ from mtpctl.controller.revival import Revival
 from mtpctl.controller.rl import RlStage
 from mtpctl.controller.sft import SftStage
 from mtpctl.controller.state import RunState
-from mtpctl.controller.trainers import TrainerGroup, TrainerLost
+from mtpctl.controller.trainers import HostGone, TrainerGroup, TrainerLost
 from mtpctl.controller.waits import Waits
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import UNNAMED, ProblemSets
@@ -203,6 +203,24 @@ def test_one_that_dies_before_its_first_stage_is_started_anew(tmp_path: Path) ->
     assert asyncio.run(revival.at_start(TrainerLost("trainer rank 0, build: ActorDiedError"))) == {"parameters": 1, "trained": 1}
     assert trainer.starts == 1
     assert [kind for kind, _ in world.events] == ["restart", "restart"] and world.events[1][1] == "trainer back after 0 s"
+
+
+def test_a_host_that_is_seen_to_be_gone_while_ranks_start_there_is_the_same_loss(tmp_path: Path) -> None:
+    recipe, world = recipe_with(restarts=1), World()
+    gone = iter([HostGone("trainer-1: its host is gone")])
+
+    class Late(Mortal):
+        async def build(self, folder: Path) -> dict[str, int]:
+            for error in gone:
+                raise error
+            return await super().build(folder)
+
+    group, rows = cast(TrainerGroup, Late(recipe, {})), cast(Any, Rows(world))
+    state, waits = RunState(tmp_path, recipe.train), Waits(lambda _: None, tmp_path)
+    revival = Revival(recipe, group, state, rows, waits, folder=tmp_path, reference=tmp_path / "reference")
+    asyncio.run(revival.at_start(TrainerLost("trainer rank 1, build: ActorDiedError")))
+    told = [message for _, message in world.events]
+    assert told[1] == "trainer-1: its host is gone; starting the trainer anew, 1 of train.max_restarts: 1" and len(told) == 3
 
 
 def test_the_supervised_stage_draws_the_same_problems_again(tmp_path: Path) -> None:
