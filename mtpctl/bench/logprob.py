@@ -134,7 +134,7 @@ async def measure(folder: Path, precision: str, load: Load, scratch: Path, *, gp
     )
 
     async def start(index: int) -> Replica:
-        return await start_replica(config, name="log-prob replica", cpus=0, gpus=gpus, kind=BenchRank)
+        return await start_replica(config, name="log-prob replica", options=[{"num_cpus": 0, "num_gpus": gpus}], kind=BenchRank)
 
     server = await LogprobServer.start(start, 1, ServerLimits(load.tokens_per_batch, 1 << 22))
     bench = Bench(server, load, precision)

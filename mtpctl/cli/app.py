@@ -27,6 +27,7 @@ COMMANDS = {
     "convert-hf": ("convert_hf:convert_hf", "Convert weights, Hugging Face to Megatron and back."),
     "report": ("report:report", "Write an HTML page of one run or of several."),
     "runs": ("runs:runs", "List the runs below a folder."),
+    "status": ("status:status", "Tell how a run is doing."),
     "samples": ("samples:samples", "Print what the model wrote."),
     "sync-weights": ("sync_weights:sync_weights", "Sync weights to engines by hand, and time it."),
     "doctor": ("doctor:doctor", "Check versions, devices and log-probs."),

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 
+from mtpctl.cluster.local import cluster
+from mtpctl.cluster.room import Host
 from mtpctl.controller.rehearsal import rehearse
 from mtpctl.data.look import look
-from mtpctl.errors import MtpctlError, UserError
+from mtpctl.errors import ClusterResources, MtpctlError, UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.families.serving import check_importable
 from mtpctl.families.shape import ModelShape
@@ -34,13 +36,14 @@ Sizes = Mapping[str, int | None]
 class Plan:
     """What can be known about a run before it starts. `source`: where the size of the cards is from; sizes are bytes.
 
-    `errors` would end the run before anything is trained.
+    `hosts`: names of the hosts by their numbers, where the cluster is there already. `errors` would end the run before anything is trained.
     """
 
     recipe: Recipe
     shape: ModelShape
     source: str
     placement: Placement | None
+    hosts: list[str]
     misfits: list[Misfit]
     data: list[str]
     cautions: list[str]
@@ -99,7 +102,8 @@ def dry_run(recipe: Recipe) -> Plan:
     shape = shape_of(config)
     recipe, source = _with_card(recipe)
     trials = _Trials()
-    placement = trials(partial(place, recipe))
+    names = trials(partial(_joined, recipe)) if recipe.cluster.address is not None else None
+    placement = trials(partial(place, recipe, [host for _, host in names] if names else None))
     if "rl" in recipe.train.stages:
         trials(partial(check_engine, recipe))
         if recipe.rollout.engine == "vllm":
@@ -115,6 +119,7 @@ def dry_run(recipe: Recipe) -> Plan:
         shape,
         source,
         placement,
+        [name for name, _ in names or []],
         unfit,
         data=list(map(str, looked or [])),
         cautions=[*cautions_of(recipe), *(warnings or [])],
@@ -129,6 +134,22 @@ def _with_card(recipe: Recipe) -> tuple[Recipe, str]:
     if recipe.device == "cuda" and recipe.cluster.address is None and (found := card_gib()) is not None:
         return changed(recipe, {"cluster.gpu_gib": found}), "this machine"
     return recipe, ""
+
+
+def _joined(recipe: Recipe) -> list[tuple[str, Host]]:
+    """The hosts of the cluster that the run joins with what is free there, or whole where they are too full.
+
+    Raises EnvironmentMissing where no cluster answers.
+    """
+    from mtpctl.cluster.hosts import ray_hosts
+
+    with cluster(recipe.cluster, cpus=0, gpus=0, tidy=False):
+        found = ray_hosts()
+    try:
+        place(recipe, [host.free for host in found])
+    except ClusterResources:
+        return [(host.name, host.whole) for host in found]
+    return [(host.name, host.free) for host in found]
 
 
 def as_json(plan: Plan) -> dict[str, object]:
@@ -168,6 +189,7 @@ def as_json(plan: Plan) -> dict[str, object]:
             "hosts": placement.hosts,
             "cpus": placement.cpus,
             "gpus": placement.gpus,
+            "names": plan.hosts,
             "actors": [
                 {"name": a.name, "role": _role(recipe, a), "host": a.host, "cpus": a.cpus, "gpus": a.gpus} for a in placement.actors
             ],
@@ -194,7 +216,7 @@ def render(plan: Plan) -> str:
         f"{_count(counts['embedding'])} in the embedding, {_count(counts['head'])} in the head",
     ]
     if plan.placement is not None:
-        lines += _placement_lines(recipe, plan.placement)
+        lines += _placement_lines(recipe, plan.placement, plan.hosts)
     lines.append("memory     estimates, without CUDA context and allocator slack")
     for rank, sizes in plan.memory.items():
         parts = ", ".join(f"{name.replace('_', ' ')} {_size(name, value)}" for name, value in sizes.items() if value)
@@ -215,12 +237,13 @@ def _stages(recipe: Recipe) -> dict[str, int]:
     return {stage: {"sft": recipe.train.sft.steps, "rl": recipe.train.rl.steps}[stage] for stage in recipe.train.stages}
 
 
-def _placement_lines(recipe: Recipe, placement: Placement) -> Iterator[str]:
+def _placement_lines(recipe: Recipe, placement: Placement, hosts: list[str]) -> Iterator[str]:
     yield f"placement  {placement.device}, {placement.hosts} host(s), {placement.cpus:g} CPUs, {placement.gpus:g} GPUs"
     width = max(len(actor.name) for actor in placement.actors)
     for actor in placement.actors:
         amount = f"{actor.cpus:g} CPU" + (f", {actor.gpus:g} GPU" if actor.gpus else "")
-        yield f"           {actor.name:{width}}  host {actor.host}, {amount}: {_role(recipe, actor)}"
+        host = hosts[actor.host] if hosts else actor.host
+        yield f"           {actor.name:{width}}  host {host}, {amount}: {_role(recipe, actor)}"
 
 
 def _card_line(gib: float | None, source: str, needed_gib: float) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from mtpctl.cluster.heap import importing, settle_heap
 from mtpctl.cluster.logs import write_to_run
+from mtpctl.cluster.seats import Found, here
 from mtpctl.logprob.protocol import Bounds, Scored, ScoreRequest
 from mtpctl.plan.buckets import Bucket, Entry
 from mtpctl.recipe.kernels import KernelsConfig
@@ -67,6 +68,10 @@ class ScoreRank:
         self._adapter: MergedAdapter | None = None
         self._incoming_adapter: MergedAdapter | None = None
         self._finished: set[str] = set()
+
+    def here(self) -> Found:
+        """Where the actor is."""
+        return here()
 
     def address(self) -> str:
         """Address of the store at which the ranks meet. Rank 0 holds it from now on; the other ranks return an empty string."""

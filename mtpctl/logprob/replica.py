@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from mtpctl.cluster.logs import name_for_one
+from mtpctl.cluster.seats import Found, Options
 from mtpctl.logprob.protocol import Bounds, ReplicaDead, Scored, ScoreRequest
 from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
 from mtpctl.plan.buckets import Bucket
@@ -27,6 +28,10 @@ class Ranks(Protocol):
 
         Raises ReplicaDead where a rank has died, else what a rank raises.
         """
+        ...
+
+    async def where(self) -> list[Found]:
+        """Where each rank is."""
         ...
 
     async def end(self) -> None:
@@ -93,6 +98,10 @@ class Replica:
     def distrust(self) -> None:
         self._distrusted = True
 
+    async def where(self) -> list[Found]:
+        """Where each rank is."""
+        return await self.ranks.where()
+
     async def end(self) -> None:
         await self.ranks.end()
 
@@ -107,6 +116,10 @@ class RayRanks:
         # Submitted here and not when awaited, so that every rank gets the calls in the same order.
         refs = [getattr(handle, method).remote(*args) for handle in self.handles]
         return self._answers(refs)
+
+    async def where(self) -> list[Found]:
+        """Where each rank is."""
+        return list(await asyncio.gather(*(self._answers([handle.here.remote()]) for handle in self.handles)))
 
     async def _answers(self, refs: list[ObjectRef[Any]]) -> Any:
         from ray.exceptions import RayActorError, RayTaskError
@@ -129,8 +142,8 @@ class RayRanks:
             ray.kill(handle)
 
 
-async def start_replica(config: ReplicaConfig, *, name: str, cpus: float, gpus: float, kind: type[ScoreRank] = ScoreRank) -> Replica:
-    """Start a replica's ranks as Ray actors of `kind`, each with `cpus` and `gpus`, and return once they can score.
+async def start_replica(config: ReplicaConfig, *, name: str, options: Sequence[Options], kind: type[ScoreRank] = ScoreRank) -> Replica:
+    """Start a replica's ranks as Ray actors of `kind`, and return once they can score. `options`: Ray's for each of them.
 
     Raises what loading the model raises.
     """
@@ -140,7 +153,7 @@ async def start_replica(config: ReplicaConfig, *, name: str, cpus: float, gpus: 
 
     def begin(rank: int) -> ActorHandle[ScoreRank]:
         environment = {"env_vars": threads | name_for_one(f"{name} rank {rank}")}
-        actor = ray.remote(kind).options(num_cpus=cpus, num_gpus=gpus, runtime_env=environment)
+        actor = ray.remote(kind).options(runtime_env=environment, **options[rank])
         return cast("ActorHandle[ScoreRank]", actor.remote(config, rank))
 
     handles = [begin(rank) for rank in range(config.parallel.world_size)]

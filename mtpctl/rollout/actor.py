@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from mtpctl.cluster.heap import settle_heap
 from mtpctl.cluster.logs import name_for_one, write_to_run
+from mtpctl.cluster.seats import Found, here
 from mtpctl.errors import MtpctlError
 from mtpctl.rollout.protocol import EngineDead, Health, SpecStats, SpeculationState
 from mtpctl.rollout.sglang.settings import SglangSettings
@@ -140,6 +141,10 @@ class RolloutActor:
     async def pid(self) -> int:
         return os.getpid()
 
+    async def here(self) -> Found:
+        """Where the actor is."""
+        return here()
+
     async def shutdown(self) -> None:
         """End the engine; the owner ends the actor."""
         if hasattr(self, "_engine"):
@@ -185,6 +190,7 @@ class RolloutHandle(Protocol):
     health: _Remote[[], Health]
     checksums: _Remote[[], dict[str, str]]
     pid: _Remote[[], int]
+    here: _Remote[[], Found]
     shutdown: _Remote[[], None]
 
 
@@ -299,6 +305,9 @@ class RayReplica:
 
     async def pid(self) -> int:
         return await self._call(self._handle.pid.remote())
+
+    async def here(self) -> Found:
+        return await self._call(self._handle.here.remote())
 
     async def shutdown(self) -> None:
         """End the engine and its process."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +22,10 @@ DEPTH = 4
 
 @dataclass(frozen=True)
 class RunOverview:
-    """One run: its progress (`step` of `steps` in `stage`), the newest reward and accuracy of RL, seconds since its last metric."""
+    """One run: its progress (`step` of `steps` in `stage`), the newest reward and accuracy of RL, seconds since its last metric.
+
+    `restarts`: what became of trainers that were lost, the newest line last.
+    """
 
     path: Path
     state: State
@@ -32,6 +35,7 @@ class RunOverview:
     reward: float | None
     accuracy: float | None
     age_s: float
+    restarts: list[str] = field(default_factory=list)
 
 
 def find_runs(folder: Path) -> list[RunOverview]:
@@ -66,6 +70,7 @@ def describe_run(path: Path) -> RunOverview:
         _last(history, "reward/mean") if unfiltered is None else unfiltered,
         _last(history, "eval/accuracy"),
         max(0.0, time.time() - newest.stat().st_mtime),
+        [event.message for event in history.events if event.kind == "restart"],
     )
 
 

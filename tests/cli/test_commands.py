@@ -337,3 +337,9 @@ def test_a_users_model_is_not_overwritten_by_a_made_one(mtpctl: Any, command: tu
     told = mtpctl(*command, str(tmp_path))
     assert told.code == 2 and "not overwritten" in told.err
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.json", '{"model_type": "qwen2"}')]
+
+
+def test_a_plan_for_a_cluster_that_does_not_answer_says_so(mtpctl: Any, tmp_path: Path) -> None:
+    told = mtpctl("train", "tiny_mtp", "--dry-run", "--set", "cluster.address=127.0.0.1:1", "--set", f"run_dir={tmp_path / 'run'}")
+    assert told.code == 3 and "trainer-0  host 0" in told.out, "it is planned as if"
+    assert told.err.startswith("error: cluster.address: no Ray cluster answers at 127.0.0.1:1: ")

@@ -205,6 +205,7 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         (["train.parallel.pp=5"], "train.parallel.pp: 5 stages for 4 layers; take at most 4"),
         (["train.parallel={pp: 2, pp_layout: [1, 2]}"], "train.parallel.pp_layout: must name 2 stages with 4 layers in all, got [1, 2]"),
         (["train.parallel.ep=2"], "train.parallel.ep: the model has no experts"),
+        (["train.min_dp=2"], "train.min_dp: 2 is more than train.parallel.dp: 1; lower it"),
         (["logprob={standalone: true, parallel: {tp: 8}}"], "logprob.parallel.tp: 8 does not divide"),
         (["rollout.tp=3"], "rollout.tp: 3 does not divide 4 attention heads"),
         (["rollout.engine_args.hf_token=abc"], "rollout.engine_args.hf_token: secrets do not belong in a recipe"),

@@ -16,7 +16,10 @@ from mtpctl.bench.doctor import stack
 from mtpctl.bench.doctor.part import NoAnswer, run_part
 from mtpctl.bench.doctor.self_check import Agreement
 from mtpctl.cluster import leftovers
+from mtpctl.cluster.links import Link, slow, try_links
+from mtpctl.cluster.local import cluster
 from mtpctl.errors import EnvironmentMissing, MtpctlError, ThresholdMissed
+from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.sandbox.layers import layers
 from mtpctl.sandbox.sandbox import Sandbox
 
@@ -90,6 +93,30 @@ class Diagnosis:
 
 
 Report = Callable[[Check], None]
+
+
+def examine_cluster(address: str) -> Diagnosis:
+    """Try the network between every two hosts of the cluster at this address. Raises EnvironmentMissing where none answers."""
+    began = time.perf_counter()
+    with cluster(ClusterConfig(address=address), cpus=0, gpus=0, tidy=False):
+        found = asyncio.run(try_links())
+    seconds = time.perf_counter() - began
+    return Diagnosis([Check("links", links(found), seconds)], seconds)
+
+
+def links(found: list[Link]) -> Finding:
+    """Which links between hosts are slow, or dead?"""
+    data = [asdict(link) for link in found]
+    if not found:
+        return Finding("absent", "the cluster has one host", data)
+    bad = slow(found)
+    rates = sorted(link.rate for link in found if not link.error)
+    usual = f"{len(found)} pairs of hosts" + (f", {rates[len(rates) // 2] / 1e9:.2f} GB/s in the median" if rates else "")
+    if not bad:
+        return Finding("ok", usual, data)
+    told = f"{usual}; slow: {'; '.join(link.told() for link in bad)}"
+    kind = EnvironmentMissing if any(link.error for link in bad) else ThresholdMissed
+    return Finding("failed", told, data, kind(f"links: {told}; look at its cable and route, or set cluster.interface"))
 
 
 def examine(*, quick: bool = False, done: Report = lambda check: None) -> Diagnosis:
