@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mtpctl.recipe.schema import Recipe
     from mtpctl.telemetry.history import Event, History
     from mtpctl.telemetry.runs import State
-    from mtpctl.telemetry.sample_log import KeptSample
+    from mtpctl.telemetry.sample_log import SampleRow
 
 _ERRORS = {error.exit_code: error for error in (UserError, EnvironmentMissing, ClusterResources, RuntimeFailure, ThresholdMissed)}
 _STOPPED = 130
@@ -99,7 +99,7 @@ class Run:
             found.setdefault(row.name, Change(before=row.before, after=row.after))
         return found
 
-    def samples(self, *, step: int | None = None, worst: bool = False) -> list[KeptSample]:
+    def samples(self, *, step: int | None = None, worst: bool = False) -> list[SampleRow]:
         """What the model wrote, in the order of the steps; `worst`: by reward, the lowest first, without those that have none."""
         from mtpctl.telemetry.sample_log import read_samples
 

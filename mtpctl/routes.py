@@ -50,7 +50,6 @@ class RouteShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's routes."""
         return len(self.layers) * self.per_token * self.dtype.itemsize
 
     def fault(self, routes: Routes, tokens: int) -> str | None:

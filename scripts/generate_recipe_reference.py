@@ -30,9 +30,10 @@ A recipe is one YAML file; keys that it leaves out have the defaults given here.
 
 - `--overlay FILE` lays another file over the recipe: mappings merge, everything else is replaced.
 - `--set KEY=VALUE` sets one key to a YAML value; `--set KEY+=VALUE` appends to a list.
-- Scalars are those of YAML 1.2: `1e-5` is a number, only `true` and `false` are booleans, `no` and `off` are text. A key
-  that is given twice, or that does not exist, is an error with its line.
-- `train.rl.preset` names a published algorithm ([objectives](objectives.md)), whose values become defaults of `train.rl`.
+- Scalars are those of YAML 1.2: `1e-5` is a number, only `true` and `false` are booleans, `no` and `off` are text. A
+  key that is given twice, or that does not exist, is an error with its line.
+- `train.rl.preset` names a published algorithm ([objectives](objectives.md)), whose values become defaults of
+  `train.rl`.
 """
 
 

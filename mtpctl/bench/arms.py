@@ -12,8 +12,8 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
@@ -26,6 +26,7 @@ from mtpctl.recipe.model_source import path_in_full
 from mtpctl.recipe.schema import Recipe
 from mtpctl.telemetry.history import History, load_history
 from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.versions import Versions
 
 Say = Callable[[str], None]
 WARM = "warm-start"
@@ -55,8 +56,8 @@ class Arm:
 def chosen(arms: Sequence[Arm], wanted: Sequence[str] | None, *, own: bool = False) -> list[Arm]:
     """The arms that `wanted` names, in the order of `arms`, or all of them where it names none.
 
-    With `own`, `wanted` may also define arms as `NAME: KEY=VALUE …`, quoted as in a shell, which come last; `NAME:` is the recipe as it
-    is. Raises UserError for an unknown name, and for a definition that cannot be read.
+    With `own`, `wanted` may also define arms, which come last: `NAME: KEY=VALUE …`, quoted as in a shell; `NAME:` changes nothing. Raises
+    UserError for an unknown name, and for a definition that cannot be read.
     """
     made: list[Arm] = []
     names: list[str] = []
@@ -84,7 +85,7 @@ def chosen(arms: Sequence[Arm], wanted: Sequence[str] | None, *, own: bool = Fal
 class Outcome:
     """One arm's run with one seed. `wanted`: RL updates that its recipe asks for; a run that has not ended has made fewer.
 
-    `versions`: software and machine of the run (`versions.json`). `old_logprobs`: `train.rl.old_logprobs`, with `auto` resolved.
+    `old_logprobs`: `train.rl.old_logprobs`, with `auto` resolved.
     """
 
     arm: Arm
@@ -92,7 +93,7 @@ class Outcome:
     history: History
     placement: Placement
     wanted: int
-    versions: Mapping[str, object] = field(default_factory=dict)
+    versions: Versions | None = None
     old_logprobs: Literal["recompute", "behaviour"] = "recompute"
     draft_method: Literal["greedy", "probabilistic"] = "greedy"
 
@@ -112,7 +113,7 @@ class Experiment:
     out: Path
 
     def load(self, run: str, seed: int, sets: Sequence[str] = ()) -> Recipe:
-        """The recipe of one run. Raises UserError for what does not fit together."""
+        """The recipe of one run. Raises UserError where its settings do not fit together."""
         own = [f"run_dir={self.out / run}", f"name={run}", f"seed={seed}", "telemetry.tensorboard=false"]
         recipe = load_recipe(self.recipe, overlays=list(self.overlays), sets=[*self.sets, *sets, *own]).recipe
         validate(recipe)
@@ -167,7 +168,7 @@ class Experiment:
         return {int(ending) for ending in endings if ending.isdecimal()}
 
     def _warm_start(self, seed: int, say: Say) -> list[str]:
-        """Run the supervised stage, unless `out` holds its result. Returns the `--set` texts with which a run starts from it."""
+        """Run the supervised stage, unless `out` holds its result. Returns the `--set` texts that start a run from it."""
         run = f"{WARM}-{seed}"
         recipe = self.load(run, seed)
         if "sft" not in recipe.train.stages:
@@ -205,7 +206,7 @@ def _outcome(arm: Arm, seed: int, recipe: Recipe, path: Path) -> Outcome:
 
 
 def _train(recipes: Sequence[Recipe]) -> None:
-    """Run the recipes to their ends, all at once; one whose run has ended is left as it is."""
+    """Run the recipes at once to their ends, but for those whose runs have ended."""
     running = []
     for recipe in recipes:
         home = recipe.run_path
@@ -229,7 +230,7 @@ def _has_ended(recipe: Recipe) -> bool:
 def _check_taken(recipe: Recipe, *made: Path, unread: Collection[tuple[str, ...]] = ()) -> None:
     """Raise UserError where the existing run was made by another recipe: its figures would be taken for those of this one.
 
-    `made`: what was made from the run, beside its folder. `unread`: sections and keys in which the two may differ.
+    `made`: folders made from the run. `unread`: sections and keys in which the two recipes may differ.
     """
     file = RunDirectory(recipe.run_path).recipe
     if not file.exists():

@@ -1,9 +1,9 @@
 """`mtpctl bench async`: the same samples and updates on the same cards, from synchronous to asynchronous with a log-prob server.
 
-Arms are compared by how well they learn and how soon they hold an accuracy, not by the time of an update: samples of older weights may
-teach less, or let the accuracy swing, so that a run reaches a level early and loses it again. Each run is evaluated every few updates.
-The measures are the mean of its late evaluations, its worst fall, the area under its curve, and the seconds and updates until it holds
-a level.
+Arms are compared by how well they learn and how soon they hold an accuracy. The time of an update would not do: samples of older weights
+may teach less, or let the accuracy swing, so that a run reaches a level early and loses it again. Each run is evaluated every few updates;
+the measures are the mean of its late evaluations, its worst fall, the area under its curve, and the seconds and updates until it holds a
+level.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Result:
     """One arm with one seed. Accuracies are shares of 1, times in seconds; `units` are whole GPUs, or CPU cores without GPUs.
 
     `start` to `area` are None for a run without an evaluation after an update, `held_*` for one that never holds the seed's level.
-    `evaluations` counts those after the start. `gain` is the late mean less the start. `area` is the mean height of the curve over the
-    updates that all runs of the seed made.
+    `evaluations` does not count the first. `gain` is the late mean less the start. `area` is the curve's mean height over the updates that
+    all runs of the seed made.
     """
 
     name: str
@@ -142,8 +142,8 @@ def evaluated(experiment: Experiment) -> Experiment:
 def evaluations_of(history: History) -> list[Evaluation]:
     """Every evaluation of RL in the order of updates, without those whose accuracy is not finite.
 
-    Rollouts continue during an evaluation, so that the update after it finds samples whose time was not counted. Its own time is
-    therefore replaced by the mean of the other updates until the next evaluation, where there are others.
+    Rollouts continue during an evaluation, so the update after it finds samples whose time was not counted. Its time is replaced by the
+    mean of the other updates until the next evaluation, where there are others.
     """
     found = []
     clock = evaluating = seconds = 0.0
@@ -158,7 +158,7 @@ def evaluations_of(history: History) -> list[Evaluation]:
         if "eval/accuracy" not in row.metrics:
             continue
         seconds += sum(times[1:]) * len(times) / (len(times) - 1) if beside and len(times) > 1 else sum(times)
-        # Nothing is generated during the first evaluation, before RL: the update after it waits as any other.
+        # Nothing is generated during the first evaluation, before RL, so the update after it waits as any other.
         beside, times = row.step > 0, []
         if math.isfinite(row.metrics["eval/accuracy"]):
             found.append(Evaluation(row.step, seconds, clock + evaluating, row.metrics["eval/accuracy"]))
@@ -205,7 +205,6 @@ def default_level(outcomes: Sequence[Outcome]) -> float | None:
 
 
 def by_arm(results: Sequence[Result]) -> list[ArmSummary]:
-    """One summary for each arm, in the order of the results."""
     base = {r.seed: r for r in results if r.name == SYNCHRONOUS}
 
     def against(result: Result) -> float | None:
@@ -284,7 +283,6 @@ def server_gains(results: Sequence[Result]) -> list[ServerGain]:
 def as_json(
     outcomes: Sequence[Outcome], results: Sequence[Result], levels: dict[int, float], tolerance: float, environment: Mapping[str, str]
 ) -> dict[str, object]:
-    """All results and evaluations, JSON-ready."""
     return {
         "bench": "async",
         "environment": environment,

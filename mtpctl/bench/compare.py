@@ -48,7 +48,7 @@ class Change:
 
     @property
     def worse_by(self) -> float:
-        """How much worse, relative to `before`: infinite where that was 0, negative where it is better, 0 where no side is better."""
+        """How much worse, relative to `before`: infinite where that was 0, negative where it is better, 0 without a direction."""
         if self.better is None or self.before == self.after:
             return 0.0
         more = self.after - self.before if self.better == "lower" else self.before - self.after
@@ -75,7 +75,7 @@ def changes(before: object, after: object) -> list[Change]:
 
 
 def unlike(before: object, after: object) -> list[str]:
-    """The options in which two results differ, each in a few words: their figures cannot be compared."""
+    """The options in which two results differ, so that their figures cannot be compared."""
     first, second = (each.get("options", {}) if isinstance(each, dict) else {} for each in (before, after))
     shared = [name for name in first if name in second and name not in _FREE and first[name] != second[name]]
     return [f"{name}: {first[name]} and {second[name]}" for name in shared]
@@ -107,7 +107,6 @@ def better(name: str) -> Better | None:
 
 
 def table(found: list[Change], tolerance: float) -> str:
-    """The changes as a Markdown table."""
     lines = ["| figure | A | B | B / A | |", "|---|---|---|---|---|"]
     for change in found:
         verdict = "worse" if change.worse_by > tolerance else "better" if change.worse_by < -tolerance else ""
@@ -116,7 +115,6 @@ def table(found: list[Change], tolerance: float) -> str:
 
 
 def as_json(found: list[Change]) -> list[dict[str, object]]:
-    """All changes, JSON-ready."""
     return [asdict(change) | {"ratio": change.ratio, "worse_by": change.worse_by} for change in found]
 
 

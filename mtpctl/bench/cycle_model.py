@@ -1,9 +1,9 @@
 """A model of any MiMo shape whose next token is known, and whose MTP layer is right on a chosen share of the vocabulary.
 
-The trunk predicts `token + 1`. Its attention and MLP have random weights, but their output projections are zero, so that every matrix
-is multiplied as in a real model and changes nothing. The MTP layer passes on the embedding of the token that it reads, from which the
-head predicts the same; where a marker in that embedding is set, one neuron of its MLP adds the embedding of another token, and the
-prediction is wrong. The marker is set on a random share of the lower half of the vocabulary, and on all of the upper half.
+The trunk predicts `token + 1`. Its attention and MLP have random weights and output projections of zero, so that every matrix is multiplied
+as in a real model and changes nothing. The MTP layer passes on the embedding of the token that it reads, from which the head predicts the
+same. Where a marker in that embedding is set, a neuron of the layer's MLP adds the embedding of another token, and the prediction is wrong.
+The marker is set on a random share of the vocabulary's lower half, and on all of its upper half.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ WRITERS = 8
 """Threads that write files."""
 MARKER = 8.0
 """Size of the marker; other elements of an embedding are about 1."""
+SEED = 0
 ZERO = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
@@ -34,7 +35,7 @@ def answer(token: int, count: int, vocab: int) -> list[int]:
     return [(token + 1 + place) % vocab for place in range(count)]
 
 
-def write_cycle_model(folder: Path, config: dict[str, object], *, acceptance: float, device: str, seed: int = 0) -> Path:
+def write_cycle_model(folder: Path, config: dict[str, object], *, acceptance: float, device: str) -> Path:
     """Write the model into `folder` unless it is there already. Drafts after tokens of the lower half are right with `acceptance`.
 
     Raises UserError for a shape whose MTP convention is not MiMo's, and for a folder that holds another model.
@@ -42,7 +43,7 @@ def write_cycle_model(folder: Path, config: dict[str, object], *, acceptance: fl
     shape = shape_of(config)
     if shape.family != "mimo" or shape.mtp_layers != 1:
         raise UserError(f"--model: a cycle can be made of MiMo shapes with one MTP layer, this is {shape.family} with {shape.mtp_layers}")
-    told = json.dumps(config | {"mtpctl_cycle": {"acceptance": acceptance, "seed": seed}}, indent=1)
+    told = json.dumps(config | {"mtpctl_cycle": {"acceptance": acceptance, "seed": SEED}}, indent=1)
     if (folder / "config.json").is_file():
         there = (folder / "config.json").read_text()
         if there == told:
@@ -60,18 +61,18 @@ def write_cycle_model(folder: Path, config: dict[str, object], *, acceptance: fl
         files.update(dict.fromkeys(tensors, name))
 
     with ThreadPoolExecutor(WRITERS) as pool:
-        for done in [pool.submit(write, number, part) for number, part in enumerate(_parts(shape, config, acceptance, device, seed))]:
+        for done in [pool.submit(write, number, part) for number, part in enumerate(_parts(shape, config, acceptance, device))]:
             done.result()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     (folder / "config.json").write_text(told)
     return folder
 
 
-def _parts(shape: ModelShape, config: dict[str, object], acceptance: float, device: str, seed: int) -> Iterator[dict[str, Tensor]]:
+def _parts(shape: ModelShape, config: dict[str, object], acceptance: float, device: str) -> Iterator[dict[str, Tensor]]:
     """The tensors in parts of about 0.5 GiB, one for each file, on the CPU and in the config's dtype."""
     dtype = getattr(torch, str(config["torch_dtype"]))
-    special = _special(shape, acceptance, device, seed)
-    generator = torch.Generator(device).manual_seed(seed + 1)
+    special = _special(shape, acceptance, device)
+    generator = torch.Generator(device).manual_seed(SEED + 1)
     part: dict[str, Tensor] = {}
     size = 0
     for name, dims in tensor_shapes(shape).items():
@@ -92,10 +93,10 @@ def _parts(shape: ModelShape, config: dict[str, object], acceptance: float, devi
         yield part
 
 
-def _special(shape: ModelShape, acceptance: float, device: str, seed: int) -> dict[str, Tensor]:
+def _special(shape: ModelShape, acceptance: float, device: str) -> dict[str, Tensor]:
     """The tensors that determine the predictions."""
     assert shape.mtp is not None
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(SEED)
     vocab, hidden, layer = shape.vocab, shape.hidden, shape.mtp.layer.format(k=0)
     embedding = torch.randn(vocab, hidden, device=device, generator=generator)
     wrong = torch.rand(vocab, device=device, generator=generator) >= acceptance

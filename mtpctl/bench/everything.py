@@ -1,8 +1,7 @@
 """`mtpctl bench all`: the measurements of docs/benchmarks on the cards of one machine, several at a time.
 
-Each measurement is a command as a user would type it, in a process of its own that sees its own cards only. They start in the
-order of the plan, each as soon as enough cards are free. None overtakes one that waits for more cards than are free, so that
-large ones get their turn. Those that would not end before the deadline are left out and named.
+Each measurement is a command as a user would type it, in a process that sees its own cards only. They start in the order of the plan, as
+soon as enough cards are free; none overtakes one that waits for cards. Those that would not end before the deadline are left out and named.
 """
 
 from __future__ import annotations
@@ -44,13 +43,12 @@ class Task:
         return max(self.cards, 1)
 
     def words(self, out: Path) -> list[str]:
-        """The command's words."""
         return [word.replace("{out}", str(out)) for word in shlex.split(self.command)]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a measurement ended. `code`: its exit code, None where it did not run to its end, for the reason in `why`."""
+    """How a measurement ended: its exit code, or None and the reason `why` where it did not run to its end."""
 
     task: Task
     seconds: float = 0.0
@@ -59,7 +57,6 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """The outcome in words."""
         if self.code is None:
             return self.why
         return {0: "ok", 6: "a bound was missed"}.get(self.code, f"failed ({self.code})")
@@ -71,7 +68,7 @@ def cards_of(number: int) -> str:
 
 
 def chosen(plan: Sequence[Task], wanted: Sequence[str]) -> list[Task]:
-    """The named tasks and those before which they cannot run, in the plan's order; all where none is named.
+    """The named tasks and those that they depend on, in the plan's order; all where none is named.
 
     Raises UserError for an unknown name.
     """
@@ -160,7 +157,7 @@ async def _run(task: Task, cards: list[int], out: Path) -> Outcome:
                 code: int | None = await process.wait()
         except TimeoutError:
             await _end(process)
-            # Its exit code does not matter: even one that stops cleanly has not measured everything.
+            # Whatever its exit code, it has not measured everything.
             code, why = None, f"ended after its {task.minutes:g} minutes"
         except asyncio.CancelledError:
             await _end(process)
@@ -181,7 +178,6 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """The outcomes as a Markdown table."""
     lines = ["| measurement | cards | seconds | |", "|---|---|---|---|"]
     lines += [f"| {o.task.name} | {o.task.cards} | {o.seconds:.0f} | {o.verdict} |" for o in outcomes]
     return "\n".join(lines)

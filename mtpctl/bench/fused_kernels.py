@@ -1,13 +1,9 @@
 """`mtpctl bench fused-kernels`: time, memory and error of every implementation of the head's log-probs, in one run.
 
-The timer covers one whole call from hidden states and weight to results on the device, forward or forward and backward, argument checks and
-launches included, data creation and compilation excluded; device events on a card, the wall clock on a CPU. Cases take turns for several
-rounds, so that drift of the card's clock falls on all of them.
-
-Floor: only the matrix products of the same sizes, by torch, taking their turns like every case; one product for the forward pass, three
-for forward and backward.
-Memory: the peak beyond the inputs and the returned gradients. Error: ‖got − exact‖ / ‖exact‖ against float64 (`fused_oracle`), at
-most 1.5 times that of plain torch on the same inputs.
+Time: see `TIMER`; by device events on a card, by the wall clock on a CPU. Cases take turns for several rounds, so that drift of the card's
+clock falls on all of them. Floor: the matrix products alone, by torch, one for the forward pass and three for forward and backward. Memory:
+the peak beyond the inputs and the returned gradients. Error: ‖got − exact‖ / ‖exact‖ against float64 (`fused_oracle`), at most 1.5 times
+that of plain torch on the same inputs.
 """
 
 from __future__ import annotations
@@ -201,12 +197,10 @@ def _misses(
     return tuple(found)
 
 
-def measure(
-    shape: Shape, *, with_peers: bool, dtype: torch.dtype = torch.bfloat16, device: str | None = None, seed: int = 0
-) -> list[Result]:
+def measure(shape: Shape, *, with_peers: bool, device: str | None = None) -> list[Result]:
     """Measure every case at one shape. Cases that the device cannot run (Triton on a CPU) are left out."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    x = make_inputs(shape.rows, shape.hidden, shape.vocab, dtype, device, seed)
+    x = make_inputs(shape.rows, shape.hidden, shape.vocab, torch.bfloat16, device, seed=0)
     truth = exact(x.hidden.detach(), x.weight.detach(), x.labels)
     cases = [c for c in ours(max(1.0, shape.rows / REFERENCE_ROWS)) if device == "cuda" or "chunked" in c.name]
     cases += list(peers(device)) if with_peers else []
@@ -297,5 +291,4 @@ def environment(device: str) -> str:
 
 
 def as_json(results: list[Result], device: str) -> str:
-    """Environment and results as JSON."""
     return document.text({"environment": environment(device), "results": [asdict(r) for r in results]})

@@ -126,7 +126,6 @@ def measure_parallel(shape: Shape, world: int, device: str | None = None) -> lis
 
 
 def parallel_table(results: list[Parallel]) -> str:
-    """The results as a Markdown table."""
     lines = ["| shape | ranks | what | ms | one card, ms | × one card's share |", "|---|---|---|---|---|---|"]
     lines += [f"| {r.shape} | {r.world} | {r.what} | {r.ms:.2f} | {r.single_ms:.2f} | {r.ratio:.2f} |" for r in results]
     return "\n".join(lines)

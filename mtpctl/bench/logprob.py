@@ -92,14 +92,11 @@ class Load:
 
     @staticmethod
     def of(ids: list[int]) -> ScoreRequest:
-        """One request for these tokens."""
         return ScoreRequest(ids, max(1, int(len(ids) * PROMPT_SHARE)))
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One figure, and its bound where it has one."""
-
     what: str
     value: float | None
     unit: str
@@ -109,7 +106,6 @@ class Finding:
 
     @property
     def missed(self) -> bool:
-        """Whether the bound is missed."""
         if self.bound is None or self.value is None:
             return False
         # `not`, so that NaN is a miss.
@@ -138,7 +134,7 @@ async def measure(folder: Path, precision: str, load: Load, scratch: Path, *, gp
     )
 
     async def start(index: int) -> Replica:
-        return await start_replica(config, name="log-prob replica", cpus=0, gpus=gpus, kind=BenchRank)
+        return await start_replica(config, name="log-prob replica", options=[{"num_cpus": 0, "num_gpus": gpus}], kind=BenchRank)
 
     server = await LogprobServer.start(start, 1, ServerLimits(load.tokens_per_batch, 1 << 22))
     bench = Bench(server, load, precision)
@@ -314,7 +310,6 @@ def _ask(connection: http.client.HTTPConnection, body: bytes) -> float:
 
 
 def table(report: Report) -> str:
-    """The findings as a Markdown table."""
     lines = ["| what | measured | bound | measured / bound | |", "|---|---|---|---|---|"]
     for f in report.findings:
         value = "not counted on a CPU"

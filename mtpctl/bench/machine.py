@@ -5,29 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from mtpctl.telemetry.versions import collect_versions
+from mtpctl.telemetry.versions import Versions, collect_versions
 
 Environment = dict[str, str]
 """The device of a measurement under `device`, and versions by package."""
 
 
-def machine(versions: Mapping[str, object] | None = None) -> Environment:
+def machine(versions: Versions | None = None) -> Environment:
     """The cards (`NVIDIA H200 x 2`), or the processor's cores where there is no card, and the versions of python and packages.
 
     `versions`: those of a run (`versions.json`) instead of this process's.
     """
     found = versions or collect_versions()
     host, packages = found["machine"], found["packages"]
-    assert isinstance(host, Mapping) and isinstance(packages, Mapping), "versions.json"
     cards = host.get("cards", [])
     kinds = [f"{kind} x {cards.count(kind)}" for kind in dict.fromkeys(cards)]
-    # A versions.json may come from a version of mtpctl that did not record cards.
     processor = "CPU" if "cards" in host else "cards not recorded"
-    return {"device": ", ".join(kinds) or f"{processor}, {host['cores']} cores", "python": str(found["python"]), **packages}
+    return {"device": ", ".join(kinds) or f"{processor}, {host['cores']} cores", "python": found["python"], **packages}
 
 
-def machines(versions: Sequence[Mapping[str, object]]) -> Environment:
-    """The environments of several runs as one: a value that differs between them lists all that there are."""
+def machines(versions: Sequence[Versions | None]) -> Environment:
+    """The environments of several runs as one; a value that differs between them lists all of them."""
     found = [machine(each) for each in versions]
     names = dict.fromkeys(name for each in found for name in each)
     return {name: " / ".join(dict.fromkeys(str(each.get(name, "none")) for each in found)) for name in names}
@@ -41,5 +39,4 @@ def visible_cards(cards: Sequence[int]) -> str:
 
 
 def told(environment: Mapping[str, object]) -> str:
-    """The environment in one line."""
     return " · ".join([str(environment["device"]), *(f"{name} {value}" for name, value in environment.items() if name != "device")])

@@ -1,8 +1,8 @@
-"""`mtpctl bench mtp`: the gain by training the drafter, and by syncing it, in four arms of one RL run, or by how it learns and drafts.
+"""`mtpctl bench mtp`: what training and syncing the drafter gain in RL, or arms by its loss and draft method.
 
-The arms differ only in the MTP layers: not used, frozen, trained and synced with the target, trained while only the target is
-synced. The engine counts acceptance over the drafts of the last updates, where policies and drafters have changed most, and on
-the held-out problems after the last update.
+The four arms differ only in the MTP layers: not used, frozen, trained and synced with the target, trained while only the target is synced.
+The engine counts acceptance over the drafts of the last updates, where policies and drafters have changed most, and on the held-out
+problems after the last update.
 """
 
 from __future__ import annotations
@@ -107,7 +107,6 @@ def gain(results: list[Result]) -> Gain | None:
 
 
 def table(results: list[Result], last: int) -> str:
-    """The results as a Markdown table."""
     plain = next((r for r in results if r.name == "none"), None)
     lines = [
         f"Over the last {last} updates of each run:",
@@ -149,7 +148,6 @@ def figures(outcomes: list[Outcome]) -> str:
 
 
 def as_json(results: list[Result], environment: Environment, last: int) -> dict[str, object]:
-    """All results, JSON-ready."""
     found = gain(results)
     return {
         "bench": "mtp",

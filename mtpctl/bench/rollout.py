@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, replace
 
 from mtpctl.bench.rollout_engines import Bench, Offline, Once, Options, all_of
@@ -68,7 +68,7 @@ class Result:
 
 
 def allowed_gain(tokens: float, draft_s: float, step_s: float) -> float:
-    """Speed-up if verifying drafts were free: `tokens` a step, over the time of a step of `step_s` seconds lengthened by `draft_s`."""
+    """Speed-up if verifying drafts were free: `tokens` a step, over the step's time with `draft_s` relative to `step_s` without."""
     return tokens / (1 + draft_s / step_s)
 
 
@@ -123,7 +123,6 @@ class Table:
         self.say = say
 
     def add(self, result: Result) -> None:
-        """Add a row, and print it."""
         self.rows.append(result)
         self.say(line(result))
 
@@ -238,16 +237,11 @@ def run(options: Options, parts: list[str], say: Say) -> list[Result]:
                 # The longest measurement is last.
                 await measure_path(bench, table, [bench.queued()], offline, pools[0])
 
-    with _cluster(options, bench.at_once):
+    gpus = 1 if options.device == "cuda" else 0
+    config = ClusterConfig(device=options.device, num_cpus=None if gpus else bench.at_once + 1)
+    with cluster(config, cpus=bench.at_once, gpus=gpus):
         asyncio.run(measure())
     return table.rows
-
-
-@contextmanager
-def _cluster(options: Options, engines: int) -> Iterator[None]:
-    gpus = 1 if options.device == "cuda" else 0
-    with cluster(ClusterConfig(device=options.device, num_cpus=None if gpus else engines + 1), cpus=engines, gpus=gpus):
-        yield
 
 
 HEAD = (
@@ -258,8 +252,6 @@ RULE = "|---" * HEAD.count(" | ") + "|---|"
 
 
 def line(result: Result) -> str:
-    """The result as a row of the table."""
-
     def number(value: float | None, form: str) -> str:
         return "–" if value is None else format(value, form)
 
@@ -287,5 +279,4 @@ def verdict(results: list[Result]) -> list[str]:
 
 
 def as_dict(options: Options, results: list[Result]) -> dict[str, object]:
-    """Options and results, JSON-ready."""
     return {"options": {**asdict(options), "folder": str(options.folder)}, "timer": TIMER, "results": [asdict(r) for r in results]}

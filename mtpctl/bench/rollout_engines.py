@@ -1,7 +1,7 @@
 """The engines of `mtpctl bench rollout`, all of one model, on one card and loaded at the same time.
 
-Other work on a host changes from minute to minute, and with it a throughput by more than the bounds allow. Engines are therefore
-not measured one after the other: all are loaded, and the same load goes to each in turn.
+Other work on a host changes throughput from minute to minute by more than the bounds allow. So all engines are loaded, and the same load
+goes to each in turn.
 """
 
 from __future__ import annotations
@@ -188,7 +188,6 @@ class Bench:
             ray.kill(actor)
 
     def through(self, pool: ReplicaPool) -> Once:
-        """Send loads through a pool."""
         return lambda load: send(pool, load, self.shape.vocab)
 
 

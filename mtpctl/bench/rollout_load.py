@@ -28,7 +28,6 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """Response tokens in all."""
         return sum(self.lengths)
 
 
@@ -61,7 +60,6 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float:
-        """Response tokens a second."""
         return self.tokens / self.seconds
 
 
@@ -79,7 +77,6 @@ class OfflineEngine:
         self._llm = LLM(**{name: value for name, value in settings.args.items() if name not in ours})
 
     def send(self, load: Load, vocab: int, logprobs: bool) -> Run:
-        """Send one load and wait for its answers."""
         from vllm import SamplingParams, TokensPrompt
 
         settings = [
@@ -110,8 +107,8 @@ def start_offline(settings: VllmSettings, *, cpus: float, gpus: float) -> Any:
     return ray.remote(OfflineEngine).options(num_cpus=cpus, num_gpus=gpus, runtime_env=environment).remote(settings)
 
 
-async def send(pool: ReplicaPool, load: Load, vocab: int, replicas: int = 1) -> Run:
-    """Send one load through the pool and wait for its answers."""
+async def send(pool: ReplicaPool, load: Load, vocab: int) -> Run:
+    """Send one load through a pool of one replica and wait for its answers."""
     clock = time.perf_counter
     full: list[tuple[float, float]] = []
 
@@ -139,7 +136,7 @@ async def send(pool: ReplicaPool, load: Load, vocab: int, replicas: int = 1) -> 
     idle = None
     if len(full) == 2:
         (first, before), (last, after) = full
-        idle = 1 - (after - before) / (load.batch * replicas * (last - first))
+        idle = 1 - (after - before) / (load.batch * (last - first))
     return Run(seconds, sum(map(len, answers)), _wrong(load, answers, vocab), idle, stats)
 
 

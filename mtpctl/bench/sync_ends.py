@@ -44,7 +44,7 @@ def _trainer(pipe: Connection, recipe_json: str, folder: str, visible: str) -> N
     from mtpctl.trainer.engine import MegatronEngine
     from mtpctl.trainer.sending import WeightSource
 
-    class Drawn(WeightSource):
+    class BenchSource(WeightSource):
         """The trainer's weights, sent by one transport after another."""
 
         def use(self, transport: str) -> None:
@@ -76,7 +76,7 @@ def _trainer(pipe: Connection, recipe_json: str, folder: str, visible: str) -> N
         random_seed=1,
     )
     engine = MegatronEngine(HfFolder(Path(folder), config, shape_of(config)), settings)
-    source = Drawn(recipe, 0, engine)
+    source = BenchSource(recipe, 0, engine)
     pipe.send((True, None))
     while (call := pipe.recv()) is not None:
         method, arguments = call
@@ -119,7 +119,6 @@ class Trainer:
         return result
 
     def end(self) -> None:
-        """End the process."""
         with suppress(OSError):
             self._pipe.send(None)
         self._process.join(10)
@@ -130,7 +129,7 @@ class Trainer:
 # -------------------------------------------------------------------------------------------------------------- engine
 
 
-class Alone:
+class SingleEngine:
     """One engine, with the methods of `ReplicaPool` that `WeightSync` calls."""
 
     def __init__(self, engine: VllmEngine) -> None:
@@ -173,7 +172,7 @@ class Load:
             turn += 1
 
     def check(self) -> None:
-        """Raise what ended one of the requests, since with fewer of them the load would be another."""
+        """Raise the error of a request that has ended: with fewer requests the load would be another."""
         for task in self._tasks:
             if task.done():
                 task.result()
@@ -183,7 +182,7 @@ class Load:
         return sum(count for at, count in self.came if start <= at < stop) / (stop - start)
 
     def last(self, seconds: float) -> float:
-        """Tokens a second over the last `seconds`. Raises RuntimeFailure where none came, since a sync would then stall nothing."""
+        """Tokens a second over the last `seconds`. Raises RuntimeFailure where none came, so that a sync would stall nothing."""
         now = time.perf_counter()
         if rate := self.rate(now - seconds, now):
             return rate

@@ -40,7 +40,6 @@ class Options:
 
     @property
     def precision(self) -> Literal["fp32", "bf16"]:
-        """Precision of trainer and engine."""
         return "bf16" if self.device == "cuda" else "fp32"
 
     @property
@@ -50,7 +49,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Extra:
+class ExtraMemory:
     """GiB of one card that syncs needed beyond what was allocated before.
 
     `tensors`: the peak of tensors. `kept`: what torch's allocator reserved beyond them, because free memory was fragmented.
@@ -62,7 +61,7 @@ class Extra:
     beside: float = 0.0
 
     @classmethod
-    def between(cls, before: dict[str, int], after: dict[str, int], *, alone: bool) -> Extra:
+    def between(cls, before: dict[str, int], after: dict[str, int], *, alone: bool) -> ExtraMemory:
         """The difference of two readings of `card_memory`, the first of which reset its peaks."""
         tensors = after["peak"] - before["allocated"]
         reserved = after["peak_reserved"] - before["reserved"]
@@ -94,8 +93,8 @@ class Result:
     stall_seconds: list[float] = field(default_factory=list)
     back_seconds: list[float] = field(default_factory=list)
     tokens_per_s: list[float] = field(default_factory=list)
-    trainer_gib: Extra = field(default_factory=Extra)
-    engine_gib: Extra = field(default_factory=Extra)
+    trainer_gib: ExtraMemory = field(default_factory=ExtraMemory)
+    engine_gib: ExtraMemory = field(default_factory=ExtraMemory)
     misses: list[str] = field(default_factory=list)
 
     @property
@@ -148,7 +147,6 @@ def table(results: list[Result]) -> str:
 
 
 def as_json(results: list[Result], environment: Environment, options: Mapping[str, object]) -> dict[str, object]:
-    """Environment, options and results, JSON-ready."""
     rows = [{**asdict(r), "link_seconds": r.link_seconds, "median": _medians(r)} for r in results]
     return {"environment": environment, "timer": TIMER, "options": options, "results": rows}
 

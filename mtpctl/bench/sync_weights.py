@@ -3,10 +3,10 @@
 The trainer runs in a process of its own, beside a vLLM engine that speculates, both with random weights. While requests are in
 flight, the trainer's weights are synced several times over one transport after the other, target and draft under one version.
 
-The time of a sync is from the announcement of a version until the engine has resumed: export, packing, transfer and both update
-sessions. The stall is from the call that pauses the engine to the return of the call that resumes it. The wire time is that in
-which a bucket is being sent; the link's is the same for buckets that need no packing, over the same communicator in the same run.
-The time until throughput is back is from the pause until tokens come at 90% of the rate before the sync, averaged over a window.
+- A sync takes from the announcement of a version until the engine has resumed: export, packing, transfer and both update sessions.
+- The stall is from the call that pauses the engine to the return of the call that resumes it.
+- The wire time is that in which a bucket is being sent; the link's is the same for buckets that need no packing, over one communicator.
+- Throughput is back when tokens come at 90% of the rate before the sync, averaged over a window; the time counts from the pause.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mtpctl.bench.machine import visible_cards
-from mtpctl.bench.sync_ends import Alone, Load, Trainer
-from mtpctl.bench.sync_results import Extra, Options, Result, misses
+from mtpctl.bench.sync_ends import Load, SingleEngine, Trainer
+from mtpctl.bench.sync_results import ExtraMemory, Options, Result, misses
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import count_parameters, tensor_shapes
 from mtpctl.plan.memory import WEIGHT_BYTES
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 
 def recipe_of(options: Options) -> Recipe:
-    """The recipe of trainer and engine."""
     return Recipe.model_validate(
         {
             "name": "bench-sync-weights",
@@ -122,7 +121,7 @@ async def _one(
         from mtpctl.sync.store import default_root
 
         store = default_root(f"bench-{os.getpid()}", 3 * model_bytes(options), store)
-    sync = WeightSync(recipe, trainer, Alone(engine), None, store)
+    sync = WeightSync(recipe, trainer, SingleEngine(engine), None, store)
     load = Load(engine._llm, options)
     try:
         # Memory that generation takes at its start is not to be counted as the sync's.
@@ -166,7 +165,7 @@ async def _one(
             # The store may be in shared memory, which outlives this process.
             VersionStore(store).close()
     result.trainer_gib, result.engine_gib = (
-        Extra.between(*readings, alone=not options.shared) for readings in zip(before, after, strict=True)
+        ExtraMemory.between(*readings, alone=not options.shared) for readings in zip(before, after, strict=True)
     )
     say(f"  GiB beside the trainer's: {result.trainer_gib}; beside the engine's: {result.engine_gib}")
     result.misses = misses(result, options)
@@ -174,7 +173,6 @@ async def _one(
 
 
 def model_bytes(options: Options) -> int:
-    """Bytes of the model's weights."""
     return count_parameters(shape_of(options.config))["total"] * WEIGHT_BYTES[options.precision]
 
 
@@ -224,8 +222,3 @@ async def _back(load: Load, since: float, rate: float, options: Options) -> floa
         if (found := load.back(since, rate)) < float("inf"):
             return found
     return float("inf")
-
-
-def run(options: Options, say: Callable[[str], None]) -> list[Result]:
-    """Run `measure` in an event loop of its own."""
-    return asyncio.run(measure(options, say))

@@ -1,4 +1,4 @@
-"""`mtpctl bench train-step`: forward and backward of a policy update on packed samples, by three ways to compute the loss.
+"""`mtpctl bench train-step`: forward and backward of a policy update on packed samples, with three ways to compute the loss.
 
 One pass computes loss and gradients of the head together, as updates do. Two passes compute log-probs first, as a loss that couples
 tokens needs. The baseline materialises every logit.
@@ -53,15 +53,26 @@ class Materialised(TwoPasses):
     """The plain baseline: every logit in memory, log-softmax by PyTorch."""
 
     def logprob(
-        self, packing: Packing, state: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, temperature: Any, **options: Any
+        self,
+        packing: Packing,
+        state: Tensor,
+        weight: Tensor,
+        rows: Tensor,
+        labels: Tensor,
+        temperature: float | Tensor,
+        *,
+        entropy: bool = False,
+        hit: bool = False,
+        topk: int = 0,
+        detach_weight: bool = False,
     ) -> LogProbOut:
-        weight = weight.detach() if options.get("detach_weight") else weight
+        weight = weight.detach() if detach_weight else weight
         logprobs = (state[rows] @ weight.t()).float().log_softmax(-1)
         chosen = logprobs.gather(1, labels[:, None]).squeeze(1)
         with torch.no_grad():
-            entropy = -torch.einsum("rv,rv->r", logprobs.exp(), logprobs) if options.get("entropy") else None
-            hit = logprobs.argmax(-1) == labels if options.get("hit") else None
-        return LogProbOut(chosen, entropy, hit, None)
+            entropies = -torch.einsum("rv,rv->r", logprobs.exp(), logprobs) if entropy else None
+            hits = logprobs.argmax(-1) == labels if hit else None
+        return LogProbOut(chosen, entropies, hits, None)
 
 
 WAYS: dict[str, type[Head]] = {"two passes": TwoPasses, "one pass": Head, "materialised": Materialised}
@@ -195,7 +206,6 @@ def measure(
 
 
 def table(results: list[Result], rate: float) -> str:
-    """The results as Markdown."""
     lines = [
         f"Large bf16 matrix product: {rate:.0f} TFLOP/s.",
         "",
@@ -211,7 +221,6 @@ def table(results: list[Result], rate: float) -> str:
 
 
 def as_json(results: list[Result], rate: float, environment: Environment, options: Mapping[str, object]) -> dict[str, object]:
-    """Environment, options and results, JSON-ready."""
     found = [asdict(r) for r in results]
     return {"environment": environment, "timer": TIMER, "options": options, "matmul_tflops": rate, "results": found}
 

@@ -105,7 +105,6 @@ def measure(
 
 
 def table(result: Result) -> str:
-    """The result as Markdown."""
     r = result
     return "\n".join(
         [
@@ -120,5 +119,4 @@ def table(result: Result) -> str:
 
 
 def as_json(result: Result, environment: Environment, options: Mapping[str, object]) -> dict[str, object]:
-    """Environment, options and result, JSON-ready."""
     return {"environment": environment, "timer": TIMER, "options": options, **asdict(result)}

@@ -25,3 +25,12 @@ def point_to(path: Path) -> None:
     aside = pointer.with_name(f"{_NAME}.partial")
     aside.write_text(path.name)
     os.replace(aside, pointer)
+
+
+def flush(path: Path) -> None:
+    """Bring a file, or a folder with the renames in it, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -11,7 +11,6 @@ A thread writes. `Save` plans what is written and copies it to host memory befor
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply
 from megatron.core.transformer import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
-from mtpctl.checkpoint.pointer import newest, point_to, pointer_of
+from mtpctl.checkpoint.pointer import flush, newest, point_to, pointer_of
 from mtpctl.compat import checkpoint_queue
 from mtpctl.errors import RuntimeFailure, UserError
 
@@ -172,7 +171,7 @@ class Save:
             try:
                 steps, optimizer, adapter = self._contents
                 write_record(self.folder, steps=steps, optimizer=optimizer, adapter=adapter, state=self._state)
-                _flush(self.folder)
+                flush(self.folder)
                 _replace(self.path, self.folder)
             except OSError as failure:
                 error = failure
@@ -187,7 +186,7 @@ def _replace(path: Path, whole: Path) -> None:
     if path.exists():
         path.rename(aside)
     whole.rename(path)
-    _flush(path.parent)
+    flush(path.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -251,7 +250,7 @@ def _check_adapter(path: Path, saved: AdapterRecord | None, wanted: AdapterRecor
 def publish_checkpoint(path: Path, *, keep: int) -> None:
     """Make `path` the one that `latest_checkpoint` finds, and drop all but the `keep` newest beside it."""
     point_to(path)
-    _flush(path.parent)
+    flush(path.parent)
     others = [
         p for p in path.parent.iterdir() if (p / _ENGINE).is_file() and p.name != path.name and not p.name.endswith((".partial", _ASIDE))
     ]
@@ -343,12 +342,3 @@ def _unpadded(wanted: tuple[int, ...], saved: tuple[int, ...] | None) -> tuple[i
     if saved is not None and saved[1:] == wanted[1:] and abs(saved[0] - wanted[0]) < _MOST_RANKS:
         return saved
     return wanted
-
-
-def _flush(folder: Path) -> None:
-    """Bring a folder to the disk, and with it the renames in it."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -14,7 +14,6 @@ _answers: TextIO | None = None
 
 
 def answer(text: str = "", *, end: str = "\n") -> None:
-    """Print what the command was asked for."""
     print(text, file=_answers or sys.stdout, end=end, flush=True)
 
 

@@ -27,6 +27,7 @@ COMMANDS = {
     "convert-hf": ("convert_hf:convert_hf", "Convert weights, Hugging Face to Megatron and back."),
     "report": ("report:report", "Write an HTML page of one run or of several."),
     "runs": ("runs:runs", "List the runs below a folder."),
+    "status": ("status:status", "Tell how a run is doing."),
     "samples": ("samples:samples", "Print what the model wrote."),
     "sync-weights": ("sync_weights:sync_weights", "Sync weights to engines by hand, and time it."),
     "doctor": ("doctor:doctor", "Check versions, devices and log-probs."),
@@ -34,11 +35,11 @@ COMMANDS = {
     "bench": ("bench:app", "Measure throughput, latency, memory and learning."),
     "recipe": ("recipe:app", "List, show, check and compare recipes."),
 }
-"""Each command: where it is in this package, and its line in the list of commands. Its module is imported when the command is used."""
+"""Each command: its module and function, imported when it is used, and its line in the list of commands."""
 
 INTERRUPTED = 130
 ANYWHERE = ("--debug", "--verbose", "-v")
-"""Options that may stand anywhere on the line. With any of them, warnings that are known to be idle are shown too."""
+"""Options that may stand anywhere on the line. Each of them also shows warnings that are known to be idle."""
 
 
 class _Commands(TyperGroup):
@@ -129,7 +130,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if not asked:
         # megatron-core warns at import of optional packages that are missing. Warnings of its compiled code name a path, not a module.
         warnings.filterwarnings("ignore", module=r"(.*/)?megatron[./]")
-        # torch warns of its own ways at every tensor that it reads from a checkpoint, and in names of files where a decorator is between.
+        # torch warns of its own deprecations at every tensor that it reads from a checkpoint.
         warnings.filterwarnings("ignore", module=r"(.*/)?torch[./]distributed[./]checkpoint[./]")
     app(arguments, prog_name="mtpctl")
     raise AssertionError("a command line ends by exiting")

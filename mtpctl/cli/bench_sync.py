@@ -36,6 +36,8 @@ def sync_weights(
             raise UserError(f"--transport: must be one of {', '.join(TRANSPORTS)}, got {name}")
         if shared and TRANSPORTS[name].one_process_a_card:
             raise UserError(f"--transport: {name} takes no card twice; with --shared measure another")
+    import asyncio
+
     import torch
 
     from mtpctl.bench import document
@@ -68,7 +70,7 @@ def sync_weights(
             shared=shared,
             folder=Path(scratch),
         )
-        results = bench.run(options, say)
+        results = asyncio.run(bench.measure(options, say))
     answer(document.answer(as_json(results, machine(), options.as_json), table(results), as_json=json))
     missed = [f"{result.transport}: {miss}" for result in results for miss in result.misses]
     if missed:

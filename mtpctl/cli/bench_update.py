@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -26,7 +26,7 @@ def check_step(precision: str, tokens: int, samples: int, recompute: str) -> Non
         raise UserError(f"--samples: {tokens} tokens are too few for {samples} samples of prompt and response; at most {tokens // 4} fit")
 
 
-def measured_config(model: str) -> dict[str, Any]:
+def measured_config(model: str) -> dict[str, object]:
     """The config of the model that a bench measures, by default MiMo-7B's; on a CPU Megatron is made to run there first.
 
     Raises UserError for an unknown model, and for none on a CPU.

@@ -20,17 +20,25 @@ MARKS = {"ok": "[green]✓[/]", "absent": "[dim]–[/]", "skipped": "[yellow]–
 def doctor(
     as_json: Json = False,
     quick: Annotated[bool, typer.Option("--quick", help="Leave out the self-check, which samples and scores for real.")] = False,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", metavar="ADDRESS", help="Try the network between every two hosts of this Ray cluster, and nothing else."),
+    ] = None,
 ) -> None:
     """Check versions, devices, kernels, transports and Ray, and compare vLLM's log-probs with the trainer's.
 
-    Exit code 3 where something needed is missing, 6 where the log-probs differ.
+    Exit code 3 where something needed is missing, 6 where the log-probs differ or a link between hosts is slow.
     """
     from rich.console import Console
 
-    from mtpctl.bench.doctor.examination import examine
+    from mtpctl.bench.doctor.examination import examine, examine_cluster
 
     with Console(stderr=True).status("looking at what is installed …") as status:
-        diagnosis = examine(quick=quick, done=lambda check: status.update(f"{check.name}: {check.finding.state}; going on …"))
+        if cluster is not None:
+            status.update(f"trying the links between the hosts of {cluster} …")
+            diagnosis = examine_cluster(cluster)
+        else:
+            diagnosis = examine(quick=quick, done=lambda check: status.update(f"{check.name}: {check.finding.state}; going on …"))
     if as_json:
         answer(json.dumps(diagnosis.to_dict(), indent=2))
     else:

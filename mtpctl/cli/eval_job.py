@@ -24,7 +24,7 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.store import VersionStore
 
 UNNAMED_SHOWN = "held-out"
-"""How the set of the section `data` is called in what is printed."""
+"""The printed name of the set of the section `data`."""
 
 
 class Evaluation(TypedDict):

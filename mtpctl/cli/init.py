@@ -21,7 +21,7 @@ ABOUT = {
     "test_mytask.py": "tests of the code above",
     "README.md": "this page",
 }
-"""The files of a template in the order that they are told in; a template need not have all."""
+"""The files of a template in the order in which they are listed; a template need not have all."""
 
 UNTIL_LOSS = {"exact": "1.4", "judge": "2.3", "tool": "0.1"}
 """Where the supervised stage of each template ends: some responses are right by then, and some are not."""
@@ -45,37 +45,30 @@ def init(
         raise UserError(f"init: {name!r} names a run and a test; begin with a letter, and go on with letters, digits, _ and -")
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise UserError(f"init: {path} is there already, and is not overwritten; name another folder")
-    files = contents(template, name)
+    texts = contents(template, name)
+    files = {file: path / file.replace("test_mytask", _test(name)) for file in texts}
     try:
         path.mkdir(parents=True, exist_ok=True)
-        for file, text in files.items():
-            (path / file).write_text(text, encoding="utf-8")
+        for file, text in texts.items():
+            files[file].write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"init: {path} cannot be written ({error.strerror}); name another folder") from error
-    width = max(map(len, files))
-    for file, text in files.items():
-        answer(f"{path / file!s:{width + len(str(path)) + 1}}  {text.count(chr(10)):4} lines  {ABOUT[_template_name(file, name)]}")
+    width = max(len(str(file)) for file in files.values())
+    for file, text in texts.items():
+        answer(f"{files[file]!s:{width}}  {text.count(chr(10)):4} lines  {ABOUT[file]}")
     answer(f"next: mtpctl recipe check {path / 'recipe.yaml'}")
 
 
 def contents(template: str, name: str) -> dict[str, str]:
-    """The files of a task `name` from a template, by their names."""
+    """The texts of a task `name`, by the names of the template's files."""
     source = TEMPLATES / template
     texts = {file: (source / file).read_text(encoding="utf-8") for file in ABOUT if (source / file).is_file()}
     texts["recipe.yaml"] += (TEMPLATES / "machine.yaml").read_text(encoding="utf-8").replace("{until_loss}", UNTIL_LOSS[template])
     table = "".join(f"| `{file}` | {ABOUT[file]} |\n" for file in texts)
     readme = (TEMPLATES / "README.md").read_text(encoding="utf-8")
     texts["README.md"] = readme.replace("{files}", table).replace("{tool}", " and the tool" if "environment.py" in texts else "")
-    return {_own_name(file, name): text.replace("test_mytask", _test(name)).replace("mytask", name) for file, text in texts.items()}
+    return {file: text.replace("test_mytask", _test(name)).replace("mytask", name) for file, text in texts.items()}
 
 
 def _test(name: str) -> str:
     return f"test_{name.replace('-', '_')}"
-
-
-def _own_name(file: str, name: str) -> str:
-    return file.replace("test_mytask", _test(name))
-
-
-def _template_name(file: str, name: str) -> str:
-    return file.replace(_test(name), "test_mytask")

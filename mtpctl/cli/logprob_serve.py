@@ -125,7 +125,7 @@ def _laid_out(recipe: Recipe, tp: int | None, pp: int | None, replicas: int | No
 
 
 def _served(recipe: Recipe, run: Path | None, scratch: Path) -> Served:
-    """The model to serve: of a run, its newest checkpoint; without one, as the recipe makes it, in `scratch`."""
+    """The model to serve: the newest checkpoint of the run, else the recipe's model, made in `scratch` where it has to be."""
     from mtpctl.controller.prepare import model_of, tokenizer_of
     from mtpctl.controller.state import newest_version
     from mtpctl.data.tokenizers import load_tokenizer

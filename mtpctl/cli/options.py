@@ -24,7 +24,7 @@ def _overlays(incomplete: str) -> list[str]:
 
 
 def _named(folder: str, incomplete: str) -> list[str]:
-    """What a shell completes: the names of recipes or overlays that come with mtpctl, YAML files, and folders on the way to them."""
+    """Completions for a shell: names of the recipes or overlays that come with mtpctl, YAML files, and folders on the way to them."""
     from mtpctl.recipe.loading import RECIPES, available
 
     names = [path.stem for path in available(RECIPES.parent / folder)]
@@ -68,12 +68,12 @@ Json = Annotated[bool, typer.Option("--json", callback=_alone, help="Print JSON 
 
 
 def load(recipe: str | Path, overlays: list[str] | None, sets: list[str] | None) -> Loaded:
-    """Load the recipe that the shared arguments name, of a run its own. Raises UserError for a wrong value."""
+    """Load the recipe that the shared arguments name; a run stands for its own. Raises UserError for a wrong value."""
     return load_whole(recipe, overlays, sets).loaded
 
 
 def load_whole(recipe: str | Path, overlays: list[str] | None, sets: list[str] | None) -> Target:
-    """The same with the run that it was taken from. Raises UserError also for a checkpoint, since the caller takes whole runs."""
+    """Load the recipe with the run that it is from. Raises UserError also for a checkpoint, since the caller takes whole runs."""
     from mtpctl.cli.targets import load_target
     from mtpctl.errors import UserError
 

@@ -133,7 +133,8 @@ def diff(
 
     trees = [flatten(load(name, None, None).recipe.model_dump(mode="json", by_alias=True)) for name in (first, second)]
     keys = list(dict.fromkeys([*trees[0], *trees[1]]))
-    changed = {".".join(key): tuple(tree.get(key, _ABSENT) for tree in trees) for key in keys if _differ(trees, key)}
+    pairs = {".".join(key): tuple(tree.get(key, _ABSENT) for tree in trees) for key in keys}
+    changed = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
     if as_json:
         answer(
             json.dumps(
@@ -151,12 +152,7 @@ def diff(
 _ABSENT = object()
 
 
-def _differ(trees: list[dict[tuple[str, ...], object]], key: tuple[str, ...]) -> bool:
-    return trees[0].get(key, _ABSENT) != trees[1].get(key, _ABSENT)
-
-
 def _about(text: str) -> str:
-    """The comment that a recipe begins with."""
     lines = []
     for line in text.splitlines():
         if not line.startswith("#"):

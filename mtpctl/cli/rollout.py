@@ -46,7 +46,6 @@ def rollout(
 
 
 def _rendered(found: Summary) -> str:
-    """The summary for a person to read."""
     lines = [f"{found['samples']} samples in {found['out']}, {found['made']} of them made now"]
     if found["tokens_per_s"] is not None:
         lines.append(f"{found['tokens_per_s']:,.0f} tokens/s over {found['seconds']:.1f} s")

@@ -43,7 +43,7 @@ Say = Callable[[str], None]
 
 
 class Summary(TypedDict):
-    """What `rollout` returns. `made`, `seconds` and `tokens_per_s` are of this call, the rest of the whole file; None: nothing to count."""
+    """The counts of `rollout`: of this call in `made`, `seconds` and `tokens_per_s`, else of the whole file. None: nothing to count."""
 
     model: str
     out: str
@@ -139,7 +139,7 @@ def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progr
 
 
 def without_training(recipe: Recipe) -> Recipe:
-    """The recipe for its checks: samples that are not trained on may be drawn with top-p and top-k."""
+    """The recipe to check: without RL, since samples that are not trained on may be drawn with top-p and top-k."""
     train = recipe.train.model_copy(update={"stages": ["sft"], "sft": recipe.train.sft.model_copy(update={"steps": 1})})
     return recipe.model_copy(update={"train": train})
 
@@ -147,7 +147,7 @@ def without_training(recipe: Recipe) -> Recipe:
 def with_merged_sync(recipe: Recipe) -> Recipe:
     """The recipe with a sync of whole weights, an adapter merged in, through this host's shared memory."""
     sync = recipe.sync.model_copy(update={"transport": "shm", "sections": ["target", "draft"]})
-    # The device is told by the recipe's own transport, where the recipe leaves it open.
+    # A recipe that leaves the device open decides it by its own transport.
     return recipe.model_copy(update={"sync": sync, "cluster": recipe.cluster.model_copy(update={"device": recipe.device})})
 
 
@@ -292,7 +292,7 @@ async def _published(recipe: Recipe, source: Source, store: VersionStore) -> Man
         return None
     import ray
 
-    # On the CPU, whatever the engines run on: reading a checkpoint must not take a card from them.
+    # On the CPU, so that reading a checkpoint takes no card from the engines.
     environment = {"env_vars": {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}}
     actor: Any = ray.remote(CheckpointReader).options(num_cpus=0, runtime_env=environment).remote()
     try:

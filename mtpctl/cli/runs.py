@@ -14,7 +14,7 @@ from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json
 
 if TYPE_CHECKING:
-    from mtpctl.telemetry.runs import FoundRun
+    from mtpctl.telemetry.runs import RunOverview
 
 
 def runs(
@@ -34,7 +34,7 @@ def runs(
         answer(_rendered(found, folder) if found else f"no runs below {folder}")
 
 
-def _rendered(found: list[FoundRun], folder: Path) -> str:
+def _rendered(found: list[RunOverview], folder: Path) -> str:
     from mtpctl.telemetry.names import format_duration
 
     def number(value: float | None) -> str:

@@ -12,7 +12,7 @@ from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json
 
 if TYPE_CHECKING:
-    from mtpctl.telemetry.sample_log import KeptSample
+    from mtpctl.telemetry.sample_log import SampleRow
 
 
 def samples(
@@ -44,14 +44,14 @@ def samples(
         answer("\n\n".join(map(_rendered, chosen)))
 
 
-def _chosen(rows: list[KeptSample], n: int, worst: bool) -> list[KeptSample]:
+def _chosen(rows: list[SampleRow], n: int, worst: bool) -> list[SampleRow]:
     if worst:
-        # One whose reward is not known is none of the worst.
+        # A sample without a reward is none of the worst.
         return sorted((row for row in rows if row["reward"] is not None), key=lambda row: (row["reward"], -row["step"]))[:n]
     return rows[::-1][:n]
 
 
-def _rendered(row: KeptSample) -> str:
+def _rendered(row: SampleRow) -> str:
     from mtpctl.telemetry.sample_page import facts
 
     reward = "no reward" if row["reward"] is None else f"reward {row['reward']:.3g}"
@@ -67,5 +67,5 @@ def _rendered(row: KeptSample) -> str:
 
 
 def _harmless(line: str) -> str:
-    """A line without characters that a terminal obeys, which a model may write too."""
+    """A line without control characters, which a model may write and a terminal would obey."""
     return "".join(character if character.isprintable() or character == "\t" else f"\\x{ord(character):02x}" for character in line)

@@ -1,4 +1,4 @@
-"""One weight sync by hand: from the model that a recipe names, or a checkpoint, to engines that it starts or that serve already."""
+"""Weight syncs by hand, from a recipe's model or a checkpoint to engines that are started for it or serve already."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Synced:
-    """One sync. Rates in GB/s; `link_gb_per_s`: this machine's memory for `shm`, the same transfer unpacked otherwise."""
+class SyncResult:
+    """The figures of one sync. `link_gb_per_s`: the rate of this machine's memory for `shm`, else None."""
 
     version: int
     transport: str
@@ -65,12 +65,14 @@ class Synced:
 
     @property
     def share(self) -> float | None:
-        """Of the link's limit."""
+        """Share of the link's rate that the sync reached; None where that rate was not measured."""
         return None if not self.link_gb_per_s else self.gb_per_s / self.link_gb_per_s
 
 
-def sync_by_hand(recipe: Recipe, source: Source, urls: list[str], *, verify: bool, repeat: int, say: Callable[[str], None]) -> list[Synced]:
-    """Start what the recipe names, sync once and measure it. Raises what starting and syncing raise."""
+def sync_by_hand(
+    recipe: Recipe, source: Source, urls: list[str], *, verify: bool, repeat: int, say: Callable[[str], None]
+) -> list[SyncResult]:
+    """Start what the recipe names, sync `repeat` times and measure each. Raises what starting and syncing raise."""
     if not urls:
         check_engine(recipe)
     engines = asyncio.run(_serving(recipe, urls))
@@ -95,7 +97,7 @@ async def _sync(
     verify: bool,
     repeat: int,
     say: Callable[[str], None],
-) -> list[Synced]:
+) -> list[SyncResult]:
     model = model_of(recipe, source.run or scratch)
     store = store_in(scratch, recipe, model.shape)
     async with contextlib.AsyncExitStack() as stack:
@@ -135,7 +137,7 @@ async def _server(recipe: Recipe, model: HfFolder, placement: Placement, store: 
     return await within(starting, recipe.cluster.actor_deadline_s, "log-prob server, start")
 
 
-async def _one(sync: WeightSync, version: int, verify: bool, targets: int) -> Synced:
+async def _one(sync: WeightSync, version: int, verify: bool, targets: int) -> SyncResult:
     metrics = await sync(version, verify=verify)
     await sync.persisted()
     from mtpctl.sync.memory import copy_rate
@@ -144,7 +146,7 @@ async def _one(sync: WeightSync, version: int, verify: bool, targets: int) -> Sy
     assert update is not None
     manifest, sent = update.manifest, update.sent
     link = None if update.pushed else copy_rate(max(plan.largest for plan in manifest.sections.values()))
-    return Synced(
+    return SyncResult(
         version,
         manifest.transport,
         targets,
@@ -159,7 +161,7 @@ async def _one(sync: WeightSync, version: int, verify: bool, targets: int) -> Sy
     )
 
 
-def render(done: list[Synced]) -> str:
+def render(done: list[SyncResult]) -> str:
     """The figures as text for a terminal."""
     lines = []
     for sync in done:
@@ -173,6 +175,5 @@ def render(done: list[Synced]) -> str:
     return "\n".join(lines)
 
 
-def as_json(done: list[Synced]) -> str:
-    """Everything that was measured."""
+def as_json(done: list[SyncResult]) -> str:
     return json.dumps([{**asdict(sync), "share": sync.share} for sync in done], indent=1)

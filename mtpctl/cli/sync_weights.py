@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, TypedDict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,27 +13,22 @@ from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json, Overlays, Sets
 
 if TYPE_CHECKING:
+    from mtpctl.plan.buckets import Bucket
     from mtpctl.recipe.schema import Recipe
+    from mtpctl.recipe.sync import SyncConfig
 
 
-class BucketRow(TypedDict):
-    """One bucket of the plan: its bytes, and its first and last tensor."""
+@dataclass(frozen=True)
+class Plan:
+    """The buckets of a sync by section. `bytes_once`: base weights, which only the first sync of an adapter sends."""
 
-    index: int
-    bytes: int
-    tensors: int
-    first: str
-    last: str
-
-
-class Plan(TypedDict):
-    """What `sync-weights --plan` prints. `bytes_once`: of base weights, which only the first sync of an adapter sends."""
-
-    transport: str
-    bucket_bytes: int
+    sync: SyncConfig
+    sections: dict[str, list[Bucket]]
     bytes_once: int
-    bytes: int
-    sections: dict[str, list[BucketRow]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(bucket.nbytes for buckets in self.sections.values() for bucket in buckets)
 
 
 def sync_weights(
@@ -84,7 +80,7 @@ def sync_weights(
 
 
 def _print(plan: Plan, as_json: bool) -> None:
-    answer(json.dumps(plan, indent=1) if as_json else _rendered(plan))
+    answer(json.dumps(_as_json(plan), indent=1) if as_json else _rendered(plan))
 
 
 def _plan(recipe: Recipe) -> Plan:
@@ -98,31 +94,32 @@ def _plan(recipe: Recipe) -> Plan:
     if config is None:
         raise UserError("model: its sizes are not known")
     shape = shape_of(config)
-    sections = section_buckets(recipe, shape)
+    return Plan(recipe.sync, section_buckets(recipe, shape), base_weight_bytes(recipe, shape))
+
+
+def _as_json(plan: Plan) -> dict[str, object]:
     return {
-        "transport": recipe.sync.transport,
-        "bucket_bytes": recipe.sync.bucket_bytes,
-        "bytes_once": base_weight_bytes(recipe, shape),
-        "bytes": sum(bucket.nbytes for buckets in sections.values() for bucket in buckets),
+        "transport": plan.sync.transport,
+        "bucket_bytes": plan.sync.bucket_bytes,
+        "bytes_once": plan.bytes_once,
+        "bytes": plan.nbytes,
         "sections": {
             section: [
                 {"index": b.index, "bytes": b.nbytes, "tensors": len(b.entries), "first": b.entries[0].name, "last": b.entries[-1].name}
                 for b in buckets
             ]
-            for section, buckets in sections.items()
+            for section, buckets in plan.sections.items()
         },
     }
 
 
 def _rendered(plan: Plan) -> str:
-    count = sum(map(len, plan["sections"].values()))
-    lines = [
-        f"{plan['bytes'] / 1e6:,.1f} MB in {count} bucket(s) of at most {plan['bucket_bytes'] / 1e6:,.1f} MB, over {plan['transport']}"
-    ]
-    if plan["bytes_once"]:
-        lines.append(f"  at the first sync also {plan['bytes_once'] / 1e6:,.1f} MB of base weights")
-    for section, buckets in plan["sections"].items():
+    count, sync = sum(map(len, plan.sections.values())), plan.sync
+    lines = [f"{plan.nbytes / 1e6:,.1f} MB in {count} bucket(s) of at most {sync.bucket_bytes / 1e6:,.1f} MB, over {sync.transport}"]
+    if plan.bytes_once:
+        lines.append(f"  at the first sync also {plan.bytes_once / 1e6:,.1f} MB of base weights")
+    for section, buckets in plan.sections.items():
         for bucket in buckets:
-            ends = bucket["first"] if bucket["first"] == bucket["last"] else f"{bucket['first']} … {bucket['last']}"
-            lines.append(f"  {section} {bucket['index']:>4}  {bucket['bytes'] / 1e6:>10,.1f} MB  {bucket['tensors']:>5} tensor(s)  {ends}")
+            ends = " … ".join(dict.fromkeys((bucket.entries[0].name, bucket.entries[-1].name)))
+            lines.append(f"  {section} {bucket.index:>4}  {bucket.nbytes / 1e6:>10,.1f} MB  {len(bucket.entries):>5} tensor(s)  {ends}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What a command may be given as its recipe: a recipe, a run, a checkpoint of a run, and for some commands a folder of weights."""
+"""The targets of commands: a recipe, a run, a checkpoint of a run, and for some commands a folder of weights."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 CHECKPOINT, WEIGHTS = "run.json", "config.json"
 START = "start"
-"""The folder in the directory of a run that holds the weights which it began from, where they came from a checkpoint."""
+"""Folder of a run directory with the weights that the run began from, where those were converted from a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A recipe with what was set on top. `run` is the run that it was taken from; `changed` says in which keys it differs from that.
+    """A recipe with overlays and sets applied.
 
-    `start` names the weights where they are not the newest of the recipe's run directory.
+    run: the run that the recipe is from. changed: keys in which it differs from that run's. start: the weights, where they are not the
+    newest of the recipe's run directory.
     """
 
     loaded: Loaded
@@ -39,7 +40,7 @@ class Target:
 
     @property
     def told(self) -> str:
-        """A line that says what a run goes on with, or by whose recipe a new one begins."""
+        """A line that says which run resumes with which changes, or whose recipe a new run takes."""
         assert self.run is not None
         with_what = "with " + ", ".join(self.changed) if self.changed else "with the recipe that it had"
         if self.recipe.run_path.absolute() == self.run:
@@ -57,8 +58,8 @@ def run_of(target: str | Path) -> Path | None:
 def load_target(target: str | Path, overlays: Sequence[str] = (), sets: Sequence[str] = ()) -> Target:
     """The recipe that `target` stands for, with overlays and sets on top.
 
-    A run has its recipe with it, and the directory is where it lies now, so that a run that was moved is found. Raises UserError as
-    `load_recipe` does, and for a folder that is no run.
+    A run's directory is the one that it lies in now, so that a run that was moved resumes. Raises UserError as `load_recipe` does, and for
+    a folder that is no run.
     """
     from mtpctl.recipe.loading import flatten, load_recipe
 
@@ -70,13 +71,13 @@ def load_target(target: str | Path, overlays: Sequence[str] = (), sets: Sequence
         return Target(load_recipe(target, overlays=overlays, sets=sets))
     source = _recipe_of(run)
     had = load_recipe(source)
-    # What was recorded stays where it still names this place: a resumed run is no other recipe.
+    # The recorded directory stays as it is written where it still names this place.
     here = [] if had.recipe.run_path.absolute() == run else [f"run_dir={json.dumps(_moved(had.recipe, run), ensure_ascii=False)}"]
     if (began := _began_from(had.recipe, run)) is not None:
         here.append(f"model.path={json.dumps(began, ensure_ascii=False)}")
     loaded = load_recipe(source, overlays=overlays, sets=[*here, *sets])
     before, now = (flatten(each.recipe.model_dump(mode="json", by_alias=True)) for each in (had, loaded))
-    # That it lies elsewhere is nothing that was asked for.
+    # A new place of the run is no change that the user asked for.
     before |= {tuple(key.split(".")): json.loads(value) for key, _, value in (each.partition("=") for each in here)}
     asked = [key for key in now if now[key] != before.get(key)]
     changed = tuple(f"{'.'.join(key)}: {_shown(before.get(key))} → {_shown(now[key])}" for key in asked)
@@ -85,9 +86,9 @@ def load_target(target: str | Path, overlays: Sequence[str] = (), sets: Sequence
 
 @contextlib.contextmanager
 def target_with_weights(target: str, start: str | None, overlays: Sequence[str], sets: Sequence[str]) -> Iterator[Target]:
-    """`load_target`, and a folder of weights besides: it has no recipe, and overlays and sets say what is to be done with it.
+    """`load_target`, also for a folder of weights, which has no recipe but overlays and sets.
 
-    `start` is what `--from` names; it goes before the weights that the target itself stands for.
+    `start` is what `--from` names; it takes precedence over the weights that the target stands for.
     """
     folder = Path(target).absolute()
     if (folder / WEIGHTS).is_file():
@@ -104,8 +105,8 @@ def target_with_weights(target: str, start: str | None, overlays: Sequence[str],
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """The weights that a new run begins from: a Hugging Face folder, or a checkpoint over the model `over`; `adapter`: of one."""
+class StartWeights:
+    """The weights that a new run begins from: a Hugging Face folder, or a checkpoint (of an adapter) over the model `over`."""
 
     told: str
     over: str
@@ -113,16 +114,16 @@ class Beginning:
     adapter: bool = False
 
     def sets(self, folder: Path | None = None) -> list[str]:
-        """What is set so that a recipe takes these weights, from `folder` where they are converted to one."""
+        """The `--set` texts with which a recipe takes these weights, or those of the `folder` that they were converted to."""
         path = json.dumps(str(folder or self.over), ensure_ascii=False)
         return [f"model.path={path}", "model.config=null", "model.init=weights"]
 
 
-def beginning_of(text: str) -> Beginning:
-    """What `train --from` names. Raises UserError for anything but a run with a checkpoint, a checkpoint, or a folder of weights."""
+def start_weights(text: str) -> StartWeights:
+    """The weights that `train --from` names. Raises UserError for anything but a run with a checkpoint, a checkpoint, or a folder."""
     folder = Path(text).expanduser().absolute()
     if (folder / WEIGHTS).is_file():
-        return Beginning(text, str(folder))
+        return StartWeights(text, str(folder))
     from mtpctl.controller.state import version_named
     from mtpctl.recipe.loading import load_recipe
 
@@ -130,25 +131,25 @@ def beginning_of(text: str) -> Beginning:
     recipe = load_recipe(_recipe_of(run)).recipe
     model, adapter = recipe.model, recipe.train.lora is not None
     over = run / "model" if model.drawn else model.path
-    return Beginning(f"{text}, {checkpoint.name}" if checkpoint != folder else text, str(over), checkpoint, adapter)
+    return StartWeights(f"{text}, {checkpoint.name}" if checkpoint != folder else text, str(over), checkpoint, adapter)
 
 
 def has_checkpoint(run: Path) -> bool:
-    """Whether the run has a checkpoint to take weights from; without one they are those that its model begins with."""
+    """Whether the run has a checkpoint to take weights from."""
     from mtpctl.checkpoint.pointer import newest
 
     return newest(run / "checkpoints") is not None
 
 
 def _moved(recipe: Recipe, run: Path) -> str:
-    """The directory of a run that was moved, as the recipe would name it: with the run's name in it where it had that."""
+    """`run_dir` of a run that was moved, with `{name}` where the recipe had it and it still fits."""
     if recipe.run_dir.endswith("{name}") and run.name == recipe.name:
         return f"{run.parent}/{{name}}"
     return str(run)
 
 
 def _began_from(recipe: Recipe, run: Path) -> str | None:
-    """The weights that a run which was moved began from and has with it; None where they lie where its recipe says."""
+    """The weights in a run directory that the run began from, where the run was moved; None where they lie as its recipe says."""
     there, here = recipe.model.path, run / START
     if there is None or Path(there).name != START or Path(there).absolute() == here or not (here / WEIGHTS).is_file():
         return None

@@ -14,7 +14,7 @@ from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json, OptionalRecipe, Overlays, Sets, load_whole, say
 
 if TYPE_CHECKING:
-    from mtpctl.cli.targets import Beginning, Target
+    from mtpctl.cli.targets import StartWeights, Target
 
 
 def train(
@@ -45,14 +45,13 @@ def train(
     if found.run is not None:
         say(found.told)
     if dry_run:
-        from mtpctl.cli.dry_run import dry_run as plan_run
-        from mtpctl.cli.dry_run import render
+        from mtpctl.cli import dry_run as planning
         from mtpctl.errors import first_of
 
-        plan, errors = plan_run(loaded.recipe)
-        answer(json.dumps(plan, indent=2) if as_json else render(plan))
-        if errors:
-            raise first_of(errors)
+        plan = planning.dry_run(loaded.recipe)
+        answer(json.dumps(planning.as_json(plan), indent=2) if as_json else planning.render(plan))
+        if plan.errors:
+            raise first_of(plan.errors)
         return
     if beginning is not None:
         say(f"{loaded.recipe.run_path} begins from the weights of {beginning.told}")
@@ -67,19 +66,16 @@ def train(
 
 def _asked(
     recipe: str | None, start: str | None, overlay: list[str] | None, sets: list[str], converted: Path | None = None
-) -> tuple[Target, Beginning | None]:
-    """The recipe that the command line asks for, and the weights that a new run by it begins from, where it names some.
-
-    `converted`: the folder that these weights were converted to, where they were.
-    """
-    from mtpctl.cli.targets import Target, beginning_of, run_of
+) -> tuple[Target, StartWeights | None]:
+    """The recipe that the command line asks for, and the weights of `--from`, if any. converted: the folder with those."""
+    from mtpctl.cli.targets import Target, run_of, start_weights
     from mtpctl.errors import UserError
 
     if start is None:
         if recipe is None:
             raise UserError("RECIPE: name a recipe or a run, or a run with --from")
         return load_whole(recipe, overlay, sets), None
-    beginning = beginning_of(start)
+    beginning = start_weights(start)
     if recipe is None and (run := run_of(start)) is None:
         raise UserError(f"--from: {start} has no recipe with it; name a recipe before it")
     named = recipe or str(run)
@@ -90,10 +86,10 @@ def _asked(
     return Target(load_whole(named, overlay, [*sets, *beginning.sets(converted)]).loaded, found.run, changed=found.changed), beginning
 
 
-def _converted(beginning: Beginning, run: Path) -> Path:
-    """The checkpoint as a Hugging Face folder in the directory of the run, an adapter merged in.
+def _converted(beginning: StartWeights, run: Path) -> Path:
+    """Convert the checkpoint to a Hugging Face folder in the run directory, an adapter merged in.
 
-    Another process converts it: it imports what a controller does not, and takes the cards from itself.
+    Another process converts it, since the conversion imports torch and hides the cards from its process.
     """
     from mtpctl.cli.targets import START
 

@@ -1,4 +1,4 @@
-"""Waiting: for an actor until a deadline, and for whichever of two things happens first."""
+"""Wait for an actor until a deadline, and for whichever of two things happens first."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ async def within[T](waited: Awaitable[T], seconds: float, what: str) -> T:
 
 
 async def finished_before[T](work: asyncio.Future[T], event: asyncio.Event) -> bool:
-    """Wait until `work` is done or `event` is set. Returns whether `work` is done, also where both are; else cancels it.
+    """Wait until `work` is done or `event` is set. Returns whether `work` is done; where it is not, cancels it.
 
-    An exception of `work` is left in it, for `work.result()`.
+    An exception of `work` is left for `work.result()`.
     """
     waiting = asyncio.create_task(event.wait())
     try:
@@ -49,7 +49,7 @@ async def finished_before[T](work: asyncio.Future[T], event: asyncio.Event) -> b
 
 
 def one_line(error: BaseException) -> str:
-    """An error as `Kind: first line of its message`. Of an error that an actor raised, both are those of the actor's own error."""
+    """An error as `Kind: first line of its message`; an error that an actor raised, without Ray's wrapper."""
     cause = getattr(error, "cause", None)  # Ray's wrapper carries the traceback in its message.
     shown = cause if isinstance(cause, BaseException) else error
     lines = [line.strip() for line in str(shown).splitlines() if line.strip()]

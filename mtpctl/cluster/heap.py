@@ -1,4 +1,4 @@
-"""Keep the garbage collector away from the modules that a process has imported."""
+"""Exclude imported modules from garbage collection."""
 
 from __future__ import annotations
 

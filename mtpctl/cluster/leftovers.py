@@ -1,11 +1,10 @@
 """Find and remove what killed runs left on this machine: weight versions in shared memory, and Ray's session folders.
 
-The process that makes such a folder writes a mark into it: its process id, its start time (ids are used again), and the boot and the
-process namespace that the id belongs to. A folder is removed when its process has ended. Folders without a mark, of another user, or made
-in another container are left alone, since whether they are in use cannot be known here.
+The process that makes such a folder writes a mark into it: its process id, its start time (ids are reused), and the boot and the process
+namespace that the id belongs to. A folder is removed when its process has ended. Folders without a mark, of another user, or made in
+another container are left alone, since nobody here can know whether they are in use.
 
-Removing and claiming hold a lock on the folder of shared memory itself, which takes no space and is shared by all containers that share
-the memory.
+Removing and claiming hold a lock on the folder of shared memory itself, so that it holds across containers that share the memory.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ class Leftover:
 
 
 def mark(folder: Path) -> None:
-    """Write the mark of this process into `folder`."""
     (folder / MARK).write_text(json.dumps(_identity(os.getpid())))
 
 
@@ -64,7 +62,7 @@ def unmark(folder: Path) -> None:
 
 
 def make_marked(folder: Path) -> None:
-    """Make a new `folder` with the mark of this process in it; no other process sees it without."""
+    """Make `folder` with the mark of this process in it from the first moment on."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
@@ -74,7 +72,7 @@ def make_marked(folder: Path) -> None:
 
 
 def vacate(folder: Path) -> bool:
-    """Remove `folder` where this process made it, or one that has ended. Returns whether there is no folder now."""
+    """Remove `folder` where this process or one that has ended made it. Returns whether it is gone."""
     with _alone(wait=True):
         return _vacate(folder)
 
@@ -135,7 +133,7 @@ def remove() -> list[Leftover]:
 
 @contextmanager
 def _alone(*, wait: bool) -> Iterator[None]:
-    """Keep other processes from removing and claiming. Where one does so now: wait for it, or without `wait` raise BlockingIOError."""
+    """Lock other processes out of removing and claiming. Where one does so now, wait for it, or without `wait` raise BlockingIOError."""
     lock = os.open(SHARED_MEMORY if SHARED_MEMORY.is_dir() else tempfile.gettempdir(), os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -156,7 +154,10 @@ def _vacate(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> bool:
-    """Whether `folder` was removed. It is renamed first, so that an engine that makes it anew meanwhile loses nothing."""
+    """Remove `folder`, unless its process lives. Returns whether it is gone.
+
+    It is renamed first, so that a process that makes it anew meanwhile loses nothing.
+    """
     aside = folder
     if not folder.name.startswith(_GOING):
         aside = folder.with_name(f"{_GOING}{os.getpid()}-{folder.name}")
@@ -182,7 +183,7 @@ def _in_memory() -> list[Path]:
 
 
 def _own(root: Path, pattern: str) -> list[Path]:
-    """Matching paths that belong to this user, who can neither look up nor remove those of others."""
+    """Matching paths that belong to this user."""
     found = []
     for path in sorted(root.glob(pattern)):
         with suppress(OSError):
@@ -192,7 +193,6 @@ def _own(root: Path, pattern: str) -> list[Path]:
 
 
 def _ray_folder() -> Path:
-    """Where Ray makes its session folders."""
     return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
 
 
@@ -241,7 +241,7 @@ def _origin() -> Origin:
 
 
 def _named_by_a_process(name: str) -> bool:
-    """Whether a process has this name on its command line, as Ray's processes have the name of their session."""
+    """Whether a process has this name on its command line, as Ray's have the name of their session."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             if name.encode() in path.read_bytes():

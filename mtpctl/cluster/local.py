@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,9 @@ from mtpctl.cluster import leftovers
 from mtpctl.cluster.logs import folder_for_all
 from mtpctl.errors import ClusterResources, EnvironmentMissing
 from mtpctl.recipe.cluster import ClusterConfig
+
+ANSWER_S = 5.0
+"""Seconds in which the address of a cluster takes a connection."""
 
 
 def on_one_host() -> bool:
@@ -45,6 +50,24 @@ def _too_few(name: str, need: float, have: float, field: str) -> ClusterResource
     )
 
 
+def _check_answers(address: str | None) -> None:
+    """Raise EnvironmentMissing where nothing listens at `host:port`: Ray would look for a minute."""
+    found = re.fullmatch(r"(?:\w+://)?([^/]+):([0-9]+)", address or "")
+    if found is None:
+        return
+    try:
+        socket.create_connection((found[1], int(found[2])), ANSWER_S).close()
+    except OSError as error:
+        raise EnvironmentMissing(f"cluster.address: no Ray cluster answers at {address}: {error}") from error
+
+
+def _environment(config: ClusterConfig, logs: Path | None) -> dict[str, str]:
+    """Variables of all actors."""
+    interface = config.interface
+    talking = {} if interface is None else {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
+    return talking | (folder_for_all(logs) if logs else {})
+
+
 @contextlib.contextmanager
 def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = True, logs: Path | None = None) -> Iterator[None]:
     """Connect to a Ray cluster that has `cpus` and `gpus` while the block runs; with `tidy`, first remove what killed runs left here.
@@ -63,6 +86,7 @@ def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = Tru
     # Ray would start an idle worker per CPU, and every actor here is started in an environment of its own all the same.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     on_sigterm = signal.getsignal(signal.SIGTERM)
+    _check_answers(config.address)
     try:
         context: Any = ray.init(
             # Without an address Ray joins whatever RAY_ADDRESS or somebody's `ray start` on this machine names.
@@ -74,7 +98,7 @@ def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = Tru
             configure_logging=True,
             logging_level=logging.ERROR,
             namespace="mtpctl",
-            runtime_env={"env_vars": folder_for_all(logs)} if logs else None,
+            runtime_env={"env_vars": variables} if (variables := _environment(config, logs)) else None,
         )
     except Exception as error:  # Ray raises plain `Exception` where one of its own processes does not start.
         where = f"no Ray cluster answers at {config.address}" if config.address else "Ray did not start on this machine"

@@ -1,7 +1,7 @@
-"""What actors print goes to files of the run: `logs/NAME.log` in its directory.
+"""Actors print to files of the run: `logs/NAME.log` in its directory.
 
-Ray has a file for each worker in its session folder, which is gone with the session, and no name tells whose it is. An actor puts its own
-file in the place of stdout and stderr when it starts, so that native code and the processes that it starts write there too.
+Ray's own files have no telling names and go with the session. An actor replaces stdout and stderr by its file when it starts, so that
+native code and child processes write there too.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _TAIL_BYTES, _SHOWN = 8192, 120
 
 
 def folder_for_all(folder: Path) -> dict[str, str]:
-    """The environment by which all actors of a Ray job know the folder."""
+    """Environment variables that tell all actors of a Ray job the folder."""
     return {FOLDER_VARIABLE: str(folder.absolute())}
 
 
 def name_for_one(actor: str) -> dict[str, str]:
-    """The environment by which one actor knows its name, such as `rollout replica 0`."""
+    """Environment variables that tell an actor its name, such as `rollout replica 0`."""
     return {NAME_VARIABLE: _stem(actor)}
 
 
 def newest_line(folder: Path, actor: str, *, since: float) -> str:
-    """The last line that an actor has printed to its file since a time, without control characters; empty where there is none.
+    """The last line that an actor has printed since a time, without control characters; of a progress bar, its newest state.
 
-    Of a bar that is drawn over itself it is the newest state. Python's warnings are left out. Empty too where the file is on another host.
+    Python's warnings are left out. Empty where there is no such line, or where the file is on another host.
     """
     try:
         with (folder / f"{_stem(actor)}.log").open("rb") as file:
@@ -48,7 +48,7 @@ def newest_line(folder: Path, actor: str, *, since: float) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    # The line of the mark says when the actor started, and nothing that it printed.
+    # The line of the mark was not printed by the actor: it says when the actor started.
     _, mark, after = text.rpartition(_MARK)
     lines = [_CONTROL.sub("", line).strip() for line in re.split(r"[\r\n]", after)][bool(mark) :]
     return next((line[:_SHOWN] for line in reversed(lines) if line and not _WARNING.search(line)), "")
@@ -59,10 +59,9 @@ def _stem(actor: str) -> str:
 
 
 def write_to_run() -> Path | None:
-    """Have this process print to its file from now on. Returns the file; None where it has none, and where this host lacks the folder.
+    """Have this process print to its file, to which it appends. Returns the file; None where it has none or this host lacks the folder.
 
-    A file that has grown over `FILE_BYTES` is copied to `NAME.1.log` and emptied. It is not renamed, since processes that this one has
-    started write to the same file. An actor that takes another's place appends.
+    A file that has grown over `FILE_BYTES` is copied to `NAME.1.log` and emptied. Renaming it would not do: child processes have it open.
     """
     folder, name = os.environ.get(FOLDER_VARIABLE), os.environ.get(NAME_VARIABLE)
     if not folder or not name or not os.path.isdir(folder):

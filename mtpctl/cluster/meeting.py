@@ -1,14 +1,15 @@
 """Rendezvous of processes: one of them holds a key-value store, and the others join it by its address.
 
-The store opens a port that the system chooses and keeps it. A port that was only looked up as free could be another process's by the time
-it is opened.
+The store itself opens a port that the system chooses. One that was only looked up as free may be taken by the time it is opened.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 from datetime import timedelta
 
+import psutil
 from torch.distributed import TCPStore
 
 _CONNECT_S = 20.0
@@ -24,6 +25,17 @@ def _own_address() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address()) if ray.is_initialized() else socket.gethostbyname(socket.gethostname())
+
+
+def use_own_interface() -> None:
+    """Let gloo talk over the interface of this host's address, unless the environment names one.
+
+    Its own choice is what the host's name resolves to, which is often the loopback, and other hosts do not reach that.
+    """
+    address = _own_address()
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.family == socket.AF_INET and each.address == address for each in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def address_of(store: TCPStore) -> str:

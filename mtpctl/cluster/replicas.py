@@ -1,8 +1,8 @@
 """Supervision of replicas: which serve, which are being restarted, and which have failed too often.
 
-The rollout pool and the log-prob server use it. They decide which replica gets which work, and say in a `Lifecycle` how a replica is
-started, brought up to the weights of the others, and ended. A replica holds nothing that must not be lost: one that fails is ended, and
-another one is started in its seat.
+The rollout pool and the log-prob server use it: they give replicas their work, and say in a `Lifecycle` how a replica is started, updated
+to the weights of the others, and ended. A replica that fails is ended and another one is started in its seat, so it must hold nothing that
+may not be lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mtpctl.cluster.deadlines import one_line
 from mtpctl.errors import RuntimeFailure
 
 VERSION_WAIT_S = 60.0
-"""Seconds, those of updates not counted, that a fresh replica waits for the version of the others, which may not be persisted yet."""
+"""Seconds, without those of updates, that a fresh replica waits until the version of the others is persisted."""
 FORGET_S = 3600.0
 """Seconds after which a failure no longer counts against `max_restarts`: in a run of weeks a replica may fail now and then."""
 _POLL_S = 0.02
@@ -106,7 +106,7 @@ class Replicas[R]:
         return "; ".join(f"{seat.index}: {seat.reason}" for seat in self.seats)
 
     def lost(self, seat: Seat[R], replica: R, error: Exception) -> None:
-        """Restart a replica that failed. Further calls about the same replica, from other callers that noticed, do nothing."""
+        """Restart a replica that failed. Further reports of the same replica do nothing."""
         if seat.replica is not replica or self._closed:
             return
         seat.replica = None

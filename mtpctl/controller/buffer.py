@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -53,6 +54,8 @@ class SampleBuffer:
     The trainer gets groups with the oldest tokens first, and of equally old ones the one that was completed first; if `ordered`, in the
     order in which their prompts were drawn. A group is in flight from `begin` until it has its rewards and is `put` or dropped.
     `requeued` holds groups whose prompts are to be sent out again: those that got too old, and those that a checkpoint left unfinished.
+
+    Groups that were taken are kept until a checkpoint holds their update (`saved`): the trainer may be lost, and its updates with it.
     """
 
     def __init__(self, *, ordered: bool = False) -> None:
@@ -60,6 +63,7 @@ class SampleBuffer:
         self._ordered = ordered
         self._ready: list[Group] = []
         self._open: dict[str, Group] = {}
+        self._taken: list[tuple[int, Group]] = []
         self._changed = asyncio.Condition()
 
     @property
@@ -113,8 +117,11 @@ class SampleBuffer:
                 return
             self._open.pop(group.group_id, None)
             # Behind its equals: of these the one that was completed first comes first.
-            insort(self._ready, group, key=(lambda g: (g.number, 0)) if self._ordered else (lambda g: (g.oldest, -g.retries)))
+            insort(self._ready, group, key=self._order)
             self._changed.notify_all()
+
+    def _order(self, group: Group) -> tuple[int, int]:
+        return (group.number, 0) if self._ordered else (group.oldest, -group.retries)
 
     async def drop(self, group: Group) -> bool:
         """Remove a complete group that is not to be trained on. Returns whether it was still in flight, and not discarded before."""
@@ -144,10 +151,29 @@ class SampleBuffer:
         async with self._changed:
             await self._changed.wait_for(batch_is_ready)
 
-    def take(self, count: int) -> list[Group]:
-        """Remove and return the next `count` groups, for which the caller has waited."""
+    def take(self, count: int, step: int = 0) -> list[Group]:
+        """Remove and return the next `count` groups, for which the caller has waited, for the update `step`."""
         taken, self._ready = self._ready[:count], self._ready[count:]
+        self._taken += [(step, group) for group in taken]
         return taken
+
+    def saved(self, step: int) -> None:
+        """Forget the groups of updates up to `step`, which a checkpoint holds."""
+        self._taken = [(of, group) for of, group in self._taken if of > step]
+
+    async def take_back(self) -> int:
+        """Make the groups of updates that no checkpoint holds available again. Returns how many.
+
+        If `ordered`, all prompts are sent out again: under the weights that they were sampled by before, so that the updates are the same.
+        """
+        async with self._changed:
+            back, self._taken = [group for _, group in self._taken], []
+            self._ready += back
+            if self._ordered:
+                self.expire(sys.maxsize)
+            self._ready.sort(key=self._order)
+            self._changed.notify_all()
+        return len(back)
 
     def unfinished(self) -> list[Group]:
         """Groups in flight and requeued ones, in the order in which they were drawn: a restarted run sends their prompts out again."""

@@ -8,7 +8,7 @@ from mtpctl.controller.buffer import Group
 from mtpctl.data.problems import Problem
 from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.samples import Sample
-from mtpctl.telemetry.sample_log import keep, spread
+from mtpctl.telemetry.sample_log import sample_row, spread
 from mtpctl.telemetry.session import Telemetry
 
 
@@ -29,7 +29,7 @@ class Keeper:
         problems = {group.group_id: group.problem for group in groups}
         chosen = spread([sample for group in groups for sample in group.samples], self.count)
         decode = self.tokenizer.decode
-        rows = [keep(each, decode, step=step, kind="update", answer=problems[each.group_id].answer) for each in chosen]
+        rows = [sample_row(each, decode, step=step, kind="update", answer=problems[each.group_id].answer) for each in chosen]
         self.telemetry.samples(rows)
 
     def evaluated(self, step: int, answers: Mapping[str, Iterable[tuple[Problem, list[Sample]]]]) -> None:
@@ -39,7 +39,7 @@ class Keeper:
             of = {id(sample): problem for problem, sample in problems}
             chosen = spread([sample for _, sample in problems], self.count)
             decode = self.tokenizer.decode
-            rows = [keep(s, decode, step=step, kind="eval", answer=of[id(s)].answer, held_out=name) for s in chosen]
+            rows = [sample_row(s, decode, step=step, kind="eval", answer=of[id(s)].answer, held_out=name) for s in chosen]
             self.telemetry.samples(rows)
 
     def dropped(self, step: int, group: Group, why: str) -> None:
@@ -48,5 +48,5 @@ class Keeper:
         if before < self.count and group.samples:
             self._dropped = (step, before + 1)
             self.telemetry.samples(
-                [keep(group.samples[0], self.tokenizer.decode, step=step, kind="dropped", answer=group.problem.answer, note=why)]
+                [sample_row(group.samples[0], self.tokenizer.decode, step=step, kind="dropped", answer=group.problem.answer, note=why)]
             )

@@ -13,14 +13,18 @@ from pathlib import Path
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.heap import settle_heap
 from mtpctl.cluster.local import check_room, cluster
+from mtpctl.cluster.room import Host
+from mtpctl.cluster.seats import Seats
 from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.controller.prepare import Prepared, changed_old_logprobs, check_drawn, prepare, store_in
+from mtpctl.controller.revival import Revival
 from mtpctl.controller.rl import RlStage
 from mtpctl.controller.scoring import ATTEMPTS, Scoring
+from mtpctl.controller.seating import seated
 from mtpctl.controller.set_rewards import start_rewards
 from mtpctl.controller.sft import SftStage
 from mtpctl.controller.state import RunState, check_stages, resumed_from
-from mtpctl.controller.trainers import TrainerGroup
+from mtpctl.controller.trainers import TrainerGroup, TrainerLost
 from mtpctl.controller.waits import Waits
 from mtpctl.controller.weights import WeightSync
 from mtpctl.errors import MtpctlError, RuntimeFailure
@@ -52,8 +56,10 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     if "rl" in recipe.train.stages:
         check_engine(recipe)
     check_packages(recipe.telemetry)
-    placement = place(recipe)
-    check_room(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus)
+    # Of a cluster that is joined it is known only then which hosts it has, and which of them are free.
+    placement = place(recipe, None if recipe.cluster.address is None else [Host(float("inf"), float("inf"))])
+    cpus, gpus = (placement.cpus, placement.gpus) if recipe.cluster.address is None else (0.0, 0.0)
+    check_room(recipe.cluster, cpus=cpus, gpus=gpus)
     fresh = not recipe.run_path.exists()
     check_stages(earlier.checkpoints, recipe.train.stages)
     check_drawn(recipe, earlier)
@@ -74,8 +80,8 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
         with Telemetry(directory, recipe.telemetry, plain, totals=totals, resumed=before) as telemetry:
             if prepared.unrewarded:
                 telemetry.event("data", prepared.unrewarded)
-            with cluster(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus, logs=directory.logs):
-                finished = asyncio.run(Run(recipe, prepared, directory, telemetry, placement, changed).drive())
+            with cluster(recipe.cluster, cpus=cpus, gpus=gpus, logs=directory.logs):
+                finished = asyncio.run(Run(recipe, prepared, directory, telemetry, changed).drive())
                 if finished:
                     telemetry.print_summary()
     return 0 if finished else INTERRUPTED
@@ -89,10 +95,14 @@ def _to_go_on(recipe: Recipe, stage: str) -> str:
 
 
 class Run:
-    """The actors of one run and the order in which its stages use them.
+    """The actors of one run, where they sit, and the order in which its stages use them.
 
     `changed`: how this recipe trains RL otherwise than the run did before, which the resume line says; empty for not at all.
     """
+
+    placement: Placement
+    seats: Seats
+    revival: Revival
 
     def __init__(
         self,
@@ -100,10 +110,9 @@ class Run:
         prepared: Prepared,
         directory: RunDirectory,
         telemetry: Telemetry,
-        placement: Placement,
         changed: str = "",
     ) -> None:
-        self.recipe, self.prepared, self.directory, self.telemetry, self.placement = recipe, prepared, directory, telemetry, placement
+        self.recipe, self.prepared, self.directory, self.telemetry = recipe, prepared, directory, telemetry
         self.changed = changed
         self.waits = Waits(telemetry.waiting, directory.logs)
         self.state = RunState(directory.checkpoints, recipe.train, waiting=self.waits.on)
@@ -115,10 +124,24 @@ class Run:
         for caution in cautions_of(self.recipe):
             self.telemetry.event("caution", caution)
         self.store.claim()
-        trainer = TrainerGroup(self.recipe, self.placement)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self.store.close)
             stack.callback(asyncio.create_task(self.waits.run(), name="waits").cancel)
+            found = await seated(self.recipe, self.waits, self.state.stopping)
+            if found is None:
+                return False
+            self.placement, self.seats = found
+            self.telemetry.event("start", f"places: {self.seats.told()}")
+            trainer = TrainerGroup(self.recipe, self.placement, self.seats)
+            self.revival = Revival(
+                self.recipe,
+                trainer,
+                self.state,
+                self.telemetry,
+                self.waits,
+                folder=self.prepared.model.path,
+                reference=self.directory.path / "reference",
+            )
             # Engines take a while to start. The supervised stage does not need them, and runs meanwhile.
             starting = asyncio.create_task(self._start_actors(stack)) if "rl" in self.recipe.train.stages else None
             try:
@@ -171,7 +194,13 @@ class Run:
     async def _start_logprob(self, stack: contextlib.AsyncExitStack) -> LogprobServer:
         seat = self.placement.of("logprob")[0]
         starting = start_server(
-            self.recipe, self.prepared.model.path, device=self.placement.device, cpus=seat.cpus, gpus=seat.gpus, published=self.store
+            self.recipe,
+            self.prepared.model.path,
+            device=self.placement.device,
+            cpus=seat.cpus,
+            gpus=seat.gpus,
+            seats=self.seats,
+            published=self.store,
         )
         with self._starting("log-prob server", [f"log-prob replica {i} rank 0" for i in range(self.recipe.logprob.replicas)]):
             server = await within(starting, self.recipe.cluster.actor_deadline_s, "log-prob server, start")
@@ -188,6 +217,7 @@ class Run:
                 model=folder,
                 context=self.prepared.context,
                 placement=self.placement,
+                seats=self.seats,
                 published=self.store,
                 tokenizer=self.prepared.tokenizer,
                 routes=routes.layers if routes is not None else (),
@@ -205,7 +235,10 @@ class Run:
     async def _stages(self, trainer: TrainerGroup, starting: asyncio.Task[tuple[ReplicaPool, LogprobServer | None]] | None) -> None:
         self.telemetry.event("start", f"trainer: {self.recipe.train.parallel.world_size} rank(s)")
         with self.waits.on("trainer: loading the model", "trainer rank 0"):
-            counts = await trainer.build(self.prepared.model.path)
+            try:
+                counts = await trainer.build(self.prepared.model.path)
+            except TrainerLost as lost:
+                counts = await self.revival.at_start(lost)
         self.telemetry.event("start", f"trainer ready: {counts['parameters']:,} parameters, {counts['trained']:,} of them trained")
         checkpoint = await self.state.load(trainer)
         within_stage = self.state.within_stage
@@ -215,19 +248,46 @@ class Run:
             if stage in self.state.ended:
                 continue
             resumed = checkpoint if within_stage and stage == self.state.stage else None
-            await trainer.call("begin_stage", stage, str(self.directory.path / "reference"), resumed is not None)
-            if resumed is not None:
-                await self._restore(trainer, resumed)
-                changed = f"; {self.changed}" if stage == "rl" and self.changed else ""
-                self.telemetry.event("resume", f"{stage} goes on after step {self.state.step}, from {resumed.name}{changed}")
             self.state.begin(stage)
-            if stage == "sft":
-                await SftStage(self.recipe, self.prepared, trainer, self.telemetry, self.state, beside=starting).run()
-            else:
-                assert starting is not None
-                await self._rl(trainer, *await starting, resumed)
+            begun = False
+            while True:
+                try:
+                    if not begun:
+                        await self._begin(stage, trainer, resumed)
+                    begun = True
+                    await self._stage(stage, trainer, starting, resumed)
+                    break
+                except TrainerLost as lost:
+                    resumed, begun = await self.revival(lost, anew=True), True
             if self.state.stopping.is_set():
                 return
+
+    async def _begin(self, stage: str, trainer: TrainerGroup, resumed: Path | None) -> None:
+        """Have the trainer begin a stage, or go on with it from a checkpoint."""
+        await trainer.call("begin_stage", stage, str(self.directory.path / "reference"), resumed is not None)
+        if resumed is not None:
+            await self._restore(trainer, resumed)
+            changed = f"; {self.changed}" if stage == "rl" and self.changed else ""
+            self.telemetry.event("resume", f"{stage} goes on after step {self.state.step}, from {resumed.name}{changed}")
+
+    async def _stage(
+        self,
+        stage: str,
+        trainer: TrainerGroup,
+        starting: asyncio.Task[tuple[ReplicaPool, LogprobServer | None]] | None,
+        resumed: Path | None,
+    ) -> None:
+        """Run a stage to its end, with its checkpoint, or until a stop is asked for.
+
+        `resumed`: the checkpoint within it that it goes on from. Raises TrainerLost where the trainer is lost between its updates: the
+        stage has to go on from the newest checkpoint.
+        """
+        if stage == "sft":
+            await SftStage(self.recipe, self.prepared, trainer, self.telemetry, self.state, beside=starting, revive=self.revival).run()
+        else:
+            assert starting is not None
+            await self._rl(trainer, *await starting, resumed)
+        if not self.state.stopping.is_set():
             self.state.end(stage)
             await self.state.checkpoint(trainer)
 
@@ -242,11 +302,16 @@ class Run:
         scoring = None if server is None else Scoring(server, self.recipe.rollout.temperature, deadline_s, replay=replay)
         beside = dict if scoring is None else scoring.metrics
         sync = WeightSync(self.recipe, trainer, rollout, server, self.store.root, metrics=beside)
+
+        async def revive(lost: TrainerLost, *, anew: bool = False) -> None:
+            await self.revival(lost, anew=anew)
+            await sync.forget()
+
         async with contextlib.AsyncExitStack() as stack:
             log = self.directory.logs / "reward.log"
             rewards = await start_rewards(self.recipe, stack, tell=lambda line: self.telemetry.event("reward", line), log=log)
             settle_heap()
-            stage = RlStage(self.recipe, self.prepared, trainer, rollout, sync, rewards, self.telemetry, self.state, scoring)
+            stage = RlStage(self.recipe, self.prepared, trainer, rollout, sync, rewards, self.telemetry, self.state, scoring, revive)
             if restored is not None and (restored / "buffer.jsonl").exists():
                 await stage.resume_buffer(*SampleBuffer.load(restored / "buffer.jsonl"))
             with self.waits.on("weights: the first sync"):

@@ -40,7 +40,7 @@ from mtpctl.controller.rollout_loop import RolloutLoop, Score
 from mtpctl.controller.sft import check_applied
 from mtpctl.controller.stability import StabilityWatch
 from mtpctl.controller.state import RunState
-from mtpctl.controller.trainers import TrainerGroup
+from mtpctl.controller.trainers import Revive, TrainerGroup, TrainerLost, not_revived
 from mtpctl.data.sets import UNNAMED
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
@@ -67,6 +67,7 @@ class RlStage:
         telemetry: Telemetry,
         state: RunState,
         score: Score | None = None,
+        revive: Revive = not_revived,
     ) -> None:
         self.recipe, self.prepared, self.trainer, self.generator = recipe, prepared, trainer, generator
         self.sync, self.rewards, self.telemetry, self.state = sync, rewards, telemetry, state
@@ -76,15 +77,20 @@ class RlStage:
         self.rollout = RolloutLoop(
             recipe, prepared, generator, rewards[UNNAMED], telemetry, state, self.buffer, self.clock, score, keeper=self.keeper
         )
+        self.revive = revive
+        self._going_back = False  # the updates since the newest checkpoint are to be made again
         self.stability = StabilityWatch(recipe)
-        auto = recipe.mtp.trains and recipe.train.rl.train_mtp == "auto"
-        self.payback = PayBack.restored(state.payback, shared=(recipe.train.gpus or 1) < 1) if auto else None
+        self._restore_payback()
         self._evaluating: asyncio.Task[None] | None = None
         self._waited_for_evaluation = 0.0  # seconds since the last update
         self._updated = asyncio.Event()  # set at the end of each update
         self._skipped_in_a_row = 0
         self._reported_choices = {""}  # of draft tokens, in the words of the engines
         self._deadline_cuts_reported = False
+
+    def _restore_payback(self) -> None:
+        auto = self.recipe.mtp.trains and self.recipe.train.rl.train_mtp == "auto"
+        self.payback = PayBack.restored(self.state.payback, shared=(self.recipe.train.gpus or 1) < 1) if auto else None
 
     async def resume_buffer(self, complete: list[Group], unfinished: list[Group]) -> None:
         """Restore the groups of a checkpoint: complete ones wait for the trainer, the prompts of the others are sent out again."""
@@ -130,7 +136,24 @@ class RlStage:
                 raise error
 
     async def _train(self) -> None:
-        """The training task: batch, update, publish, checkpoint, evaluation."""
+        """The training task. Where the trainer is lost, rollout goes on until it is back.
+
+        Then the updates since its checkpoint are made again. Their groups were kept, so that no prompt is lost or trained on twice.
+        """
+        while True:
+            try:
+                if self._going_back:
+                    await self.publish()
+                return await self._updates()
+            except TrainerLost as lost:
+                self.clock.set("trainer", False)
+                await self.revive(lost)
+                self._going_back = True
+                self._skipped_in_a_row = 0
+                self._restore_payback()
+
+    async def _updates(self) -> None:
+        """Batch, update, publish, checkpoint, evaluation, until all updates are done or a stop is asked for."""
         self.clock.read()
         while self.state.step < self.recipe.train.rl.steps:
             groups = await self._next_batch()
@@ -171,7 +194,10 @@ class RlStage:
         if not await finished_before(ready, self.state.stopping):
             return None
         ready.result()
-        return self.buffer.take(count)
+        taken = self.buffer.take(count, self.state.step + 1)
+        if not self.recipe.train.revives:
+            self.buffer.saved(self.state.step + 1)
+        return taken
 
     async def _while_progressing(self, work: Awaitable[None]) -> None:
         """Wait for `work` as long as responses keep arriving and being rewarded.
@@ -265,11 +291,16 @@ class RlStage:
         A resumed run publishes its weights once before it begins. Where they had a version already they keep it, so that groups of the
         checkpoint count as no staler than before.
         """
-        version = self.state.version + (self.state.synced_at != self.state.step)
+        version = max(self.state.version, self.state.tried) + (self.state.synced_at != self.state.step)
+        self.state.tried = version
         metrics = await self.sync(version)
         if self.recipe.rollout.speculation.auto:
             metrics |= await self._draft_counts()
         self.state.version, self.state.synced_at = version, self.state.step
+        if self._going_back:
+            self._going_back = False
+            self.buffer.saved(self.state.step)
+            await self.buffer.take_back()
         # Not 0 only where a resumed run publishes between two syncs: groups of this interval that were trained on before it was stopped.
         trained = self.state.step % self.recipe.async_.sync_every * self.recipe.train.rl.prompts_per_step
         self.rollout.published(version, trained)

@@ -7,10 +7,10 @@ import time
 
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.state import RunState
-from mtpctl.controller.trainers import TrainerGroup
-from mtpctl.data.conversations import Imitated
+from mtpctl.controller.trainers import Revive, TrainerGroup, TrainerLost, not_revived
+from mtpctl.data.conversations import SftSample
 from mtpctl.data.cursor import PromptCursor
-from mtpctl.data.prompts import encode_imitated
+from mtpctl.data.prompts import encode_sft
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
 from mtpctl.telemetry.session import Telemetry
@@ -22,7 +22,8 @@ WINDOW = 10
 class SftStage:
     """Runs the updates of `train.sft.steps` that `state` has not seen yet.
 
-    `beside` is the start of the actors of the next stage: where it fails, this stage fails at its next step.
+    `beside` is the start of the actors of the next stage: where it fails, this stage fails at its next step. `revive` brings a trainer
+    back that was lost.
     """
 
     def __init__(
@@ -34,14 +35,28 @@ class SftStage:
         state: RunState,
         *,
         beside: asyncio.Task[object] | None = None,
+        revive: Revive = not_revived,
     ) -> None:
         self.recipe, self.prepared, self.trainer, self.telemetry, self.state = recipe, prepared, trainer, telemetry, state
-        self.beside = beside
-        self.cursor = PromptCursor(prepared.problems.supervised, recipe.seed, shuffle=recipe.data.shuffle)
-        if state.cursor is not None:
-            self.cursor.load_state_dict(state.cursor)
+        self.beside, self.revive = beside, revive
+        self._draw()
+
+    def _draw(self) -> None:
+        """Draw problems from where the state is."""
+        self.cursor = PromptCursor(self.prepared.problems.supervised, self.recipe.seed, shuffle=self.recipe.data.shuffle)
+        if self.state.cursor is not None:
+            self.cursor.load_state_dict(self.state.cursor)
 
     async def run(self) -> None:
+        """Run the updates as `_updates` does, and where the trainer is lost, again those since the newest checkpoint."""
+        while True:
+            try:
+                return await self._updates()
+            except TrainerLost as lost:
+                await self.revive(lost, anew=True)
+                self._draw()
+
+    async def _updates(self) -> None:
         """Run the updates until all are done, the loss is at `until_loss`, or a stop is asked for, with checkpoints between them."""
         sft, bad = self.recipe.train.sft, 0
         while self.state.step < sft.steps and not self.state.stopping.is_set():
@@ -66,8 +81,8 @@ class SftStage:
             self.telemetry.log(self.state.step, metrics, "sft")
             await self.state.checkpoint_if_due(self.trainer)
 
-    def _sequence(self) -> Imitated:
-        return encode_imitated(self.prepared.tokenizer, next(self.cursor), self.recipe.data, self.prepared.tools)
+    def _sequence(self) -> SftSample:
+        return encode_sft(self.prepared.tokenizer, next(self.cursor), self.recipe.data, self.prepared.tools)
 
 
 def check_applied(metrics: dict[str, float], bad: int, limit: int) -> int:

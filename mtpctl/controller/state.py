@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -131,8 +132,11 @@ class RunState:
 
     `payback` is what `train.rl.train_mtp: auto` has measured and decided, None before its first update.
 
+    `tried` is the version that was sent last, whether or not every target took it: it never stands for other weights.
+
     `buffer` is written into checkpoints while a stage has one. `saving` is the checkpoint that is being written. `stopping` is set when a
-    stop is asked for: stages return at their next step. While `updating`, the weights may be ahead of `step`. `saved` is the step of the
+    stop is asked for: stages return at their next step. While `updating`, the weights may be ahead of `step`; while `lost`, there is no
+    trainer with those of `step`. `saved` is the step of the
     newest checkpoint, or 0, and `saved_at` the time when it was written, on the clock of `time.monotonic`. `waiting` shows what is waited
     for.
     """
@@ -150,7 +154,9 @@ class RunState:
     buffer: SampleBuffer | None = None
     saving: Path | None = None
     updating: bool = False
+    lost: bool = False
     saved: int = 0
+    tried: int = 0
     saved_at: float = field(default_factory=time.monotonic)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     waiting: Waiting = contextlib.nullcontext
@@ -182,6 +188,32 @@ class RunState:
         if continues_last_stage(self.stage, self.step, self.ended, self.train):
             self.ended.remove(self.stage)
         return Path(found)
+
+    def go_back(self, *, anew: bool) -> tuple[Path | None, bool]:
+        """Set the step, and what belongs to it, to that of the newest whole checkpoint, since the trainer was lost.
+
+        Returns its folder, and whether it is within this stage. The version stays, and grows on. `anew`: what was sampled is gone too, and
+        the prompts since the checkpoint are drawn again.
+        Where the checkpoint is not within this stage, or there is none, the stage begins anew.
+        """
+        if self.saving is not None:
+            shutil.rmtree(self.saving.with_name(f"{self.saving.name}.partial"), ignore_errors=True)
+            self.saving = None
+        if self._buffer_written is not None:
+            # It may fail, with the folder gone that it is written to.
+            self._buffer_written.add_done_callback(lambda written: written.exception())
+            self._buffer_written = None
+        path, found = _newest(self.root)
+        if path is not None and continues_last_stage(found["stage"], found["step"], found["ended"], self.train):
+            found["ended"].remove(found["stage"])
+        within_it = found["stage"] == self.stage and self.stage not in found["ended"]
+        self.step, self.losses = (found["step"], found["losses"]) if within_it else (0, [])
+        self.payback = found["payback"] if within_it else None
+        if anew:
+            self.cursor = found["cursor"] if within_it else None
+        self.ended, self.synced_at, self.updating = found["ended"], -1, False
+        self.saved, self.saved_at = self.step, time.monotonic()
+        return path, within_it
 
     async def checkpoint_if_due(self, trainer: TrainerGroup) -> None:
         """Publish a checkpoint that has been written meanwhile, and begin one where the recipe wants it by now."""
@@ -217,10 +249,10 @@ class RunState:
     async def rescue(self, trainer: TrainerGroup) -> Path | None:
         """Take a checkpoint of a stage that has failed.
 
-        Returns None where it made no update after its newest checkpoint, where the weights are in the middle of an update, and where the
-        recipe keeps no checkpoints. Raises RuntimeFailure where the trainer does not write it within `RESCUE_S`.
+        Returns None where it made no update after its newest checkpoint, where the weights are in the middle of an update or lost, and
+        where the recipe keeps no checkpoints. Raises RuntimeFailure where the trainer does not write it within `RESCUE_S`.
         """
-        if not self.within_stage:
+        if not self.within_stage or self.lost:
             return None
         if self.updating or self.step == self.saved:
             await within(self.settle(trainer), RESCUE_S, "checkpoint")
@@ -242,5 +274,8 @@ class RunState:
         with self.waiting(f"trainer: writing {self.saving.name}"):
             whole = await trainer.call("finish_save", wait)
         if whole:
-            path, self.saving = self.saving, None
+            path, step = self.saving, self.saved
             await trainer.call("publish_checkpoint", str(path), self.train.keep_checkpoints)
+            self.saving = None
+            if self.buffer is not None:
+                self.buffer.saved(step)

@@ -1,14 +1,17 @@
-"""The trainer ranks as one: a call goes to all of them and has a deadline."""
+"""The trainer ranks as one: a call goes to all of them and has a deadline; ranks that are lost are started anew."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.deadlines import one_line, within
 from mtpctl.cluster.logs import name_for_one
+from mtpctl.cluster.seats import LOOK_S, Found, Options, Seats
+from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.plan.placement import Placement
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Sample
@@ -19,30 +22,72 @@ if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
+ALIVE_S = 15.0
+"""Seconds in which a rank answers that has ended its calls and is not stopped. Ray takes some to notice that a host is gone."""
+ROOM_S = 30.0
+"""Seconds in which room for all ranks is looked for before fewer are taken: Ray may not have noticed yet what is free or gone."""
+
+
+class TrainerLost(RuntimeFailure):
+    """A trainer rank has died, or does not answer: the ranks that are left cannot go on without it."""
+
+
+class HostGone(TrainerLost):
+    """A host is gone on which ranks were just being started: Ray had not noticed yet. It is the loss before that shows late."""
+
+
+class Revive(Protocol):
+    """Brings a trainer back that was lost, and sets the run's state back to the newest checkpoint."""
+
+    async def __call__(self, lost: TrainerLost, *, anew: bool = False) -> object:
+        """`anew`: what was sampled since the checkpoint is gone as well. Raises the loss where the trainer is not to be brought back."""
+        ...
+
+
+async def not_revived(lost: TrainerLost, *, anew: bool = False) -> None:
+    """The `Revive` of a trainer that is not brought back."""
+    raise lost
+
 
 class TrainerGroup:
-    """The trainer ranks, as Ray actors. Every call goes to all of them, and returns the answer of rank 0."""
+    """The trainer ranks, as Ray actors. Every call goes to all of them, and returns the answer of rank 0.
 
-    def __init__(self, recipe: Recipe, placement: Placement) -> None:
+    `recipe` is that of the ranks: after the loss of a host it may have fewer data-parallel ones. `seats`: where the ranks sit; without
+    them Ray chooses, and no rank is started anew.
+    """
+
+    def __init__(self, recipe: Recipe, placement: Placement, seats: Seats | None = None) -> None:
+        self.recipe, self.seats = recipe, seats
+        self._asked = recipe
+        self.ranks: list[ActorHandle] = []
+        first = placement.of("trainer")[0]
+        taken = None if seats is None else [seats.seats[name] for name in self.names]
+        anywhere: Options = {"num_cpus": first.cpus, "num_gpus": first.gpus}
+        self._start([seat.options() for seat in taken] if taken else [anywhere] * len(self.names))
+
+    @property
+    def names(self) -> list[str]:
+        """The ranks by their names in the plan."""
+        return [f"trainer-{rank}" for rank in range(self.recipe.train.parallel.world_size)]
+
+    def _start(self, options: Sequence[Options]) -> None:
         import ray
         from ray.actor import ActorHandle
 
-        self.recipe = recipe
-        world_size = recipe.train.parallel.world_size
-        payload = recipe.model_dump_json(by_alias=True)
-        threads = {"OMP_NUM_THREADS": str(recipe.train.threads)} if recipe.train.threads else {}
-        self.ranks: list[ActorHandle] = []
-        for seat in placement.of("trainer"):
-            environment = {"env_vars": threads | name_for_one(f"trainer rank {seat.rank}")}
-            actor = ray.remote(TrainerRank).options(num_cpus=seat.cpus, num_gpus=seat.gpus, runtime_env=environment)
-            rank = actor.remote(payload, seat.rank, world_size)
-            assert isinstance(rank, ActorHandle)
-            self.ranks.append(rank)
+        payload = self.recipe.model_dump_json(by_alias=True)
+        threads = {"OMP_NUM_THREADS": str(self.recipe.train.threads)} if self.recipe.train.threads else {}
+        self.ranks = []
+        for rank, option in enumerate(options):
+            environment = {"env_vars": threads | name_for_one(f"trainer rank {rank}")}
+            actor = ray.remote(TrainerRank).options(runtime_env=environment, **option).remote(payload, rank, len(options))
+            assert isinstance(actor, ActorHandle)
+            self.ranks.append(actor)
 
     async def call(self, method: str, *args: object, deadline_s: float | None = None) -> Any:
         """Call `method` of `TrainerRank` on every rank. Returns the answer of rank 0. A list among `args` is written once for all ranks.
 
-        Raises RuntimeFailure where a rank dies, or does not answer within `deadline_s` (default: `cluster.step_deadline_s`).
+        Raises TrainerLost where a rank dies, or does not answer within `deadline_s` (default: `cluster.step_deadline_s`), and
+        RuntimeFailure where one raises what is no MtpctlError.
         """
         import ray
 
@@ -50,9 +95,36 @@ class TrainerGroup:
         return await self._all(method, lambda rank: given, deadline_s or self.recipe.cluster.step_deadline_s)
 
     async def _all(self, method: str, args: Callable[[int], tuple[object, ...]], seconds: float) -> Any:
+        """The same with the arguments that `args` gives for each rank."""
+        if not self.ranks:
+            raise TrainerLost(f"trainer, {method}: no rank runs")
         refs = [getattr(actor, method).remote(*args(rank)) for rank, actor in enumerate(self.ranks)]
-        waits = [within(ref, seconds, f"trainer rank {i}, {method}") for i, ref in enumerate(refs)]
-        return (await asyncio.gather(*waits))[0]
+        waits = [asyncio.ensure_future(within(ref, seconds, f"trainer rank {i}, {method}")) for i, ref in enumerate(refs)]
+        try:
+            return (await asyncio.gather(*waits))[0]
+        except RuntimeFailure as error:
+            await self._examine(error)
+            raise
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _examine(self, error: RuntimeFailure) -> None:
+        """Raise TrainerLost where a rank is dead or does not answer, which the others' errors follow from."""
+        import ray
+
+        cause = error.__cause__
+        if isinstance(cause, ray.exceptions.RayActorError | TimeoutError):
+            raise TrainerLost(str(error)) from error
+        # What a rank tells in our own words is its error, unless another one has died: that one may be behind it.
+        told = isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, MtpctlError)
+        checks: list[Coroutine[None, None, Found]] = [
+            within(rank.here.remote(), ALIVE_S, f"trainer rank {i}") for i, rank in enumerate(self.ranks)
+        ]
+        for found in await asyncio.gather(*checks, return_exceptions=True):
+            died = isinstance(found, BaseException) and isinstance(found.__cause__, ray.exceptions.RayActorError)
+            if died or (isinstance(found, BaseException) and not told):
+                raise TrainerLost(f"{found} ({one_line(error)})") from error
 
     async def rl_step(self, samples: Sequence[Sample], version: int, train_mtp: bool) -> dict[str, float]:
         """One policy update on samples that are ordered by group: `TrainerRank.rl_step` on every rank, with its share of them.
@@ -77,8 +149,76 @@ class TrainerGroup:
         return ray.put(table), [ray.put(made()) for made in shares]
 
     async def build(self, folder: Path) -> dict[str, int]:
-        """Have every rank build the model in `folder`. Returns how many `parameters` it has, and how many of them are `trained`."""
+        """Have every rank build the model in `folder`. Returns how many `parameters` it has, and how many of them are `trained`.
+
+        Raises RuntimeFailure where a rank is not where the plan has it.
+        """
         deadline = self.recipe.cluster.actor_deadline_s
+        await self._seated(deadline)
         master: str = await within(self.ranks[0].address.remote(), deadline, "trainer rank 0, start")
         counts: dict[str, int] = await self.call("build", str(folder), master, deadline_s=deadline)
         return counts
+
+    async def _seated(self, deadline_s: float) -> None:
+        """Wait until every rank has started, and hold each against its seat. Raises HostGone where a host is gone meanwhile."""
+        if self.seats is None:
+            return
+        waits: list[asyncio.Future[Found]] = [
+            asyncio.ensure_future(within(rank.here.remote(), deadline_s, f"trainer rank {i}, start")) for i, rank in enumerate(self.ranks)
+        ]
+        try:
+            while (await asyncio.wait(waits, timeout=LOOK_S))[1]:
+                if lost := self.seats.lost(self.names):
+                    raise HostGone(f"{lost[0]}: its host is gone")
+            for name, wait in zip(self.names, waits, strict=True):
+                try:
+                    found: Found = wait.result()
+                except RuntimeFailure as error:
+                    raise TrainerLost(str(error)) from error
+                self.seats.check(name, found)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def end(self) -> None:
+        """End every rank's process, whatever it is doing."""
+        import ray
+
+        for rank in self.ranks:
+            ray.kill(rank)
+        self.ranks = []
+
+    async def start_anew(self, tell: Callable[[str], None], stopping: asyncio.Event) -> None:
+        """End all ranks and start as many anew, on other hosts where theirs are gone; `build` comes next.
+
+        Where there is no room for all, starts as many data-parallel ranks as have room, at least `train.min_dp`. Where there is none for
+        those either, waits for it, and tells so. Raises TrainerLost where a stop is asked for meanwhile.
+        """
+        assert self.seats is not None, "ranks that Ray has placed are not started anew"
+        self.end()
+        asked, least = self._asked.train.parallel, self._asked.train.min_dp
+        began, told = time.monotonic(), False
+        before = [name for name in self.seats.seats if name.startswith("trainer-")]
+        self.seats.close_up(before)
+        while True:
+            late = time.monotonic() - began > ROOM_S
+            for dp in [d for d in range(asked.dp, (least or asked.dp) - 1, -1) if d == asked.dp or (late and self._splits(d))]:
+                self.recipe = self._with_dp(dp)
+                seats = await self.seats.take_now(self.names, together=asked.tp)
+                if seats is not None:
+                    return self._start([seat.options() for seat in seats])
+            if late and not told:
+                told = True
+                tell("no room for the trainer's ranks; waiting for a host that joins, or is free again")
+            if stopping.is_set():
+                raise TrainerLost("trainer: a stop was asked for before there was room for its ranks")
+            await asyncio.sleep(LOOK_S)
+
+    def _with_dp(self, dp: int) -> Recipe:
+        parallel = self._asked.train.parallel.model_copy(update={"dp": dp})
+        return self._asked.model_copy(update={"train": self._asked.train.model_copy(update={"parallel": parallel})})
+
+    def _splits(self, dp: int) -> bool:
+        """Whether Megatron splits the experts over this many data-parallel ranks."""
+        parallel = self._asked.train.parallel
+        return dp * parallel.cp % parallel.ep == 0

@@ -49,7 +49,6 @@ class Waits:
                 self._tell([])
 
     async def run(self) -> None:
-        """Tell what is waited for, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             if self._waits:

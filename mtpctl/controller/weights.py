@@ -80,6 +80,13 @@ class WeightSync:
         order: list[Section] = ["adapter", "target", "draft"]
         return tuple(name for name in order if name in wanted or (name == "target" and self.last is None))
 
+    async def forget(self) -> None:
+        """Forget the trainer that was lost: the next version is the first of another one, and has every section."""
+        persisting, self._persisting, self.last = self._persisting, None, None
+        if persisting is not None:
+            persisting.cancel()
+            await asyncio.gather(persisting, return_exceptions=True)
+
     async def persisted(self) -> None:
         """Return once the trainer has copied the last version for the store. Raises what copying it raised."""
         if self._persisting is not None:

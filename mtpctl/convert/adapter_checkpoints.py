@@ -1,4 +1,4 @@
-"""Converting checkpoints of adapters: to PEFT's files, or merged into their base weights, a part at a time."""
+"""Convert an adapter's checkpoint: to PEFT's files, or merged into its base weights, a part at a time."""
 
 from __future__ import annotations
 

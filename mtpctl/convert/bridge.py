@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-import torch
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from torch import Tensor
 
@@ -36,9 +35,6 @@ mappings.register()
 bridge_config.install()
 
 
-type _TaskKey = tuple[tuple[int, ...], torch.dtype | None]
-
-
 class WeightBridge:
     """Names and tensors of one model between a Hugging Face folder and Megatron modules."""
 
@@ -46,7 +42,7 @@ class WeightBridge:
         mimo_config.install()
         self.folder = folder
         self._bridge = AutoBridge.from_hf_config(_hf_config(folder))
-        self._known: tuple[_TaskKey, list[ConversionTask]] | None = None
+        self._known: tuple[tuple[int, ...], list[ConversionTask]] | None = None
         self._section_of = cache(partial(section_of, shape=folder.shape))
 
     def config(self) -> TransformerConfig:
@@ -61,7 +57,7 @@ class WeightBridge:
         return self._bridge._model_bridge
 
     def pretrained(self, names: Collection[str], weights: Mapping[str, Tensor] | None = None, path: Path | None = None) -> SimpleNamespace:
-        """What Megatron-Bridge takes for a Hugging Face model: config, names of tensors, and their values where it will read them."""
+        """The stand-in for a Hugging Face model that Megatron-Bridge is given: config, names of tensors, and values where it reads them."""
         state = _State(names, weights or {})
         return SimpleNamespace(config=self._bridge.hf_pretrained, state=state, model_name_or_path=str(path or self.folder.path))
 
@@ -78,10 +74,10 @@ class WeightBridge:
         before = {name: tensor._version for name, tensor in self._filled(chunks)}
         bridge = self.mapping()
         build = bridge.build_conversion_tasks
-        # A parameter that it cannot map is None among its tasks, on which its loop would fail without naming the parameter.
+        # Its loop would fail on a parameter that it cannot map, None among its tasks, without naming the parameter.
         bridge.build_conversion_tasks = lambda *given: [task for task in build(*given) if task is not None]
         bridge.load_weights_hf_to_megatron(self.pretrained(weights, weights, weights.folder.path), chunks)
-        # A tensor counts the writes to it. That finds parameters that the bridge could not map, which it only logs.
+        # Tensors count the writes to them. A parameter that the bridge could not map, which it only logs, has none.
         left = [name for name, tensor in self._filled(chunks) if tensor._version == before[name]]
         if left:
             more = f" and {len(left) - 8} more" if len(left) > 8 else ""
@@ -114,22 +110,21 @@ class WeightBridge:
     def _stored(self) -> SimpleNamespace:
         return self.pretrained(tensor_shapes(self.folder.shape))
 
-    def tasks(self, chunks: list[MegatronModule], *, dtype: torch.dtype | None = None) -> list[ConversionTask]:
+    def tasks(self, chunks: list[MegatronModule]) -> list[ConversionTask]:
         """The conversion of each parameter of the whole model, in the same order on every rank.
 
         The tasks are built once and kept, since matching names takes longer than converting weights.
         """
         parameters = tuple(id(parameter) for chunk in chunks for parameter in chunk.parameters())
-        if self._known is None or self._known[0] != (parameters, dtype):
-            found = self.mapping().build_conversion_tasks(self._stored, chunks, weight_dtype=dtype)
-            self._known = (parameters, dtype), [task for task in found if task is not None]
+        if self._known is None or self._known[0] != parameters:
+            found = self.mapping().build_conversion_tasks(self._stored, chunks)
+            self._known = parameters, [task for task in found if task is not None]
         return self._known[1]
 
     def export(
         self,
         chunks: list[MegatronModule],
         *,
-        dtype: torch.dtype | None = None,
         sections: Collection[str] = ("target", "draft"),
         merged: bool = True,
     ) -> Iterator[tuple[str, Tensor]]:
@@ -150,9 +145,7 @@ class WeightBridge:
             return self._section_of(name) in sections
 
         tasks = [
-            task
-            for task in self.tasks(chunks, dtype=dtype)
-            if any(wanted(name) or any(map(wanted, copies.get(name, []))) for name in names_of(task))
+            task for task in self.tasks(chunks) if any(wanted(name) or any(map(wanted, copies.get(name, []))) for name in names_of(task))
         ]
         conversions = map(_merged, tasks) if merged else tasks
         # Without this flag the bridge would search the whole model for its own kind of adapter each time.

@@ -220,9 +220,9 @@ def _types_and_layout(
 
 
 def _begin(journal: Journal, parts: list[int], tail: int, files: Path, say: Say, progress: Progress) -> Callable[[int], None]:
-    """Report progress so far. Returns a function to call with bytes that are converted. Raises UserError where the disk is too small.
+    """Report the progress so far. Returns a function that is called with bytes as they are converted.
 
-    tail: bytes that are written after the parts.
+    tail: bytes that are written after the parts. Raises UserError where the disk is too small.
     """
     total = sum(parts) + max(0, tail)
     done = sum(parts[number] for number in journal.done)
@@ -272,9 +272,9 @@ def _journal_of(target: Path, conversion: Conversion) -> Iterator[Journal]:
 
 @contextlib.contextmanager
 def _flusher(journal: Journal) -> Iterator[Callable[[int, PartRecord, Callable[[], None]], None]]:
-    """Give a function that brings a part to the disk in another thread, and notes it in the journal.
+    """A function that flushes a part to the disk in a thread and notes it in the journal, one part at a time.
 
-    One part is on its way at a time. An error in the thread is raised by the next call, or at the end of the block.
+    An error in the thread is raised by the next call, or at the end of the block.
     """
     with ThreadPoolExecutor(1) as pool:
         last: Future[None] | None = None

@@ -26,10 +26,9 @@ def cast(
     *,
     like: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, torch.dtype]:
-    """`dtypes` with floating tensors in the `wanted` type, where one is.
+    """`dtypes` with floating tensors in the `wanted` type, if there is one.
 
-    What a folder of narrower weights keeps in fp32 (a router's bias, a decay) stays so; `like` are the types of that folder,
-    `dtypes` themselves unless another is meant.
+    Tensors that a folder of narrower weights keeps in fp32 (a router's bias, a decay) stay so; like: its types; default: `dtypes`.
     """
     if wanted is None:
         return dict(dtypes)
@@ -39,5 +38,5 @@ def cast(
 
 
 def common(dtypes: Mapping[str, torch.dtype], names: tuple[str, ...]) -> torch.dtype:
-    """The type that holds the values of all of these."""
+    """The narrowest type that holds the values of all named tensors."""
     return reduce(torch.promote_types, (dtypes[name] for name in names))

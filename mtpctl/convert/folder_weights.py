@@ -42,12 +42,11 @@ class FolderWeights:
 
     @cached_property
     def nbytes(self) -> int:
-        """Of all tensors."""
         return sum(entry.nbytes for entry in self.entries.values())
 
 
 def _index(path: Path) -> Path | None:
-    """That of safetensors; that of pickled shards where there is no safetensors file at all, since it may have come without them."""
+    """The index of safetensors; that of pickled shards only without any safetensors, since it may have come without its shards."""
     safe, pickled = (path / name for name in INDEXES)
     if safe.is_file():
         return safe

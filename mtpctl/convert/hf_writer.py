@@ -19,7 +19,7 @@ from torch import Tensor
 from mtpctl.convert.layout import Stored
 
 SHARD_BYTES = 5_000_000_000
-"""Of one file at most, unless a single tensor is larger: as the Hugging Face hub splits models."""
+"""Bytes of a file at most, as on the Hugging Face hub; a single tensor may be larger."""
 
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
@@ -82,14 +82,10 @@ class HfWriter:
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
         return sum(shard.nbytes for shard in self.shards)
 
     def allocate(self) -> None:
-        """Make the files, with their headers. Files that are there already keep their tensors.
-
-        Their headers are written again, since the process that allocated a file may have been stopped before it wrote the header.
-        """
+        """Make the files, with their headers. Files of an interrupted conversion keep their tensors, and may still lack the header."""
         for shard in self.shards:
             path = self.folder / shard.name
             there = path.exists() and path.stat().st_size == shard.nbytes

@@ -14,17 +14,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypedDict
 
+from mtpctl.checkpoint.pointer import flush
 from mtpctl.errors import UserError
 
 JOURNAL = "conversion.jsonl"
 
 type PartRecord = list[list[object]] | None
-"""What is noted of a part that is on the disk: the results of its writer, as JSON can hold them."""
+"""The results of the writer of a part, as JSON."""
 
 
 class Conversion(TypedDict):
-    """What an interrupted conversion has to have in common with the one that resumes it: its source files (path, size, time of change),
-    the model's config, and a hash of the layout."""
+    """Identifies a conversion, which only the same one resumes: source files (path, size, change time), config, hash of the layout."""
 
     to: str
     files: list[tuple[str, int, int]]
@@ -108,13 +108,4 @@ class Journal:
         self.work.rename(self.target)
         (self.target / JOURNAL).unlink()
         shutil.rmtree(old, ignore_errors=True)
-        _flush(self.target.parent)
-
-
-def _flush(folder: Path) -> None:
-    """A rename is not on the disk before its folder is."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        flush(self.target.parent)

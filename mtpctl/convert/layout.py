@@ -19,8 +19,8 @@ from mtpctl.families.tensors import aliases, tensor_shapes
 class Stored:
     """One tensor of a folder.
 
-    code: safetensors' name of its type. pieces: the model's tensors that follow each other in it, several where experts are packed, and
-    none where it is not part of the language model and is copied as it is.
+    code: safetensors' name of its type. pieces: the model's tensors in it, one after another: several where experts are packed, none where
+    it is no part of the language model and is copied as it is.
     """
 
     name: str

@@ -84,17 +84,17 @@ class ModelWeights(Mapping[str, Tensor]):
         return len(self._sizes)
 
     def size(self, name: str) -> tuple[int, ...]:
-        """Of the tensor as `__getitem__` gives it."""
+        """Shape of the tensor that `__getitem__` returns."""
         return self._sizes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of the tensor as `__getitem__` gives it."""
+        """Dtype of the tensor that `__getitem__` returns."""
         dtype = self.raw.entries[self._places[name].name].dtype
         return self.plain_dtype if dtype in FP8 else dtype
 
     @cached_property
     def plain_dtype(self) -> torch.dtype:
-        """What FP8 weights are dequantised to: the dtype that the config names."""
+        """The config's dtype, to which FP8 weights are dequantised."""
         said = str(self.folder.config.get("dtype") or self.folder.config.get("torch_dtype") or "bfloat16")
         dtype = getattr(torch, said, None)
         return dtype if isinstance(dtype, torch.dtype) and dtype not in FP8 else torch.bfloat16
@@ -103,7 +103,7 @@ class ModelWeights(Mapping[str, Tensor]):
 
     @cached_property
     def layout(self) -> list[Stored]:
-        """Every tensor that a folder like this one holds, in its order; FP8 weights as what they are dequantised to."""
+        """Every tensor of the folder in its order, FP8 weights in the dtype that they are dequantised to."""
         pieces: dict[str, list[str]] = {}
         for name in self._sizes:
             pieces.setdefault(self._places[name].name, []).append(name)

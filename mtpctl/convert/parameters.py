@@ -32,7 +32,7 @@ class Parameter:
 
 
 class ParameterMap:
-    """The parameters of a model of one process, whose tensors the folder may call `names`."""
+    """The parameters of a model that one process holds. names: of all tensors that the model's folder may hold."""
 
     def __init__(self, bridge: WeightBridge, model: torch.nn.Module, names: Collection[str]) -> None:
         stream = StreamMap(bridge, [model], names)
@@ -47,7 +47,6 @@ class ParameterMap:
         self.parameters = [Parameter(task.param_name, tuple(task.param_weight.shape), _needs(task), task) for task in stream.tasks]
 
     def to_megatron(self, parameter: Parameter, weights: Mapping[str, Tensor]) -> Tensor:
-        """The parameter's value."""
         mapping = parameter.task.mapping
         if packs_experts(parameter.task):
             # Upstream selects an expert from the packed tensor of all; it takes a single expert's matrix as it is.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol, cast
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, Writ
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from mtpctl.checkpoint.pointer import flush
 from mtpctl.checkpoint.sharded import write_record
 from mtpctl.convert.skeleton import Skeleton
 from mtpctl.errors import UserError
@@ -64,12 +64,12 @@ class PartWriter:
         self._owners: dict[tuple[str, torch.Size], str] = {}
         self._writer = FileSystemWriter(folder, sync_files=False)
         plans = [SavePlan([item for name in part for item in self._items(name, dtypes[name])]) for part in self.parts]
-        plans[0].items.extend(_object_item(key) for key in self._objects())
+        plans[0].items.extend(WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO) for key in self._objects())
         plans, self._metadata = create_default_global_save_plan(plans)
         self._plans = self._writer.prepare_global_plan(plans)
 
     def _objects(self) -> dict[str, object]:
-        """What the stock writer saves beside tensors: extra states, and the (empty) state that is not sharded."""
+        """What the stock writer saves beside tensors: extra states, and the unsharded state, which is empty."""
         common = ShardedObject("common_state", {}, (1,), (0,))
         return {each.unique_key: each.data for each in (*self.skeleton.objects, common)}
 
@@ -89,7 +89,7 @@ class PartWriter:
             )
 
     def write(self, number: int, make: Make) -> list[list[object]]:
-        """Write a part. Returns its results, which `finish` needs, as JSON can hold them."""
+        """Write a part. Returns its results for `finish`, as JSON."""
         planner = _Resolve(self._objects(), lambda index: self._piece(index, make))
         results = self._writer.write_data(self._plans[number], planner).wait()
         self._last = ("", {})
@@ -111,16 +111,10 @@ class PartWriter:
         return self._last[1][place]
 
     def file(self, number: int) -> Path:
-        """The file that the part was written to."""
         return self.folder / f"{self._plans[number].storage_data.prefix}0.distcp"
 
     def flush(self, number: int) -> None:
-        """Bring the part to the disk."""
-        handle = os.open(self.file(number), os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        flush(self.file(number))
 
     def finish(self, noted: Iterable[list[list[object]]]) -> None:
         """Write the metadata that makes the folder a checkpoint, from the results of all parts."""
@@ -157,7 +151,7 @@ class PartReader:
         self.nbytes = [sum(sizes[name] for name in part) for part in self.parts]
 
     def _dtype(self, name: str) -> torch.dtype:
-        """Of the parameter as it was saved. Raises UserError where it was not, or with another shape."""
+        """Dtype of the parameter as it was saved. Raises UserError where it was not saved, or with another shape."""
         pieces = list(self.skeleton.pieces(name, torch.empty(self.skeleton.parameters[name].shape, device="meta")))
         for piece in pieces:
             saved = self._saved.get(piece.key)
@@ -222,10 +216,6 @@ def _numel(shape: Iterable[int]) -> int:
 
 def _stored_shape(piece: ShardedTensor) -> tuple[int, ...]:
     return (1,) * piece.prepend_axis_num + tuple(piece.local_shape)
-
-
-def _object_item(key: str) -> WriteItem:
-    return WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO)
 
 
 type _ResultFields = tuple[str, list[int] | None, int | None, str, int, int]

@@ -1,6 +1,6 @@
 """A model's parameters and their places in checkpoints, without their values, in one process.
 
-The operating system provides no memory for pages that are never written, so that a skeleton takes almost none, whatever its size.
+It takes almost no memory whatever the model's size, since the operating system provides none for pages that are never written.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Skeleton:
                 yield name, place.key
 
     def to_hf(self, name: str, value: Tensor) -> dict[str, Tensor]:
-        """The tensors that make the parameter, by the model's names; without rows that padded the vocabulary."""
+        """The Hugging Face tensors that make the parameter, without rows that padded the vocabulary."""
         made = self.map.to_hf(self.parameters[name], value)
         embedding = (f"{self.shape.prefix}embed_tokens.weight", "lm_head.weight")
         return {found: tensor[: self.shape.vocab] if found in embedding else tensor for found, tensor in made.items()}

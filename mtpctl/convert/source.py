@@ -1,4 +1,4 @@
-"""Finding what a path holds that can be converted, and the model folder that a checkpoint belongs to."""
+"""Find what a path holds to convert, and the model folder that a checkpoint belongs to."""
 
 from __future__ import annotations
 
@@ -27,14 +27,17 @@ LAYOUT = "layout.json"
 
 @dataclass(frozen=True)
 class Reference:
-    """The Hugging Face side of a checkpoint: config, how tensors are stored (None: whole), other weights to copy, and folders of files."""
+    """The Hugging Face side of a checkpoint.
+
+    layout: how tensors are stored; None: whole. carried: weights to copy that are no part of the model. files: folders of further files.
+    """
 
     folder: HfFolder
     layout: list[Stored] | None
     carried: FolderWeights | None
     files: list[Path] = field(default_factory=list)
     weights: ModelWeights | None = None
-    """The model's own, where the folder holds them."""
+    """The model's own weights, where the folder holds them."""
 
 
 def checkpoint_at(path: Path) -> Path | None:
@@ -93,7 +96,7 @@ def has_mtp(checkpoint: Path) -> bool:
 
 
 def names_in(shape: ModelShape, *, mtp: bool) -> dict[str, int]:
-    """The model's tensors without aliases, and without those of MTP layers where there are none → elements."""
+    """Elements of each of the model's tensors, without aliases, and with `mtp=False` without MTP layers."""
     same = aliases(shape)
     sizes = tensor_shapes(shape)
     kept = [name for name in sizes if name not in same and (mtp or section_of(name, shape) == "target")]

@@ -47,8 +47,7 @@ class WeightStream:
 
     @torch.no_grad()
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a whole tensor, and apply every parameter that is complete with it. The tensor may be a view of memory that is valid until
-        `settle`."""
+        """Add a whole tensor, and apply the parameters that it completes. It may be a view of memory that is valid until `settle`."""
         if not self.uses[name]:
             return
         self.held[name] = tensor

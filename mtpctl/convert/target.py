@@ -8,7 +8,7 @@ from mtpctl.errors import UserError
 
 
 def check_target(source: Path, target: Path, *, force: bool) -> None:
-    """Raise UserError for a target that holds the source or lies in it, is a file, or exists and is not to be replaced."""
+    """Raise UserError for a target that holds the source or lies in it, is a file, or exists without `force`."""
     here, there = source.resolve(), target.resolve()
     if there.is_relative_to(here) or here.is_relative_to(there):
         raise UserError(f"{target}: lies inside {source}, or the other way round; name a DST outside of it")

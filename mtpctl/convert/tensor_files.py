@@ -63,7 +63,9 @@ class Entry:
 
 def entries(file: Path) -> dict[str, Entry]:
     """What a weight file holds. Raises UserError with file, tensor and byte where it is damaged."""
-    return _pickled_entries(file) if file.suffix in PICKLED else _safetensors_entries(file)
+    if file.suffix not in PICKLED:
+        return _safetensors_entries(file)
+    return {name: Entry(file, name, value.dtype, tuple(value.shape), None) for name, value in _unpickled(file).items()}
 
 
 def _safetensors_entries(file: Path) -> dict[str, Entry]:
@@ -108,10 +110,6 @@ def _entry(file: Path, name: str, header: object, first: int) -> Entry:
             f"{file}: {name}: byte {first + begin}: {end - begin} bytes for {header['dtype']} {list(shape)}, which takes {entry.nbytes}"
         )
     return entry
-
-
-def _pickled_entries(file: Path) -> dict[str, Entry]:
-    return {name: Entry(file, name, value.dtype, tuple(value.shape), None) for name, value in _unpickled(file).items()}
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:

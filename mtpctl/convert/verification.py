@@ -1,4 +1,4 @@
-"""Whether a Hugging Face folder and a Megatron checkpoint are the same model, by every tensor and by the logits of a prompt."""
+"""Compare a Hugging Face folder with a Megatron checkpoint: every tensor, and the logits of a prompt."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _logits(weights: ModelWeights, saved: Path, folder: HfFolder, *, mtp: bool, 
 
 @torch.no_grad()
 def _prompt_logits(skeleton: Skeleton) -> list[Tensor]:
-    """Of the trunk and of each MTP depth, in fp32."""
+    """Logits of the trunk and of each MTP depth, in fp32."""
     skeleton.model.eval()
     ids = (torch.arange(1, PROMPT + 1) * 7919) % skeleton.shape.vocab
     depths = skeleton.model.config.mtp_num_layers or 0

@@ -31,8 +31,8 @@ _ABSENT = object()
 class Reading:
     """How rows become problems.
 
-    `columns` are those that the recipe names at the key `field`. Without `answers`, a row may lack an answer. With `supervised`, a row may
-    be a whole conversation, or have a solution in place of an answer.
+    The recipe names `columns` at the key `field`. Without `answers` a row may lack an answer. With `supervised` it may be a whole
+    conversation, or have a solution in place of an answer.
     """
 
     columns: ColumnsConfig
@@ -54,7 +54,7 @@ class Reading:
             yield reading._problem(row)
 
     def _adapted(self, first: Row) -> Reading:
-        """This reading with the column of conversations as the prompt, where the supervised stage finds no other."""
+        """The reading to use: with the column of conversations as the prompt, where the supervised stage finds no other."""
         named = self.columns.prompt
         if self.supervised and found(first.columns, named) is _ABSENT and CONVERSATION in first.columns and named == "prompt":
             return Reading(self.columns.model_copy(update={"prompt": CONVERSATION}), self.field, self.answers, True)
@@ -137,7 +137,7 @@ class Reading:
 
 
 def _kind(value: object) -> str:
-    """What stands where text is asked for, in words."""
+    """A value that is not the text asked for, in words."""
     if value is _ABSENT or value is None:
         return "no such column in this row" if value is _ABSENT else "null"
     if isinstance(value, str):

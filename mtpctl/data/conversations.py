@@ -16,15 +16,15 @@ from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.errors import UserError
 
 
-class Imitated(NamedTuple):
-    """What the supervised stage trains on: ids that are only read, ids behind them, and for each of those 1 where it is trained on."""
+class SftSample(NamedTuple):
+    """One sample of the supervised stage: ids of the prompt, ids of the target, and the target's loss mask."""
 
     prompt: list[int]
     target: list[int]
     mask: list[int]
 
 
-def encode_conversation(tokenizer: Tokenizer, problem: Problem, system: Sequence[Message] = ()) -> Imitated:
+def encode_conversation(tokenizer: Tokenizer, problem: Problem, system: Sequence[Message] = ()) -> SftSample:
     """Ids of the conversation `problem.messages` behind the messages `system`, and the mask of the assistant's turns.
 
     A turn with `weight: 0` is not trained on. Where the template writes no end token behind the last turn, the tokenizer's follows it.
@@ -51,7 +51,7 @@ def encode_conversation(tokenizer: Tokenizer, problem: Problem, system: Sequence
     if 1 not in mask:
         raise UserError(f"{problem.prompt_id}: no turn of the assistant is trained on: all are empty or have a weight of 0; remove the row")
     first, last = mask.index(1), len(mask) - mask[::-1].index(1)
-    return Imitated(ids[:first], ids[first:last], mask[first:last])
+    return SftSample(ids[:first], ids[first:last], mask[first:last])
 
 
 def _turn(tokenizer: Tokenizer, messages: Sequence[Message], number: int, whole: str, problem: Problem) -> tuple[int, int]:
@@ -72,7 +72,7 @@ def _turn(tokenizer: Tokenizer, messages: Sequence[Message], number: int, whole:
 
 
 def _said(tokenizer: Tokenizer, ids: list[int], inside: list[int]) -> list[int]:
-    """The places of a turn up to its end token: blanks that the template puts behind that are not said."""
+    """The places of a turn up to its end token, without the blanks that the template puts behind it."""
     end = next((i for i in reversed(range(len(inside))) if ids[inside[i]] in tokenizer.special_ids), None)
     if end is not None and not tokenizer.decode([ids[place] for place in inside[end + 1 :]]).strip():
         return inside[: end + 1]

@@ -61,7 +61,6 @@ class PromptCursor:
         return problem
 
     def take(self, count: int) -> list[Problem]:
-        """The next `count` problems."""
         return [next(self) for _ in range(count)]
 
     def state_dict(self) -> CursorState:

@@ -15,10 +15,7 @@ from mtpctl.recipe.data import ColumnsConfig, is_dataset_id
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where problems come from, as the recipe names it: `path` at the key `key`, with the subset and split of a dataset.
-
-    `section` is what the keys of subset and split are called, up to these words.
-    """
+    """A file, folder or dataset of problems: the recipe names it at `key`, and its subset and split at `section` + `subset`, `split`."""
 
     path: str
     reading: Reading
@@ -55,7 +52,7 @@ class Rows:
         return problems
 
     def empty(self) -> UserError:
-        """The error of rows that are none."""
+        """The error for a path that holds no problem."""
         reading = self.reading
         wanted = f"`{reading.columns.prompt}`"
         if reading.answers and not reading.supervised and reading.columns.answer is not None:

@@ -31,27 +31,26 @@ _SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "te
 _NO_ROWS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
 
 
-class _Unanswered(Exception):
-    """The hub does not say what a dataset holds: there is no network, or it is down."""
+class _HubUnreachable(Exception):
+    """The hub does not answer: there is no network, or it is down."""
 
 
-class _Absent(Exception):
-    """The hub does not answer, and the cache has nothing."""
+class _NotCached(Exception):
+    """The hub does not answer, and the dataset is not in the cache."""
 
 
 def dataset_rows(name: str, subset: str | None, split: str, *, field: str, section: str, fetch: bool = True) -> Iterator[Row]:
     """The rows of one split, whose ids are `owner/name/subset/split:number`. With `fetch=False` the cache alone is looked at.
 
-    `field` is the recipe key that names the dataset, and `section` what the keys `subset` and `split` stand below. Raises UserError where
-    there is no such dataset, subset or split, with those that there are; EnvironmentMissing where the hub does not answer and nothing is
-    in the cache.
+    `field` is the recipe key that names the dataset, `section` the prefix of its keys `subset` and `split`. Raises UserError, naming those
+    that there are, where there is no such dataset, subset or split; EnvironmentMissing where neither the hub nor the cache has it.
     """
     if find_spec("datasets") is not None:
         yield from _library_rows(name, subset, split, field, section, fetch)
         return
     try:
         layout, folder = _found(name, field, fetch)
-    except _Absent as error:
+    except _NotCached as error:
         raise EnvironmentMissing(
             f"{field}: the hub did not give {name}, and it is not in the cache; "
             f"fetch it where there is a network (hf download --repo-type dataset {name}), or name a file"
@@ -83,7 +82,7 @@ def _library_rows(name: str, subset: str | None, split: str, field: str, section
 
 
 def _found(name: str, field: str, fetch: bool) -> tuple[Layout, Path | str]:
-    """The layout of a dataset, and where its files are: a folder of the cache, or a revision on the hub. Raises _Absent."""
+    """The layout of a dataset, and where its files are: a folder of the cache, or a revision on the hub. Raises _NotCached."""
     if not fetch:
         return _cached(name)
     try:
@@ -94,12 +93,12 @@ def _found(name: str, field: str, fetch: bool) -> tuple[Layout, Path | str]:
             files, revision = _listed(name, _CONVERTED, field)
             layout = converted_layout(files)
         return layout, revision
-    except _Unanswered:
+    except _HubUnreachable:
         return _cached(name)
 
 
 def _listed(name: str, revision: str, field: str) -> tuple[list[str], str]:
-    """The files of a dataset on the hub, and the commit that they are of. Raises _Unanswered where the hub does not say."""
+    """The files of a dataset on the hub, and the commit that they are of. Raises _HubUnreachable where the hub does not say."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -110,7 +109,7 @@ def _listed(name: str, revision: str, field: str) -> tuple[list[str], str]:
     except RepositoryNotFoundError as error:
         raise UserError(f"{field}: {name} is neither a file or folder here nor a dataset of the hub; look at its spelling") from error
     except Exception as error:  # of whichever library carries the requests: huggingface_hub changes it from release to release
-        raise _Unanswered from error
+        raise _HubUnreachable from error
     return [each.rfilename for each in info.siblings or []], info.sha or revision
 
 
@@ -127,7 +126,7 @@ def _cached(name: str) -> tuple[Layout, Path]:
         card = (folder / "README.md").read_text(encoding="utf-8", errors="replace") if "README.md" in files else ""
         if layout := layout_of(files, card) if revision == "main" else converted_layout(files):
             return layout, folder
-    raise _Absent
+    raise _NotCached
 
 
 def _local(name: str, file: str, place: Path | str, field: str) -> Path:

@@ -1,4 +1,4 @@
-"""A look at a recipe's data before anything starts: every file is read for as long as there is time, and mistakes are told."""
+"""Check a recipe's data before anything starts: read each of its sets for as long as there is time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,8 @@ SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
-    """What was found in one set: `role` as `rows_of` names it, its rows in words, how many were read, and whether those are all.
-
-    `unread` says why nothing could be read.
-    """
+class SetReport:
+    """What was read of one set. `role`: as `rows_of` names it; `rows`: how many; `whole`: whether those are all; `unread`: why none."""
 
     role: str
     name: str
@@ -37,7 +34,7 @@ class Looked:
         return f"{self.role}: {self.name}, {self.rows:,} rows" + ("" if self.whole else " read, not all")
 
 
-def look(data: DataConfig, evaluation: EvaluationConfig, stages: Sequence[str], *, seconds: float = SECONDS) -> list[Looked]:
+def look(data: DataConfig, evaluation: EvaluationConfig, stages: Sequence[str], *, seconds: float = SECONDS) -> list[SetReport]:
     """Read every file and every dataset of the recipe from its beginning, each for its share of the seconds. The hub is not asked.
 
     Raises UserError as a run would, for the rows that were read, and for a set without rows.
@@ -54,11 +51,11 @@ def look(data: DataConfig, evaluation: EvaluationConfig, stages: Sequence[str], 
         try:
             count, whole = _read(rows.problems(fetch=False), now + max(0.0, end - now) / left)
         except EnvironmentMissing:
-            found.append(Looked(role, rows.name, 0, False, f"{rows.path} is not in the cache yet; the run fetches it from the hub"))
+            found.append(SetReport(role, rows.name, 0, False, f"{rows.path} is not in the cache yet; the run fetches it from the hub"))
             continue
         if not count:
             raise rows.empty()
-        found.append(Looked(role, rows.name, count, whole))
+        found.append(SetReport(role, rows.name, count, whole))
     return found
 
 

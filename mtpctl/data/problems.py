@@ -15,7 +15,7 @@ NO_ANSWER = ""
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A prompt, the answer that a reward compares responses with, and where there is one a worked `solution` that ends in the answer.
+    """A prompt, the answer that a reward compares responses with, and maybe a worked `solution` that ends in the answer.
 
     `prompt_id` is the same in every run: `task/split/number` of a generated problem, `file:line` of one from a file. `messages` is the
     prompt as a conversation, empty where it is plain text; `prompt` is then the text of it. In the supervised stage they may be a whole
@@ -30,7 +30,6 @@ class Problem:
     fields: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def to_json(self) -> list[object]:
-        """The problem as JSON takes it."""
         return [self.prompt_id, self.prompt, self.answer, self.solution, list(self.messages), dict(self.fields)]
 
     @classmethod
@@ -51,7 +50,7 @@ class Problem:
         return cast("Sequence[Mapping[str, object]] | None", self.fields.get("tools"))
 
     @property
-    def imitated(self) -> bool:
+    def is_conversation(self) -> bool:
         """Whether this is a whole conversation, of which the supervised stage trains on the assistant's turns."""
         return bool(self.messages) and self.messages[-1].get("role") == "assistant"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mtpctl.data.conversations import Imitated, encode_conversation
+from mtpctl.data.conversations import SftSample, encode_conversation
 from mtpctl.data.problems import Message, Problem
 from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.errors import UserError
@@ -34,12 +34,12 @@ def encode_target(tokenizer: Tokenizer, problem: Problem) -> list[int]:
     return [*tokenizer.encode(problem.target), tokenizer.eos_id]
 
 
-def encode_imitated(tokenizer: Tokenizer, problem: Problem, config: DataConfig, tools: Sequence[object] = ()) -> Imitated:
-    """What the supervised stage trains on: of a conversation the assistant's turns, else the target behind the prompt."""
-    if problem.imitated:
+def encode_sft(tokenizer: Tokenizer, problem: Problem, config: DataConfig, tools: Sequence[object] = ()) -> SftSample:
+    """The sample that the supervised stage trains on: a conversation with its assistant's turns as targets, or prompt and target."""
+    if problem.is_conversation:
         return encode_conversation(tokenizer, problem, _system(problem, config))
     target = encode_target(tokenizer, problem)
-    return Imitated(encode_prompt(tokenizer, problem, config, tools), target, [1] * len(target))
+    return SftSample(encode_prompt(tokenizer, problem, config, tools), target, [1] * len(target))
 
 
 def _system(problem: Problem, config: DataConfig) -> list[Message]:
@@ -63,8 +63,8 @@ def fit_problems(
     With `targets`, for the first prompt and solution, or conversation, that do not fit together.
     """
     for problem in problems:
-        if targets and problem.imitated:
-            length = sum(map(len, encode_imitated(tokenizer, problem, config, tools)[:2]))
+        if targets and problem.is_conversation:
+            length = sum(map(len, encode_sft(tokenizer, problem, config, tools)[:2]))
             if length > context:
                 raise UserError(
                     f"{problem.prompt_id}: the conversation has {length} tokens and the context holds {context}; "

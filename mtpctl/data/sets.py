@@ -20,7 +20,7 @@ UNNAMED = ""
 
 @dataclass(frozen=True, slots=True)
 class ProblemSets:
-    """Problems that RL trains on, held-out ones (which may be none), those that the supervised stage trains on, held-out sets by name."""
+    """Problems of RL (`train`), of the supervised stage, and held-out ones: those of the section `data`, and further sets by name."""
 
     train: list[Problem]
     evaluation: list[Problem]
@@ -44,9 +44,8 @@ def load_problem_sets(
 ) -> ProblemSets:
     """Read or generate the problems of the recipe's `data` and `evaluation` sections, for a run of these stages.
 
-    The supervised stage trains on the problems of RL unless the section names others for it. Problems that are generated for it are left
-    out where they are held out, since tasks of the same kind can draw the same problem. Raises UserError where the section names neither
-    files nor a task, or both, and what reading the files raises.
+    The supervised stage trains on the problems of RL unless the section names others. Of problems generated for it those that are held out
+    are dropped. Raises UserError where the section names neither files nor a task, or both, and what reading the files raises.
     """
     rows = rows_of(config, evaluation, stages)
     if config.task is not None:

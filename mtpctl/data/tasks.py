@@ -9,16 +9,12 @@ then `#` and the answer, at which alone the reward `exact` looks:
     reverse          word=       d r o w #drow
     sort             3921=       1 2 3 9 #1239
 
-A response of a three-digit addition is 32 tokens of a byte-level tokenizer, most of them determined by the format and
-some (sums, carries) by arithmetic, so that some drafts are easy and some are hard.
-The final answer needs every step to be right: with 95% per step most answers are still wrong, which leaves something to learn for
-reinforcement learning after supervised training.
+The format determines most tokens of a response and arithmetic the others (sums, carries), so some drafts are easy and some are hard.
+The answer needs every step to be right, which leaves something to learn for RL after the supervised stage.
 
-Problems of length n have operands (or strings) of exactly n characters. Lengths share the set evenly, or each has
-`length_decay` times as many problems as the one before it: few long problems among many short ones, as responses of
-reasoning models are spread. A length that has too few distinct problems gives all of them. Held-out problems are drawn
-together with the training ones, without repetition, and take the same share of each length: disjoint, and of the same
-distribution.
+Problems of length n have operands (or strings) of exactly n characters. Lengths share the set evenly, or each has `length_decay` times as
+many problems as the one before it, as responses of reasoning models are spread. A length that has too few distinct problems gives all of
+them. Held-out problems are disjoint from the training ones, and of the same distribution over lengths.
 """
 
 from __future__ import annotations

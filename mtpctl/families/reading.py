@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import get_args
+from typing import cast, get_args
 
 from mtpctl.errors import UserError
 from mtpctl.families.registry import FAMILIES, Family, Flag, MoeFields
-from mtpctl.families.shape import DeltaShape, LatentShape, LayerKind, ModelShape, MoeShape
+from mtpctl.families.shape import DeltaShape, LatentShape, LayerKind, ModelShape, MoeShape, RopeScaling
 
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Config fields that name the count of MTP layers, at the top or inside `text_config`."""
@@ -114,7 +114,7 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
 
 
 def _check_supported(family: Family, fields: _Fields) -> None:
-    """Refuse what a config can ask for and the trainer does not compute: the policy that is trained would not be the one that is served."""
+    """Raise UserError for what an engine would compute and the trainer does not: another policy would be trained than is served."""
     activation = fields.raw.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         raise UserError(f"model config: hidden_act {activation!r} is not supported; silu is")
@@ -130,7 +130,7 @@ def _check_supported(family: Family, fields: _Fields) -> None:
         raise UserError(f"model config: norm_topk_prob false is not supported for {family.name}: the experts' shares sum to 1")
 
 
-def _rope_scaling(rope: _Fields) -> dict[str, object] | None:
+def _rope_scaling(rope: _Fields) -> RopeScaling | None:
     """The config's scaling fields, checked for the numbers that its kind needs; None where RoPE is not scaled."""
     kind = rope.raw.get("rope_type", rope.raw.get("type", "default"))
     if kind == "default":
@@ -142,7 +142,7 @@ def _rope_scaling(rope: _Fields) -> dict[str, object] | None:
             raise UserError(f"model config: RoPE scaling {kind!r} lacks {key}")
     for key in (*ROPE_NUMBERS[kind], *ROPE_OPTIONS):
         rope.number(key, 1.0)
-    return dict(rope.raw)
+    return cast(RopeScaling, dict(rope.raw))
 
 
 class _Fields:

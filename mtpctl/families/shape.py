@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 LayerKind = Literal["full_attention", "linear_attention"]
+
+
+class RopeScaling(TypedDict, total=False):
+    """The fields of a config that scale rotary embeddings, as transformers names them; YaRN may leave most of them out."""
+
+    rope_type: str
+    type: str
+    factor: float
+    original_max_position_embeddings: int
+    low_freq_factor: float
+    high_freq_factor: float
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float | None
+    mscale: float
+    mscale_all_dim: float
+    truncate: bool
 
 
 @dataclass(frozen=True, slots=True)
 class MtpConvention:
     """How a family's MTP layers are named, and what they read.
 
-    Names are templates: `{k}` is the MTP layer from 0, `{n}` the same counted on from the decoder's layers. `layer` is the
-    prefix of the transformer layer inside; a template without a placeholder names a tensor that all depths share.
-    `recycles_prenorm`: the second depth and later ones read the state before the final norm of the depth above, which the LM head
-    reads normed. `blanks_first`: engines that draft with these layers read 0 in place of the embedding at position 0. Where one layer is
-    repeated its later steps are at positions further on, so that only the first depth does.
+    Names are templates: `{k}` counts MTP layers from 0, `{n}` counts on from the decoder's layers. A template without a placeholder names
+    a tensor that all depths share. `layer` is the prefix of the transformer layer inside.
+
+    `reads_prenorm`: the first depth reads the trunk's state before the final norm. `recycles_prenorm`: later depths read the state before
+    the final norm of the depth above. `blanks_first`: at position 0 engines give the first depth zeros in place of the embedding.
     """
 
     layer: str
@@ -94,7 +110,7 @@ class ModelShape:
     head_dim: int
     vocab: int
     rope_theta: float
-    rope_scaling: Mapping[str, Any] | None
+    rope_scaling: RopeScaling | None
     rotary_fraction: float
     rms_eps: float
     qkv_bias: bool

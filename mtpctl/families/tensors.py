@@ -16,7 +16,7 @@ Named = Iterator[tuple[str, Shape]]
 def tensor_shapes(shape: ModelShape) -> dict[str, Shape]:
     """Every tensor of the checkpoint: embedding, decoder layers, final norm, head, MTP layers. A tied head is not stored.
 
-    Experts are named one by one, as transformers writes them; some published folders pack them. Vision towers are left out.
+    Experts are named one by one, although some published folders pack them. Vision towers are left out.
     """
     found: dict[str, Shape] = {f"{shape.prefix}embed_tokens.weight": (shape.vocab, shape.hidden)}
     for index, kind in enumerate(shape.layer_kinds):

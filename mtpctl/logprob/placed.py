@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.seats import Options, Seats
 from mtpctl.logprob.dispatch import ServerLimits
 from mtpctl.logprob.rank import ReplicaConfig
 from mtpctl.logprob.replica import Replica, start_replica
@@ -21,13 +22,15 @@ async def start_server(
     device: Literal["cpu", "cuda"],
     cpus: float,
     gpus: float,
+    seats: Seats | None = None,
     published: Published | None = None,
     checkpoint: Path | None = None,
     version: int = 0,
 ) -> LogprobServer:
     """Start the replicas of `recipe.logprob` with the weights of the folder `model`, or of a checkpoint of it; `version` is theirs.
 
-    `cpus` and `gpus` are those of one rank. `published`: where restarted replicas find newer weights.
+    `cpus` and `gpus` are those of one rank. `seats`: where the ranks sit; without them Ray chooses. `published`: where restarted replicas
+    find newer weights.
     """
     options = recipe.logprob
     config = ReplicaConfig(
@@ -49,7 +52,17 @@ async def start_server(
     async def start(index: int) -> Replica:
         # A restart needs the deadline too: after the loss of a host the cluster may have no room for it.
         name = f"log-prob replica {index}"
-        return await within(start_replica(config, name=name, cpus=cpus, gpus=gpus), recipe.cluster.actor_deadline_s, f"{name}, start")
+        return await within(begin(index, name), recipe.cluster.actor_deadline_s, f"{name}, start")
+
+    async def begin(index: int, name: str) -> Replica:
+        anywhere: Options = {"num_cpus": cpus, "num_gpus": gpus}
+        ranks = [f"logprob-{index}" + (f".{rank}" if rank else "") for rank in range(options.parallel.world_size)]
+        taken = None if seats is None else await seats.take(*ranks)
+        replica = await start_replica(config, name=name, options=[seat.options() for seat in taken] if taken else [anywhere] * len(ranks))
+        if seats is not None:
+            for rank, found in zip(ranks, await replica.where(), strict=True):
+                seats.check(rank, found)
+        return replica
 
     limits = ServerLimits(options.tokens_per_batch, options.queue_tokens, sync_deadline_s=recipe.sync.deadline_s)
     return await LogprobServer.start(start, options.replicas, limits, published=published)

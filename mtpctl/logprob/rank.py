@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtpctl.cluster.heap import importing, settle_heap
 from mtpctl.cluster.logs import write_to_run
+from mtpctl.cluster.seats import Found, here
 from mtpctl.logprob.protocol import Bounds, Scored, ScoreRequest
 from mtpctl.plan.buckets import Bucket, Entry
 from mtpctl.recipe.kernels import KernelsConfig
@@ -18,7 +19,7 @@ from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.routes import RouteShape
-from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.manifest import JsonObject, Manifest
 from mtpctl.sync.protocol import PlanMismatch, Section, SyncError, WeightsDiffer
 
 if TYPE_CHECKING:
@@ -67,6 +68,10 @@ class ScoreRank:
         self._adapter: MergedAdapter | None = None
         self._incoming_adapter: MergedAdapter | None = None
         self._finished: set[str] = set()
+
+    def here(self) -> Found:
+        """Where the actor is."""
+        return here()
 
     def address(self) -> str:
         """Address of the store at which the ranks meet. Rank 0 holds it from now on; the other ranks return an empty string."""
@@ -158,7 +163,7 @@ class ScoreRank:
 
     # ------------------------------------------------------------------------------------------------------- weights
 
-    def begin_update(self, manifest: dict[str, Any], version: int, section: Section) -> None:
+    def begin_update(self, manifest: JsonObject, version: int, section: Section) -> None:
         """Check a section of the manifest against the model, and open it. Raises PlanMismatch or VersionConflict; nothing changed."""
         from mtpctl.convert.stream import WeightStream
         from mtpctl.logprob.adapter import MergedAdapter

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from mtpctl.cluster.logs import name_for_one
+from mtpctl.cluster.seats import Found, Options
 from mtpctl.logprob.protocol import Bounds, ReplicaDead, Scored, ScoreRequest
 from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
 from mtpctl.plan.buckets import Bucket
@@ -22,13 +23,15 @@ END_S = 10.0
 
 
 class Ranks(Protocol):
-    """The ranks of one replica."""
-
     def call(self, method: str, *args: object) -> Awaitable[Any]:
         """Call `method` of `ScoreRank` on every rank, in the order of these calls. Awaited, it returns rank 0's answer.
 
         Raises ReplicaDead where a rank has died, else what a rank raises.
         """
+        ...
+
+    async def where(self) -> list[Found]:
+        """Where each rank is."""
         ...
 
     async def end(self) -> None:
@@ -49,7 +52,6 @@ class Replica:
 
     @property
     def version(self) -> int:
-        """The current version."""
         return self.versions[0]
 
     def score(self, requests: list[ScoreRequest], version: int) -> Awaitable[list[Scored]]:
@@ -96,8 +98,11 @@ class Replica:
     def distrust(self) -> None:
         self._distrusted = True
 
+    async def where(self) -> list[Found]:
+        """Where each rank is."""
+        return await self.ranks.where()
+
     async def end(self) -> None:
-        """End the replica's processes."""
         await self.ranks.end()
 
 
@@ -111,6 +116,10 @@ class RayRanks:
         # Submitted here and not when awaited, so that every rank gets the calls in the same order.
         refs = [getattr(handle, method).remote(*args) for handle in self.handles]
         return self._answers(refs)
+
+    async def where(self) -> list[Found]:
+        """Where each rank is."""
+        return list(await asyncio.gather(*(self._answers([handle.here.remote()]) for handle in self.handles)))
 
     async def _answers(self, refs: list[ObjectRef[Any]]) -> Any:
         from ray.exceptions import RayActorError, RayTaskError
@@ -133,8 +142,8 @@ class RayRanks:
             ray.kill(handle)
 
 
-async def start_replica(config: ReplicaConfig, *, name: str, cpus: float, gpus: float, kind: type[ScoreRank] = ScoreRank) -> Replica:
-    """Start a replica's ranks as Ray actors of `kind`, each with `cpus` and `gpus`, and return once they can score.
+async def start_replica(config: ReplicaConfig, *, name: str, options: Sequence[Options], kind: type[ScoreRank] = ScoreRank) -> Replica:
+    """Start a replica's ranks as Ray actors of `kind`, and return once they can score. `options`: Ray's for each of them.
 
     Raises what loading the model raises.
     """
@@ -144,7 +153,7 @@ async def start_replica(config: ReplicaConfig, *, name: str, cpus: float, gpus: 
 
     def begin(rank: int) -> ActorHandle[ScoreRank]:
         environment = {"env_vars": threads | name_for_one(f"{name} rank {rank}")}
-        actor = ray.remote(kind).options(num_cpus=cpus, num_gpus=gpus, runtime_env=environment)
+        actor = ray.remote(kind).options(runtime_env=environment, **options[rank])
         return cast("ActorHandle[ScoreRank]", actor.remote(config, rank))
 
     handles = [begin(rank) for rank in range(config.parallel.world_size)]

@@ -17,10 +17,12 @@ this one, itself included.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from mtpctl.kernels.autograd import AutogradContext
 
 
 @dataclass
@@ -43,9 +45,14 @@ class Prefix(Protocol):
         ...
 
 
+class _Context(AutogradContext, Protocol):
+    prefix: Prefix
+    scale: float
+
+
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, prefix: Prefix, scale: float) -> Tensor:
+    def forward(ctx: _Context, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, prefix: Prefix, scale: float) -> Tensor:
         out, lse = prefix.forward(q, k, v)
         scores = _scores(q, keys, scale)
         whole = torch.logaddexp(lse, scores.logsumexp(0))
@@ -57,7 +64,7 @@ class _Joined(torch.autograd.Function):
         return joined
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, keys, values, out, lse = ctx.saved_tensors
         by_q, by_k, by_v = ctx.prefix.backward(grad, q, k, v, out, lse)
         weights = (_scores(q, keys, ctx.scale) - lse).exp()

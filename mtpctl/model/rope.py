@@ -7,14 +7,13 @@ wavelength, as in its reference code.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mtpctl.families.shape import ModelShape
+from mtpctl.families.shape import ModelShape, RopeScaling
 
 
 class Rotary(NamedTuple):
@@ -61,12 +60,9 @@ def rope_of(shape: ModelShape) -> Rope:
     return _yarn(plain, shape, scaling)
 
 
-type RopeScaling = Mapping[str, Any]
-
-
 def _by_wavelength(plain: Tensor, scaling: RopeScaling) -> Tensor:
     """Long waves are slowed by `factor`, short ones kept, those between blended."""
-    low, high, trained = (float(scaling[key]) for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))
+    low, high, trained = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["original_max_position_embeddings"]
     turns = trained * plain / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return plain * (kept + (1 - kept) / scaling["factor"])

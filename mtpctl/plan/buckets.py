@@ -53,7 +53,6 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return self.numel * self.itemsize
 
 
@@ -100,8 +99,8 @@ class Bucket:
 
 
 @dataclass(slots=True)
-class _Filling:
-    """The bucket being filled, and those already closed."""
+class _BucketBuilder:
+    """Fills one bucket after another; `closed` are those that are full."""
 
     closed: list[Bucket] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
@@ -140,22 +139,22 @@ def plan_buckets(tensors: Iterable[TensorSpec], bucket_bytes: int, aliases: Mapp
             raise ValueError(f"tensor {spec.name!r} is listed twice")
         specs[spec.name] = spec
     names_of = _alias_groups(specs, aliases or {})
-    filling = _Filling()
+    builder = _BucketBuilder()
     for spec in specs.values():
         if spec.name not in names_of:
             continue
         also = names_of[spec.name]
-        if filling.entries and filling.start + spec.nbytes > bucket_bytes:
-            filling.close()
+        if builder.entries and builder.start + spec.nbytes > bucket_bytes:
+            builder.close()
         if spec.nbytes <= bucket_bytes:
-            filling.add(spec, also, 0, spec.numel)
+            builder.add(spec, also, 0, spec.numel)
             continue
         step = bucket_bytes // ALIGNMENT * ALIGNMENT // spec.itemsize
         for start in range(0, spec.numel, step):
-            filling.close()
-            filling.add(spec, also, start, min(start + step, spec.numel))
-    filling.close()
-    return filling.closed
+            builder.close()
+            builder.add(spec, also, start, min(start + step, spec.numel))
+    builder.close()
+    return builder.closed
 
 
 def _alias_groups(specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> dict[str, tuple[str, ...]]:

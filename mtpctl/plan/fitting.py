@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from pydantic import BaseModel
@@ -31,7 +32,7 @@ HIGHEST_SHARE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change of the recipe, and the bytes that it gains. `fits`: the rank fits with it. `cards`: it asks for more cards."""
+    """A change of the recipe and the bytes that it gains. `fits`: the rank fits with it; `cards`: it takes more cards."""
 
     change: Change
     gain: int
@@ -44,9 +45,9 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """A rank that does not fit: the error that tells it, bytes that are missing, remedies with the largest gain first.
+    """A rank that does not fit: its error, the bytes that are missing, and remedies, the largest gain first.
 
-    `together`: remedies that suffice where none does alone, without more cards where that is possible; empty where one does, or where
+    `together` makes the rank fit where no remedy does alone, if possible without more cards. It is empty where one remedy does, and where
     all of them do not.
     """
 
@@ -57,39 +58,32 @@ class Misfit:
     together: tuple[Remedy, ...]
 
 
-def check_fits(recipe: Recipe, shape: ModelShape) -> None:
-    """Raise the error of the first rank that does not fit the card of `cluster.gpu_gib`; without it, a cache by bytes alone is checked."""
-    for misfit in misfits(recipe, shape):
-        raise misfit.error
-
-
 def misfits(recipe: Recipe, shape: ModelShape) -> Iterator[Misfit]:
-    """Every rank that does not fit the card of `cluster.gpu_gib`, with what would make it fit."""
+    """Every rank that does not fit the card of `cluster.gpu_gib`. Without that size only a cache given in bytes is checked."""
     card = recipe.cluster.gpu_gib
     if card is not None and (missing := _trainer(recipe, shape)) > 0:
-        needed, room = missing / GIB + card * recipe.train.gpus, card * recipe.train.gpus
-        found = _misfit("trainer_rank", recipe, lambda made: _trainer(made, shape), _trainer_changes(recipe, shape))
-        first = found.remedies[0] if found.remedies else None
-        mend = f"set {first}, which gains {first.gain / GIB:.1f} GiB" if first else "take larger cards"
-        text = f"train.parallel: a trainer rank needs {needed:.0f} GiB of the {room:g} that it has of a card; {mend}"
-        yield replace(found, error=ClusterResources(text))
+        room = card * recipe.train.gpus
+        remedies = _remedies(recipe, partial(_trainer, shape=shape), _trainer_changes(recipe, shape))
+        mend = f"set {remedies[0]}, which gains {remedies[0].gain / GIB:.1f} GiB" if remedies else "take larger cards"
+        text = f"train.parallel: a trainer rank needs {missing / GIB + room:.0f} GiB of the {room:g} that it has of a card; {mend}"
+        yield _misfit("trainer_rank", ClusterResources(text), recipe, partial(_trainer, shape=shape), remedies)
     if "rl" not in recipe.train.stages:
         return
     server = recipe.logprob
     if card is not None and server.standalone and (missing := _logprob(recipe, shape)) > 0:
         share = card * min(1.0, server.gpus)
         text = f"logprob.gpus: a rank needs {missing / GIB + share:.0f} GiB, its share is {share:.0f} GiB; raise it"
-        found = _misfit("logprob_rank", recipe, lambda made: _logprob(made, shape), _logprob_changes(recipe, shape))
-        yield replace(found, error=ClusterResources(text))
+        remedies = _remedies(recipe, partial(_logprob, shape=shape), _logprob_changes(recipe, shape))
+        yield _misfit("logprob_rank", ClusterResources(text), recipe, partial(_logprob, shape=shape), remedies)
     if card is not None and (shared := _shared(recipe)) > 0:
         others = " and ".join(f"{field}: {share:g}" for field, share in _beside_engine(recipe)[1].items())
         text = f"rollout.gpu_memory: {recipe.rollout.gpu_memory} and {others} share a card and exceed it; lower one"
         lower = math.floor(100 * (recipe.rollout.gpu_memory - shared / GIB / card) + 1e-6) / 100
-        changes = [{"rollout.gpu_memory": lower}] if lower > 0 else []
-        yield replace(_misfit("shared_card", recipe, _shared, changes), error=ClusterResources(text))
+        remedies = _remedies(recipe, _shared, [{"rollout.gpu_memory": lower}] if lower > 0 else [])
+        yield _misfit("shared_card", ClusterResources(text), recipe, _shared, remedies)
     if (error := _engine_error(recipe, shape)) is not None:
-        found = _misfit("rollout_rank", recipe, lambda made: _engine(made, shape), _engine_changes(recipe, shape))
-        yield replace(found, error=error)
+        remedies = _remedies(recipe, partial(_engine, shape=shape), _engine_changes(recipe, shape))
+        yield _misfit("rollout_rank", error, recipe, partial(_engine, shape=shape), remedies)
 
 
 def card_needed(recipe: Recipe, shape: ModelShape) -> float:
@@ -130,18 +124,18 @@ def _engine(recipe: Recipe, shape: ModelShape) -> int:
     rollout, memory = recipe.rollout, engine_memory(recipe, shape)
     if rollout.kv_cache_bytes is None:
         return _engine_needs(recipe, shape) - int(_card(recipe) * rollout.gpu_memory)
-    too_long = memory.weights + _one_sample(recipe, shape, memory) - (memory.weights + rollout.kv_cache_bytes)
+    too_long = _one_sample(recipe, shape, memory) - rollout.kv_cache_bytes
     too_large = 0 if recipe.cluster.gpu_gib is None else memory.weights + rollout.kv_cache_bytes - int(_card(recipe))
     return max(too_long, too_large)
 
 
 def _shared(recipe: Recipe) -> int:
-    """By how much those beside an engine on one card exceed it."""
+    """Bytes by which an engine and those beside it on one card exceed the card."""
     return int((_beside_engine(recipe)[0] - 1) * _card(recipe) + 0.5)
 
 
 def _beside_engine(recipe: Recipe) -> tuple[float, dict[str, float]]:
-    """The fullest card with an engine: the share that is taken of it, and the shares of those beside the engine, by field."""
+    """The fullest card with an engine: the share of it that is taken, and the shares of the ranks beside the engine, by field."""
     shares = {"train.gpus": recipe.train.gpus}
     if recipe.logprob.standalone:
         shares["logprob.gpus"] = recipe.logprob.gpus
@@ -158,7 +152,7 @@ def _card(recipe: Recipe) -> float:
 
 
 def _engine_needs(recipe: Recipe, shape: ModelShape) -> int:
-    """Weights, and a cache that holds one sample of full length. With fewer sequences in flight an engine still runs."""
+    """Bytes of the weights and of a cache for one sample of full length, the least with which an engine runs."""
     memory = engine_memory(recipe, shape)
     return memory.weights + (recipe.rollout.kv_cache_bytes or _one_sample(recipe, shape, memory))
 
@@ -197,14 +191,17 @@ def _engine_error(recipe: Recipe, shape: ModelShape) -> MtpctlError | None:
 # -------------------------------------------------------------------------------------------------------- remedies
 
 
-def _misfit(rank: Rank, recipe: Recipe, shortfall: Shortfall, changes: Sequence[Change]) -> Misfit:
-    before = shortfall(recipe)
-    found = sorted((_remedy(recipe, change, shortfall) for change in changes), key=lambda remedy: -remedy.gain)
-    found = [remedy for remedy in found if remedy.gain > 0]
+def _misfit(rank: Rank, error: MtpctlError, recipe: Recipe, shortfall: Shortfall, remedies: Sequence[Remedy]) -> Misfit:
     together: list[Remedy] = []
-    if not any(remedy.fits for remedy in found):
-        together = _together(recipe, [r for r in found if not r.cards], shortfall) or _together(recipe, found, shortfall)
-    return Misfit(rank, UserError(rank), before, tuple(found), tuple(together))
+    if not any(remedy.fits for remedy in remedies):
+        together = _together(recipe, [r for r in remedies if not r.cards], shortfall) or _together(recipe, remedies, shortfall)
+    return Misfit(rank, error, shortfall(recipe), tuple(remedies), tuple(together))
+
+
+def _remedies(recipe: Recipe, shortfall: Shortfall, changes: Sequence[Change]) -> list[Remedy]:
+    """Those of the changes that gain bytes, the largest gain first."""
+    found = (_remedy(recipe, change, shortfall) for change in changes)
+    return sorted((remedy for remedy in found if remedy.gain > 0), key=lambda remedy: -remedy.gain)
 
 
 def _remedy(recipe: Recipe, change: Change, shortfall: Shortfall) -> Remedy:
@@ -214,7 +211,7 @@ def _remedy(recipe: Recipe, change: Change, shortfall: Shortfall) -> Remedy:
 
 
 def _together(recipe: Recipe, remedies: Sequence[Remedy], shortfall: Shortfall) -> list[Remedy]:
-    """Remedies that suffice together, each time the one with the largest gain on top of those before; empty where all do not."""
+    """Remedies that suffice together, taken greedily by their gain on top of those before; empty where all of them do not."""
     left, taken = list(remedies), []
     while left and shortfall(recipe) > 0:
         best = min(left, key=lambda remedy: shortfall(changed(recipe, remedy.change)))
@@ -263,7 +260,7 @@ def _logprob_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
 
 
 def _splits(parallel: ParallelConfig, shape: ModelShape, field: str) -> Iterator[Change]:
-    """The same model over twice the ranks, as far as Megatron splits it."""
+    """Layouts that split the model over twice the ranks, as far as Megatron can."""
     names = ["tp"] + (["pp"] if parallel.pp_layout is None else []) + ["cp"] + (["ep"] if shape.moe else [])
     for name in names:
         update: dict[str, object] = {name: 2 * getattr(parallel, name)}

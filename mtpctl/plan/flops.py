@@ -42,8 +42,10 @@ def attention_weights(shape: ModelShape) -> int:
 
 
 def delta_weights(shape: ModelShape) -> int:
-    """The same of one layer of linear attention, with what its recurrence multiplies for each token: the state is read with the key,
-    written, and read with the query (Gated DeltaNet, arXiv 2412.06464, equation 10)."""
+    """Weights of one layer of linear attention, and what its recurrence multiplies for each token.
+
+    The state is read with the key, written, and read with the query (Gated DeltaNet, arXiv 2412.06464, equation 10).
+    """
     delta = shape.delta
     assert delta is not None
     keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
@@ -69,8 +71,7 @@ def step_flops(shape: ModelShape, lengths: Sequence[int], rows: int, mtp_rows: S
     """Forward and backward operations of one step, recomputation not counted.
 
     lengths: tokens of each packed sample; rows: tokens whose log-prob is taken; mtp_rows: the same for each MTP depth.
-    An isolated MTP head computes no gradient of the LM head's weight. Embedding look-ups are no products. Tokens that a mixture's router
-    sends to experts are counted for the experts that they visit.
+    An isolated MTP head computes no gradient of the LM head's weight. Of a mixture's experts only those that a token visits count.
     """
     whole = _FORWARD + _INPUT_GRADIENT + _WEIGHT_GRADIENT
     tokens, full = sum(lengths), shape.full_attention_layers + len(mtp_rows)

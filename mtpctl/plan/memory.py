@@ -17,7 +17,7 @@ from mtpctl.recipe.schema import Recipe
 
 GIB = 1 << 30
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
-"""Of a weight, by its precision."""
+"""Bytes of a weight, by its precision."""
 MASTER, MOMENTS, GRADIENT = 4, 8, 4
 """Bytes a parameter: fp32 masters beside bf16 weights, Adam's two moments, and the fp32 gradient buffer."""
 OPTIMIZER_SLICE = 1 << 30
@@ -26,10 +26,10 @@ OPTIMIZER_SLICE = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class TrainerMemory:
-    """Bytes of the fullest trainer rank. `host` is what offloading moves to host memory.
+    """Bytes on the fullest trainer rank. Offloaded parameters and gradients count, since they are back on the device at its peak.
 
-    reference: the trained parameters of a KL penalty's reference policy. step: temporaries of an optimizer step, in which activations
-    and workspace are free. Offloaded parameters and gradients are on the device when it is fullest, so they are counted.
+    reference: the reference policy's copy of the trained parameters. step: temporaries of an optimizer step, which runs when activations
+    and workspace are free. host: what offloading keeps in host memory.
     """
 
     weights: int
@@ -51,10 +51,10 @@ class TrainerMemory:
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Bytes of one rank of a rollout engine. `kv_token`: of one token's key-value cache. `kv_cache`: of all, None where nothing bounds it.
+    """Bytes on one rank of a rollout engine.
 
-    `sequence_state`: linear attention's state of one sequence of any length; `states`: of all sequences in flight. States and tokens
-    share the cache.
+    kv_token: key-value cache of one token. kv_cache: the whole cache, None where nothing bounds it. sequence_state: linear attention's
+    state of one sequence, whatever its length. states: that of all sequences in flight; it shares the cache with the tokens.
     """
 
     weights: int
@@ -124,14 +124,16 @@ def logprob_memory(recipe: Recipe, shape: ModelShape) -> LogprobMemory:
 
 
 def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
-    """Elements a token that one decoder layer keeps for its backward pass; of the largest kind: full attention, and experts if any.
+    """Elements a token that one decoder layer keeps for its backward pass: a layer with full attention, and experts if there are any.
 
     After Korthikanti et al. 2022, section 4, for flash attention (nothing quadratic is kept), grouped queries and a gated MLP,
-    less what the backward pass recomputes (`mtpctl.model.recompute`). Split over tp only with sequence parallelism: the inputs of
-    both norms, and of a latent what all heads share. Split in any case: q, k, v and the attention's output, gate and up. Whole
-    on every rank: a latent's sine and cosine (other attention has one table for all layers); and the tokens that ranks gather where tp
-    splits each expert. With expert parallelism the rows that other ranks send, as many as it sends. An expert's choice takes three
-    indices and a share.
+    less what the backward pass recomputes (`mtpctl.model.recompute`).
+
+    - Split over tp only with sequence parallelism: the inputs of both norms, and what all heads share of a latent.
+    - Split over tp in any case: q, k, v, the attention's output, gate and up.
+    - Whole on every rank: a latent's sine and cosine (other attention has one table for all layers), three indices and a share for each
+      chosen expert, and the tokens that ranks gather where tp splits each expert.
+    - With expert parallelism also the rows that other ranks send, taken to be as many as this rank sends.
     """
     latent, moe = shape.latent, shape.moe
     entry = 2 * shape.hidden
@@ -152,8 +154,8 @@ def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
 def transient_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     """Elements a token that a layer computes and frees, beside `activation_width`: the normed input and the product of gate and up.
 
-    Of routed experts most is alive when the backward pass is at their first product: the rows, which are copies of their tokens' states,
-    and gate and up; and the gradients of rows. What other ranks sent is there a third time. Routing is taken to be even.
+    Routed experts take most at their first product's backward pass: rows (copies of their tokens' states), the rows' gradients, gate and
+    up; with expert parallelism the received rows a third time. Routing is taken to be even.
     """
     width = shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
     if not shape.moe:
@@ -165,7 +167,7 @@ def transient_width(shape: ModelShape, parallel: ParallelConfig) -> float:
 
 
 def kv_bytes_per_token(shape: ModelShape, tp: int, width: int, *, drafting: bool) -> int:
-    """Bytes of one token's key-value cache on one rank; a latent is kept whole on every rank."""
+    """Bytes of one token's key-value cache on one rank. Every rank holds a latent whole."""
     layers = shape.full_attention_layers + (shape.mtp_layers if drafting else 0)
     if shape.latent:
         return layers * (shape.latent.kv_rank + shape.latent.rope_dim) * width
@@ -173,10 +175,10 @@ def kv_bytes_per_token(shape: ModelShape, tp: int, width: int, *, drafting: bool
 
 
 def _sequence_state(recipe: Recipe, shape: ModelShape, width: int) -> int:
-    """Bytes that linear attention keeps for one sequence on one rank of an engine.
+    """Bytes that linear attention keeps for one sequence on one rank of an engine: the convolution's inputs and the state of each layer.
 
-    Per layer the inputs of the short convolution and the state itself, as vLLM lays them out. vLLM keeps one for the sequence and one for
-    each draft, which may be rejected; with prefix caching one more, at the border of the last block.
+    As vLLM lays them out: one copy for the sequence, one for each draft (which may be rejected), and with prefix caching one at the border
+    of the last block.
     """
     delta, rollout = shape.delta, recipe.rollout
     if delta is None:
@@ -263,8 +265,7 @@ def _workspace(recipe: Recipe, shape: ModelShape, tokens: int, parallel: Paralle
 
 
 def _adapter(recipe: Recipe, shape: ModelShape, stage: Stage) -> tuple[int, int]:
-    """Parameters of the LoRA adapters on one rank, and of them those of routed experts: rank times the inputs and outputs of each
-    target, one of which is split over tp."""
+    """Parameters of the LoRA adapters on one rank, and those of routed experts among them: rank × (inputs + outputs) of each target."""
     lora, parallel = recipe.train.lora, recipe.train.parallel
     assert lora is not None
     places = [(shape, layer, target, parallel) for layer in stage.layers for target in lora.targets]
@@ -273,7 +274,7 @@ def _adapter(recipe: Recipe, shape: ModelShape, stage: Stage) -> tuple[int, int]
 
 
 def _routed_sides(shape: ModelShape, layer: int, target: str, parallel: ParallelConfig) -> float:
-    """Inputs and outputs of the routed experts' layers of this name in one decoder layer, as one rank holds them."""
+    """Inputs and outputs of one decoder layer's routed experts in this target, as one rank holds them."""
     moe = shape.moe
     if moe is None or layer in moe.dense_layers or target not in ("linear_fc1", "linear_fc2"):
         return 0
@@ -281,7 +282,7 @@ def _routed_sides(shape: ModelShape, layer: int, target: str, parallel: Parallel
 
 
 def _sides(shape: ModelShape, layer: int, target: str, parallel: ParallelConfig) -> float:
-    """Inputs and outputs of all other layers of this name in one decoder layer, as one rank holds them."""
+    """Inputs and outputs of one decoder layer's other modules in this target, as one rank holds them."""
     if target in ("linear_fc1", "linear_fc2"):
         moe = shape.moe
         sparse = moe is not None and layer not in moe.dense_layers
@@ -296,7 +297,7 @@ def _inner(target: str, ffn: int) -> int:
 
 
 def _mixer_sides(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
-    """For each of attention's linear layers: the width of the side that every rank holds whole, and of the side that tp splits."""
+    """For each linear layer of attention: the width that every rank holds whole, and the width that tp splits."""
     hidden = shape.hidden
     if shape.layer_kinds[layer] == "linear_attention":
         delta = shape.delta

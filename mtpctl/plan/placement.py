@@ -1,7 +1,7 @@
 """Place trainer ranks, rollout engines and log-prob ranks on hosts with CPUs and GPUs.
 
-Ranks are placed in order, each group on the first host that has room. Trainer ranks fill hosts from the front, so that
-tensor-parallel neighbours sit together; an engine never spans hosts, nor a share of a card two cards.
+Ranks are placed in order, each group on the first host that has room. Trainer ranks fill hosts from the front, each tensor-parallel group
+on one host where one can hold it; an engine never spans hosts, nor a share of a card two cards.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mtpctl.cluster.room import Host, Room, Taken, rooms, take
 from mtpctl.errors import ClusterResources, UserError
 from mtpctl.recipe.schema import Recipe
 
@@ -20,16 +21,11 @@ Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
-    """CPUs and GPUs of one machine."""
-
-    cpus: float
-    gpus: float = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Actor:
-    """One Ray actor: `index` counts engines or servers, `rank` the processes of one. `gpus` is a fraction where a card is shared."""
+    """One rank: `index` counts engines or servers, `rank` the processes of one. `gpus` is a fraction where a card is shared.
+
+    `cards`: the numbers of its cards among those that the plan uses of its host.
+    """
 
     role: Role
     index: int
@@ -37,13 +33,31 @@ class Actor:
     host: int
     cpus: float
     gpus: float
+    cards: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
-        """Name in logs and messages."""
         return (
             f"{self.role}-{self.rank}" if self.role == "trainer" else f"{self.role}-{self.index}" + (f".{self.rank}" if self.rank else "")
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """CPUs and GPUs that are reserved together on one host, for the ranks that share its cards, or for all ranks of an engine."""
+
+    host: int
+    actors: tuple[Actor, ...]
+
+    @property
+    def cpus(self) -> float:
+        """CPUs in all."""
+        return sum(actor.cpus for actor in self.actors)
+
+    @property
+    def gpus(self) -> float:
+        """GPUs in all: whole ones, or a share of one."""
+        return round(sum(actor.gpus for actor in self.actors), 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,31 +69,38 @@ class Placement:
     hosts: int
 
     def of(self, role: Role) -> tuple[Actor, ...]:
-        """Actors of one role."""
         return tuple(actor for actor in self.actors if actor.role == role)
 
     @property
     def cpus(self) -> float:
-        """CPUs in all."""
         return sum(actor.cpus for actor in self.actors)
 
     @property
     def gpus(self) -> float:
-        """GPUs in all."""
         return sum(actor.gpus for actor in self.actors)
 
     @property
     def cards(self) -> int:
         """Cards in use: one that several share is one, and one that is used in part is one too."""
-        found = 0
-        for host in {actor.host for actor in self.actors}:
-            shares = [actor.gpus for actor in self.actors if actor.host == host]
-            left: list[float] | None = [1.0] * sum(map(math.ceil, shares))
-            for share in shares:
-                assert left is not None
-                left = _without(left, 1, share)
-            found += sum(free < 1 for free in left or ())
-        return found
+        return len({(actor.host, card) for actor in self.actors for card in actor.cards})
+
+    def bundles(self) -> list[Bundle]:
+        """What is to be reserved: a bundle for all that share cards, one for each engine, and one for each other rank without a card."""
+        bundles: list[list[Actor]] = []
+        for actor in self.actors:
+            bundles = _joined(bundles, actor)
+        return [Bundle(bundle[0].host, tuple(bundle)) for bundle in bundles]
+
+
+def _joined(bundles: list[list[Actor]], actor: Actor) -> list[list[Actor]]:
+    """The bundles with one actor more, which joins those that it shares a card or an engine with."""
+
+    def together(other: Actor) -> bool:
+        engine = actor.role == other.role == "rollout" and actor.index == other.index
+        return actor.host == other.host and (engine or bool({*actor.cards} & {*other.cards}))
+
+    near = [bundle for bundle in bundles if any(map(together, bundle))]
+    return [bundle for bundle in bundles if bundle not in near] + [[*(a for bundle in near for a in bundle), actor]]
 
 
 def place(recipe: Recipe, hosts: Sequence[Host] | None = None) -> Placement:
@@ -93,19 +114,32 @@ def place(recipe: Recipe, hosts: Sequence[Host] | None = None) -> Placement:
     groups = _groups(recipe, device)
     if hosts is None:
         hosts = _planned_hosts(recipe, device, sum(cpus * n for _, _, n, cpus, _ in groups), sum(n for _, _, n, _, _ in groups))
-    most = sum(n * math.ceil(gpus) for _, _, n, _, gpus in groups)
-    free = [(host.cpus, [1.0] * int(min(host.gpus, most))) for host in hosts]
+    free = rooms(hosts, sum(n * math.ceil(gpus) for _, _, n, _, gpus in groups))
     actors: list[Actor] = []
     for role, index, ranks, cpus, gpus in groups:
-        if role == "trainer":
-            places = [_take(free, 1, cpus, gpus) for _ in range(ranks)]
-        else:
-            place = _take(free, ranks, cpus, gpus)
-            places = [place] * ranks
-        if None in places:
-            raise _too_few(recipe, device, groups, hosts)
-        actors += [Actor(role, index, rank, host, cpus, gpus) for rank, host in enumerate(places) if host is not None]
+        together = recipe.train.parallel.tp if role == "trainer" else ranks
+        for first in range(0, ranks, together):
+            taken = _take_group(free, together, cpus, gpus, apart=role == "trainer" and not _one_holds(hosts, together, cpus, gpus))
+            if taken is None:
+                raise _too_few(recipe, device, groups, hosts)
+            actors += [Actor(role, index, first + i, host, cpus, gpus, cards) for i, (host, cards) in enumerate(taken)]
     return Placement(device, tuple(actors), len({actor.host for actor in actors}))
+
+
+def _one_holds(hosts: Sequence[Host], ranks: int, cpus: float, gpus: float) -> bool:
+    """Whether a host that is empty holds this many ranks."""
+    return any(take([room], ranks, cpus, gpus) is not None for room in rooms(hosts, ranks * math.ceil(gpus)))
+
+
+def _take_group(free: list[Room], ranks: int, cpus: float, gpus: float, *, apart: bool) -> list[tuple[int, tuple[int, ...]]] | None:
+    """Host and cards of each rank, all on one host unless `apart`; None where there is no room."""
+    parts: list[Taken | None] = [take(free, 1, cpus, gpus) for _ in range(ranks)] if apart else [take(free, ranks, cpus, gpus)]
+    found: list[tuple[int, tuple[int, ...]]] = []
+    for part in parts:
+        if part is None:
+            return None
+        found += [(part[0], cards) for cards in part[1]]
+    return found
 
 
 Group = tuple[Role, int, int, float, float]
@@ -157,36 +191,6 @@ def _planned_hosts(recipe: Recipe, device: Device, cpus: float, ranks: int) -> l
         return [Host(cluster.num_cpus or cpus, cluster.num_gpus)]
     # As many as it takes: a trainer rank needs at most a host of its own, and so does an engine.
     return [Host(cpus, cluster.gpus_per_node) for _ in range(ranks)]
-
-
-Room = tuple[float, list[float]]
-"""CPUs that are free on a host, and the free share of each of its cards."""
-
-
-def _take(free: list[Room], ranks: int, cpus: float, gpus: float) -> int | None:
-    """Take CPUs and cards for all ranks from the first host that has them. Returns its index, or None."""
-    for host, (spare, cards) in enumerate(free):
-        left = _without(cards, ranks, gpus)
-        if spare >= ranks * cpus and left is not None:
-            free[host] = (spare - ranks * cpus, left)
-            return host
-    return None
-
-
-def _without(cards: list[float], ranks: int, gpus: float) -> list[float] | None:
-    """What is left of the cards after `ranks` ranks took `gpus` each; None where they do not suffice.
-
-    Cards are chosen as Ray does it: a share comes from the fullest card that has room for it.
-    """
-    left = list(cards)
-    for _ in range(ranks):
-        fitting = [card for card, free in enumerate(left) if free + 1e-9 >= min(gpus, 1)]
-        taken = sorted(fitting, key=left.__getitem__)[: math.ceil(gpus)]
-        if len(taken) < gpus:
-            return None
-        for card in taken:
-            left[card] -= min(gpus, 1)
-    return left
 
 
 def _too_few(recipe: Recipe, device: Device, groups: list[Group], hosts: Sequence[Host]) -> ClusterResources:

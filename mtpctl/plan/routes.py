@@ -12,7 +12,7 @@ from mtpctl.routes import RouteShape
 
 @dataclass(frozen=True, slots=True)
 class RouteBytes:
-    """Of a token, of the longest sample, and of an update's batch of such samples, which every trainer rank is sent."""
+    """Bytes of the routes of a token, of the longest sample, and of a batch of such samples, which every trainer rank receives."""
 
     replay: Replay
     token: int

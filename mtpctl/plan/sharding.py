@@ -13,7 +13,7 @@ from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 from mtpctl.recipe.parallel import ParallelConfig
 
-# Held whole by every tensor-parallel rank: norms, routers, the small gates, and what feeds a latent.
+# Every tensor-parallel rank holds these whole: norms, routers, small gates, and the down-projections of latent attention.
 _REPLICATED = re.compile(
     r"(?:norm|layernorm|pre_fc_norm_(?:embedding|hidden)|mlp\.gate|e_score_correction_bias|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa)(?:\.weight)?$"
 )
@@ -37,7 +37,6 @@ class Stage:
 
     @property
     def parameters(self) -> int:
-        """Parameters in all."""
         return self.trunk + self.mtp
 
 
@@ -62,9 +61,8 @@ def stage_layers(layers: int, depths: int, parallel: ParallelConfig) -> list[int
 def stages(shape: ModelShape, parallel: ParallelConfig, *, depths: int, only: Container[str] | None = None) -> list[Stage]:
     """Parameters of one rank, stage by stage.
 
-    The first stage has the embedding; the last the final norm, the head and the MTP layers, and its own copy of the embedding
-    where the MTP layers or a tied head read it. `depths` are those of the MTP layers, 0 leaves them out; `only` leaves out all but
-    the tensors of these names.
+    The first stage has the embedding. The last has the final norm, the head and the MTP layers, and a copy of the embedding where the
+    MTP layers or a tied head read it. depths: MTP depths; 0 leaves the MTP layers out. only: names of the tensors to count; default: all.
     """
     same, whole = aliases(shape), tensor_shapes(shape)
     embedding = f"{shape.prefix}embed_tokens.weight"
@@ -98,12 +96,12 @@ def stages(shape: ModelShape, parallel: ParallelConfig, *, depths: int, only: Co
 
 
 def expert_tp(parallel: ParallelConfig) -> int:
-    """Over how many ranks one expert is split: 1 with expert parallelism."""
+    """Ranks that one expert is split over: 1 with expert parallelism."""
     return 1 if parallel.ep > 1 else parallel.tp
 
 
 def optimizer_ranks(parallel: ParallelConfig) -> tuple[int, int]:
-    """Over how many ranks a distributed optimizer shards its state, of dense parameters and of routed experts."""
+    """Ranks that a distributed optimizer shards its state over: for dense parameters, and for routed experts."""
     copies = parallel.dp * parallel.cp
     return copies, parallel.tp * copies // (expert_tp(parallel) * parallel.ep)
 

@@ -19,6 +19,11 @@ class ClusterConfig(Section):
         None, description="Memory of a card in GiB, for the memory plan; default: this machine's cards, where it has any."
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cpu with sync.transport: shm, else cuda.")
+    interface: str | None = Field(
+        None,
+        description="Network interface over which NCCL and gloo join ranks of several hosts, such as bond0; default: NCCL's choice, and "
+        "for gloo that of the host's address.",
+    )
     actor_deadline_s: PositiveFloat = Field(300.0, description="Seconds that an actor has to start.")
     step_deadline_s: PositiveFloat = Field(
         1800.0,

@@ -19,7 +19,7 @@ Column = Annotated[str, Field(min_length=1)]
 
 
 class ColumnsConfig(Section):
-    """The columns that problems are made of; a dot leads into a nested one (`reward_model.ground_truth`). All others ride along."""
+    """The columns that problems are made of; a dot leads into a nested one (`reward_model.ground_truth`). All others are kept."""
 
     prompt: Column = Field("prompt", description="What is asked: text, or chat messages, which go through the tokenizer's chat template.")
     answer: Column | None = Field("answer", description="What the reward compares a response with; null: rows have no answer.")

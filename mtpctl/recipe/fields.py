@@ -98,7 +98,6 @@ def walk(model: type[BaseModel] = Recipe, path: Keys = ()) -> Iterator[Key]:
 
 @cache
 def dotted_keys() -> tuple[str, ...]:
-    """All keys, dotted."""
     return tuple(key.dotted for key in walk())
 
 

@@ -80,9 +80,24 @@ class TrainConfig(Section):
         2, description="Newest checkpoints kept; 0: none is written, so that the run can be neither resumed nor converted."
     )
     max_bad_steps: PositiveInt = Field(3, description="Consecutive updates skipped for NaN or inf after which the run stops.")
+    max_restarts: NonNegativeInt = Field(
+        3,
+        description="Times within an hour that the trainer's ranks are started anew, from the newest checkpoint, after one was lost; "
+        "then the run stops.",
+    )
+    min_dp: PositiveInt | None = Field(
+        None,
+        description="Fewest data-parallel ranks to go on with where a host is lost and there is no other; default: train.parallel.dp, so "
+        "that the run waits for one.",
+    )
     eval_every: NonNegativeInt = Field(0, description="Updates between held-out evaluations; 0: before and after RL only.")
     gpus: Annotated[Float, Field(gt=0, le=1)] = Field(1.0, description="Share of a card that each trainer rank takes, beside others on it.")
     threads: NonNegativeInt = Field(0, description="CPU threads of a trainer rank beside engines; 0: torch's own choice.")
+
+    @property
+    def revives(self) -> bool:
+        """Whether checkpoints are taken on the way, from which a trainer that was lost can go on."""
+        return bool(self.keep_checkpoints and (self.checkpoint_every or self.checkpoint_minutes))
 
 
 def stages_fit(train: TrainConfig) -> Complaints:
@@ -97,6 +112,8 @@ def stages_fit(train: TrainConfig) -> Complaints:
             f"train.rl.minibatches: {train.rl.minibatches} does not divide train.rl.prompts_per_step: {train.rl.prompts_per_step}; "
             f"{fitting(train.rl.prompts_per_step)} fit"
         )
+    if train.min_dp is not None and train.min_dp > train.parallel.dp:
+        yield f"train.min_dp: {train.min_dp} is more than train.parallel.dp: {train.parallel.dp}; lower it"
     if train.checkpoint_every and not train.keep_checkpoints:
         yield f"train.checkpoint_every: {train.checkpoint_every}, but train.keep_checkpoints is 0; set one of them otherwise"
     for name, optimizer in (("sft", train.sft.optimizer), ("rl", train.rl.optimizer)):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from mtpctl.cluster.heap import settle_heap
 from mtpctl.cluster.logs import name_for_one, write_to_run
+from mtpctl.cluster.seats import Found, here
 from mtpctl.errors import MtpctlError
 from mtpctl.rollout.protocol import EngineDead, Health, SpecStats, SpeculationState
 from mtpctl.rollout.sglang.settings import SglangSettings
@@ -68,10 +69,9 @@ class RolloutActor:
 
     _engine: Engine
 
-    def __init__(self, settings: EngineSettings, version: int = 0) -> None:
+    def __init__(self, settings: EngineSettings) -> None:
         write_to_run()
         self._settings = settings
-        self._version = version
         self._answers: list[Answer] = []
         self._answered = asyncio.Event()
         self._working: dict[int, asyncio.Task[None]] = {}
@@ -81,11 +81,11 @@ class RolloutActor:
         if isinstance(self._settings, SglangSettings):
             from mtpctl.rollout.sglang.engine import SglangEngine
 
-            self._engine = await SglangEngine.start(self._settings, version=self._version)
+            self._engine = await SglangEngine.start(self._settings)
         else:
             from mtpctl.rollout.vllm.engine import VllmEngine
 
-            self._engine = await VllmEngine.start(self._settings, version=self._version)
+            self._engine = await VllmEngine.start(self._settings)
         settle_heap()
         return await self.health()
 
@@ -139,8 +139,11 @@ class RolloutActor:
         return await self._engine.checksums()
 
     async def pid(self) -> int:
-        """Process id of the actor."""
         return os.getpid()
+
+    async def here(self) -> Found:
+        """Where the actor is."""
+        return here()
 
     async def shutdown(self) -> None:
         """End the engine; the owner ends the actor."""
@@ -187,6 +190,7 @@ class RolloutHandle(Protocol):
     health: _Remote[[], Health]
     checksums: _Remote[[], dict[str, str]]
     pid: _Remote[[], int]
+    here: _Remote[[], Found]
     shutdown: _Remote[[], None]
 
 
@@ -302,6 +306,9 @@ class RayReplica:
     async def pid(self) -> int:
         return await self._call(self._handle.pid.remote())
 
+    async def here(self) -> Found:
+        return await self._call(self._handle.here.remote())
+
     async def shutdown(self) -> None:
         """End the engine and its process."""
         import ray
@@ -315,9 +322,7 @@ class RayReplica:
             ray.kill(cast("ActorHandle[RolloutActor]", self._handle))
 
 
-async def start_replica(
-    settings: EngineSettings, *, name: str, version: int = 0, options: Mapping[str, object] | None = None
-) -> RayReplica:
+async def start_replica(settings: EngineSettings, *, name: str, options: Mapping[str, object] | None = None) -> RayReplica:
     """Start an engine as a Ray actor, and return once it can serve.
 
     `options` go to Ray (`num_cpus`, `num_gpus`, `scheduling_strategy`, …). Raises what loading the engine raises.
@@ -328,7 +333,7 @@ async def start_replica(
     if isinstance(settings, SglangSettings) and settings.python is not None:
         environment["py_executable"] = settings.python
     remote = ray.remote(RolloutActor).options(max_concurrency=CONCURRENCY, runtime_env=environment, **(options or {}))
-    actor = cast("ActorHandle[RolloutActor]", remote.remote(settings, version))
+    actor = cast("ActorHandle[RolloutActor]", remote.remote(settings))
     replica = RayReplica(cast(RolloutHandle, actor), name)
     try:
         await replica._call(replica._handle.start.remote())

@@ -208,7 +208,6 @@ class Failures:
 
 
 def _shown(value: object) -> str:
-    """The beginning of a value, for a message."""
     return " ".join(repr(value).split())[:60]
 
 

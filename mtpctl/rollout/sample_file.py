@@ -55,7 +55,6 @@ class Tally:
     finish_reasons: dict[str, int] = field(default_factory=dict)
 
     def add(self, row: Row) -> None:
-        """Count one line of the file."""
         self.samples += 1
         self.tokens += len(row["tokens"])
         self.speculation.add(Speculation(**row["speculation"]), len(row["tokens"]))
@@ -75,7 +74,7 @@ class SampleFile:
         self._file = file
 
     @classmethod
-    def open(cls, path: Path, origin: Origin, prompts: Mapping[str, str], field: str = "--out") -> SampleFile:
+    def open(cls, path: Path, origin: Origin, prompts: Mapping[str, str]) -> SampleFile:
         """Create the file, or go on with one that has samples of the same origin; `prompts` are texts by prompt id.
 
         Raises UserError, and leaves the file as it was, where it cannot be written, where another process is writing it, and where a
@@ -84,44 +83,44 @@ class SampleFile:
         try:
             file = path.open("ab", buffering=0)
         except OSError as error:
-            raise UserError(f"{field}: {path} cannot be written ({error.strerror}); name another file") from error
+            raise UserError(f"--out: {path} cannot be written ({error.strerror}); name another file") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
-            raise UserError(f"{field}: another process is writing {path}; wait for it, or name another file") from None
+            raise UserError(f"--out: another process is writing {path}; wait for it, or name another file") from None
         opened = cls(path, origin, file)
         try:
-            opened._read(prompts, field)
+            opened._read(prompts)
         except BaseException:
             file.close()
             raise
         return opened
 
-    def _read(self, prompts: Mapping[str, str], field: str) -> None:
+    def _read(self, prompts: Mapping[str, str]) -> None:
         whole = 0
         with self.path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.endswith(b"\n"):
                     if line[: len(_BEGINNING)] != _BEGINNING[: len(line)]:
-                        raise _not_ours(f"{self.path}:{number}", field)
+                        raise _not_ours(f"{self.path}:{number}")
                     break
-                self._count(line, f"{self.path}:{number}", prompts, field)
+                self._count(line, f"{self.path}:{number}", prompts)
                 whole += len(line)
         self._file.truncate(whole)
 
-    def _count(self, line: bytes, where: str, prompts: Mapping[str, str], field: str) -> None:
+    def _count(self, line: bytes, where: str, prompts: Mapping[str, str]) -> None:
         try:
             row = json.loads(line)
             made_by, key = (row["recipe"], row["fingerprint"]), (row["prompt_id"], row["index"])
             self.tally.add(row)
         except (ValueError, KeyError, TypeError) as error:
-            raise _not_ours(where, field) from error
+            raise _not_ours(where) from error
         if made_by != (self.origin.recipe, self.origin.fingerprint):
             what = f"recipe {made_by[0]}" if made_by[0] != self.origin.recipe else "other weights or sampling settings of this recipe"
-            raise UserError(f"{where}: was made from {what}; name another {field}, or remove the file")
+            raise UserError(f"{where}: was made from {what}; name another --out, or remove the file")
         if prompts.get(key[0], row["prompt"]) != row["prompt"]:
-            raise UserError(f"{where}: the prompt {key[0]} was another one then; name another {field}, or remove the file")
+            raise UserError(f"{where}: the prompt {key[0]} was another one then; name another --out, or remove the file")
         self.done.add(key)
 
     def append(self, sample: Sample, prompt: str, text: str) -> None:
@@ -166,5 +165,5 @@ class SampleFile:
         self.close()
 
 
-def _not_ours(where: str, field: str) -> UserError:
-    return UserError(f"{where}: is not a sample that mtpctl rollout wrote; mend or remove the line, or name another {field}")
+def _not_ours(where: str) -> UserError:
+    return UserError(f"{where}: is not a sample that mtpctl rollout wrote; mend or remove the line, or name another --out")

@@ -7,6 +7,7 @@ from math import ceil
 from typing import Protocol
 
 from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.seats import Options, Seats
 from mtpctl.plan.placement import Placement
 from mtpctl.recipe.rollout import SglangConfig
 from mtpctl.recipe.schema import Recipe
@@ -35,6 +36,7 @@ async def start_pool(
     model: str,
     context: int,
     placement: Placement,
+    seats: Seats | None = None,
     published: Published | None = None,
     seed: int | None = None,
     tokenizer: NamedText | None = None,
@@ -42,16 +44,16 @@ async def start_pool(
 ) -> ReplicaPool:
     """Start the recipe's engines on the model in the folder `model`, each with a random seed of its own.
 
-    Stop strings and environments need the `tokenizer`. `seed` replaces the recipe's. `routes`: the layers whose routes of experts samples
-    are to carry. A restarted replica applies the version that the others serve, from `published`, and has another seed than its
-    predecessor.
+    `seats`: where they sit; without them Ray chooses. Stop strings and environments need the `tokenizer`. `seed` replaces the recipe's.
+    `routes`: the layers whose routes of experts samples are to carry. A restarted replica applies the version that the others serve, from
+    `published`, and has another seed than its predecessor.
 
     Raises RuntimeFailure where an engine does not start in time, UserError for what an engine cannot do.
     """
     rollout = recipe.rollout
     first = recipe.seed if seed is None else seed
     seat = placement.of("rollout")[0]
-    options = {"num_cpus": seat.cpus * rollout.tp, "num_gpus": seat.gpus * rollout.tp}
+    anywhere: Options = {"num_cpus": seat.cpus * rollout.tp, "num_gpus": seat.gpus * rollout.tp}
     starts = count()
     environment = environment_of(rollout)
     turns, named = None, None
@@ -82,7 +84,14 @@ async def start_pool(
     async def start(index: int) -> Replica:
         # A restart needs the deadline too: after the loss of a host the cluster may have no room for it.
         name = f"rollout replica {index}"
-        return await within(start_replica(settings(), name=name, options=options), recipe.cluster.actor_deadline_s, f"{name}, start")
+        return await within(begin(f"rollout-{index}", name), recipe.cluster.actor_deadline_s, f"{name}, start")
+
+    async def begin(actor: str, name: str) -> Replica:
+        options = anywhere if seats is None else (await seats.take(actor))[0].options()
+        replica = await start_replica(settings(), name=name, options=options)
+        if seats is not None:
+            seats.check(actor, await replica.here())
+        return replica
 
     # A few requests wait inside each engine, so that a place that becomes free is taken before the answer is back.
     room = rollout.max_in_flight + ceil(WAITING_SHARE * rollout.max_in_flight)

@@ -130,7 +130,6 @@ class UserLoops:
         return self._loops[-1]
 
     def end(self) -> None:
-        """Stop all loops."""
         for loop in self._loops:
             loop.end()
         self._loops.clear()

@@ -1,4 +1,4 @@
-"""`python -m mtpctl.sandbox`: what keeps a run in on this machine, and how many runs a second it does."""
+"""`python -m mtpctl.sandbox`: what confines a run on this machine, and how many runs a second it does."""
 
 from __future__ import annotations
 

@@ -10,9 +10,10 @@ from mtpctl.sandbox import walls
 
 
 def command(inner: list[str], source: str) -> list[str] | None:
-    """`inner` within bubblewrap: no network, and of the files what is readable to a run, with interpreter and `source`; None without it.
+    """The command that runs `inner` in bubblewrap; None where that is not installed.
 
-    All runs of a zygote share these walls, so there is nothing that they could write to.
+    It has no network, and sees the files that a run may read, the interpreter and `source`. Nothing is writable, since all runs of a zygote
+    share these walls.
     """
     program = shutil.which("bwrap")
     if program is None:

@@ -1,4 +1,4 @@
-"""The environment `python`: what the model writes between tags runs in a session of its own, and it is told what that printed."""
+"""The environment `python`: code that the model writes between tags runs in a session, and the model is told what it printed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _FENCED = re.compile(r"\A\s*```+\w*\n(.*?)\n?```+\s*\Z", re.DOTALL)
 class Python:
     """One response's session. State is kept from turn to turn, and the last expression of a turn is printed, as at Python's prompt.
 
-    `opening`, `closing`: the tags around code; a turn ends with `closing`. `answer`: what the model is told, with `{}` for the output.
-    `timeout_s`: seconds of a turn, on the wall; `session_cpu_s` and `memory_mb` hold for all turns.
-    `max_chars`: of the output; what is more is left out in the middle. `isolation`: `none` also where there is no sandbox.
+    opening, closing: tags around code; a turn ends with `closing`. answer: what the model is told, with `{}` for the output. timeout_s:
+    wall-clock seconds of a turn. session_cpu_s, memory_mb: bounds of all turns together. max_chars: of the output, whose middle is left out
+    beyond. isolation: `none` runs code also where no walls can be had.
     """
 
     def __init__(

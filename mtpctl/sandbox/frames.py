@@ -1,4 +1,4 @@
-"""Messages on a stream: four bytes of length, and then the message."""
+"""Messages on a stream, each behind its length in four bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def read_frame(descriptor: int) -> bytes | None:
-    """The next message of a stream of messages that come with their length; None where the stream has ended."""
+    """The next message; None where the stream has ended."""
     head = _read(descriptor, 4)
     return None if head is None else _read(descriptor, int.from_bytes(head, "big"))
 

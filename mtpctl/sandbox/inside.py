@@ -1,7 +1,7 @@
 """What a run does behind the walls: a program, the cells of a session, an answer that is asked, or the tests that ask it.
 
-Apart from the tests, everything here shares its process with code of the model, which may do with it what it likes. So no result of it
-proves anything: what an answer printed is compared outside, and tests run in a process of their own (`questions`).
+Apart from the tests, everything here shares its process with code of the model, which may tamper with it. So none of its results is
+trusted: what an answer printed is compared outside, and tests run in a process of their own (`questions`).
 """
 
 from __future__ import annotations

@@ -11,10 +11,8 @@ MACHINE = {"x86_64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}.get(pla
 """The processor, where its system calls are known here: otherwise nothing of this package works."""
 
 PR_SET_DUMPABLE = 4
-PR_CAPBSET_DROP = 24
 PR_SET_SECCOMP = 22
 PR_SET_NO_NEW_PRIVS = 38
-PR_CAP_AMBIENT = 47
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18

@@ -1,4 +1,4 @@
-"""What keeps a run in, on this machine, in a line each."""
+"""What confines a run on this machine, in a line each."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one run. `cpu_s` counts what all of its threads compute, `wall_s` what a clock on the wall counts.
+    """Bounds of one run.
 
-    A machine at full load makes a run take longer on the wall, and not in CPU seconds; `wall_s` is for those that sleep or wait, and is
-    three times `cpu_s` and a second where it is None. CPU seconds are told in whole ones, rounded up. `memory_mb` counts what the run maps
-    beyond the interpreter; `tmp_mb` its files in /tmp, where it has one; `output_bytes` stdout and stderr together.
+    cpu_s: of all threads together, rounded up to whole seconds; load on the machine does not change it. wall_s: by the clock, for runs that
+    sleep or wait; default: three times `cpu_s` and a second. memory_mb: what the run maps beyond the interpreter. tmp_mb: its files in
+    /tmp, where it has one. output_bytes: stdout and stderr together.
     """
 
     cpu_s: float = 5.0
@@ -23,7 +23,6 @@ class Limits:
 
     @property
     def deadline_s(self) -> float:
-        """Seconds on the wall."""
         return 3 * self.cpu_s + 1 if self.wall_s is None else self.wall_s
 
 

@@ -25,7 +25,6 @@ class Report(TypedDict, total=False):
 
     exit: int
     cpu_s: float
-    memory_kb: int
     error: str
 
 
@@ -42,7 +41,7 @@ class Process:
         self._report: Report | None = None
 
     def kill(self) -> None:
-        """End the run at once."""
+        """Kill the run."""
         self._status.shutdown(socket.SHUT_WR)
 
     def interrupt(self) -> None:
@@ -71,7 +70,7 @@ class Process:
                 selector.unregister(ready.fd)
 
     def take_output(self) -> str:
-        """What the run has written so far, stdout first; it is forgotten then."""
+        """Take what the run has written so far, stdout first."""
         for pipe in list(self._open):
             os.set_blocking(pipe, False)
             while self._read(pipe):

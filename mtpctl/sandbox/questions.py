@@ -1,16 +1,16 @@
 """How tests ask an answer that runs in another process, so that no line of the answer runs where it is judged.
 
-The tests hold a `Remote` for each function and class of the answer. Calling it sends the arguments as data, and what comes back is data
-too: a new list or number of this process, with Python's own `==`. So an answer can return what it likes, and that is all. It sees neither
-the expected values nor the tests, it cannot end their process, and what it patches is patched in its own.
+The tests hold a `Remote` for each function and class of the answer. A call sends the arguments as data, and what comes back is data too: a
+new list or number of this process, with Python's own `==`. So an answer can return what it likes, and no more: it sees neither tests nor
+expected values, cannot end their process, and can patch none but its own.
 
-What is no data stays where it is, and is asked again: `Remote` forwards attributes, calls, indexing, iteration, and operators between two
-objects of the answer. Between one of them and data of the tests no operator is forwarded, since an object that is asked whether it equals 7
-would say yes, and one from which 7 is taken would say nought: they are unequal, and everything else is a TypeError.
+Objects that are no data stay in the answer's process: `Remote` forwards attributes, calls, indexing, iteration, and operators between two
+such objects. Between one of them and data of the tests no operator is forwarded, since an object could claim to equal any value: the two
+are unequal, and other operators are a TypeError.
 
-Functions of the tests that are given to the answer can be called by it, and nothing else. A list, dict or set that the answer changes is
-changed for the tests when the call returns. Exceptions come as the built-in one that they are made from; a class of the answer that is
-an exception has a namesake here.
+The answer can call functions of the tests that it is given, and do nothing else with them. A list, dict or set that it changes is changed
+for the tests when the call returns. Exceptions arrive as the built-in class that they derive from; exception classes of the answer have a
+namesake here.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import json
 import math
@@ -22,7 +23,6 @@ from mtpctl.sandbox import bubblewrap
 from mtpctl.sandbox.limits import Judgement, Limits, Result
 from mtpctl.sandbox.process import Process, wait
 from mtpctl.sandbox.session import Session
-from mtpctl.sandbox.testing import builtin_names, names_in
 from mtpctl.sandbox.walls import ORDER, Walls
 from mtpctl.sandbox.zygote import Request
 
@@ -80,15 +80,14 @@ class Sandbox:
         namespace. Names that they neither define nor import are the answer's, but for Python's own built-ins and modules; `entry_point`
         is the answer's in any case. Raises as `run`, and SyntaxError where a test is no Python.
         """
-        limits = limits or Limits()
+        limits, own = limits or Limits(), [entry_point] if entry_point else []
         ours, theirs = socket.socketpair()
         with ExitStack() as stack:
             for end in (ours, theirs):
                 stack.callback(end.close)
             answer = self.start({"kind": "answer", "code": code}, limits, link=theirs)
             stack.callback(answer.close)
-            names = names_in(tests, entry_point)
-            job = {"kind": "tests", "tests": tests, "names": names, "builtins": builtin_names(entry_point)}
+            job = {"kind": "tests", "tests": tests, "names": _names_in(tests, own), "builtins": own}
             judge = self.start(job, limits, channel=True, link=ours)
             stack.callback(judge.close)
             for end in (ours, theirs):
@@ -219,6 +218,12 @@ class Sandbox:
                 self._process.kill()
                 self._process.wait()
             self._process = None
+
+
+def _names_in(tests: list[str], own: list[str]) -> list[str]:
+    """Names that the tests read, with the answer's `own`. Raises SyntaxError where a test is no Python."""
+    trees = [ast.parse(test) for test in tests]
+    return sorted({node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}.union(own))
 
 
 def _verdict(answer: Process, judge: Process, count: int) -> Judgement:

@@ -19,7 +19,7 @@ def shared(isolation: Isolation) -> Sandbox:
 
 
 def require(field: str, isolation: object = "required") -> None:
-    """Try the sandbox before anything starts, for the recipe's `field` (`reward.args`, `rollout.environment_args`) that has `isolation`.
+    """Try the sandbox before anything starts. `field`: `reward.args` or `rollout.environment_args`, which holds `isolation`.
 
     Raises UserError for another value, EnvironmentMissing where code of the model would run without walls.
     """

@@ -1,4 +1,4 @@
-"""What the zygote goes behind, once, before it forks the first run: namespaces and a file system that holds the interpreter alone."""
+"""The walls that the zygote puts itself behind before it forks: namespaces, and a file system with the interpreter alone."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The process that forks a run for each request: it has imported what answers use, so that one starts in milliseconds.
+"""The process that forks a run for each request. It has imported what answers use, so that a run starts in milliseconds.
 
-It never reads code, tests or input. A fork has a copy of its parent's memory, and that of one run must hold nothing of another. What a
-run needs comes as open files with the request.
+A fork has a copy of its parent's memory, and that of one run must hold nothing of another. So the zygote never reads code, tests or input:
+they come as open files with the request.
 
 The request is a datagram of JSON with descriptors: `status` and those of `NAMES`. The process answers on `status` when the run has ended.
 Closing the other end of `status` kills the run; a byte there interrupts it. When the request socket closes, everything ends.
@@ -147,7 +147,7 @@ class Zygote:
             run = self._runs.pop(pid)
             if run.status in self._selector.get_map():
                 self._selector.unregister(run.status)
-            report = {"exit": os.waitstatus_to_exitcode(status), "cpu_s": used.ru_utime + used.ru_stime, "memory_kb": used.ru_maxrss}
+            report = {"exit": os.waitstatus_to_exitcode(status), "cpu_s": used.ru_utime + used.ru_stime}
             with suppress(OSError):  # whoever asked has gone
                 run.status.sendall(json.dumps(report).encode())
             run.status.close()

@@ -58,11 +58,9 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all sections."""
         return sum(section.nbytes for section in self.sections.values())
 
     def to_dict(self) -> JsonObject:
-        """JSON-ready form."""
         return asdict(self)
 
     @classmethod
@@ -76,7 +74,6 @@ class Manifest:
 
 
 def buckets_from(data: list[JsonObject]) -> tuple[Bucket, ...]:
-    """Buckets from their JSON form."""
     return tuple(_bucket(bucket) for bucket in data)
 
 

@@ -1,6 +1,6 @@
-"""What is usual for a metric, and what to do where it is not: the last columns of docs/metrics.md.
+"""The usual range of a metric, and what to do outside of it: the last columns of docs/metrics.md.
 
-`healthy` is empty where no range can be said for runs in general: what is left out here is read as a curve, not against a bound.
+`healthy` is empty where no range holds for runs in general; such a metric is read as a curve.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from mtpctl.telemetry.names import METRICS, PATTERNS, Unit
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The range of a run that has nothing wrong, and what to do outside of it, with the keys of the recipe that matter."""
+    """The range of a healthy run, and what to do outside of it, with the recipe keys that matter."""
 
     healthy: str
     act: str

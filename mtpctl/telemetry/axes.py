@@ -1,4 +1,4 @@
-"""Axes of a chart, linear or logarithmic: their ranges and ticks, and positions of values on them."""
+"""Axes of a chart, linear or logarithmic: ranges, ticks, and positions of values."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def round_step(raw: float) -> float:
 
 
 def tick_label(value: float, unit: Unit) -> str:
-    """The label of a tick, without a unit other than per cent: the title of the chart has it."""
+    """The label of a tick. Units other than per cent stand in the chart's title."""
     return f"{100 * value:g}%" if unit == "share" else compact(value)
 
 

@@ -29,9 +29,9 @@ COLOURS = 7
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve. `dots` marks each point, for metrics with few points; `colour` is a number from 0, by default that of the curve.
+    """One curve. `dots` marks each point, for metrics with few points; `colour` is a number from 0, by default the curve's place.
 
-    A `guide` is a dashed line to compare another curve with; a `faint` curve is one of many, thin and without a label. Neither is averaged.
+    A `guide` is a dashed line to compare with; a `faint` curve is one of many, thin and without a label. Neither is averaged.
     """
 
     label: str
@@ -87,7 +87,7 @@ def render_chart(chart: Chart) -> str:
     )
     unit = drawn[0][1].unit
     phases = [phase for phase in chart.phases if phase.end >= x_axis.low and phase.begin < x_axis.high]
-    shapes = [_bands(phases, x_axis), _grid(y_axis)]
+    shapes = [_bands(phases, x_axis), *(f'<path class="grid" d="M0,{_y(t, y_axis):.1f}H{_WIDTH}"/>' for t in y_axis.ticks)]
     marks: list[str] = []
     labelled: list[tuple[int, Series, float, float]] = []
     for k, (colour, series, pts) in enumerate(drawn):
@@ -181,8 +181,7 @@ def _stacked(layers: list[Points]) -> list[Points]:
         own = dict(pts)
         for x in steps:
             height[x] += own.get(x, 0.0)
-        smooth = moving_average([(x, height[x]) for x in steps], max(1, len(steps) // 25) if len(steps) >= _SMOOTH_FROM else 0)
-        result.append(thin(smooth, _MOST_POINTS))
+        result.append(thin(_smoothed([(x, height[x]) for x in steps]), _MOST_POINTS))
     return result
 
 
@@ -200,10 +199,6 @@ def _path(points: Points, x_axis: Axis, y_axis: Axis) -> str:
 
 def _dot(x: float, y: float, colour: int, x_axis: Axis, y_axis: Axis) -> str:
     return f'<i class="dot k{colour}" style="left:{100 * x_axis.place(x):.2f}%;top:{_y(y, y_axis):.1f}px"></i>'
-
-
-def _grid(axis: Axis) -> str:
-    return "".join(f'<path class="grid" d="M0,{_y(t, axis):.1f}H{_WIDTH}"/>' for t in axis.ticks)
 
 
 def _bands(phases: Sequence[Phase], axis: Axis) -> str:

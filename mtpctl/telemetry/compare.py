@@ -13,9 +13,10 @@ import yaml
 from mtpctl.errors import UserError
 from mtpctl.recipe.loading import flatten
 from mtpctl.telemetry.charts import COLOURS, Chart, Phase, Series, render_chart
-from mtpctl.telemetry.history import History, load_history
+from mtpctl.telemetry.history import History
 from mtpctl.telemetry.names import describe, format_value
 from mtpctl.telemetry.page import page, write_page
+from mtpctl.telemetry.report import history_of, read_document
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.summary import before_and_after
 
@@ -42,7 +43,7 @@ DEFAULT_OUT = Path("compare.html")
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One run of a comparison: how it is called in it, what it logged, and its recipe, flat."""
+    """One run of a comparison: its name there, its history, and its recipe by dotted keys."""
 
     name: str
     history: History
@@ -72,7 +73,7 @@ def render_comparison(runs: Sequence[ComparedRun]) -> str:
 
 
 def differing(runs: Sequence[ComparedRun]) -> dict[str, list[object]]:
-    """The keys of the recipes whose values are not all equal, with the value of each run. Name and place are no difference."""
+    """The keys in which the recipes differ, with the value of each run; without `name` and `run_dir`."""
     keys = dict.fromkeys(key for run in runs for key in run.recipe)
     values = {key: [run.recipe.get(key, _ABSENT) for run in runs] for key in keys if key not in ("run_dir", "name")}
     return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
@@ -83,17 +84,9 @@ _ABSENT = "(absent)"
 
 def _read(path: Path, name: str) -> ComparedRun:
     run = RunDirectory(path)
-    if not run.path.is_dir():
-        raise UserError(f"RUN: no directory {run.path}; give a run directory")
-    history = load_history(run.path)
-    if not history.rows:
-        raise UserError(f"RUN: {run.path} holds no metrics yet; leave it out until it does")
-    try:
-        tree = yaml.safe_load(run.recipe.read_text(encoding="utf-8")) if run.recipe.is_file() else {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{run.recipe}: cannot be read ({str(error).splitlines()[0]}); mend or remove it") from error
-    flat = {".".join(map(str, keys)): value for keys, value in flatten(tree).items()} if isinstance(tree, dict) else {}
-    return ComparedRun(name, history, flat)
+    history = history_of(run, "leave it out until it does")
+    _, recipe = read_document(run.recipe, yaml.safe_load)
+    return ComparedRun(name, history, {".".join(map(str, keys)): value for keys, value in flatten(recipe).items()})
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -107,7 +100,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _chart(name: str, runs: Sequence[ComparedRun]) -> Chart | None:
-    """One metric of all runs that have it, in the stage in which they have it."""
+    """The chart of one metric: its curves of RL, or of the supervised stage where no run logged it in RL."""
     if name == "reward/mean" and any(run.history.series("reward/unfiltered_mean") for run in runs):
         return None
     phase = next((phase for phase in ("rl", "sft") if any(run.history.series(name, phase) for run in runs)), None)
@@ -135,7 +128,7 @@ def _differences(runs: Sequence[ComparedRun]) -> str:
 
 
 def _after(runs: Sequence[ComparedRun]) -> str:
-    """Where each run got to: the headline metrics, as means over the last tenth of its updates."""
+    """The headline metrics of each run after RL."""
     after = [{row.name: row for row in before_and_after(run.history)} for run in runs]
     names = list(dict.fromkeys(name for rows in after for name in rows))
     rows = "".join(

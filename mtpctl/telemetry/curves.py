@@ -15,7 +15,7 @@ Point = tuple[float, float]
 Curve = Sequence[Point]
 
 LATE = 4
-"""How many evaluations at the end of a curve count as late, so that the mean depends less on chance than the last one."""
+"""Evaluations at the end of a curve that count as late; their mean depends less on chance than the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +112,9 @@ def area(curve: Curve, end: float | None = None) -> float:
 
 
 def held_at(curve: Curve, level: float, tolerance: float = 0.0) -> float | None:
-    """The x from which on the curve holds `level`: there it reaches it, and no later point is below `level - tolerance`.
+    """The x at which the curve reaches `level` to hold it: no later point is below `level - tolerance`, and there is a later point.
 
-    The x is interpolated linearly towards the point that reaches the level. The last point alone does not hold it, since no later point
-    confirms it. None where the curve never holds the level: it never reaches it, or falls again each time.
+    It is interpolated linearly between the points around it. None where the curve never reaches the level, or falls again each time.
     """
     for i, (x, y) in enumerate(curve[:-1]):
         if y >= level and all(later >= level - tolerance for _, later in curve[i + 1 :]):
@@ -128,7 +127,7 @@ def held_at(curve: Curve, level: float, tolerance: float = 0.0) -> float | None:
 
 
 def mean_curve(curves: Sequence[Curve]) -> list[Point]:
-    """Mean of several curves as far as all of them go, at the x of the first curve and at the end of the shortest."""
+    """Mean of several curves up to the end of the shortest, at the x of the first curve and at that end."""
     if not curves or not all(curves):
         return []
     end = min(curve[-1][0] for curve in curves)

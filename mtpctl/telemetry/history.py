@@ -41,7 +41,6 @@ class History:
 
     @property
     def phases(self) -> list[str]:
-        """Phases in the order in which they ran."""
         return list(dict.fromkeys(row.phase for row in self.rows))
 
     def names(self) -> list[str]:
@@ -64,7 +63,7 @@ def load_history(run_dir: Path) -> History:
 
 
 def build_history(raw: Iterable[RawRow]) -> History:
-    """Merge the rows of each step. Steps of a session that a later session resumed before are dropped, since it did them again."""
+    """Merge the rows of each step. Steps that a later session repeated after a resume are dropped from the earlier one."""
     raw = list(raw)
     events = [Event(row["time"], row["event"], row["message"]) for row in raw if "event" in row]
     begins: dict[tuple[str, int], int] = {}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from html import escape
 from pathlib import Path
 
 from mtpctl.errors import UserError
+from mtpctl.telemetry.run_directory import write_whole
 
 
 def page(title: str, subtitle: str, body: str, footer: str) -> str:
@@ -21,17 +21,10 @@ def page(title: str, subtitle: str, body: str, footer: str) -> str:
 
 
 def write_page(target: Path, text: str) -> None:
-    """Write under another name, then rename. Raises UserError where `target` cannot be written or is no file."""
+    """Write the page whole or not at all. Raises UserError where `target` cannot be written or is no file."""
     try:
         if not target.name or (target.exists() and not target.is_file()):
             raise UserError(f"--out: cannot write {target} (no file); name another place")
-        aside = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            aside.write_text(text, encoding="utf-8")
-            aside.replace(target)
-        except OSError:
-            if os.path.lexists(aside):
-                aside.unlink()
-            raise
+        write_whole(target, text)
     except OSError as error:
         raise UserError(f"--out: cannot write {target} ({error.strerror}); name another place") from error

@@ -31,7 +31,7 @@ _REDRAW_S = 0.25
 _WAITING_S = 15.0
 """Seconds between two lines that say what a run waits for, where there is no panel."""
 _FROM_THE_TOP = "\x1b[H\x1b[J"
-"""To the top of the terminal, and all below erased: unlike a cleared screen it is not kept for scrolling back."""
+"""Moves to the top of the terminal and erases what is below. A cleared screen would be kept for scrolling back."""
 
 PLAIN_METRICS = {
     "sft/loss": "loss",
@@ -68,7 +68,6 @@ class Pace:
         self._marks: dict[str, list[tuple[int, float]]] = defaultdict(list)
 
     def mark(self, step: int, phase: str) -> None:
-        """Note that a step is done."""
         marks = self._marks[phase]
         if not marks or step > marks[-1][0]:
             marks.append((step, self._clock()))
@@ -126,8 +125,7 @@ class PlainLines:
 class LivePanel:
     """The live panel. Rows come from the thread that logs; a thread of its own draws.
 
-    A terminal that changes its size folds the lines that stand there anew, and how many they are then is not known. So the panel is drawn
-    again from the top of the terminal.
+    A terminal that changes its size wraps its lines anew, into an unknown number. So the panel is then drawn again from the top.
     """
 
     def __init__(
@@ -166,7 +164,7 @@ class LivePanel:
             self._live.refresh()
 
     def resume(self, rows: Iterable[Row], phase: str) -> None:
-        """Begin with what the run has: the rows of its earlier sessions, and the phase that it goes on in."""
+        """Begin with the rows of the run's earlier sessions, in the phase that it resumes."""
         for row in rows:
             self._take(row.step, row.metrics, row.phase)
         self._phase = phase
@@ -197,7 +195,6 @@ class LivePanel:
             self._undo()
 
     def render(self) -> RenderableType:
-        """The panel with the latest values."""
         parts: list[RenderableType] = [self._progress(), Text(""), self._curves(), Text(""), self._facts()]
         if self._waiting or self._event:
             parts.append(Text(""))
@@ -270,7 +267,7 @@ class LivePanel:
 
 
 def without_echo() -> Callable[[], None]:
-    """Have the terminal not show what is typed, such as the `^C` of Ctrl-C, which would move what stands there. Returns what undoes it."""
+    """Switch the terminal's echo off, since the `^C` of Ctrl-C would shift the panel. Returns a function that switches it on again."""
     try:
         terminal = sys.stdin.fileno()
         before = termios.tcgetattr(terminal)
@@ -283,7 +280,7 @@ def without_echo() -> Callable[[], None]:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The values as at most `width` block characters, of which each is a mean where there are more values; flat where all are equal."""
+    """The values as at most `width` block characters, flat where all are equal. Where there are more values, each is a mean of some."""
     if not values:
         return ""
     if len(values) > width:

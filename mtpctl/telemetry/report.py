@@ -82,9 +82,9 @@ CHARTS = (
 )
 
 _NO_LAYERS = {"timing_s/step", "timing_s/evaluation", "timing_s/reward", "timing_s/logprob_server"}
-"""Timings that are no part of an update: its sum, the evaluation between updates, and what is done beside it."""
+"""Timings that are no part of an update: its sum, the evaluation between updates, and work that goes on beside it."""
 _OVER_STEPS = {"async/overlap", "rollout/tokens_per_s"}
-"""Shares and rates over the time of a whole step, whose means are weighted by it."""
+"""Shares and rates of a step's time; their means are weighted by that time."""
 _MOST_LAYERS = 6
 
 
@@ -94,20 +94,26 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     Raises UserError where there is no such directory, it holds no metrics yet or broken files, or the page cannot be written.
     """
     run = RunDirectory(run_dir)
-    if not run.path.is_dir():
-        raise UserError(f"RUN: no directory {run.path}; give a run directory")
-    history = load_history(run.path)
-    if not history.rows:
-        raise UserError(f"RUN: {run.path} holds no metrics yet; start the run first")
+    history = history_of(run, "start the run first")
     target = run.report if out is None else Path(out)
     write_page(target, render_report(run, history))
     return target
 
 
+def history_of(run: RunDirectory, mend: str) -> History:
+    """The metrics of a run. Raises UserError where there is no such directory, or, with `mend`, where it holds no metrics yet."""
+    if not run.path.is_dir():
+        raise UserError(f"RUN: no directory {run.path}; give a run directory")
+    history = load_history(run.path)
+    if not history.rows:
+        raise UserError(f"RUN: {run.path} holds no metrics yet; {mend}")
+    return history
+
+
 def render_report(run: RunDirectory, history: History) -> str:
     """The HTML text of the page."""
-    recipe_text, recipe = _read(run.recipe, yaml.safe_load)
-    _, versions = _read(run.versions, json.loads)
+    recipe_text, recipe = read_document(run.recipe, yaml.safe_load)
+    _, versions = read_document(run.versions, json.loads)
     name = str(recipe.get("name", run.path.name))
     found = [_held_out(history), *(_chart(spec, history) for spec in CHARTS)]
     charts = "".join(render_chart(chart) for chart in found if chart)
@@ -118,7 +124,7 @@ def render_report(run: RunDirectory, history: History) -> str:
     return page(name, " · ".join(_subtitle(recipe, history)), body, run.path.name)
 
 
-def _read(path: Path, parse: Callable[[str], object]) -> tuple[str, Document]:
+def read_document(path: Path, parse: Callable[[str], object]) -> tuple[str, Document]:
     """Text and content of a file of the run; both empty without the file. Raises UserError where the content is no mapping."""
     if not path.exists():
         return "", {}
@@ -198,7 +204,7 @@ def _tiles(history: History) -> str:
 
 
 def _mean(history: History, name: str) -> float | None:
-    """Mean of a metric over the updates of RL, weighted by their time where the metric is a share or a rate of it."""
+    """Mean of a metric over the updates of RL, weighted by their time for those in `_OVER_STEPS`."""
     rows = [row.metrics for row in history.rows if row.phase == "rl" and name in row.metrics]
     weights = [row.get("timing_s/step", 0.0) if name in _OVER_STEPS else 1.0 for row in rows]
     if not all(weight > 0 for weight in weights):

@@ -19,7 +19,7 @@ from mtpctl.errors import UserError
 from mtpctl.telemetry.versions import collect_versions
 
 RECIPE = "recipe.resolved.yaml"
-"""The recipe with every default written out, as the run went on with it last."""
+"""The recipe of the run's latest start, with every default written out."""
 LOCK = ".lock"
 _FOLDERS = ("checkpoints", "buffer", "logs", "tensorboard")
 _ATTEMPTS, _ATTEMPT_S = 3, 0.05
@@ -30,8 +30,8 @@ _ROOM = 64 << 20
 class RunDirectory:
     """Paths within a run directory, and the lock that keeps a second run out of it.
 
-    `RunDirectory(path)` is for reading. `RunDirectory.create(path, recipe_text)` makes a directory or takes one that is there, and locks
-    it until `close`; `record` then writes the recipe and the versions that the run goes on with.
+    `RunDirectory(path)` is for reading. `RunDirectory.create(path, recipe_text)` makes the directory, or resumes one, and locks it until
+    `close`; `record` then writes recipe and versions of this start.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -67,7 +67,7 @@ class RunDirectory:
 
     @staticmethod
     def check_writable(path: str | Path) -> None:
-        """Raise UserError as `create` would, and make nothing: the file that is tried has no name."""
+        """Raise UserError as `create` would, but leave nothing behind: the file that is tried has no name."""
         path = Path(path)
         with _writing(path):
             place = next(above for above in (path.absolute(), *path.absolute().parents) if above.exists())
@@ -81,7 +81,7 @@ class RunDirectory:
 
     @property
     def held(self) -> bool:
-        """Whether a run is writing the directory just now, as far as locks reach: on this host, or where the file system shares them."""
+        """Whether a run is writing the directory now, on this host or on one that shares the file system's locks."""
         try:
             with (self.path / LOCK).open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -99,18 +99,17 @@ class RunDirectory:
         self._lock = lock
 
     def record(self, recipe_text: str) -> None:
-        """Write the recipe and the installed versions that the run goes on with. An earlier recipe that differs is moved to `logs/`.
+        """Write the recipe and the installed versions of this start. An earlier recipe that differs is moved to `logs/`.
 
         Raises UserError where they cannot be written; the earlier ones are left then.
         """
         with _writing(self.path):
             if self.recipe.exists() and (earlier := self.recipe.read_text()) != recipe_text:
-                _write(self.logs / f"recipe.{len(list(self.logs.glob('recipe.*.yaml'))) + 1}.yaml", earlier)
-            _write(self.recipe, recipe_text)
-            _write(self.versions, json.dumps(collect_versions(), indent=2) + "\n")
+                write_whole(self.logs / f"recipe.{len(list(self.logs.glob('recipe.*.yaml'))) + 1}.yaml", earlier)
+            write_whole(self.recipe, recipe_text)
+            write_whole(self.versions, json.dumps(collect_versions(), indent=2) + "\n")
 
     def close(self) -> None:
-        """Unlock the directory."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -153,18 +152,18 @@ def _make(path: Path, recipe_text: str) -> None:
         aside.chmod(0o755)
         for folder in _FOLDERS:
             (aside / folder).mkdir()
-        _write(aside / RECIPE, recipe_text)
+        write_whole(aside / RECIPE, recipe_text)
         aside.rename(path)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write under another name, then rename: a reader sees the whole file, or the earlier one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        aside.write_text(text)
+        aside.write_text(text, encoding="utf-8")
         aside.replace(path)
     except BaseException:
         aside.unlink(missing_ok=True)

@@ -1,11 +1,11 @@
-"""The runs below a folder: what state each is in, how far it got, and what it was worth then."""
+"""The runs below a folder: their state, progress, reward and accuracy."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -15,14 +15,17 @@ from mtpctl.telemetry.history import History, load_history
 from mtpctl.telemetry.run_directory import RunDirectory
 
 State = Literal["running", "done", "failed", "stopped", "broken off", "empty"]
-"""`broken off`: it ended without logging its end, as a killed run does. `empty`: it has logged nothing."""
+"""`broken off`: it ended without logging an end, as a killed run does. `empty`: it has logged nothing."""
 DEPTH = 4
-"""Folders below the one that is asked for in which runs are looked for."""
+"""Levels of folders in which runs are searched."""
 
 
 @dataclass(frozen=True)
-class FoundRun:
-    """One run. `stage` and `step` of `steps` are how far it got; `reward` and `accuracy` the newest of RL; `age_s` since its last line."""
+class RunOverview:
+    """One run: its progress (`step` of `steps` in `stage`), the newest reward and accuracy of RL, seconds since its last metric.
+
+    `restarts`: what became of trainers that were lost, the newest line last.
+    """
 
     path: Path
     state: State
@@ -32,9 +35,10 @@ class FoundRun:
     reward: float | None
     accuracy: float | None
     age_s: float
+    restarts: list[str] = field(default_factory=list)
 
 
-def find_runs(folder: Path) -> list[FoundRun]:
+def find_runs(folder: Path) -> list[RunOverview]:
     """All runs below the folder, or the folder itself where it is one; the newest first."""
     return sorted((describe_run(path) for path in _below(folder, DEPTH)), key=lambda run: run.age_s)
 
@@ -48,8 +52,8 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
                 yield from _below(path, depth - 1)
 
 
-def describe_run(path: Path) -> FoundRun:
-    """Raises UserError where the metrics are broken."""
+def describe_run(path: Path) -> RunOverview:
+    """The overview of one run. Raises UserError where the metrics are broken."""
     run = RunDirectory(path)
     history = load_history(path)
     stage = history.rows[-1].phase if history.rows else ""
@@ -57,7 +61,7 @@ def describe_run(path: Path) -> FoundRun:
     plan = _stages(run)
     unfiltered = _last(history, "reward/unfiltered_mean")
     newest = run.metrics if run.metrics.exists() else run.recipe
-    return FoundRun(
+    return RunOverview(
         path,
         _state(run, history, plan),
         stage,
@@ -66,6 +70,7 @@ def describe_run(path: Path) -> FoundRun:
         _last(history, "reward/mean") if unfiltered is None else unfiltered,
         _last(history, "eval/accuracy"),
         max(0.0, time.time() - newest.stat().st_mtime),
+        [event.message for event in history.events if event.kind == "restart"],
     )
 
 
@@ -74,7 +79,7 @@ def _state(run: RunDirectory, history: History, plan: dict[str, int]) -> State:
         return "running"
     if not history.rows and not history.events:
         return "empty"
-    # An SFT stage may end before its last step; the checkpoint at the end of a stage is told by its name.
+    # An SFT stage may end before its last step; the name of its last checkpoint says so.
     last = list(plan)[-1] if plan else ""
     if last and ((run.checkpoints / f"{last}-{history.last_step(last):06d}-end").is_dir() or _ended(history, last, plan)):
         return "done"

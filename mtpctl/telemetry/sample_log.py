@@ -1,9 +1,8 @@
 """Samples of a run to read: what the model wrote, in `samples/*.jsonl` of the run directory.
 
-A row is one response: its prompt, its parts (the model's turns and the environment's answers), reward, weight versions and drafts. Rows
-are written by a thread of their own, so that the loop of the run never waits for the disk; where they come faster than the disk takes
-them, some are left out. Files are small and there are few of them: the first one stays, so that the beginning can be compared with, and of
-the others the newest.
+A row is one response: its prompt, its parts (the model's turns and the environment's answers), reward, weight versions and drafts. A
+thread writes the rows, so that the run never waits for the disk; rows that come faster than the disk takes them are left out. Of the files
+the first and the newest ones are kept.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from mtpctl.errors import UserError
 from mtpctl.samples import Sample
 
 Kind = Literal["update", "eval", "dropped"]
-"""`update`: trained on; `eval`: an answer to a held-out problem; `dropped`: of a group that no update is made with, `note` says why."""
+"""`update`: trained on; `eval`: of a held-out problem; `dropped`: of a group that is not trained on, for the reason in `note`."""
 FILE_BYTES = 4 << 20
 MOST_FILES = 8
 MOST_CHARACTERS = 16_000
-"""Of one text. The middle of a longer one is left out."""
+"""Characters of one text; the middle of a longer one is left out."""
 _WAITING = 64
 """Calls that may wait for the disk."""
 
 
 class Part(TypedDict):
-    """A stretch of a response: `by` the model or the environment, its text, and how many tokens it has."""
+    """Consecutive tokens of a response by the model or by the environment: their text and count."""
 
     by: Literal["model", "environment"]
     text: str
@@ -46,7 +45,7 @@ class Drafts(TypedDict):
     steps: int
 
 
-class KeptSample(TypedDict):
+class SampleRow(TypedDict):
     """One response to read. `set` is the held-out set of an evaluation; `versions` are [begin, end, version] over the response's tokens."""
 
     step: int
@@ -70,10 +69,10 @@ class KeptSample(TypedDict):
     time: NotRequired[float]
 
 
-def keep(
+def sample_row(
     sample: Sample, decode: Callable[[Sequence[int]], str], *, step: int, kind: Kind, answer: str = "", held_out: str = "", note: str = ""
-) -> KeptSample:
-    """The row of one sample. `answer` is what the problem asked for, `held_out` the name of its set."""
+) -> SampleRow:
+    """The row of one sample. answer: the problem's; held_out: the name of its set."""
     spec = sample.speculation
     return {
         "step": step,
@@ -114,7 +113,7 @@ def parts_of(sample: Sample, decode: Callable[[Sequence[int]], str]) -> list[Par
 
 
 def spread(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """`count` of the samples, evenly spread over their rewards from the lowest to the highest, both ends among them."""
+    """`count` of the samples, evenly spread over their rewards, the lowest and the highest among them."""
     ordered = sorted(samples, key=lambda sample: sample.reward or 0.0)
     if count <= 1 or len(ordered) <= count:
         return ordered[:count]
@@ -129,29 +128,29 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
     return f"{text[:half]}\n[… {len(text) - 2 * half:,} characters …]\n{text[-half:]}"
 
 
-def response_text(row: KeptSample) -> str:
-    """The response as one text, in which what the environment said is between brackets of its own."""
+def response_text(row: SampleRow) -> str:
+    """The response as one text, with the environment's parts between ⟦ and ⟧."""
     return "".join(part["text"] if part["by"] == "model" else f"⟦{part['text']}⟧" for part in row["parts"])
 
 
-Tables = Callable[[list[KeptSample]], None]
+Tables = Callable[[list[SampleRow]], None]
 """Shows rows of one step elsewhere, as a table."""
 
 
 class SampleLog:
     """Appends rows to the newest file of a folder and hands them to `tables`, from a thread of its own.
 
-    `left_out` counts rows that came too fast, found no room on the disk, or were not taken by a table; `told` says so in one line.
+    `left_out` counts rows that came too fast, or that the disk or a table did not take; `told` says so in one line.
     """
 
     def __init__(self, folder: Path, session: int, tables: Sequence[Tables] = ()) -> None:
         self.folder, self.session, self.left_out, self.told = folder, session, 0, ""
         self._tables = tables
-        self._queue: queue.Queue[list[KeptSample] | None] = queue.Queue(_WAITING)
+        self._queue: queue.Queue[list[SampleRow] | None] = queue.Queue(_WAITING)
         self._thread = threading.Thread(target=self._write_all, name="samples", daemon=True)
         self._thread.start()
 
-    def write(self, rows: list[KeptSample]) -> None:
+    def write(self, rows: list[SampleRow]) -> None:
         """Have the rows written. Returns at once."""
         try:
             self._queue.put_nowait(rows)
@@ -174,7 +173,7 @@ class SampleLog:
                 # Samples are no reason to end a run. A full disk ends it by its metrics; the rest is told at the end.
                 self._leave_out(rows, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
-    def _leave_out(self, rows: list[KeptSample], why: str) -> None:
+    def _leave_out(self, rows: list[SampleRow], why: str) -> None:
         self.left_out += len(rows)
         self.told = f"{self.left_out} samples were left out of samples/ or a table; the last, {why}"
 
@@ -195,7 +194,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _whole(path: Path) -> bool:
-    """Whether the last line is complete: a process that is killed may leave one that is not, and nothing is to be appended to it."""
+    """Whether the last line is complete; a killed process may leave one that is not."""
     with path.open("rb") as file:
         if not file.seek(0, 2):
             return True
@@ -203,12 +202,12 @@ def _whole(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def read_samples(run_dir: Path) -> list[KeptSample]:
-    """The samples of a run in the order of their steps; of a step that was done twice, after a resume, those of the later one.
+def read_samples(run_dir: Path) -> list[SampleRow]:
+    """The samples of a run in the order of their steps; of a step that a resume repeated, those of the later session.
 
     A line that was not written completely is left out. Raises UserError for any other line that is no row.
     """
-    rows: list[KeptSample] = []
+    rows: list[SampleRow] = []
     for path in _files(run_dir / "samples"):
         try:
             lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -219,14 +218,14 @@ def read_samples(run_dir: Path) -> list[KeptSample]:
                 row = json.loads(line) if line else None
             except ValueError:
                 row = None
-            if isinstance(row, dict) and KeptSample.__required_keys__ <= row.keys() and row["kind"] in get_args(Kind):
+            if isinstance(row, dict) and SampleRow.__required_keys__ <= row.keys() and row["kind"] in get_args(Kind):
                 rows.append(row)  # type: ignore[arg-type]
             elif line and number < len(lines):
                 raise UserError(f"{path}:{number}: not a sample; remove the line")
     return sorted(_without_repeats(rows), key=lambda row: (row["step"], row["kind"] == "eval"))
 
 
-def _without_repeats(rows: list[KeptSample]) -> list[KeptSample]:
+def _without_repeats(rows: list[SampleRow]) -> list[SampleRow]:
     begins: dict[int, int] = {}
     done: dict[tuple[int, str, str], int] = {}
     for row in rows:
@@ -235,7 +234,7 @@ def _without_repeats(rows: list[KeptSample]) -> list[KeptSample]:
         key = (row["step"], row["kind"], row["set"])
         done[key] = max(done.get(key, 0), session)
 
-    def stands(row: KeptSample) -> bool:
+    def stands(row: SampleRow) -> bool:
         session, step = row.get("session", 0), row["step"]
         if done[step, row["kind"], row["set"]] > session:
             return False

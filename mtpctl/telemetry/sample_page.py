@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from mtpctl.telemetry.sample_log import KeptSample, shortened
+from mtpctl.telemetry.sample_log import SampleRow, shortened
 
 MOST_SAMPLES = 320
 MOST_CHARACTERS = 4000
 MOST_BANDS = 5
+ENDING = 90
+"""Characters of a prompt that the line of a closed sample shows."""
 KINDS = {"update": "trained on", "eval": "held-out", "dropped": "dropped"}
 
 
-def samples_section(rows: Sequence[KeptSample]) -> str:
-    """The section as HTML; empty without samples. Of many steps some are shown, evenly spread, the first and the last among them."""
+def samples_section(rows: Sequence[SampleRow]) -> str:
+    """The section as HTML; empty without samples. Of many steps some are shown, evenly spread over the run."""
     shown = of_spread_steps(rows, MOST_SAMPLES)
     if not shown:
         return ""
@@ -38,7 +40,7 @@ def samples_section(rows: Sequence[KeptSample]) -> str:
     )
 
 
-def of_spread_steps(rows: Sequence[KeptSample], most: int) -> list[KeptSample]:
+def of_spread_steps(rows: Sequence[SampleRow], most: int) -> list[SampleRow]:
     """At most about `most` rows: all of some steps, evenly spread over the run."""
     steps = sorted({row["step"] for row in rows})
     count = max(2, most * len(steps) // max(len(rows), 1))
@@ -71,12 +73,12 @@ def _rules(name: str, values: Iterable[str]) -> str:
     )
 
 
-def _article(row: KeptSample, bands: Sequence[tuple[float, str]]) -> str:
+def _article(row: SampleRow, bands: Sequence[tuple[float, str]]) -> str:
     reward = row["reward"]
     band = "" if reward is None else str(next((i for i, (end, _) in enumerate(bands) if reward <= end), len(bands) - 1))
+    titles = {"model": "", "environment": ' title="the environment, {} tokens"'}
     parts = "".join(
-        f'<span class="{part["by"]}"{_told(part["tokens"]) if part["by"] == "environment" else ""}>{_text(part["text"])}</span>'
-        for part in row["parts"]
+        f'<span class="{part["by"]}"{titles[part["by"]].format(part["tokens"])}>{_text(part["text"])}</span>' for part in row["parts"]
     )
     head = " · ".join(escape(fact) for fact in facts(row))
     answer = f'<p class="asked">wanted <b>{_text(row["answer"])}</b></p>' if row["answer"] else ""
@@ -89,22 +91,18 @@ def _article(row: KeptSample, bands: Sequence[tuple[float, str]]) -> str:
     )
 
 
-def ending(text: str, most: int = 90) -> str:
-    """The last words of a text in one line: a prompt ends with what is asked."""
+def ending(text: str) -> str:
+    """The last words of a prompt in one line, since a prompt ends with its question."""
     line = " ".join(text.split())
-    return line if len(line) <= most else "… " + line[-most:].partition(" ")[2]
-
-
-def _told(tokens: int) -> str:
-    return f' title="the environment, {tokens} tokens"'
+    return line if len(line) <= ENDING else "… " + line[-ENDING:].partition(" ")[2]
 
 
 def _text(text: str) -> str:
     return escape(shortened(text, MOST_CHARACTERS), quote=False)
 
 
-def facts(row: KeptSample) -> list[str]:
-    """What is to be said of a sample besides its reward and its texts, in a few words each."""
+def facts(row: SampleRow) -> list[str]:
+    """Where the sample is from, its reward's parts, length, end, versions and drafts, in a few words each."""
     where = {"update": f"update {row['step']}", "eval": f"held-out {row['set']}".strip() + f" at {row['step']}"}
     told = [where.get(row["kind"], f"dropped before update {row['step']}")]
     told += [f"{name} {value:.3g}" for name, value in row["reward_parts"].items()]

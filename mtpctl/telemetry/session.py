@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console
 
@@ -21,7 +21,7 @@ from mtpctl.telemetry.history import History, Row, load_history
 from mtpctl.telemetry.metrics_file import MetricsFile
 from mtpctl.telemetry.panel import Display, LivePanel, PlainLines
 from mtpctl.telemetry.run_directory import RunDirectory
-from mtpctl.telemetry.sample_log import KeptSample, SampleLog, Tables
+from mtpctl.telemetry.sample_log import SampleLog, SampleRow, Tables
 from mtpctl.telemetry.sinks import Sink, TensorBoardSink, check_packages
 from mtpctl.telemetry.summary import before_and_after, in_between, summary_table
 from mtpctl.telemetry.trackers import MlflowSink, Updates, WandbSink
@@ -38,14 +38,14 @@ def open_log(path: Path) -> TextIO:
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on: after `step` of `stage`, the newest that began, with the stages that have ended. An empty stage: it begins."""
+    """Where a run resumes: after `step` of `stage`, with the stages that have ended. A new run has an empty stage."""
 
     stage: str = ""
     step: int = 0
     ended: Sequence[str] = ()
 
     def kept(self, history: History) -> list[Row]:
-        """The rows that stand. Steps that were logged after the checkpoint are done again."""
+        """The rows up to the checkpoint. Later steps will be done again."""
         phases = {*self.ended, self.stage}
         return [row for row in history.rows if row.phase in phases and (row.phase != self.stage or row.step <= self.step)]
 
@@ -62,7 +62,7 @@ def print_summary(console: Console, history: History) -> None:
 
 
 def show_ended(run_dir: RunDirectory, told: str) -> None:
-    """Answer for a run that has ended: its line, and its summary."""
+    """Print the line and the summary of a run that has ended already."""
     console = Console()
     console.print(told, highlight=False, markup=False, soft_wrap=True)
     print_summary(console, load_history(run_dir.path))
@@ -83,23 +83,19 @@ class Telemetry:
         *,
         totals: Mapping[str, int] | None = None,
         resumed: Resumed = Resumed(),
-        title: str | None = None,
         console: Console | None = None,
     ) -> None:
-        """`totals`: the number of steps of each phase, in order. `plain`: lines instead of the panel, also on a terminal.
-
-        `resumed`: from where the run goes on, whose curves the panel begins with.
-        """
+        """`totals`: the number of steps of each phase, in order. `plain`: lines instead of the panel, also on a terminal."""
         self._console = Console() if console is None else console
         self._run_dir = run_dir
         self._lock = threading.Lock()
         self._closed = False
-        name = run_dir.path.name if title is None else title
+        name = run_dir.path.name
         self._file = MetricsFile(run_dir.metrics)
         self._sinks: list[Sink] = []
         tables: list[Tables] = []
         recipe = yaml12.parse(run_dir.recipe.read_text(encoding="utf-8"), str(run_dir.recipe)).value
-        settings: dict[str, Any] = recipe if isinstance(recipe, dict) else {}
+        settings: dict[str, object] = recipe if isinstance(recipe, dict) else {}
         history = load_history(run_dir.path)
         check_packages(config)
         if config.tensorboard:
@@ -144,7 +140,7 @@ class Telemetry:
             self._display.event(kind, message)
 
     def waiting(self, what: Sequence[str]) -> None:
-        """Show what the run waits for just now, a line each; an empty list for nothing. It is recorded nowhere."""
+        """Show what the run waits for, a line each; an empty list for nothing. It is not recorded."""
         with self._lock:
             self._display.waiting(what)
 
@@ -158,22 +154,22 @@ class Telemetry:
             ) from error
 
     def failed(self, error: Exception) -> None:
-        """Record the error that ends the run: its line as an event, with the traceback in `logs/run.log`. The command itself shows it."""
+        """Record the error that ends the run as an event, with its traceback in `logs/run.log`. The command prints it."""
         told = str(error) if isinstance(error, MtpctlError) else f"{type(error).__name__}: {error}"
-        # Where the disk is full, that is the error, and nobody is to be told another one.
+        # Where the disk is full, that is the error to report, and not that of writing about it.
         with self._lock, contextlib.suppress(OSError, RuntimeFailure):
             self._log.event("error", told)
             self._log_file.write("".join(traceback.format_exception(error)))
             self._log_file.flush()
             self._file.append({"time": time.time(), "event": "error", "message": told})
 
-    def samples(self, rows: list[KeptSample]) -> None:
-        """Keep samples of one step, to be read: in `samples/`, and in W&B as a table. Returns before they are written."""
+    def samples(self, rows: list[SampleRow]) -> None:
+        """Log samples of one step, in `samples/` and in W&B as a table. Returns before they are written."""
         if rows:
             self._samples.write(rows)
 
     def print_summary(self) -> None:
-        """Print the metrics before and after RL, and held-out accuracy in between; nothing for fewer than two steps. Ends the panel."""
+        """End the panel, and print the summary (`print_summary`)."""
         with self._lock:
             self._display.close()
             print_summary(self._console, load_history(self._run_dir.path))

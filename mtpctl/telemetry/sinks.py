@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from mtpctl.errors import EnvironmentMissing
 from mtpctl.recipe.loading import flatten
@@ -40,7 +40,7 @@ class TensorBoardSink:
 
     failure = ""
 
-    def __init__(self, folder: Path, recipe: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, recipe: Mapping[str, object]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -50,12 +50,12 @@ class TensorBoardSink:
         self._writers: dict[str, EventFileWriter] = {}
         self._put_hyperparameters(recipe)
 
-    def _put_hyperparameters(self, recipe: Mapping[str, Any]) -> None:
+    def _put_hyperparameters(self, recipe: Mapping[str, object]) -> None:
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
         values = {".".join(key): value for key, value in flatten(recipe).items() if value is not None}
         plain = {key: value if isinstance(value, bool | int | float | str) else json.dumps(value) for key, value in values.items()}
-        # Of a resumed run those that it goes on with are shown.
+        # A resumed run shows those of its latest start.
         for earlier in self._folder.glob("events.*"):
             earlier.unlink()
         writer = self._open(str(self._folder))

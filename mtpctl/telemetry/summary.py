@@ -23,13 +23,13 @@ HEADLINES = (
     "perf/tokens_per_s",
 )
 
-_SINGLE = {"eval/accuracy", "eval/spec_accept_rate"}
-"""Measured on a whole held-out set, so that first and last value are compared. Of the others, means over a window are."""
+_SINGLE = {"eval/accuracy"}
+"""Measured on a whole held-out set, so first and last value are compared. Of the others, means over a tenth of the values are."""
 
 
 @dataclass(frozen=True, slots=True)
 class SummaryRow:
-    """One metric at the beginning and at the end of a phase."""
+    """One metric at the beginning and at the end of RL."""
 
     name: str
     metric: Metric
@@ -49,33 +49,33 @@ class SummaryRow:
         return f"{percent:+d}%" if percent else "±0%"
 
 
-def before_and_after(history: History, phase: str = "rl") -> list[SummaryRow]:
-    """The headline metrics of a phase: first and last for held-out figures, means of the first and last tenth for the rest.
+def before_and_after(history: History) -> list[SummaryRow]:
+    """The headline metrics before and after RL. Those that were logged fewer than two times are left out.
 
-    A metric that was logged fewer than two times has no before and after, and is left out. Held-out accuracy has a second row where it
-    was measured in between: from the first evaluation to the mean of the late ones, which depends less on chance than the last one.
+    Held-out accuracy has a second row where it was measured in between: from the first evaluation to the mean of the late ones, which
+    depends less on chance than the last one.
     """
     rows = []
     for name in HEADLINES:
-        values = [value for _, value in history.series(name, phase)]
+        values = [value for _, value in history.series(name, "rl")]
         if len(values) < 2:
             continue
         window = 1 if name in _SINGLE else max(1, len(values) // 10)
         rows.append(SummaryRow(name, describe(name), sum(values[:window]) / window, sum(values[-window:]) / window))
-        if name == "eval/accuracy" and (measures := measure(evaluations(history, phase))) and measures.late > 1:
+        if name == "eval/accuracy" and (measures := measure(evaluations(history))) and measures.late > 1:
             late = Metric(f"its last {measures.late}, mean", "share", f"Held-out accuracy, mean of the last {measures.late} evaluations.")
             rows.append(SummaryRow(name, late, measures.start, measures.late_mean))
     return rows
 
 
-def evaluations(history: History, phase: str = "rl") -> list[tuple[float, float]]:
-    """(step, held-out accuracy) of every evaluation whose accuracy is a number."""
-    return [(float(step), value) for step, value in history.series("eval/accuracy", phase) if math.isfinite(value)]
+def evaluations(history: History) -> list[tuple[float, float]]:
+    """(update, held-out accuracy) of every evaluation of RL whose accuracy is finite."""
+    return [(float(step), value) for step, value in history.series("eval/accuracy", "rl") if math.isfinite(value)]
 
 
-def in_between(history: History, phase: str = "rl") -> str:
+def in_between(history: History) -> str:
     """A sentence on the best evaluation and the worst fall, or that there was no evaluation in between; empty for fewer than two."""
-    measures = measure(evaluations(history, phase))
+    measures = measure(evaluations(history))
     if measures is None:
         return ""
     if measures.late == 1:
@@ -89,7 +89,6 @@ def in_between(history: History, phase: str = "rl") -> str:
 
 
 def summary_table(rows: list[SummaryRow]) -> Table:
-    """The rows as a table for a terminal."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("")
     for heading in ("before RL", "after RL", "change"):

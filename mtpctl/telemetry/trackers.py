@@ -1,7 +1,7 @@
 """Trackers that are packages and services of others: Weights & Biases and MLflow.
 
-Both draw every metric over one step that only grows, while each phase of a run counts its own. So they get updates over all phases:
-those of RL follow those of the supervised phase, as in the report.
+Both want one step that only grows, while each phase of a run counts its own. So they get updates counted over all phases: those of RL
+follow those of the supervised phase, as in the report.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mtpctl.errors import EnvironmentMissing
 from mtpctl.recipe.loading import flatten
 from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.telemetry.history import History
-from mtpctl.telemetry.sample_log import KeptSample, response_text
+from mtpctl.telemetry.sample_log import SampleRow, response_text
 
 SAMPLE_COLUMNS = ("step", "set", "prompt", "answer", "response", "reward", "tokens", "ended", "versions", "drafted", "accepted", "note")
 _PARAMS, _VALUE = 100, 500
-"""Parameters that MLflow takes at once, and characters of a value, of the least that its releases take."""
+"""Parameters that MLflow takes at once, and characters of a value: the least over its releases."""
 
 
 def identity(folder: Path) -> str:
-    """The same directory is the same run, so that a resumed one goes on in its place."""
+    """The tracker's id of the run in a directory, the same at every resume."""
     return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
 
 
@@ -46,7 +45,7 @@ class Updates:
         return step + sum(self._last.get(before, 0) for before in self._phases[: self._phases.index(phase)])
 
 
-def _cells(row: KeptSample, columns: list[str]) -> list[object]:
+def _cells(row: SampleRow, columns: list[str]) -> list[object]:
     parts = {f"reward/{name}": value for name, value in row["reward_parts"].items()}
     cells: dict[str, object] = {
         "step": row["step"],
@@ -70,7 +69,7 @@ class WandbSink:
 
     failure = ""
 
-    def __init__(self, config: TelemetryConfig, name: str, folder: Path, recipe: Mapping[str, Any], updates: Updates) -> None:
+    def __init__(self, config: TelemetryConfig, name: str, folder: Path, recipe: Mapping[str, object], updates: Updates) -> None:
         """Raises EnvironmentMissing where W&B does not take the run: without a login, or a network."""
         import wandb
 
@@ -97,7 +96,7 @@ class WandbSink:
     def write(self, step: int, metrics: dict[str, float], phase: str) -> None:
         self._run.log({**metrics, f"{phase}/step": step, "update": self._updates.of(step, phase)})
 
-    def samples(self, rows: list[KeptSample]) -> None:
+    def samples(self, rows: list[SampleRow]) -> None:
         """A table for each kind of samples, all of one step: `samples/update`, `samples/eval`, `samples/dropped`."""
         from wandb import Table
 
@@ -115,11 +114,10 @@ class WandbSink:
 class MlflowSink:
     """MLflow: metrics over updates, every key of the resolved recipe as a parameter.
 
-    Rows are sent from a thread of its own, since a tracking server may be slow. Where it fails nothing more is sent, and `failure` says
-    so.
+    A thread sends the rows, since a tracking server may be slow. Once it has failed nothing more is sent, and `failure` says why.
     """
 
-    def __init__(self, config: TelemetryConfig, name: str, folder: Path, recipe: Mapping[str, Any], updates: Updates) -> None:
+    def __init__(self, config: TelemetryConfig, name: str, folder: Path, recipe: Mapping[str, object], updates: Updates) -> None:
         """Raises EnvironmentMissing where the tracking server does not answer."""
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
@@ -149,8 +147,8 @@ class MlflowSink:
         self._thread = threading.Thread(target=self._send_all, name="mlflow", daemon=True)
         self._thread.start()
 
-    def _put_params(self, recipe: Mapping[str, Any], there: Mapping[str, str]) -> None:
-        """Parameters cannot be changed: what a resumed run has otherwise becomes a tag, `changed.KEY`."""
+    def _put_params(self, recipe: Mapping[str, object], there: Mapping[str, str]) -> None:
+        """Log the recipe's values. MLflow changes no parameter: one that a resumed run changes becomes a tag, `changed.KEY`."""
         from mlflow.entities import Param
 
         values = {".".join(key): json.dumps(value, ensure_ascii=False)[:_VALUE] for key, value in flatten(recipe).items()}

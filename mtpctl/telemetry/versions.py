@@ -10,7 +10,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 PACKAGES = (
     "mtpctl",
@@ -37,16 +37,33 @@ DRIVER = Path("/proc/driver/nvidia/version")
 """This file exists where the driver, and so a card, is."""
 
 
-def collect_versions() -> dict[str, Any]:
-    """Python, the packages that are installed, and the machine's cards, processor, cores and memory."""
-    packages = {}
+class Machine(TypedDict):
+    """The machine of a run. `cards`: a name for each card that the process may use; earlier releases did not record them."""
+
+    system: str
+    arch: str
+    cores: int | None
+    memory_gib: float
+    cards: NotRequired[list[str]]
+
+
+class Versions(TypedDict):
+    """What `versions.json` holds: Python, the installed packages by name, and the machine."""
+
+    python: str
+    packages: dict[str, str]
+    machine: Machine
+
+
+def collect_versions() -> Versions:
+    packages: dict[str, str] = {}
     for name in PACKAGES:
         try:
             packages[name] = version(name)
         except PackageNotFoundError:
             continue
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    machine = {
+    machine: Machine = {
         "system": platform.system(),
         "arch": platform.machine(),
         "cores": os.cpu_count(),
@@ -71,7 +88,7 @@ def card_gib() -> float | None:
 
 
 def _of_cards(what: str) -> list[str]:
-    """What nvidia-smi calls `what` of each card that this process may use; the reason in words where it does not tell."""
+    """nvidia-smi's field `what` of each card that this process may use, or a reason in words where it does not answer."""
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     tool = shutil.which("nvidia-smi")
     if allowed == "":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from mtpctl.cluster.heap import importing, settle_heap
 from mtpctl.cluster.logs import write_to_run
+from mtpctl.cluster.seats import Found, here
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.train import Replay
@@ -64,6 +65,10 @@ class TrainerRank(WeightSource):
         self.saving: Save
         self.profile = UpdateProfile(self.recipe.run_path / "logs", rank) if self.recipe.telemetry.profile else None
 
+    def here(self) -> Found:
+        """Where the rank is. It answers once it has ended the calls before."""
+        return here()
+
     def address(self) -> str:
         """The address at which the ranks meet: that of a store which this rank hosts from now on."""
         from mtpctl.cluster.meeting import address_of, host_store
@@ -79,6 +84,7 @@ class TrainerRank(WeightSource):
         with importing():
             import torch
 
+            from mtpctl.cluster.meeting import use_own_interface
             from mtpctl.convert.hf_folder import HfFolder
             from mtpctl.model.parallel import Rank
             from mtpctl.rl.own_loss import check_loss
@@ -103,7 +109,10 @@ class TrainerRank(WeightSource):
             moe=train.moe,
             adapter_seed=self.recipe.seed,
         )
-        self.engine = MegatronEngine(HfFolder.open(folder), config, Rank(self.rank, self.world_size, master))
+        if self.world_size > 1:
+            use_own_interface()
+        rank = Rank(self.rank, self.world_size, master, deadline_s=self.recipe.cluster.step_deadline_s)
+        self.engine = MegatronEngine(HfFolder.open(folder), config, rank)
         settle_heap()
         held, trained = self.engine.parameters
         return {"parameters": held, "trained": trained}

@@ -179,7 +179,6 @@ def _on(values: np.ndarray, device: torch.device | str) -> Tensor:
 
 
 def _routed(packing: Packing, chosen: list[Sequence]) -> Packing:
-    """The packing of these sequences with their routes."""
     first = next((s.routes for s in chosen if s.routes is not None), None)
     if first is None:
         return packing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from mtpctl.bench.sync_results import GIB, Extra, Options, Result, misses, table
+from mtpctl.bench.sync_results import GIB, ExtraMemory, Options, Result, misses, table
 
 CARD = Options(
     config={},
@@ -35,7 +35,9 @@ def test_medians_within_their_bounds_miss_nothing() -> None:
 
 
 def test_each_bound_is_told_with_its_figure() -> None:
-    slow = result(seconds=[0.6], stall_seconds=[0.7], wire_seconds=[0.3], trainer_gib=Extra(2.0, 0.5, 1.0), engine_gib=Extra(4.0))
+    slow = result(
+        seconds=[0.6], stall_seconds=[0.7], wire_seconds=[0.3], trainer_gib=ExtraMemory(2.0, 0.5, 1.0), engine_gib=ExtraMemory(4.0)
+    )
     assert misses(slow, CARD) == [
         "wire over link 3.000 x, bound 2",
         "a sync 0.600 s, bound 0.5",
@@ -57,6 +59,6 @@ def test_a_row_tells_medians_with_least_and_most() -> None:
 def test_memory_is_told_by_what_holds_it() -> None:
     before = {"allocated": 10 * GIB, "peak": 10 * GIB, "reserved": 12 * GIB, "peak_reserved": 12 * GIB, "used": 13 * GIB}
     after = {"allocated": 10 * GIB, "peak": 13 * GIB, "reserved": 16 * GIB, "peak_reserved": 16 * GIB, "used": 18 * GIB}
-    found = Extra.between(before, after, alone=True)
-    assert (found, found.total) == (Extra(tensors=3.0, kept=1.0, beside=1.0), 5.0)
-    assert Extra.between(before, after, alone=False).beside == 0
+    found = ExtraMemory.between(before, after, alone=True)
+    assert (found, found.total) == (ExtraMemory(tensors=3.0, kept=1.0, beside=1.0), 5.0)
+    assert ExtraMemory.between(before, after, alone=False).beside == 0

@@ -174,9 +174,9 @@ def test_a_dry_run_tells_everything_that_is_wrong_a_line_each(mtpctl: Any, monke
 def test_a_rank_that_does_not_fit_is_told_with_what_would_make_it_fit(mtpctl: Any) -> None:
     arguments = ["train", "mimo7b_mtp", "--dry-run", "--set", "train.parallel={tp: 1}"]
     told = mtpctl(*arguments)
-    assert told.code == 4 and told.err.startswith("error: train.parallel: a trainer rank needs 226 GiB of the 139 that it has of a card;")
-    assert "card       139 GiB (cluster.gpu_gib); the fullest rank needs one of 225.7 GiB\n" in told.out
-    assert "87.5 GiB  --set train.offload.optimizer=true  (fits)\n" in told.out and "80.8 GiB  --set train.recompute=full\n" in told.out
+    assert told.code == 4 and told.err.startswith("error: train.parallel: a trainer rank needs 225 GiB of the 139 that it has of a card;")
+    assert "card       139 GiB (cluster.gpu_gib); the fullest rank needs one of 224.6 GiB\n" in told.out
+    assert "87.5 GiB  --set train.offload.optimizer=true  (fits)\n" in told.out and "79.6 GiB  --set train.recompute=full\n" in told.out
     assert mtpctl(*arguments, "--set", "train.offload.optimizer=true").code == 0
 
 
@@ -184,7 +184,7 @@ def test_a_card_of_unknown_size_is_not_passed_in_silence_and_this_machines_is_ta
     arguments = ["train", "mimo7b_mtp", "--dry-run", "--set", "train.parallel={tp: 1}", "--set", "cluster.gpu_gib=null"]
     monkeypatch.setattr("mtpctl.cli.dry_run.card_gib", lambda: None)
     told = mtpctl(*arguments)
-    assert told.code == 0 and "of unknown size, so nothing is checked: the fullest rank needs one of 225.7 GiB; set" in told.out
+    assert told.code == 0 and "of unknown size, so nothing is checked: the fullest rank needs one of 224.6 GiB; set" in told.out
     monkeypatch.setattr("mtpctl.cli.dry_run.card_gib", lambda: 80.0)
     told = mtpctl(*arguments)
     assert told.code == 4 and "card       80 GiB (this machine)" in told.out
@@ -337,3 +337,9 @@ def test_a_users_model_is_not_overwritten_by_a_made_one(mtpctl: Any, command: tu
     told = mtpctl(*command, str(tmp_path))
     assert told.code == 2 and "not overwritten" in told.err
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.json", '{"model_type": "qwen2"}')]
+
+
+def test_a_plan_for_a_cluster_that_does_not_answer_says_so(mtpctl: Any, tmp_path: Path) -> None:
+    told = mtpctl("train", "tiny_mtp", "--dry-run", "--set", "cluster.address=127.0.0.1:1", "--set", f"run_dir={tmp_path / 'run'}")
+    assert told.code == 3 and "trainer-0  host 0" in told.out, "it is planned as if"
+    assert told.err.startswith("error: cluster.address: no Ray cluster answers at 127.0.0.1:1: ")

@@ -10,10 +10,12 @@ from typing import Any, cast
 
 import pytest
 
+from mtpctl.cluster.seats import Seats
 from mtpctl.controller import launch
 from mtpctl.controller.launch import Run
 from mtpctl.controller.prepare import Prepared, changed_old_logprobs, check_drawn, model_of, prepare
 from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.plan.placement import Placement
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
 from mtpctl.telemetry.run_directory import RunDirectory
@@ -44,6 +46,11 @@ def save(run: Path, stage: str, step: int, ended: list[str]) -> Path:
     return folder
 
 
+async def anywhere(recipe: Recipe, waits: Any, stopping: asyncio.Event) -> tuple[Placement, Seats]:
+    """No cluster is asked for places."""
+    return Placement("cpu", (), 1), Seats()
+
+
 def drive(
     recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, *, changed: str = "", rows: Rows | None = None
 ) -> tuple[bool, list[str]]:
@@ -51,7 +58,7 @@ def drive(
     asked: list[str] = []
 
     class Trainer:
-        def __init__(self, recipe: Recipe, placement: Any) -> None:
+        def __init__(self, recipe: Recipe, placement: Any, seats: Any) -> None:
             pass
 
         async def build(self, folder: Path) -> dict[str, Any]:
@@ -62,9 +69,10 @@ def drive(
             return str(folder) if method == "latest_checkpoint" else None
 
     monkeypatch.setattr(launch, "TrainerGroup", Trainer)
+    monkeypatch.setattr(launch, "seated", anywhere)
     home = recipe.run_path
     prepared = Prepared(model_of(recipe, home), cast(Any, None), cast(Any, None), 64)
-    run = Run(recipe, prepared, RunDirectory(home), cast(Telemetry, rows or Rows()), cast(Any, None), changed)
+    run = Run(recipe, prepared, RunDirectory(home), cast(Telemetry, rows or Rows()), changed)
     return asyncio.run(run.drive()), asked
 
 
@@ -147,7 +155,7 @@ def test_the_resume_line_of_rl_tells_what_has_changed(tmp_path: Path, monkeypatc
         return None, None
 
     class Stopped:
-        def __init__(self, *asked: Any, beside: Any) -> None:
+        def __init__(self, *asked: Any, beside: Any, revive: Any) -> None:
             self.state = asked[-1]
 
         async def run(self) -> None:
@@ -170,7 +178,7 @@ def test_actors_are_told_of_absolute_paths(tmp_path: Path, monkeypatch: pytest.M
     told: list[Path] = []
 
     class Trainer:
-        def __init__(self, recipe: Recipe, placement: Any) -> None:
+        def __init__(self, recipe: Recipe, placement: Any, seats: Any) -> None:
             told.append(recipe.run_path)
 
         async def build(self, folder: Path) -> dict[str, Any]:
@@ -187,6 +195,7 @@ def test_actors_are_told_of_absolute_paths(tmp_path: Path, monkeypatch: pytest.M
             return {"sft/loss": 1.0, "skipped": 0.0, "perf/tokens": 1.0} if method == "sft_step" else None
 
     monkeypatch.setattr(launch, "TrainerGroup", Trainer)
+    monkeypatch.setattr(launch, "seated", anywhere)
     monkeypatch.setattr(launch, "cluster", lambda *_, **__: contextlib.nullcontext())
     assert launch.run(recipe(Path("runs/here"), *SFT, "cluster.num_cpus=2", "train.sft.batch_size=1"), plain=True) == 0
     assert [path.relative_to(tmp_path / "runs" / "here") for path in told] == [
@@ -203,7 +212,7 @@ def test_a_stage_that_fails_between_updates_leaves_a_checkpoint(tmp_path: Path, 
     done, failed = 0, asyncio.Event()
 
     class Trainer:
-        def __init__(self, recipe: Recipe, placement: Any) -> None:
+        def __init__(self, recipe: Recipe, placement: Any, seats: Any) -> None:
             pass
 
         async def build(self, folder: Path) -> dict[str, Any]:
@@ -238,10 +247,11 @@ def test_a_stage_that_fails_between_updates_leaves_a_checkpoint(tmp_path: Path, 
         raise RuntimeFailure("rollout replica 0, start: out of memory")
 
     monkeypatch.setattr(launch, "TrainerGroup", Trainer)
+    monkeypatch.setattr(launch, "seated", anywhere)
     monkeypatch.setattr(Run, "_start_actors", engines)
     begun = recipe(tmp_path / "run", "train.stages=[sft,rl]", "train.rl.steps=1", "train.sft.steps=1000", "train.sft.batch_size=1")
     home, rows = begun.run_path, Rows()
-    run = Run(begun, prepare(begun, home), RunDirectory(home), cast(Telemetry, rows), cast(Any, None))
+    run = Run(begun, prepare(begun, home), RunDirectory(home), cast(Telemetry, rows))
     with pytest.raises(RuntimeFailure, match="out of memory"):
         asyncio.run(run.drive())
     saved = home / "checkpoints" / f"sft-{done:06d}"

@@ -104,4 +104,4 @@ def test_a_dataset_that_is_not_in_the_cache_is_no_reason_to_ask_the_hub(tmp_path
 
 
 def absent(name: str) -> None:
-    raise hub._Absent
+    raise hub._NotCached

@@ -26,7 +26,7 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.rewards.outcome import Answered, Outcome, Reward
 from mtpctl.rollout.protocol import DEADLINE
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.telemetry.sample_log import KeptSample
+from mtpctl.telemetry.sample_log import SampleRow
 from mtpctl.telemetry.session import Telemetry
 from tests.controller.test_state import Trainer
 
@@ -56,7 +56,7 @@ class World:
     made_while_updating: int = 0
     rows: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     events: list[tuple[str, str]] = field(default_factory=list)
-    kept: list[KeptSample] = field(default_factory=list)
+    kept: list[SampleRow] = field(default_factory=list)
 
 
 class FakeTrainer:
@@ -120,7 +120,7 @@ class Rows:
     def event(self, kind: str, message: str) -> None:
         self.world.events.append((kind, message))
 
-    def samples(self, rows: list[KeptSample]) -> None:
+    def samples(self, rows: list[SampleRow]) -> None:
         self.world.kept += rows
 
 

@@ -115,9 +115,9 @@ def test_tools_may_be_written_as_json_text(tmp_path: Path) -> None:
 
 def test_the_supervised_stage_takes_conversations_and_solutions_without_an_answer(tmp_path: Path) -> None:
     (whole,) = read(rows(tmp_path / "c.jsonl", OPENAI), supervised=True)
-    assert whole.imitated and [message["role"] for message in whole.messages] == ["system", "user", "assistant"]
+    assert whole.is_conversation and [message["role"] for message in whole.messages] == ["system", "user", "assistant"]
     (solved,) = read(rows(tmp_path / "s.jsonl", {"prompt": "a", "solution": "b"}), supervised=True)
-    assert (solved.imitated, solved.target) == (False, "b")
+    assert (solved.is_conversation, solved.target) == (False, "b")
     with pytest.raises(UserError, match=r"`answer` must be text"):
         read(rows(tmp_path / "n.jsonl", {"messages": [ASK]}), supervised=True)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mtpctl.data.conversations import encode_conversation
 from mtpctl.data.problems import Problem
-from mtpctl.data.prompts import encode_imitated, encode_prompt, fit_problems
+from mtpctl.data.prompts import encode_prompt, encode_sft, fit_problems
 from mtpctl.data.tokenizers import Tokenizer, load_tokenizer, make_byte_tokenizer
 from mtpctl.errors import UserError
 from mtpctl.recipe.data import DataConfig
@@ -58,7 +58,7 @@ def talk(*contents: str, **fields: Any) -> Problem:
 def trained(tokenizer: Tokenizer, problem: Problem, config: DataConfig | None = None) -> tuple[str, list[str]]:
     """The whole text, and the runs of it that are trained on, special tokens included."""
     inner = tokenizer.inner  # type: ignore[attr-defined]
-    prompt, target, mask = encode_imitated(tokenizer, problem, config or DataConfig())
+    prompt, target, mask = encode_sft(tokenizer, problem, config or DataConfig())
     runs: list[list[int]] = [[]]
     for token, one in zip(target, mask, strict=True):
         if one:

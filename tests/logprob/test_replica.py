@@ -55,7 +55,7 @@ async def started(folder: Path, count: int, published: VersionStore | None = Non
     config = replica_config(folder, **changes)
 
     async def start(index: int) -> Replica:
-        return await start_replica(config, name=f"log-prob replica {index}", cpus=0, gpus=0)
+        return await start_replica(config, name=f"log-prob replica {index}", options=[{"num_cpus": 0}] * config.parallel.world_size)
 
     return await LogprobServer.start(start, count, ServerLimits(1024, 1 << 20, max_restarts=30), published=published)
 

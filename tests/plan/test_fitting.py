@@ -6,11 +6,12 @@ import pytest
 
 from mtpctl.families.hub import hub_config
 from mtpctl.families.reading import shape_of
-from mtpctl.plan.fitting import Misfit, card_needed, changed, check_fits, misfits
+from mtpctl.plan.fitting import Misfit, card_needed, changed, misfits
 from mtpctl.plan.memory import GIB, trainer_memory
 from mtpctl.recipe.checks import complaints_of
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
+from tests.plan.fits import check_fits
 
 MIMO = shape_of(hub_config("XiaomiMiMo/MiMo-7B-RL"))
 ONE_CARD = "train.parallel={tp: 1}"

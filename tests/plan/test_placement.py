@@ -145,3 +145,25 @@ def test_too_few(sets: list[str], name: str, hosts: list[Host] | None, message: 
 def test_an_engine_larger_than_a_host_is_the_recipes_mistake() -> None:
     with pytest.raises(UserError, match=r"rollout\.tp: 16 ranks do not fit a host of cluster\.gpus_per_node: 8"):
         placed("rollout.tp=16")
+
+
+def test_a_tensor_parallel_group_is_not_split_where_a_host_can_hold_it() -> None:
+    alone = ["train.parallel.tp=2", "train.stages=[sft]"]
+    placement = placed(*alone, "train.parallel.dp=2", hosts=[Host(64, 3), Host(64, 2)])
+    assert [(actor.host, actor.cards) for actor in placement.actors] == [(0, (0,)), (0, (1,)), (1, (0,)), (1, (1,))]
+    assert [actor.host for actor in placed(*alone, hosts=[Host(64, 1), Host(64, 1)]).actors] == [0, 1], "none could hold it"
+
+
+def test_who_shares_a_card_is_reserved_together_and_so_is_an_engine() -> None:
+    shares = ["train.gpus=0.6", "rollout.gpus=0.4", "logprob.gpus=0.4", "sync.transport=ipc", "train.parallel.tp=2"]
+    bundles = placed(*shares, "rollout.replicas=1").bundles()
+    assert [([actor.name for actor in bundle.actors], bundle.gpus) for bundle in bundles] == [
+        (["trainer-0", "rollout-0"], 1.0),
+        (["trainer-1", "logprob-0"], 1.0),
+    ]
+    engine = placed("rollout.tp=2", "rollout.replicas=1", "logprob.standalone=false", "train.parallel.tp=1").bundles()
+    assert [([actor.name for actor in bundle.actors], bundle.gpus) for bundle in engine] == [
+        (["trainer-0"], 1.0),
+        (["rollout-0", "rollout-0.1"], 2.0),
+    ]
+    assert [len(bundle.actors) for bundle in placed("rollout.threads=1", name="tiny_mtp", hosts=[Host(5)]).bundles()] == [1, 1]

@@ -10,7 +10,6 @@ import pytest
 
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.reading import shape_of
-from mtpctl.plan.fitting import check_fits
 from mtpctl.plan.memory import GIB, engine_memory, trainer_memory
 from mtpctl.plan.placement import place
 from mtpctl.recipe.checks import complaints_of, validate
@@ -20,6 +19,7 @@ from mtpctl.recipe.model import ModelConfig
 from mtpctl.recipe.model_source import hf_config
 from mtpctl.recipe.train import moe_fits
 from tests.families.toys import SERVED, TOYS
+from tests.plan.fits import check_fits
 
 
 def complaint(*sets: str, recipe: str = "tiny_mtp") -> str:
@@ -205,6 +205,7 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         (["train.parallel.pp=5"], "train.parallel.pp: 5 stages for 4 layers; take at most 4"),
         (["train.parallel={pp: 2, pp_layout: [1, 2]}"], "train.parallel.pp_layout: must name 2 stages with 4 layers in all, got [1, 2]"),
         (["train.parallel.ep=2"], "train.parallel.ep: the model has no experts"),
+        (["train.min_dp=2"], "train.min_dp: 2 is more than train.parallel.dp: 1; lower it"),
         (["logprob={standalone: true, parallel: {tp: 8}}"], "logprob.parallel.tp: 8 does not divide"),
         (["rollout.tp=3"], "rollout.tp: 3 does not divide 4 attention heads"),
         (["rollout.engine_args.hf_token=abc"], "rollout.engine_args.hf_token: secrets do not belong in a recipe"),

@@ -61,7 +61,7 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
 def test_a_place_that_refuses_while_it_is_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def refuse(self: Path, text: str) -> int:
+    def refuse(self: Path, text: str, encoding: str) -> int:
         self.touch()
         raise OSError(number, os.strerror(number))
 
@@ -74,7 +74,7 @@ def test_a_place_that_refuses_while_it_is_written_leaves_nothing(tmp_path: Path,
 def test_a_recipe_that_cannot_be_rewritten_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     RunDirectory.create(tmp_path / "run", "a: 1\n").close()
 
-    def refuse(self: Path, text: str) -> int:
+    def refuse(self: Path, text: str, encoding: str) -> int:
         self.touch()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -72,3 +72,13 @@ def test_runs_are_found_below_a_folder_and_not_within_each_other(mtpctl: Any, tm
     assert row.split()[1:6] == ["stopped", "rl", "4/10", "0.400", "0.250"]
     assert {row["state"] for row in json.loads(mtpctl("runs", str(tmp_path), "--json").out)} == {"stopped", "done"}
     assert mtpctl("runs", str(tmp_path / "no")).err == f"error: FOLDER: no folder {tmp_path / 'no'}; name one with runs in it\n"
+
+
+def test_the_status_of_a_run_tells_why_its_trainer_was_started_anew(mtpctl: Any, tmp_path: Path) -> None:
+    path = run(tmp_path / "a", 4, "restart")
+    told = mtpctl("status", str(path)).out
+    assert told.startswith(f"{path}: broken off, rl step 4 of 10, reward 0.400, held-out accuracy 0.250; wrote ")
+    assert told.endswith(" ago\nrestart: m\n")
+    assert json.loads(mtpctl("status", str(path), "--json").out)["restarts"] == ["m"]
+    no = tmp_path / "no"
+    assert mtpctl("status", str(no)).err == f"error: RUN: {no} is no run directory; mtpctl runs lists those below a folder\n"

@@ -11,7 +11,7 @@ import pytest
 from mtpctl.errors import UserError
 from mtpctl.samples import Sample, Speculation
 from mtpctl.telemetry import sample_log
-from mtpctl.telemetry.sample_log import KeptSample, SampleLog, keep, read_samples, response_text, shortened, spread
+from mtpctl.telemetry.sample_log import SampleLog, SampleRow, read_samples, response_text, sample_row, shortened, spread
 
 
 def text(ids: list[int]) -> str:
@@ -24,8 +24,8 @@ def sample(reward: float | None = 0.5, response: str = "a") -> Sample:
     return made
 
 
-def row(step: int, response: str = "a", kind: sample_log.Kind = "update") -> KeptSample:
-    return keep(sample(response=response), text, step=step, kind=kind)
+def row(step: int, response: str = "a", kind: sample_log.Kind = "update") -> SampleRow:
+    return sample_row(sample(response=response), text, step=step, kind=kind)
 
 
 def test_a_row_tells_the_models_turns_from_the_environments() -> None:
@@ -34,7 +34,7 @@ def test_a_row_tells_the_models_turns_from_the_environments() -> None:
     made.append([ord("4")], [0.0], 4)
     made.speculation = Speculation(drafted=5, accepted=2, accepted_by_position=[2, 0], steps=3)
     made.reward_parts = {"exact": 1.0}
-    kept = keep(made, text, step=7, kind="update", answer="4")
+    kept = sample_row(made, text, step=7, kind="update", answer="4")
     assert [(part["by"], part["text"], part["tokens"]) for part in kept["parts"]] == [
         ("model", "ask", 3),
         ("environment", "told", 4),
@@ -47,7 +47,7 @@ def test_a_row_tells_the_models_turns_from_the_environments() -> None:
 
 
 def test_a_response_without_a_token_has_no_parts() -> None:
-    assert keep(sample(response=""), text, step=1, kind="eval")["parts"] == []
+    assert sample_row(sample(response=""), text, step=1, kind="eval")["parts"] == []
 
 
 def test_the_samples_that_are_kept_reach_from_the_lowest_reward_to_the_highest() -> None:
@@ -114,7 +114,7 @@ def test_a_disk_that_is_slow_holds_nobody_up_and_what_is_left_out_is_counted(tmp
 
 
 def test_a_table_that_fails_is_told_and_the_file_goes_on(tmp_path: Path) -> None:
-    def table(rows: list[KeptSample]) -> None:
+    def table(rows: list[SampleRow]) -> None:
         raise ConnectionError("no network\nat all")
 
     log = SampleLog(tmp_path / "samples", 1, [table])

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 
 from mtpctl.samples import Sample, Speculation
-from mtpctl.telemetry.sample_log import KeptSample, Kind, keep
+from mtpctl.telemetry.sample_log import Kind, SampleRow, sample_row
 from mtpctl.telemetry.sample_page import ending, facts, of_spread_steps, reward_bands, samples_section
 
 
-def kept(step: int, reward: float | None, response: str = "a", *, kind: Kind = "update", note: str = "") -> KeptSample:
+def kept(step: int, reward: float | None, response: str = "a", *, kind: Kind = "update", note: str = "") -> SampleRow:
     sample = Sample("p", "g", [ord("?")], reward=reward, reward_parts={"format": 1.0}, finish_reason="stop")
     sample.append([ord(c) for c in response], [0.0] * len(response), 3)
     sample.append([ord("<")], [0.0], 4, trained=False)
     sample.speculation = Speculation(drafted=4, accepted=3, steps=2)
-    return keep(sample, lambda ids: "".join(map(chr, ids)), step=step, kind=kind, answer="<b>", note=note)
+    return sample_row(sample, lambda ids: "".join(map(chr, ids)), step=step, kind=kind, answer="<b>", note=note)
 
 
 def test_a_run_without_samples_has_no_section() -> None:

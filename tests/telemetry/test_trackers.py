@@ -16,7 +16,7 @@ from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.samples import Sample
 from mtpctl.telemetry.history import History, load_history
 from mtpctl.telemetry.run_directory import RunDirectory
-from mtpctl.telemetry.sample_log import keep
+from mtpctl.telemetry.sample_log import sample_row
 from mtpctl.telemetry.session import Telemetry
 from mtpctl.telemetry.trackers import Updates
 
@@ -35,7 +35,7 @@ def session(path: Path, config: TelemetryConfig, rows: list[tuple[int, dict[str,
         sample = Sample("p", "g", [50], reward=0.5, reward_parts={"format": 1.0})
         sample.append([51], [0.0], 2)
         sample.append([52], [0.0], 2, trained=False)
-        telemetry.samples([keep(sample, lambda ids: "".join(map(chr, ids)), step=2, kind="update", answer="4")])
+        telemetry.samples([sample_row(sample, lambda ids: "".join(map(chr, ids)), step=2, kind="update", answer="4")])
     return out.getvalue()
 
 

@@ -16,7 +16,10 @@ from mtpctl.bench.doctor import stack
 from mtpctl.bench.doctor.part import NoAnswer, run_part
 from mtpctl.bench.doctor.self_check import Agreement
 from mtpctl.cluster import leftovers
+from mtpctl.cluster.links import Link, slow, try_links
+from mtpctl.cluster.local import cluster
 from mtpctl.errors import EnvironmentMissing, MtpctlError, ThresholdMissed
+from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.sandbox.layers import layers
 from mtpctl.sandbox.sandbox import Sandbox
 
@@ -32,9 +35,10 @@ DEADLINE_S = {"kernels": 240.0, "transports": 120.0, "ray": 120.0, "families": 1
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found, in a sentence and as JSON-ready data. `absent`: something that need not be there.
+    """What a check found, in a sentence and as JSON-ready data.
 
-    `failed` has an error. So has `loaded`: the check took too long on a machine that is busy, which says nothing about the machine.
+    `absent`: something optional is not there. `failed` has an error. So has `loaded`: the check took too long on a busy machine, which says
+    nothing about the machine itself.
     """
 
     state: Literal["ok", "absent", "skipped", "loaded", "failed"]
@@ -54,14 +58,14 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All checks, in their order, and the seconds they took together, two at a time."""
+    """All checks in their order, and the seconds until all were done."""
 
     checks: list[Check]
     seconds: float
 
     @property
     def verdict(self) -> str:
-        """In a few words."""
+        """The outcome of all checks, in a few words."""
         states = {check.finding.state for check in self.checks}
         if "failed" in states:
             return "not fit to run"
@@ -91,6 +95,30 @@ class Diagnosis:
 Report = Callable[[Check], None]
 
 
+def examine_cluster(address: str) -> Diagnosis:
+    """Try the network between every two hosts of the cluster at this address. Raises EnvironmentMissing where none answers."""
+    began = time.perf_counter()
+    with cluster(ClusterConfig(address=address), cpus=0, gpus=0, tidy=False):
+        found = asyncio.run(try_links())
+    seconds = time.perf_counter() - began
+    return Diagnosis([Check("links", links(found), seconds)], seconds)
+
+
+def links(found: list[Link]) -> Finding:
+    """Which links between hosts are slow, or dead?"""
+    data = [asdict(link) for link in found]
+    if not found:
+        return Finding("absent", "the cluster has one host", data)
+    bad = slow(found)
+    rates = sorted(link.rate for link in found if not link.error)
+    usual = f"{len(found)} pairs of hosts" + (f", {rates[len(rates) // 2] / 1e9:.2f} GB/s in the median" if rates else "")
+    if not bad:
+        return Finding("ok", usual, data)
+    told = f"{usual}; slow: {'; '.join(link.told() for link in bad)}"
+    kind = EnvironmentMissing if any(link.error for link in bad) else ThresholdMissed
+    return Finding("failed", told, data, kind(f"links: {told}; look at its cable and route, or set cluster.interface"))
+
+
 def examine(*, quick: bool = False, done: Report = lambda check: None) -> Diagnosis:
     """Run every check; `quick` leaves out the self-check. `done` is called with each check as it ends.
 
@@ -100,7 +128,7 @@ def examine(*, quick: bool = False, done: Report = lambda check: None) -> Diagno
     installed = stack.packages(stack.project_requirements(), "gpu" if cards else "cpu")
     with tempfile.TemporaryDirectory(prefix="mtpctl-doctor-") as made:
         folder = Path(made)
-        # Two at a time: most of a part is importing its packages, on one core.
+        # Two at a time, since most of a part's time goes into importing packages on one core.
         lanes: list[dict[str, Callable[[], Awaitable[Finding]]]] = [
             {
                 "python": python,
@@ -221,7 +249,7 @@ async def ray(folder: Path) -> Finding:
 
 
 async def sandbox() -> Finding:
-    """What keeps code of the model in, where a reward or an environment runs it?"""
+    """Which walls does the sandbox have here, for rewards and environments that run the model's code?"""
     try:
         with Sandbox() as tried:
             found = await asyncio.to_thread(layers, tried)

@@ -29,7 +29,7 @@ class Trial(TypedDict):
 
 
 def kernels(folder: Path) -> dict[str, object]:
-    """Every `linear_logprob` implementation on this device, on a small problem: live, how far from the reference, or why not."""
+    """Try every `linear_logprob` implementation on a small problem: whether it runs here, and its error against the reference."""
     import torch
 
     from mtpctl.kernels.logprob import linear_logprob
@@ -79,7 +79,7 @@ def _auto(hidden: Tensor, weight: Tensor, labels: Tensor) -> str:
 
 
 def families(folder: Path) -> dict[str, object]:
-    """Every family's module of the installed vLLM, imported: live, or what it cannot be imported without."""
+    """Import the installed vLLM's module of every family. Names the package that a module lacks."""
     from vllm import ModelRegistry
 
     from mtpctl.families.registry import FAMILIES
@@ -97,7 +97,7 @@ def families(folder: Path) -> dict[str, object]:
 
 
 def transports(folder: Path) -> dict[str, object]:
-    """Every transport that a recipe may name. A tensor is sent through `shm`; the CUDA ones are live where their requirements are met."""
+    """Try every transport of a recipe: a tensor is sent through `shm`, the requirements of the CUDA ones are looked up."""
     import torch
 
     rows = []

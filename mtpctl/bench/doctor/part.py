@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpctl.errors import EnvironmentMissing, MtpctlError, RuntimeFailure, UserError
+from mtpctl.telemetry.run_directory import write_whole
 
 PARTS = {"kernels": "live", "transports": "live", "ray": "live", "families": "live", "sample": "self_check", "score": "self_check"}
 """Name of each part, and the module that holds the function of that name."""
@@ -60,15 +61,13 @@ async def run_part(name: str, folder: Path, deadline_s: float) -> dict[str, Any]
 
 
 def main(name: str, folder: Path) -> None:
-    """Run one part here and write its result. Errors that are not the project's own end the process with their traceback."""
+    """Run one part in this process and write its result. An error that is not the project's own ends the process with its traceback."""
     part: Callable[[Path], dict[str, object]] = getattr(import_module(f"mtpctl.bench.doctor.{PARTS[name]}"), name)
     try:
         told = part(folder)
     except MtpctlError as error:
         told = {"error": str(error), "exit_code": error.exit_code}
-    aside = folder / f".{name}.json"
-    aside.write_text(json.dumps(told))
-    aside.replace(folder / f"{name}.json")
+    write_whole(folder / f"{name}.json", json.dumps(told))
 
 
 if __name__ == "__main__":

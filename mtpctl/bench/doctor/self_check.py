@@ -1,8 +1,7 @@
 """Compare vLLM's log-probs of its own tokens with the trainer's, on a small MiMo with MTP speculation.
 
-A policy gradient is right only if the engine's `processed_logprobs` and Megatron's log-probs are of one distribution, at the
-sampling temperature and with speculation. `sample` and `score` run in two processes, since the patches that let either engine
-run on a CPU exclude each other.
+A policy gradient is right only if the engine's log-probs and Megatron's are of one distribution, at the sampling temperature and with
+speculation. `sample` and `score` run in two processes, since the patches that let either engine run on a CPU exclude each other.
 """
 
 from __future__ import annotations

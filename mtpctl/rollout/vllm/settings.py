@@ -105,6 +105,9 @@ def engine_settings(
         args["enable_return_routed_experts"] = True
         if cpu:
             args["async_scheduling"] = False
+    if rollout.tp > 1:
+        # An engine is on one host. vLLM would take Ray for its workers where its process sits in a placement group.
+        args["distributed_executor_backend"] = "mp"
     args |= rollout.engine_args
     in_loop = cpu and args["tensor_parallel_size"] == 1
     environment = _environment(cpu, in_loop, rollout.threads)

@@ -127,7 +127,6 @@ class Readers:
             self.close()
 
     def close(self) -> None:
-        """Release what is open."""
         if self._reader is not None:
             self._reader.close()
         self._reader = self._place = None

@@ -15,6 +15,7 @@ from mtpctl.bench.doctor.part import NoAnswer
 from mtpctl.bench.doctor.self_check import Agreement
 from mtpctl.bench.doctor.stack import packages
 from mtpctl.cluster.leftovers import Leftover
+from mtpctl.cluster.links import Link
 from mtpctl.errors import EnvironmentMissing, RuntimeFailure, ThresholdMissed
 
 AGREED = Agreement(2, 40, 0.7, "fp32", mean_abs=1e-6, max_abs=1e-5, bound=1e-4, drafted=30, accepted=9)
@@ -159,3 +160,21 @@ def test_what_only_adds_speed_is_told_with_what_it_is_for(found: str | None, tol
     assert package.state == "ok" and package.error is None
     assert f"optional: flash-linear-attention {told} (for linear attention of Qwen3-Next and Qwen3.5 in the trainer" in package.told
     assert package.told.startswith(f"all {2 if told == 'there' else 1} as asked for")
+
+
+GOOD = Link("a", "b", 1e-4, 1e9)
+
+
+@pytest.mark.parametrize(
+    ("found", "state", "error", "told"),
+    [
+        ([], "absent", None, "the cluster has one host"),
+        ([GOOD, GOOD], "ok", None, "2 pairs of hosts, 1.00 GB/s in the median"),
+        ([GOOD, GOOD, Link("b", "c", 1e-4, 1e8)], "failed", ThresholdMissed, "slow: b – c: 0.10 GB/s"),
+        ([GOOD, Link("b", "c", error="not reached: refused")], "failed", EnvironmentMissing, "slow: b – c: not reached: refused"),
+    ],
+)
+def test_links_between_hosts(found: list[Link], state: str, error: type[Exception] | None, told: str) -> None:
+    finding = examination.links(found)
+    assert finding.state == state and told in finding.told
+    assert finding.error is None if error is None else type(finding.error) is error

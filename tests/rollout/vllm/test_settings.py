@@ -32,3 +32,9 @@ def test_workers_on_cards_are_not_forked_and_cores_on_cpus_live_with_the_actor()
     assert environment("cpu")["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert "VLLM_CPU_OMP_THREADS_BIND" not in environment("cpu")
     assert environment("cpu", tp=2)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind", "ranks share the NUMA node of a small machine"
+
+
+def test_ranks_of_an_engine_are_processes_of_its_own_host() -> None:
+    """vLLM would take Ray where the engine's actor sits in a placement group, and with it other hosts."""
+    of = [engine_settings(VllmConfig(tp=tp), model="m", precision="fp32", device="cuda").args for tp in (1, 2)]
+    assert [args.get("distributed_executor_backend") for args in of] == [None, "mp"]

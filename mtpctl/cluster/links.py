@@ -1,0 +1,149 @@
+"""Tries the network between every two hosts of a cluster, over plain sockets at the hosts' own addresses.
+
+Pairs are tried in rounds in which no host is in two pairs, so that a measurement has both of its hosts for itself, and the time grows
+with the hosts and not with the pairs. What is measured is one TCP stream: NCCL over InfiniBand is faster, but a host with a bad cable, or
+one that talks over the wrong interface, stands out all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+BYTES = 64 << 20
+ROUNDS = 20
+TRY_S = 30.0
+SLOW_SHARE = 0.5
+"""A link is slow with less than this share of the median rate."""
+SLOW_LATENCY = 5.0
+"""A link is slow whose latency is more than this many times the median, and `SLOW_S` above it."""
+SLOW_S = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Two hosts by their names, the median round trip, and bytes a second; `error` where they did not reach each other."""
+
+    first: str
+    second: str
+    latency_s: float = 0.0
+    rate: float = 0.0
+    error: str = ""
+
+    def told(self) -> str:
+        """In a line."""
+        measured = f"{self.rate / 1e9:.2f} GB/s, {1e3 * self.latency_s:.2f} ms there and back"
+        return f"{self.first} – {self.second}: {self.error or measured}"
+
+
+class Endpoint:
+    """One end of a link. It answers each byte of a round trip, and a stream of `BYTES` once with one byte at its end."""
+
+    def listen(self, host: str = "") -> tuple[str, int]:
+        """Take connections at a free port of `host`, by default of this host's address in the cluster. Returns both."""
+        if not host:
+            import ray
+
+            host = str(ray.util.get_node_ip_address())
+        self._bound = socket.create_server((host, 0))
+        threading.Thread(target=self._serve, daemon=True).start()
+        return host, int(self._bound.getsockname()[1])
+
+    def _serve(self) -> None:
+        while True:
+            connection, _ = self._bound.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(TRY_S)
+                for _ in range(ROUNDS):
+                    connection.sendall(connection.recv(1))
+                left = BYTES
+                while left and (got := len(connection.recv(min(left, 1 << 20)))):
+                    left -= got
+                connection.sendall(b"!")
+
+    def measure(self, host: str, port: int) -> tuple[float, float]:
+        """The median round trip to an endpoint in seconds, and bytes a second. Raises OSError where it is not reached."""
+        with socket.create_connection((host, port), TRY_S) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            trips = []
+            for _ in range(ROUNDS):
+                began = time.perf_counter()
+                connection.sendall(b"?")
+                connection.recv(1)
+                trips.append(time.perf_counter() - began)
+            block = bytes(1 << 20)
+            began = time.perf_counter()
+            for _ in range(BYTES // len(block)):
+                connection.sendall(block)
+            if connection.recv(1) != b"!":
+                raise ConnectionError("the other end closed the connection")
+            return statistics.median(trips), BYTES / (time.perf_counter() - began)
+
+
+def rounds_of(count: int) -> list[list[tuple[int, int]]]:
+    """All pairs of `count` hosts, in rounds in which each host is at most once (the circle method of tournaments)."""
+    places: list[int | None] = [*range(count), *([None] if count % 2 else [])]
+    found = []
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        pairs = [(a, b) for a, b in zip(places[:half], reversed(places[half:]), strict=True) if a is not None and b is not None]
+        found.append([(min(pair), max(pair)) for pair in pairs])
+        places = [places[0], places[-1], *places[1:-1]]
+    return found
+
+
+def slow(links: Sequence[Link]) -> list[Link]:
+    """The links that failed, and those that are far below the others."""
+    good = [link for link in links if not link.error]
+    if not good:
+        return list(links)
+    rate, latency = statistics.median(link.rate for link in good), statistics.median(link.latency_s for link in good)
+    bound = max(SLOW_LATENCY * latency, latency + SLOW_S)
+    return [link for link in links if link.error or link.rate < SLOW_SHARE * rate or link.latency_s > bound]
+
+
+async def try_links() -> list[Link]:
+    """Measure the link between every two hosts of the cluster that this process has joined."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from mtpctl.cluster.hosts import ray_hosts
+
+    hosts = ray_hosts()
+    remote = ray.remote(Endpoint)
+    ends: list[Any] = [
+        remote.options(num_cpus=0, max_concurrency=2, scheduling_strategy=NodeAffinitySchedulingStrategy(host.node, soft=False)).remote()
+        for host in hosts
+    ]
+    try:
+        addresses = await asyncio.gather(*(end.listen.remote() for end in ends))
+
+        async def one(first: int, second: int) -> Link:
+            names = hosts[first].name, hosts[second].name
+            try:
+                latency, rate = await asyncio.wait_for(_answer(ends[first].measure.remote(*addresses[second])), 2 * TRY_S)
+            except TimeoutError:
+                return Link(*names, error=f"no answer within {2 * TRY_S:g} s")
+            except (ray.exceptions.RayError, OSError) as error:
+                return Link(*names, error=f"not reached: {getattr(error, 'cause', None) or type(error).__name__}")
+            return Link(*names, latency, rate)
+
+        found: list[Link] = []
+        for pairs in rounds_of(len(hosts)):
+            found += await asyncio.gather(*(one(*pair) for pair in pairs))
+        return found
+    finally:
+        for end in ends:
+            ray.kill(end)
+
+
+async def _answer(ref: Any) -> tuple[float, float]:
+    found: tuple[float, float] = await ref
+    return found

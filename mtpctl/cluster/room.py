@@ -1,0 +1,61 @@
+"""Room on hosts: how many CPUs and which share of each card is free, and what is left when ranks take some of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """CPUs and GPUs of one machine, and its name where it is known. A fraction of `gpus` is what is free of one card."""
+
+    cpus: float
+    gpus: float = 0
+    name: str = ""
+
+
+Room = tuple[float, list[float]]
+"""CPUs that are free on a host, and the free share of each of its cards."""
+
+Taken = tuple[int, list[tuple[int, ...]]]
+"""The index of a host, and for each rank the numbers of the cards that it takes there."""
+
+
+def rooms(hosts: Iterable[Host], most: float = math.inf) -> list[Room]:
+    """The room of each host, of at most `most` cards."""
+    return [(host.cpus, _cards(min(host.gpus, most))) for host in hosts]
+
+
+def _cards(gpus: float) -> list[float]:
+    gpus = round(gpus, 4)  # as finely as Ray counts
+    whole = int(gpus)
+    return [1.0] * whole + ([gpus - whole] if gpus > whole else [])
+
+
+def take(free: list[Room], ranks: int, cpus: float, gpus: float) -> Taken | None:
+    """Take CPUs and cards for all ranks from the first host that has them, and note it in `free`. None where no host has."""
+    for host, (spare, cards) in enumerate(free):
+        left = without(cards, ranks, gpus)
+        if spare + 1e-9 >= ranks * cpus and left is not None:
+            free[host] = (spare - ranks * cpus, left[0])
+            return host, left[1]
+    return None
+
+
+def without(cards: list[float], ranks: int, gpus: float) -> tuple[list[float], list[tuple[int, ...]]] | None:
+    """What is left of the cards after `ranks` ranks took `gpus` each, and which each took; None where they do not suffice.
+
+    Cards are chosen as Ray does it: a share comes from the fullest card that has room for it.
+    """
+    left, taken = list(cards), []
+    for _ in range(ranks):
+        fitting = [card for card, free in enumerate(left) if free + 1e-9 >= min(gpus, 1)]
+        chosen = sorted(fitting, key=left.__getitem__)[: math.ceil(gpus)]
+        if len(chosen) < gpus:
+            return None
+        for card in chosen:
+            left[card] -= min(gpus, 1)
+        taken.append(tuple(chosen))
+    return left, taken

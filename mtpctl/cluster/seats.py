@@ -1,0 +1,204 @@
+"""Where the actors of a run sit: reserved places on hosts of the Ray cluster, each for one actor and those that come after it.
+
+A place is a bundle of a placement group that is bound to its host, so that Ray has no choice. Actors that share a card have one bundle, and
+with it one card. A place outlives its actor: the next one starts there, and nobody else takes it meanwhile. A place whose host is gone
+is replaced by another one, where there is room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypedDict
+
+from mtpctl.cluster.hosts import living, ray_hosts
+from mtpctl.cluster.room import rooms, take
+from mtpctl.errors import RuntimeFailure
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+READY_S = 20.0
+"""Seconds that Ray has for a reservation of what was free a moment ago. It takes milliseconds where nobody else was faster."""
+LOOK_S = 0.5
+"""Seconds between two looks for room."""
+NODE_LABEL = "ray.io/node-id"
+
+
+class Options(TypedDict, total=False):
+    """What Ray is told of where an actor starts."""
+
+    num_cpus: float
+    num_gpus: float
+    scheduling_strategy: object
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One actor by its name, and the CPUs and GPUs that it takes."""
+
+    actor: str
+    cpus: float
+    gpus: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Claims that are reserved as one, on the host of this id."""
+
+    node: str
+    claims: tuple[Claim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """The place of one actor. group: the reservation, the same for actors that share a card; None for an actor that takes nothing."""
+
+    claim: Claim
+    node: str
+    group: PlacementGroup | None
+
+    def options(self) -> Options:
+        """Ray's options for an actor that sits here."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+        strategy: object = (
+            NodeAffinitySchedulingStrategy(self.node, soft=False)
+            if self.group is None
+            else PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=0)
+        )
+        return {"num_cpus": self.claim.cpus, "num_gpus": self.claim.gpus, "scheduling_strategy": strategy}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where an actor is: the host's id, and the ids of its cards there."""
+
+    node: str
+    cards: tuple[str, ...]
+
+
+def here() -> Found:
+    """Where the actor is that calls this."""
+    import ray
+
+    context = ray.get_runtime_context()
+    return Found(context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", ())))
+
+
+class Occupied(Exception):
+    """Somebody else reserved what was free."""
+
+
+@dataclass
+class Seats:
+    """The seats of all actors by their names. `found`: where the actors are that have said so."""
+
+    seats: dict[str, Seat] = field(default_factory=dict)
+    found: dict[str, Found] = field(default_factory=dict)
+
+    # ---------------------------------------------------------------------------------------------------- reserving
+
+    async def reserve(self, bundles: Sequence[Bundle]) -> None:
+        """Reserve all bundles or none. Raises Occupied where Ray has no room for one of them."""
+        from ray.util.placement_group import placement_group
+
+        groups: list[PlacementGroup | None] = []
+        try:
+            for bundle in bundles:
+                cpus, gpus = sum(claim.cpus for claim in bundle.claims), round(sum(claim.gpus for claim in bundle.claims), 4)
+                wanted = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
+                pinned = [{NODE_LABEL: bundle.node}]
+                groups.append(placement_group([wanted], strategy="PACK", bundle_label_selector=pinned) if wanted else None)
+            # All at once: one that does not fit keeps the others from nobody for longer than this.
+            ready = await asyncio.gather(*(asyncio.to_thread(group.wait, READY_S) for group in groups if group is not None))
+            if not all(ready):
+                raise Occupied
+        except BaseException:
+            _remove(groups)
+            raise
+        for bundle, group in zip(bundles, groups, strict=True):
+            for claim in bundle.claims:
+                self.seats[claim.actor] = Seat(claim, bundle.node, group)
+
+    # ------------------------------------------------------------------------------------------------------- seating
+
+    def lost(self, actors: Sequence[str]) -> list[str]:
+        """Those of the actors whose host is gone."""
+        alive = living()
+        return [actor for actor in actors if self.seats[actor].node not in alive]
+
+    def close_up(self, actors: Sequence[str]) -> None:
+        """Give the first of these actors, which claim the same, those of their seats whose host is alive."""
+        alive = living()
+        ordered = sorted((self.seats[actor] for actor in actors), key=lambda seat: seat.node not in alive)
+        for actor, seat in zip(actors, ordered, strict=True):
+            self.seats[actor] = replace(seat, claim=replace(seat.claim, actor=actor))
+
+    async def take_now(self, actors: Sequence[str], *, together: int) -> list[Seat] | None:
+        """The seats of these actors; those whose host is gone get others, `together` of them on one host. None where there is no room."""
+        if lost := self.lost(actors):
+            hosts = ray_hosts()
+            free = rooms(host.free for host in hosts)
+            bundles: list[Bundle] = []
+            for first in range(0, len(lost), together):
+                claims = [self.seats[actor].claim for actor in lost[first : first + together]]
+                taken = take(free, len(claims), claims[0].cpus, claims[0].gpus)
+                if taken is None:
+                    return None
+                bundles += [Bundle(hosts[taken[0]].node, (claim,)) for claim in claims]
+            gone = [self.seats[actor].group for actor in lost]
+            try:
+                await self.reserve(bundles)
+            except Occupied:
+                return None
+            _remove(gone)
+        for actor in actors:
+            self.found.pop(actor, None)
+        return [self.seats[actor] for actor in actors]
+
+    async def take(self, *actors: str) -> list[Seat]:
+        """The seats of these actors, all on one host. Where that is gone, waits until another one has room for them."""
+        while (seats := await self.take_now(actors, together=len(actors))) is None:
+            await asyncio.sleep(LOOK_S)
+        return seats
+
+    # ------------------------------------------------------------------------------------------------------ checking
+
+    def check(self, actor: str, found: Found) -> None:
+        """Hold an actor that has started against its seat. Raises RuntimeFailure that names it where it is elsewhere."""
+        seat = self.seats[actor]
+        if found.node != seat.node:
+            raise RuntimeFailure(f"{actor}: is on host {_named(found.node)}, and the plan has it on {_named(seat.node)}")
+        self.found[actor] = found
+        for other, its in self.found.items():
+            if other == actor or its.node != found.node:
+                continue
+            shared = sorted({*its.cards} & {*found.cards})
+            mates = seat.group is not None and self.seats[other].group is seat.group
+            if shared and not mates:
+                raise RuntimeFailure(f"{actor}: has card {shared[0]} of host {_named(found.node)}, which the plan gives to {other}")
+            if mates and found.cards and not shared:
+                raise RuntimeFailure(
+                    f"{actor}: has card {found.cards[0]} of host {_named(found.node)}, and the plan has it share that of {other}"
+                )
+
+    def told(self) -> str:
+        """Who sits where, a host after the other."""
+        at: dict[str, list[str]] = {}
+        for actor, seat in self.seats.items():
+            at.setdefault(seat.node, []).append(actor)
+        return "; ".join(f"{_named(node)}: {', '.join(actors)}" for node, actors in at.items())
+
+
+def _remove(groups: Sequence[PlacementGroup | None]) -> None:
+    from ray.util.placement_group import remove_placement_group
+
+    for group in groups:
+        if group is not None:
+            remove_placement_group(group)
+
+
+def _named(node: str) -> str:
+    return next((host.name for host in ray_hosts() if host.node == node), node[:6])

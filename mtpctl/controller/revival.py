@@ -1,0 +1,96 @@
+"""Brings back a trainer whose ranks were lost: ranks started anew, with weights and optimizer of the newest checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from mtpctl.cluster.replicas import FORGET_S
+from mtpctl.controller.state import RunState
+from mtpctl.controller.trainers import HostGone, TrainerGroup, TrainerLost
+from mtpctl.controller.waits import Waits
+from mtpctl.errors import RuntimeFailure
+from mtpctl.recipe.schema import Recipe
+from mtpctl.telemetry.session import Telemetry
+
+
+class Revival:
+    """Call it with the loss. What else runs, such as rollout, goes on meanwhile.
+
+    `folder`: the model's; `reference`: where the policy that RL began with is kept.
+    """
+
+    def __init__(
+        self, recipe: Recipe, trainer: TrainerGroup, state: RunState, telemetry: Telemetry, waits: Waits, *, folder: Path, reference: Path
+    ) -> None:
+        self.recipe, self.trainer, self.state, self.telemetry, self.waits = recipe, trainer, state, telemetry, waits
+        self.folder, self.reference = folder, reference
+        self._lost_at: list[float] = []
+        self._counts: dict[str, int] = {}
+
+    async def __call__(self, lost: TrainerLost, *, anew: bool = False) -> Path | None:
+        """Start the ranks anew and set the run's state back to the newest checkpoint. Returns it, None where the stage begins anew.
+
+        `anew`: what was sampled since is gone as well, and its prompts are drawn again. Raises the loss itself where the trainer was lost
+        more than `train.max_restarts` times within an hour, or where the recipe takes no checkpoints to go on from.
+        """
+        self.state.updating, self.state.lost = False, True
+        path, seconds = await self._until_back(lost, lambda: self._restored(anew))
+        self.state.lost = False
+        source = "the beginning of the stage" if path is None else path.name
+        self._tell_back(seconds, f": {self.state.stage} goes on after step {self.state.step}, from {source}")
+        return path
+
+    async def at_start(self, lost: TrainerLost) -> dict[str, int]:
+        """The same for a trainer that was lost before its first stage. Returns what `TrainerGroup.build` does."""
+
+        async def nothing() -> None: ...
+
+        _, seconds = await self._until_back(lost, nothing)
+        self._tell_back(seconds, "")
+        return self._counts
+
+    def _tell_back(self, seconds: float, what: str) -> None:
+        ranks, asked = self.trainer.recipe.train.parallel.world_size, self.recipe.train.parallel.world_size
+        fewer = f" with {ranks} of {asked} ranks" if ranks < asked else ""
+        self.telemetry.event("restart", f"trainer back{fewer} after {seconds:.0f} s{what}")
+
+    async def _until_back[T](self, lost: TrainerLost, then: Callable[[], Awaitable[T]]) -> tuple[T, float]:
+        """Start the ranks anew, build them and do what comes `then`, as often as it takes. Returns the latter's answer, and the seconds."""
+        began, count = time.monotonic(), 0
+        while True:
+            if not count or not isinstance(lost, HostGone):
+                count = self._counted(lost)
+            self.telemetry.event(
+                "restart", f"{lost}; starting the trainer anew, {count} of train.max_restarts: {self.recipe.train.max_restarts}"
+            )
+            try:
+                with self.waits.on("trainer: starting anew", "trainer rank 0"):
+                    await self.trainer.start_anew(lambda line: self.telemetry.event("restart", line), self.state.stopping)
+                    self._counts = await self.trainer.build(self.folder)
+                    return await then(), time.monotonic() - began
+            except TrainerLost as again:
+                lost = again
+
+    def _counted(self, lost: TrainerLost) -> int:
+        """How often within an hour the trainer was lost, this time included. Raises the loss where that is too often."""
+        train, now = self.recipe.train, time.monotonic()
+        self._lost_at = [*(then for then in self._lost_at if now - then < FORGET_S), now]
+        if not train.revives:
+            raise lost
+        if len(self._lost_at) > train.max_restarts:
+            if train.max_restarts:
+                raise RuntimeFailure(f"{lost}; train.max_restarts: {train.max_restarts} within an hour are used up") from lost
+            raise lost
+        return len(self._lost_at)
+
+    async def _restored(self, anew: bool) -> Path | None:
+        stage = self.state.stage
+        newest, within_it = self.state.go_back(anew=anew)
+        if newest is not None and not within_it:
+            await self.trainer.call("restore", str(newest))
+        await self.trainer.call("begin_stage", stage, str(self.reference), within_it)
+        if within_it:
+            await self.trainer.call("restore", str(newest))
+        return newest if within_it else None

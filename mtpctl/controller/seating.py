@@ -1,0 +1,64 @@
+"""Reserves the places of a run's plan on the Ray cluster that it has joined, and waits for room where others use it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from mtpctl.cluster.hosts import RayHost, ray_hosts
+from mtpctl.cluster.seats import LOOK_S, Bundle, Claim, Occupied, Seats
+from mtpctl.controller.waits import Waits
+from mtpctl.errors import ClusterResources
+from mtpctl.plan.placement import Actor, Placement, place
+from mtpctl.plan.placement import Bundle as Planned
+from mtpctl.recipe.schema import Recipe
+
+
+async def seated(recipe: Recipe, waits: Waits, stopping: asyncio.Event) -> tuple[Placement, Seats] | None:
+    """Plan the run on what is free of the cluster, and reserve the places. None where a stop was asked for first.
+
+    Waits as long as the cluster is full. Where it is too small even when empty, hosts have `cluster.actor_deadline_s` to join a cluster
+    that the run has joined itself; then, and on this machine at once, raises ClusterResources.
+    """
+    began = time.monotonic()
+    if (found := await _try(recipe, began)) is not None:
+        return found
+    with waits.on("cluster: no room for the run just now, waiting for it"):
+        while not stopping.is_set():
+            await asyncio.sleep(LOOK_S)
+            if (found := await _try(recipe, began)) is not None:
+                return found
+    return None
+
+
+async def _try(recipe: Recipe, began: float) -> tuple[Placement, Seats] | None:
+    hosts = ray_hosts()
+    try:
+        placement = place(recipe, [host.free for host in hosts])
+    except ClusterResources:
+        try:
+            place(recipe, [host.whole for host in hosts])
+        except ClusterResources:
+            if recipe.cluster.address is None or time.monotonic() - began > recipe.cluster.actor_deadline_s:
+                raise
+        return None
+    seats = Seats()
+    try:
+        await seats.reserve([_wanted(bundle, hosts) for bundle in placement.bundles()])
+    except Occupied:
+        return None
+    return placement, seats
+
+
+def _wanted(bundle: Planned, hosts: list[RayHost]) -> Bundle:
+    return Bundle(hosts[bundle.host].node, claims_of(bundle.actors))
+
+
+def claims_of(actors: tuple[Actor, ...]) -> tuple[Claim, ...]:
+    """A claim for each Ray actor: an engine's ranks are processes of one."""
+    found: dict[str, Claim] = {}
+    for actor in actors:
+        name = f"rollout-{actor.index}" if actor.role == "rollout" else actor.name
+        before = found.get(name, Claim(name, 0.0))
+        found[name] = Claim(name, before.cpus + actor.cpus, before.gpus + actor.gpus)
+    return tuple(found.values())

@@ -1,0 +1,42 @@
+"""Links between hosts: every pair is tried, and the one that is slow is told."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from mtpctl.cluster import links
+from mtpctl.cluster.links import Endpoint, Link, rounds_of, slow
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 7])
+def test_every_pair_is_tried_once_and_no_host_twice_in_a_round(count: int) -> None:
+    rounds = rounds_of(count)
+    pairs = [pair for each in rounds for pair in each]
+    assert sorted(pairs) == list(itertools.combinations(range(count), 2))
+    for each in rounds:
+        hosts = [host for pair in each for host in pair]
+        assert len(hosts) == len(set(hosts))
+
+
+def test_a_link_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "BYTES", 4 << 20)
+    there = Endpoint().listen("127.0.0.1")
+    for _ in range(2):
+        latency, rate = Endpoint().measure(*there)
+        assert 0 < latency < 5 and rate > 1e6
+
+
+def test_nobody_there_is_an_error() -> None:
+    with pytest.raises(OSError):
+        Endpoint().measure("127.0.0.1", 1)
+
+
+def test_the_slow_one_is_told() -> None:
+    good = [Link("a", "b", 1e-4, 1.2e9), Link("a", "c", 1e-4, 1.0e9), Link("b", "c", 1.2e-4, 1.1e9)]
+    assert slow(good) == []
+    thin, far, dead = Link("c", "d", 1e-4, 1e8), Link("a", "d", 0.02, 1e9), Link("b", "d", error="not reached: refused")
+    assert slow([*good, thin, far, dead]) == [thin, far, dead]
+    assert thin.told() == "c – d: 0.10 GB/s, 0.10 ms there and back"
+    assert slow([dead]) == [dead]

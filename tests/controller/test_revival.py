@@ -1,0 +1,241 @@
+"""A trainer that dies is brought back: which updates are made again, on which samples, and when the run gives up.
+
+The trainer's weights are a number that each update makes from the one before and from its batch, so that two histories that end in the
+same number are the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mtpctl.checkpoint.pointer import point_to
+from mtpctl.controller.prepare import Prepared
+from mtpctl.controller.revival import Revival
+from mtpctl.controller.rl import RlStage
+from mtpctl.controller.sft import SftStage
+from mtpctl.controller.state import RunState
+from mtpctl.controller.trainers import HostGone, TrainerGroup, TrainerLost
+from mtpctl.controller.waits import Waits
+from mtpctl.data.problems import Problem
+from mtpctl.data.sets import UNNAMED, ProblemSets
+from mtpctl.errors import RuntimeFailure
+from mtpctl.recipe.schema import Recipe
+from mtpctl.samples import Sample
+from tests.controller.test_rl import FakeGenerator, Letters, Rows, World, recipe_of, right_or_wrong
+from tests.controller.test_state import Trainer
+
+
+class Mortal(Trainer):
+    """Dies in the calls whose numbers `dies` names, of each method from 1, before or after it has done what it was asked."""
+
+    def __init__(self, recipe: Recipe, dies: dict[str, set[int]]) -> None:
+        super().__init__()
+        self.recipe, self.dies, self.calls = recipe, dies, Counter[str]()
+        self.weights, self.alive, self.starts = 1, True, 0
+        self.trained: list[list[str]] = []
+        self.meanwhile: Callable[[], bool] = lambda: True
+
+    async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
+        self.calls[method] += 1
+        if not self.alive or self.calls[method] in self.dies.get(method, ()):
+            self.alive = False
+            raise TrainerLost(f"trainer rank 0, {method}: ActorDiedError")
+        if method in ("rl_step", "sft_step"):
+            await asyncio.sleep(0.005)
+            batch = [(s.prompt_ids, s.response_ids) for s in args[0]] if method == "rl_step" else args[0]
+            self.weights = zlib.crc32(repr((self.weights, batch)).encode())
+            self.trained.append([s.group_id.partition(".")[0] for s in args[0]] if method == "rl_step" else [str(args[0])])
+            return {"skipped": 0.0, "perf/tokens": 1.0, "sft/loss": 1.0}
+        if method == "restore":
+            saved = json.loads((Path(args[0]) / "weights.json").read_text())
+            self.weights, self.trained = saved["weights"], saved["trained"]
+        elif method == "begin_stage":
+            self.weights, self.trained = 1, []
+        else:
+            found = await super().call(method, *args)
+            if method == "begin_save":
+                (Path(found) / "weights.json").write_text(json.dumps({"weights": self.weights, "trained": self.trained}))
+            elif method == "publish_checkpoint":
+                point_to(Path(args[0]))
+            return found
+        return None
+
+    async def rl_step(self, samples: list[Sample], version: int, train_mtp: bool) -> dict[str, float]:
+        found: dict[str, float] = await self.call("rl_step", samples)
+        return found
+
+    async def start_anew(self, tell: Any, stopping: asyncio.Event) -> None:
+        async with asyncio.timeout(10):
+            while not self.meanwhile():
+                await asyncio.sleep(0.005)
+        self.alive, self.starts = True, self.starts + 1
+
+    async def build(self, folder: Path) -> dict[str, int]:
+        assert self.alive
+        return {"parameters": 1, "trained": 1}
+
+
+def recipe_with(deterministic: bool = False, restarts: int = 3, **train: Any) -> Recipe:
+    recipe = recipe_of(steps=9, deterministic=deterministic, staleness=0.0 if deterministic else 0.5, dynamic_sampling=False)
+    changed = recipe.train.model_copy(update={"checkpoint_every": 2, "max_restarts": restarts, **train})
+    return recipe.model_copy(update={"train": changed})
+
+
+def rl(
+    recipe: Recipe, tmp_path: Path, dies: dict[str, set[int]], sync_dies: int = 0, *, meanwhile: int = 0
+) -> tuple[Mortal, World, RunState]:
+    """The RL stage to its end, on engines whose responses depend on the weights that sample them.
+
+    The trainer comes back once `meanwhile` groups are ready for it.
+    """
+    world, trainer, state = World(), Mortal(recipe, dies), RunState(tmp_path, recipe.train)
+    served, syncs = {0: 1}, 0
+    versions: list[int] = []
+
+    def text(sample: Sample) -> str:
+        return str(zlib.crc32(repr((sample.prompt_id, sample.index, served[world.version])).encode()) % 10)
+
+    async def sync(version: int) -> dict[str, float]:
+        nonlocal syncs
+        syncs += 1
+        if not trainer.alive:
+            raise TrainerLost("trainer rank 0, plan_weights: ActorDiedError")
+        served[version] = trainer.weights
+        world.version = version
+        assert version not in versions or served[version] == trainer.weights, "a version is never other weights"
+        versions.append(version)
+        if syncs == sync_dies:
+            trainer.alive = False
+            raise TrainerLost("trainer rank 0, transfer_weights: ActorDiedError")
+        return {}
+
+    async def main() -> None:
+        problems = [Problem(f"p{i}", f"{i}", "1") for i in range(1000)]
+        prepared = Prepared(cast(Any, None), Letters(), ProblemSets(problems, [], []), context=64)
+        rows, group = cast(Any, Rows(world)), cast(TrainerGroup, trainer)
+        revive = Revival(recipe, group, state, rows, Waits(lambda _: None, tmp_path), folder=tmp_path, reference=tmp_path / "reference")
+        state.begin("rl")
+        generator = cast(Any, FakeGenerator(world, text))
+        stage = RlStage(recipe, prepared, group, generator, sync, {UNNAMED: right_or_wrong}, rows, state, None, revive)
+        trainer.meanwhile = lambda: stage.buffer.ready >= meanwhile
+        await stage.publish()
+        await asyncio.wait_for(stage.run(), 30)
+
+    asyncio.run(main())
+    assert versions == sorted(versions)
+    return trainer, world, state
+
+
+DEATHS = [
+    pytest.param({"rl_step": {1}}, 0, id="in the first update"),
+    pytest.param({"rl_step": {4}}, 0, id="in an update after a checkpoint"),
+    pytest.param({"rl_step": {3, 6, 8}}, 0, id="three times"),
+    pytest.param({"begin_save": {2}}, 0, id="in a save"),
+    pytest.param({"finish_save": {2}}, 0, id="at the end of a save"),
+    pytest.param({"publish_checkpoint": {1}}, 0, id="before a checkpoint is published"),
+    pytest.param({}, 5, id="in a sync"),
+    pytest.param({"rl_step": {4}, "restore": {1}}, 0, id="while it is brought back"),
+]
+
+
+@pytest.mark.parametrize(("dies", "sync_dies"), DEATHS)
+def test_every_prompt_is_trained_on_once(tmp_path: Path, dies: dict[str, set[int]], sync_dies: int) -> None:
+    trainer, world, state = rl(recipe_with(), tmp_path, dies, sync_dies)
+    assert state.step == 9 and len(trainer.trained) == 9 and trainer.starts >= 1
+    groups = Counter(name for batch in trainer.trained for name in batch)
+    assert len(groups) == 9 * 4 and set(groups.values()) == {2}, "each of 36 groups with its two responses, once"
+    assert sorted(map(int, groups)) == list(range(36)), "and no prompt was left out"
+    assert [kind for kind, _ in world.events].count("restart") >= 2
+
+
+@pytest.mark.parametrize(("dies", "sync_dies"), DEATHS)
+def test_a_deterministic_run_ends_with_the_weights_of_one_that_nothing_disturbed(
+    tmp_path: Path, dies: dict[str, set[int]], sync_dies: int
+) -> None:
+    undisturbed, _, _ = rl(recipe_with(deterministic=True), tmp_path / "a", {})
+    disturbed, _, _ = rl(recipe_with(deterministic=True), tmp_path / "b", dies, sync_dies)
+    assert undisturbed.starts == 0 < disturbed.starts
+    assert disturbed.trained == undisturbed.trained
+    assert disturbed.weights == undisturbed.weights
+
+
+def test_rollout_goes_on_meanwhile(tmp_path: Path) -> None:
+    """As far as staleness allows: half a batch is generated ahead."""
+    trainer, _, _ = rl(recipe_with(), tmp_path, {"rl_step": {4}}, meanwhile=2)
+    assert trainer.starts == 1
+
+
+def test_it_is_told_what_died_and_where_the_run_goes_on(tmp_path: Path) -> None:
+    _, world, _ = rl(recipe_with(), tmp_path, {"rl_step": {4}})
+    lost, back = [message for kind, message in world.events if kind == "restart"]
+    assert lost == "trainer rank 0, rl_step: ActorDiedError; starting the trainer anew, 1 of train.max_restarts: 3"
+    assert back.startswith("trainer back after 0 s: rl goes on after step 2, from rl-000002")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "told"),
+    [
+        (recipe_with(restarts=0), "trainer rank 0, rl_step: ActorDiedError$"),
+        (recipe_with(restarts=2), "train.max_restarts: 2 within an hour are used up"),
+        (recipe_with(keep_checkpoints=0, checkpoint_every=0), "trainer rank 0, rl_step: ActorDiedError$"),
+        (recipe_with(checkpoint_minutes=0.0, checkpoint_every=0), "trainer rank 0, rl_step: ActorDiedError$"),
+    ],
+)
+def test_it_is_given_up_where_it_dies_too_often_or_there_is_nothing_to_go_on_from(tmp_path: Path, recipe: Recipe, told: str) -> None:
+    with pytest.raises(RuntimeFailure, match=told):
+        rl(recipe, tmp_path, {"rl_step": {4, 5, 6}})
+
+
+def test_one_that_dies_before_its_first_stage_is_started_anew(tmp_path: Path) -> None:
+    recipe, world = recipe_with(), World()
+    trainer = Mortal(recipe, {})
+    group, rows = cast(TrainerGroup, trainer), cast(Any, Rows(world))
+    state, waits = RunState(tmp_path, recipe.train), Waits(lambda _: None, tmp_path)
+    revival = Revival(recipe, group, state, rows, waits, folder=tmp_path, reference=tmp_path / "reference")
+    assert asyncio.run(revival.at_start(TrainerLost("trainer rank 0, build: ActorDiedError"))) == {"parameters": 1, "trained": 1}
+    assert trainer.starts == 1
+    assert [kind for kind, _ in world.events] == ["restart", "restart"] and world.events[1][1] == "trainer back after 0 s"
+
+
+def test_a_host_that_is_seen_to_be_gone_while_ranks_start_there_is_the_same_loss(tmp_path: Path) -> None:
+    recipe, world = recipe_with(restarts=1), World()
+    gone = iter([HostGone("trainer-1: its host is gone")])
+
+    class Late(Mortal):
+        async def build(self, folder: Path) -> dict[str, int]:
+            for error in gone:
+                raise error
+            return await super().build(folder)
+
+    group, rows = cast(TrainerGroup, Late(recipe, {})), cast(Any, Rows(world))
+    state, waits = RunState(tmp_path, recipe.train), Waits(lambda _: None, tmp_path)
+    revival = Revival(recipe, group, state, rows, waits, folder=tmp_path, reference=tmp_path / "reference")
+    asyncio.run(revival.at_start(TrainerLost("trainer rank 1, build: ActorDiedError")))
+    told = [message for _, message in world.events]
+    assert told[1] == "trainer-1: its host is gone; starting the trainer anew, 1 of train.max_restarts: 1" and len(told) == 3
+
+
+def test_the_supervised_stage_draws_the_same_problems_again(tmp_path: Path) -> None:
+    def train(home: Path, dies: dict[str, set[int]]) -> Mortal:
+        recipe = Recipe.model_validate(
+            {"model": {"path": "anywhere"}, "train": {"sft": {"steps": 7, "batch_size": 2}, "checkpoint_every": 3, "max_restarts": 2}}
+        )
+        trainer, state, rows = Mortal(recipe, dies), RunState(home, recipe.train), cast(Any, Rows(World()))
+        group = cast(TrainerGroup, trainer)
+        problems = [Problem(f"p{i}", f"{i}", "1") for i in range(5)]
+        prepared = Prepared(cast(Any, None), Letters(), ProblemSets([], [], problems), 64)
+        revive = Revival(recipe, group, state, rows, Waits(lambda _: None, home), folder=home, reference=home / "reference")
+        state.begin("sft")
+        asyncio.run(SftStage(recipe, prepared, group, rows, state, revive=revive).run())
+        return trainer
+
+    undisturbed, disturbed = train(tmp_path / "a", {}), train(tmp_path / "b", {"sft_step": {2, 7}})
+    assert (disturbed.starts, disturbed.trained, disturbed.weights) == (2, undisturbed.trained, undisturbed.weights)

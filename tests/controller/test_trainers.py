@@ -1,0 +1,152 @@
+"""The trainer ranks as one: which errors mean that a rank is lost, and how many ranks are started anew where hosts are gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from mtpctl.cluster.room import Host
+from mtpctl.cluster.seats import Bundle, Claim, Found, Seat, Seats
+from mtpctl.controller import trainers
+from mtpctl.controller.trainers import TrainerGroup, TrainerLost
+from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.plan.placement import Placement
+from mtpctl.recipe.schema import Recipe
+
+Answer = Callable[[], Awaitable[object]]
+
+
+class Rank:
+    """A handle whose calls do as they are told. `here` answers unless the rank is gone."""
+
+    def __init__(self, step: Answer, here: Answer) -> None:
+        self.step, self.here = SimpleNamespace(remote=step), SimpleNamespace(remote=here)
+
+
+async def fine() -> Found:
+    return Found("a", ())
+
+
+async def dead() -> object:
+    raise ActorDiedError
+
+
+async def silent() -> object:
+    return await asyncio.sleep(60)
+
+
+def raises(error: Exception) -> Answer:
+    async def step() -> object:
+        raise RayTaskError("step", "traceback", error)
+
+    return step
+
+
+def group(*ranks: Rank) -> TrainerGroup:
+    made = TrainerGroup.__new__(TrainerGroup)
+    made.recipe = Recipe.model_validate({"model": {"path": "anywhere"}, "cluster": {"step_deadline_s": 0.2}})
+    made.ranks = cast(Any, ranks)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "told"),
+    [
+        ([Rank(fine, fine), Rank(dead, dead)], TrainerLost, "trainer rank 1, step: ActorDiedError"),
+        ([Rank(fine, fine), Rank(silent, silent)], TrainerLost, r"trainer rank 1, step: no answer within 0\.2 s"),
+        ([Rank(raises(ConnectionError("by peer")), fine), Rank(silent, dead)], TrainerLost, r"trainer rank 1: ActorDied.*by peer"),
+        ([Rank(raises(ConnectionError("by peer")), fine), Rank(silent, silent)], TrainerLost, r"trainer rank 1: no answer.*by peer"),
+        ([Rank(raises(ValueError("a fault")), fine), Rank(fine, fine)], RuntimeFailure, r"trainer rank 0, step: ValueError: a fault"),
+        ([Rank(raises(UserError("train.x: no")), fine), Rank(silent, silent)], UserError, r"train\.x: no"),
+        ([Rank(raises(RuntimeFailure("the disk is full")), fine), Rank(silent, silent)], RuntimeFailure, "the disk is full"),
+        ([Rank(raises(RuntimeFailure("rl-4 was not written")), fine), Rank(silent, dead)], TrainerLost, "ActorDied.*was not written"),
+        ([], TrainerLost, "no rank runs"),
+    ],
+)
+def test_a_rank_is_lost_that_is_dead_or_silent_and_not_one_that_has_an_error(
+    ranks: list[Rank], kind: type[Exception], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainers, "ALIVE_S", 0.2)
+    with pytest.raises(RuntimeFailure if kind is not UserError else UserError, match=told) as found:
+        asyncio.run(group(*ranks).call("step"))
+    assert type(found.value) is kind
+
+
+class Cluster:
+    """Hosts by their names, and the CPUs that are free on each. Ranks of two tensor-parallel ones sit on `b` and `c`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: dict[str, float]) -> None:
+        self.free = free
+        self.seats = Seats({f"trainer-{i}": Seat(Claim(f"trainer-{i}", 1), "bbcc"[i], None) for i in range(4)})
+        monkeypatch.setattr("mtpctl.cluster.seats.living", lambda: set(self.free))
+        monkeypatch.setattr("mtpctl.cluster.seats.ray_hosts", self._hosts)
+        monkeypatch.setattr(Seats, "reserve", lambda seats, bundles: self._reserve(seats, bundles))
+        monkeypatch.setattr(trainers, "ROOM_S", 0.1)
+        monkeypatch.setattr(trainers, "LOOK_S", 0.02)
+
+    def _hosts(self) -> list[Any]:
+        return [SimpleNamespace(node=name, free=Host(cpus), whole=Host(cpus), name=name) for name, cpus in self.free.items()]
+
+    async def _reserve(self, seats: Seats, bundles: list[Bundle]) -> None:
+        for bundle in bundles:
+            for claim in bundle.claims:
+                self.free[bundle.node] -= claim.cpus
+                seats.seats[claim.actor] = Seat(claim, bundle.node, None)
+
+    def start_anew(self, monkeypatch: pytest.MonkeyPatch, *, least: int | None = None, then: Callable[[], object] = lambda: None) -> Any:
+        """The hosts of the ranks that are started, and what was told."""
+        parallel = {"tp": 2, "dp": 2}
+        recipe = Recipe.model_validate({"model": {"path": "x"}, "train": {"parallel": parallel, "min_dp": least}})
+        started: list[list[str]] = []
+        monkeypatch.setattr(TrainerGroup, "_start", lambda self, options: started.append([option["on"] for option in options]))
+        monkeypatch.setattr(Seat, "options", lambda seat: {"on": seat.node})
+        monkeypatch.setattr(TrainerGroup, "end", lambda self: None)
+        placement = cast(Placement, SimpleNamespace(of=lambda _: [SimpleNamespace(cpus=1.0, gpus=0.0)]))
+        made, told = TrainerGroup(recipe, placement, self.seats), list[str]()
+
+        async def main() -> None:
+            stopping = asyncio.Event()
+
+            async def later() -> None:
+                await asyncio.sleep(0.3)
+                then()
+                if then() == "stop":
+                    stopping.set()
+
+            waiting = asyncio.create_task(later())
+            await asyncio.wait_for(made.start_anew(told.append, stopping), 10)
+            waiting.cancel()
+
+        asyncio.run(main())
+        return started[-1], told, made.recipe.train.parallel.dp
+
+
+def test_ranks_come_back_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Cluster(monkeypatch, {"a": 8, "b": 0, "c": 0}).start_anew(monkeypatch) == (["b", "b", "c", "c"], [], 2)
+
+
+def test_those_whose_host_is_gone_move_together_to_one_that_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = Cluster(monkeypatch, {"a": 1, "c": 0, "d": 3})
+    assert hosts.start_anew(monkeypatch) == (["c", "c", "d", "d"], [], 2)
+    assert hosts.free == {"a": 1, "c": 0, "d": 1}
+
+
+def test_where_there_is_no_room_fewer_go_on_as_far_as_the_recipe_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Cluster(monkeypatch, {"a": 1, "c": 0}).start_anew(monkeypatch, least=1) == (["c", "c"], [], 1)
+
+
+def test_else_the_run_waits_for_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = Cluster(monkeypatch, {"a": 1, "c": 0})
+    started, told, dp = hosts.start_anew(monkeypatch, then=lambda: hosts.free.setdefault("e", 2))
+    assert (started, dp) == (["c", "c", "e", "e"], 2)
+    assert told == ["no room for the trainer's ranks; waiting for a host that joins, or is free again"]
+
+
+def test_a_stop_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TrainerLost, match="a stop was asked for"):
+        Cluster(monkeypatch, {"a": 1, "c": 0}).start_anew(monkeypatch, then=lambda: "stop")

@@ -1,0 +1,13 @@
+"""A recipe that fits its cards, or the error that it ends with."""
+
+from __future__ import annotations
+
+from mtpctl.families.shape import ModelShape
+from mtpctl.plan.fitting import misfits
+from mtpctl.recipe.schema import Recipe
+
+
+def check_fits(recipe: Recipe, shape: ModelShape) -> None:
+    """Raise the error of the first rank that does not fit."""
+    for misfit in misfits(recipe, shape):
+        raise misfit.error
