@@ -141,10 +141,10 @@ def test_the_same_command_resumes_and_goes_on_after_the_death_of_its_engine_and_
     assert start.restarts()[0].startswith("trainer rank 0, ")
     start.wait_for(lambda: start.step("rl") >= killed_at + 2)
     assert "Traceback" not in start.log.read_text()
-    children = psutil.Process(start.process.pid).children(recursive=True)
+    actors = [start.actor("TrainerRank"), start.actor("RolloutActor")]
     start.process.kill()
-    _, alive = psutil.wait_procs(children, timeout=30)
-    assert not alive, "what the command has started ends with it"
+    _, alive = psutil.wait_procs(actors, timeout=30)
+    assert not alive, "actors end with the command"
 
 
 def test_its_rows_tell_what_it_did(run_dir: Path) -> None:
