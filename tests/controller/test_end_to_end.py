@@ -151,6 +151,7 @@ def test_its_rows_tell_what_it_did(run_dir: Path) -> None:
     """Updates that were lost with the trainer are made, and told, again."""
     told = [row for row in load_history(run_dir).rows if row.phase == "rl" and "reward/mean" in row.metrics]
     assert [row.step for row in told] == list(range(1, len(told) + 1)), "over stop, resume and deaths"
+    assert told
     updates = [row.metrics for row in told]
     for name in ("mtp/loss_1", "mtp/grad_norm", "rollout/spec_accept_rate", "async/trainer_idle", "rollout_corr/kl"):
         assert all(name in row for row in updates), name
