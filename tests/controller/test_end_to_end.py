@@ -141,16 +141,17 @@ def test_the_same_command_resumes_and_goes_on_after_the_death_of_its_engine_and_
     assert start.restarts()[0].startswith("trainer rank 0, ")
     start.wait_for(lambda: start.step("rl") >= killed_at + 2)
     assert "Traceback" not in start.log.read_text()
-    children = psutil.Process(start.process.pid).children(recursive=True)
+    actors = [start.actor("TrainerRank"), start.actor("RolloutActor")]
     start.process.kill()
-    _, alive = psutil.wait_procs(children, timeout=30)
-    assert not alive, "what the command has started ends with it"
+    _, alive = psutil.wait_procs(actors, timeout=30)
+    assert not alive, "actors end with the command"
 
 
 def test_its_rows_tell_what_it_did(run_dir: Path) -> None:
     """Updates that were lost with the trainer are made, and told, again."""
     told = [row for row in load_history(run_dir).rows if row.phase == "rl" and "reward/mean" in row.metrics]
     assert [row.step for row in told] == list(range(1, len(told) + 1)), "over stop, resume and deaths"
+    assert told
     updates = [row.metrics for row in told]
     for name in ("mtp/loss_1", "mtp/grad_norm", "rollout/spec_accept_rate", "async/trainer_idle", "rollout_corr/kl"):
         assert all(name in row for row in updates), name
