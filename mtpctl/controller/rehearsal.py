@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mtpctl.recipe.reward import VERIFIERS, reference_of
+from mtpctl.errors import UserError
+from mtpctl.recipe.reward import FROM_ENVIRONMENT, VERIFIERS, reference_of
 from mtpctl.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -74,7 +75,14 @@ def _try_environment(recipe: Recipe, problems: ProblemSets) -> EnvironmentTrial 
     environment = environment_of(recipe.rollout)
     assert environment is not None, "the recipe names one"
     chat = chatted(recipe.data, problems.train)
-    return try_environment(environment, problems.train, chat=chat, deadline_s=recipe.rollout.deadline_s)
+    trial = try_environment(environment, problems.train, chat=chat, deadline_s=recipe.rollout.deadline_s)
+    if not trial.rewards:
+        for field, reward in recipe.rewards.items():
+            if reward.function == FROM_ENVIRONMENT:
+                raise UserError(
+                    f"{field}.function: {recipe.rollout.environment} has no method `reward()`; write one, or name another function"
+                )
+    return trial
 
 
 def _try_rewards(recipe: Recipe, problems: ProblemSets, *, compare: bool) -> list[str]:

@@ -57,6 +57,12 @@ def test_a_run_tries_in_the_order_of_the_commands_that_start_nothing(tmp_path: P
             prepare(wrong, tmp_path / "run")
 
 
+def test_the_environments_reward_needs_an_environment_that_gives_one() -> None:
+    rehearse(recipe(f"rollout.environment={MODULE}:Rewards", "reward.function=environment"))
+    with pytest.raises(UserError, match=r"^reward\.function: tests\.rollout\.user_environments:Echo has no method `reward\(\)`; write one"):
+        rehearse(recipe(f"rollout.environment={MODULE}:Echo", "reward.function=environment"))
+
+
 def test_a_stage_without_responses_has_no_environment() -> None:
     rehearse(recipe(f"rollout.environment={MODULE}:Raises", "train.stages=[sft]"))
 

@@ -33,7 +33,8 @@ def score(response, problem, sample, bonus=0.0):
     if response == "die": os._exit(3)
     if response == "exit": sys.exit(3)
     if response == "sleep": time.sleep(1)
-    returned = {"nan": float("nan"), "none": None, "text": "1.0", "no reward": {"part": 1.0}, "taken": {"reward": 1, "mean": 1}}
+    returned = {"nan": float("nan"), "huge": 10**9000, "list": [1, 2]}
+    returned |= {"none": None, "text": "1.0", "no reward": {"part": 1.0}, "taken": {"reward": 1, "mean": 1}}
     if response in returned: return returned[response]
     return {"reward": float(response == problem.answer) + bonus, "tokens": sum(sample.loss_mask), "pid": os.getpid()}
 
@@ -99,6 +100,8 @@ def test_a_function_of_ones_own_gets_response_problem_sample_and_the_recipes_arg
     [
         ("raise", "judge.py:8: ValueError: no"),
         ("nan", "judge.py:3: score returned nan, which is not finite"),
+        ("huge", "judge.py:3: score returned a value of type int, which is not finite as a float"),
+        ("list", "judge.py:3: score returned [1, 2], which is no number"),
         ("none", "judge.py:3: score returned None, which is no number"),
         ("text", "judge.py:3: score returned '1.0', which is no number"),
         ("no reward", "judge.py:3: score returned a dict without the key 'reward': {'part': 1.0}"),
