@@ -70,13 +70,13 @@ def load_problem_sets(
 
 
 def first_problems(config: DataConfig, seed: int, evaluation: EvaluationConfig, limit: int) -> dict[str, list[Problem]]:
-    """The first problems of `data.path` or of the generated task, as `train`, and of the held-out sets by name, as `eval/NAME`.
+    """The first problems of `data.path` or of the generated task, as `train`, and of held-out sets, as `eval` and `eval/NAME`.
 
     No more rows are read than that, and the hub is not asked: a dataset that is not in the cache has none.
     """
     found = {"train": generate(config.task, seed)[0][:limit]} if config.task is not None else {}
     for role, rows in rows_of(config, evaluation, ("rl",)).items():
-        if role not in ("eval", "sft"):
+        if role != "sft":
             try:
                 found[role] = list(islice(rows.problems(fetch=False), limit))
             except EnvironmentMissing:
