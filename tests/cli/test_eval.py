@@ -89,6 +89,26 @@ def test_what_cannot_be_measured_is_told_before_anything_starts(
     assert "\n" not in str(caught.value)
 
 
+def test_held_out_rows_need_none_to_train_on(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a folder of weights, whose recipe names no data."""
+
+    class Started(Exception):
+        pass
+
+    def started(*_: Any) -> None:
+        raise Started
+
+    monkeypatch.setattr(eval_job, "room_for_engines", started)
+    (tmp_path / "rows.jsonl").write_text(ROW)
+    rows = ["data.task=null", f"data.eval_path={tmp_path}/rows.jsonl", "data.columns={prompt: question}"]
+    said: list[str] = []
+    with pytest.raises(Started):
+        evaluate_weights(recipe(run, *rows), n=None, say=said.append)
+    assert said[0].endswith("1 responses to 1 held-out problems")
+    with pytest.raises(UserError, match=r"^data\.eval_path: no file no\.jsonl"):
+        evaluate_weights(recipe(run, "data.task=null", "data.eval_path=no.jsonl"), n=None, say=silent)
+
+
 def test_the_table_names_every_set() -> None:
     shared = {"length_mean": 12.0, "truncated_fraction": 0.25}
     sets = {
