@@ -6,6 +6,8 @@ in the convolution and in the recurrence, on a CPU as well.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as UpstreamGatedDeltaNet
@@ -17,9 +19,10 @@ from mtpctl.model.head_exchange import to_heads, to_tokens
 from mtpctl.model.packing import Packing
 
 try:
+    from fla.modules.causal_conv1d import causal_conv1d
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 except ImportError:
-    chunk_gated_delta_rule = None
+    causal_conv1d = chunk_gated_delta_rule = None
 
 
 class GatedDeltaNet(UpstreamGatedDeltaNet):
@@ -46,16 +49,14 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
             taps = torch.cat(self._own_heads(*taps.split(self._widths)))
             decay, bias = self._own_heads(decay, bias)
             keys, values = keys // self.cp_size, values // self.cp_size
-        row = packed_seq_params.whole
-        q, k, v = F.silu(_convolved(mixed, taps, row.position_ids)).split([width // self.cp_size for width in self._widths], dim=-1)
-        q, k = (_normed(x.unflatten(-1, (keys, -1))).repeat_interleave(values // keys, dim=1) for x in (q, k))
-        v = v.unflatten(-1, (values, -1))
-        g = -decay.float().exp() * F.softplus(alpha.float() + bias)
-        out = self._recurrence(q, k, v, g, beta.sigmoid(), row)
+        widths = [width // self.cp_size for width in self._widths]
+        heads = _Heads(mixed, widths, taps, alpha, beta, decay, bias, keys, values)
+        run = _by_kernels if mixed.is_cuda and chunk_gated_delta_rule is not None else _plainly
+        out = run(heads, packed_seq_params.whole)
         if self.cp_size > 1:
             out = to_tokens(out, packed_seq_params, self.pg_collection.cp)
         out = self.out_norm(out) * F.silu(gate.float()).view_as(out)
-        return self.out_proj(out.to(v.dtype).flatten(1)[:, None])
+        return self.out_proj(out.to(mixed.dtype).flatten(1)[:, None])
 
     @property
     def _widths(self) -> list[int]:
@@ -73,17 +74,63 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
         """The parts of weights that belong to the heads which this rank computes."""
         return [weight.chunk(self.cp_size)[self.pg_collection.cp.rank()] for weight in weights]
 
-    def _recurrence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packing: Packing) -> Tensor:
-        if q.is_cuda and chunk_gated_delta_rule is not None:
-            row = (x[None].contiguous() for x in (q, k, v, g, beta))
-            out: Tensor = chunk_gated_delta_rule(*row, cu_seqlens=packing.cu_seqlens_q.long())[0]
-            return out[0]
-        out = torch.empty_like(v)
-        for group in packing.groups:
-            # What fills up a short sample follows its last token, and nothing flows backwards.
-            found = gated_delta_rule(*(x[group.queries] for x in (q, k, v, g, beta)))
-            out = out.index_put((group.queries[group.valid],), found[group.valid])
-        return out
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """What the heads of one rank compute from.
+
+    mixed [T, channels of queries, keys and values], `widths` of these three; taps [channels, width of the convolution]; alpha and beta
+    [T, value heads], decay and bias [value heads]: a head's state decays by exp(−exp(decay) · softplus(alpha + bias)) at each token, and
+    takes in sigmoid(beta) of what is new. keys, values: how many heads.
+    """
+
+    mixed: Tensor
+    widths: list[int]
+    taps: Tensor
+    alpha: Tensor
+    beta: Tensor
+    decay: Tensor
+    bias: Tensor
+    keys: int
+    values: int
+
+    def split(self, mixed: Tensor) -> list[Tensor]:
+        """mixed [..., channels] → queries, keys and values [..., heads, dim]."""
+        counts = (self.keys, self.keys, self.values)
+        return [x.unflatten(-1, (count, -1)) for x, count in zip(mixed.split(self.widths, dim=-1), counts, strict=True)]
+
+
+def _by_kernels(heads: _Heads, row: Packing) -> Tensor:
+    """[T, value heads, value dim] by flash-linear-attention, whose kernels also make the norms, the decays and their sums over chunks."""
+    cu_seqlens, on_host = row.borders
+    samples = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": on_host}
+    mixed: Tensor = causal_conv1d(heads.mixed[None], heads.taps, activation="silu", **samples)[0]
+    out: Tensor = chunk_gated_delta_rule(
+        *heads.split(mixed),
+        heads.alpha[None],
+        heads.beta[None],
+        A_log=heads.decay,
+        dt_bias=heads.bias,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        **samples,
+    )[0]
+    return out[0]
+
+
+def _plainly(heads: _Heads, row: Packing) -> Tensor:
+    """The same in plain PyTorch."""
+    q, k, v = heads.split(F.silu(_convolved(heads.mixed, heads.taps, row.position_ids)))
+    q, k = (_normed(x).repeat_interleave(heads.values // heads.keys, dim=1) for x in (q, k))
+    g = -heads.decay.float().exp() * F.softplus(heads.alpha.float() + heads.bias)
+    beta = heads.beta.sigmoid()
+    out = torch.empty_like(v)
+    for group in row.groups:
+        # What fills up a short sample follows its last token, and nothing flows backwards.
+        found = gated_delta_rule(*(x[group.queries] for x in (q, k, v, g, beta)))
+        out = out.index_put((group.queries[group.valid],), found[group.valid])
+    return out
 
 
 def _convolved(x: Tensor, weight: Tensor, position_ids: Tensor) -> Tensor:

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from mtpctl.model.draft_attention import EarlierDepths
 from mtpctl.model.latent import LatentAttention
 from mtpctl.model.layers import RMSNorm
 from mtpctl.model.packing import Packing
-from mtpctl.model.rope import Rope
+from mtpctl.model.rope import Rope, Rotary
 
 
 @dataclass
@@ -71,8 +70,6 @@ class MtpModel(GPTModel):
         for module in self.modules():
             if isinstance(module, LatentAttention):
                 module.use_rope(rope)
-            elif isinstance(module, SelfAttention):
-                module._yarn_concentration_factor = rope.scaling
 
     def _keep_prenorm(self, _: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
         self._prenorm = args[0]
@@ -83,12 +80,10 @@ class MtpModel(GPTModel):
         depths: how many MTP depths to compute; 0 leaves the head's weights untouched by the pass.
         """
         position_ids = packing.position_ids
-        rotary = None if self.config.multi_latent_attention else self.rope.angles(position_ids)
+        packing.rotary = self._rotary(position_ids)
         embedded = self._embed(input_ids[packing.tokens], position_ids) if self.pre_process else None
         padding = self._padding(packing)
-        state = self.decoder(
-            hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packing, padding_mask=padding
-        )
+        state = self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=packing, padding_mask=padding)
         if not self.post_process:
             return state
         prenorm, self._prenorm = self._prenorm, None
@@ -97,21 +92,22 @@ class MtpModel(GPTModel):
         if depths:
             trunk_state = prenorm if self.mtp_reads_prenorm else state
             assert trunk_state is not None
-            mtp = self._mtp(trunk_state, input_ids, position_ids, rotary, packing, depths)
+            mtp = self._mtp(trunk_state, input_ids, packing, depths)
         return Hidden(trunk=state.squeeze(1), head=head, mtp=[depth.squeeze(1) for depth in mtp])
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         return self.embedding(input_ids=input_ids[None], position_ids=position_ids[None])
 
-    def _mtp(
-        self, state: Tensor, input_ids: Tensor, position_ids: Tensor, rotary: Tensor | None, packing: Packing, depths: int
-    ) -> list[Tensor]:
+    def _rotary(self, position_ids: Tensor) -> Rotary | None:
+        return None if self.config.multi_latent_attention else self.rope.rotary(position_ids)
+
+    def _mtp(self, state: Tensor, input_ids: Tensor, packing: Packing, depths: int) -> list[Tensor]:
         """States of the first `depths` depths, as the LM head reads them.
 
         Layers of their own stand at their tokens' positions and attend to their own keys. A repeated layer is what an engine drafts
         several tokens with: every depth stands a position further on, and sees what the first depth left of earlier tokens.
         """
-        layers = self.mtp.layers
+        layers, position_ids = self.mtp.layers, packing.position_ids
         state = state.detach() if self.mtp_isolated else state
         repeated = len(layers) == 1 and depths > 1
         earlier = EarlierDepths()
@@ -122,9 +118,8 @@ class MtpModel(GPTModel):
             embedded = embedded.detach() if self.mtp_isolated else embedded
             if self.mtp_blanks_first and (depth == 0 or not repeated):
                 embedded = self._blank_first(embedded, position_ids)
-            here = packing.moved(depth, earlier) if repeated else packing
-            angles = self.rope.angles(here.position_ids) if repeated and rotary is not None else rotary
-            read, state = layers[min(depth, len(layers) - 1)](state, embedded, angles, here, self._padding(packing))
+            here = packing.moved(position_ids + depth, self._rotary(position_ids + depth), earlier) if repeated else packing
+            read, state = layers[min(depth, len(layers) - 1)](state, embedded, here, self._padding(packing))
             states.append(read)
         return states
 

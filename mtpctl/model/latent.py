@@ -25,7 +25,7 @@ class PackedRotary:
         return packing
 
     def __call__(self, packing: Packing, **_: object) -> Tensor | tuple[Tensor, float]:
-        angles = self.rope.angles(packing.position_ids).squeeze(1)  # upstream drops the batch dimension of packed queries
+        angles = self.rope.angles(packing.position_ids)
         return (angles, self.rope.scaling) if self.scaled else angles
 
 

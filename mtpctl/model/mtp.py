@@ -22,7 +22,7 @@ class MtpLayer(MultiTokenPredictionLayer):
     recycles_prenorm: bool = False
 
     def forward(  # type: ignore[override]
-        self, hidden: Tensor, embedding: Tensor, rotary: Tensor | None, packing: Packing, padding: Tensor | None
+        self, hidden: Tensor, embedding: Tensor, packing: Packing, padding: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """hidden and embedding [T, 1, H] (split over tp in sequence-parallel mode) → of the same shape, the state that the LM head
         reads, and the one that the next depth reads."""
@@ -32,7 +32,7 @@ class MtpLayer(MultiTokenPredictionLayer):
             # A checkpointed region without a differentiable input would give its parameters no gradient.
             hidden = hidden.detach().requires_grad_()
         run = self._checkpointed_forward if recompute else self._proj_and_transformer_layer
-        found = run(hidden_states=hidden, decoder_input=embedding, rotary_pos_emb=rotary, packed_seq_params=packing, padding_mask=padding)
+        found = run(hidden_states=hidden, decoder_input=embedding, packed_seq_params=packing, padding_mask=padding)
         return found if self.recycles_prenorm else (found, found)
 
     def _postprocess(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:

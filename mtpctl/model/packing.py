@@ -22,6 +22,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mtpctl.model.draft_attention import EarlierDepths
+from mtpctl.model.rope import Rotary
 
 STEP = 32
 """Tokens that `Packing.alike` rounds a sample's length up to a multiple of."""
@@ -57,6 +58,7 @@ class Packing(PackedSeqParams):
     lengths: of each part here, in queries and in keys.
     sample_lengths: of all samples of the row. ranks: context-parallel ones that share it.
     spare: how many tokens at the row's end only fill it up.
+    rotary: what attention rotates queries and keys by; None where it does not, or where latent attention does so itself.
     earlier: set while the depths of a repeated MTP layer are computed: what its attention is to see of those before.
     routes: uint8 or int16 [t, layers, k], the experts that this rank's tokens are sent to, where `routed` [t] is set; None where every
         router chooses for itself. layers: those of the whole decoder that have experts.
@@ -71,6 +73,7 @@ class Packing(PackedSeqParams):
     sample_lengths: list[int] = field(default_factory=list)
     ranks: int = 1
     spare: int = 0
+    rotary: Rotary | None = None
     earlier: EarlierDepths | None = None
     routes: Tensor | None = None
     routed: Tensor | None = None
@@ -142,6 +145,13 @@ class Packing(PackedSeqParams):
         return self if self.ranks == 1 else Packing.of(self.sample_lengths, self.tokens.device)
 
     @cached_property
+    def borders(self) -> tuple[Tensor, Tensor]:
+        """`cu_seqlens_q` as int64, on its device and on the host. Kernels of linear attention keep what they computed from these
+        two tensors for all layers, and know them by identity."""
+        sums = [0, *accumulate(self.lengths[0])]
+        return self.cu_seqlens_q.long(), torch.tensor(sums)
+
+    @cached_property
     def padding(self) -> Tensor | None:
         """bool [t]: which of this rank's tokens only fill up the row; None where the row has no such token."""
         return self.tokens >= self.starts[-1] - self.spare if self.spare else None
@@ -185,9 +195,9 @@ class Packing(PackedSeqParams):
             for g in _groups(*self.lengths, widths)
         ]
 
-    def moved(self, ahead: int, earlier: EarlierDepths) -> Packing:
-        """The same tokens, each `ahead` positions further on, for attention that adds to `earlier` depths."""
-        return replace(self, position_ids=self.position_ids + ahead, earlier=earlier)
+    def moved(self, position_ids: Tensor, rotary: Rotary | None, earlier: EarlierDepths) -> Packing:
+        """The same tokens at other positions, for attention that adds to `earlier` depths."""
+        return replace(self, position_ids=position_ids, rotary=rotary, earlier=earlier)
 
     def shift(self, values: Tensor, fill: int = 0) -> Tensor:
         """`values` [T] of the whole row moved one token to the left within each sample; the last token of each sample becomes `fill`."""

@@ -9,12 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mtpctl.families.shape import ModelShape
+
+
+class Rotary(NamedTuple):
+    """Cosines and sines of packed tokens, fp32 [t, rotated dimensions / 2], as `mtpctl.kernels.rotary` takes them."""
+
+    cos: Tensor
+    sin: Tensor
 
 
 @dataclass(frozen=True)
@@ -24,10 +31,18 @@ class Rope:
     inverse_frequencies: Tensor
     scaling: float = 1.0
 
+    def rotary(self, position_ids: Tensor) -> Rotary:
+        """Cosines and sines of tokens at these positions [t]."""
+        angles = self._angles(position_ids)
+        return Rotary(angles.cos() * self.scaling, angles.sin() * self.scaling)
+
     def angles(self, position_ids: Tensor) -> Tensor:
-        """position_ids [T] → [T, 1, 1, rotated dimensions], the two halves alike, as megatron-core rotates by them."""
-        half = position_ids[:, None].float() * self.inverse_frequencies.to(position_ids.device)
-        return torch.cat([half, half], dim=-1)[:, None, None]
+        """position_ids [t] → [t, 1, rotated dimensions], the two halves alike, as megatron-core's latent attention rotates by them."""
+        half = self._angles(position_ids)
+        return torch.cat([half, half], dim=-1)[:, None]
+
+    def _angles(self, position_ids: Tensor) -> Tensor:
+        return position_ids[:, None].float() * self.inverse_frequencies.to(position_ids.device)
 
 
 def rope_of(shape: ModelShape) -> Rope:

@@ -129,8 +129,9 @@ def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     After Korthikanti et al. 2022, section 4, for flash attention (nothing quadratic is kept), grouped queries and a gated MLP,
     less what the backward pass recomputes (`mtpctl.model.recompute`). Split over tp only with sequence parallelism: the inputs of
     both norms, and of a latent what all heads share. Split in any case: q, k, v and the attention's output, gate and up. Whole
-    on every rank: sine and cosine; and the tokens that ranks gather where tp splits each expert. With expert parallelism the rows that
-    other ranks send, as many as it sends. An expert's choice takes three indices and a share.
+    on every rank: a latent's sine and cosine (other attention has one table for all layers); and the tokens that ranks gather where tp
+    splits each expert. With expert parallelism the rows that other ranks send, as many as it sends. An expert's choice takes three
+    indices and a share.
     """
     latent, moe = shape.latent, shape.moe
     entry = 2 * shape.hidden
@@ -143,9 +144,9 @@ def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     if moe:
         copies = 4 * moe.experts_per_token + (moe.experts_per_token * shape.hidden / parallel.tp if parallel.ep > 1 else 0)
         copies += shape.hidden if expert_tp(parallel) > 1 else 0
-    rotated = latent.rope_dim if latent else int(shape.head_dim * shape.rotary_fraction)
+    tables = 4 * latent.rope_dim if latent else 0
     entry_width = entry / (parallel.tp if parallel.sequence_parallel else 1)
-    return entry_width + copies + 4 * rotated + (_attention_width(shape) + 2 * _ffn_width(shape)) / parallel.tp
+    return entry_width + copies + tables + (_attention_width(shape) + 2 * _ffn_width(shape)) / parallel.tp
 
 
 def transient_width(shape: ModelShape, parallel: ParallelConfig) -> float:

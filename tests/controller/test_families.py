@@ -148,6 +148,7 @@ def test_the_main_job_from_random_weights_to_a_folder_that_stock_vllm_serves(
     shape = shape_of(TOYS[family])
     assert {row["sync/verified"] for row in rows} == {len(tensor_shapes(shape))}, "every tensor of the folder, target's and draft's"
     assert any(row["rollout/spec_drafted"] for row in rows) and all(row["mtp/loss_1"] > 0 for row in rows)
+    assert all(("moe/replay_agreement" in row) == bool(shape.moe) for row in rows), "experts are those of the rollout"
     same = [row["rollout_corr/abs_diff_same_version"] for row in rows if "rollout_corr/abs_diff_same_version" in row]
     assert same and max(same) < APART[precision], "the server's log-probs are the engine's where both have the same weights"
     assert len(json.loads(told.splitlines()[-1])) == 16

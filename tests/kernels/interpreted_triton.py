@@ -123,3 +123,15 @@ def test_rows_of_a_token_are_added_up_in_fp32() -> None:
     torch.manual_seed(0)
     rows, row_of = torch.randn(20, 1030, dtype=HALF), torch.randint(0, 20, (7, 3), dtype=torch.int32)
     assert relative(summed(rows, row_of).float(), rows.float()[row_of.long()].sum(1)) < 5e-4
+
+
+@pytest.mark.parametrize(("heads", "half", "width"), [(3, 4, 8), (33, 40, 96), (1, 3, 11)])
+def test_rotated_states(heads: int, half: int, width: int) -> None:
+    from mtpctl.kernels import rotary_triton
+    from mtpctl.kernels.rotary import plainly_rotated
+
+    states, angles = torch.randn(5, width, heads).mT.to(HALF), torch.randn(5, half) * 10  # strided by head
+    for back in (False, True):
+        exact = plainly_rotated(states.double(), angles.cos().double(), angles.sin().double() * (-1 if back else 1))
+        found = rotary_triton.rotated(states, angles.cos(), angles.sin(), back=back)
+        assert found.dtype == HALF and (found.double() - exact).abs().max() <= 2**-10 * exact.abs().max()

@@ -52,7 +52,8 @@ def test_two_parts_joined_are_one_softmax(later: int) -> None:
     module = PackedAttention.__new__(PackedAttention)
     torch.nn.Module.__init__(module)
     module.scale, module.cp_group = WIDTH**-0.5, None
-    packing = Packing.of(LENGTHS, "cpu").moved(later, EarlierDepths([k, *keys[:-1]], [v, *values[:-1]]))
+    packing = Packing.of(LENGTHS, "cpu")
+    packing = packing.moved(packing.position_ids + later, None, EarlierDepths([k, *keys[:-1]], [v, *values[:-1]]))
     whole = module(q, keys[-1], values[-1], None, packed_seq_params=packing).view(tokens, HEADS, VALUES)
     joined = joined_attention(q, k, v, keys, values, PlainPrefix(LENGTHS, module.scale), module.scale)
     torch.testing.assert_close(joined, whole, atol=1e-6, rtol=0)  # log-sum-exps are kept in fp32

@@ -25,7 +25,8 @@ def attended(dtype: torch.dtype, later: int) -> list[torch.Tensor]:
     module = PackedAttention.__new__(PackedAttention)
     torch.nn.Module.__init__(module)
     module.scale, module.cp_group = WIDTH**-0.5, None
-    packing = Packing.of(LENGTHS, "cuda").moved(later, EarlierDepths([k, *keys[:-1]], [v, *values[:-1]]))
+    packing = Packing.of(LENGTHS, "cuda")
+    packing = packing.moved(packing.position_ids + later, None, EarlierDepths([k, *keys[:-1]], [v, *values[:-1]]))
     out = module(q, keys[-1], values[-1], None, packed_seq_params=packing)
     weights = torch.randn(out.shape, generator=g).to("cuda", dtype)
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]

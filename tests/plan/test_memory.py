@@ -126,13 +126,17 @@ def test_norms_that_feed_an_mtp_projection_are_whole_on_every_rank() -> None:
     assert half.mtp == norms + (whole.mtp - norms) // 2
 
 
+LAYER = 2 * 4096 + (32 + 2 * 8 + 32) * 128 + 2 * 11008
+"""Elements a token that a layer of MiMo-7B keeps: the inputs of both norms; queries, keys, values and output; gate and up."""
+
+
 def test_trainer_memory_of_mimo_7b_in_bf16() -> None:
     memory = trainer_memory(recipe("train.parallel={tp: 1}", "train.tokens_per_microbatch=8192"), MIMO)
     total = count_parameters(MIMO)["total"]
     assert (memory.weights, memory.gradients, memory.optimizer) == (2 * total, 4 * total, 12 * total)
     assert memory.workspace == 1 << 30
-    # Ten hidden states a layer, MTP's included, and what one layer makes and lets go.
-    assert memory.activations == 8192 * 2 * (37 * 10 * 4096 + 4096 + 11008)
+    # Every layer's, MTP's included, and what one layer makes and lets go.
+    assert memory.activations == 8192 * 2 * (37 * LAYER + 4096 + 11008)
 
 
 def test_fp32_has_no_masters() -> None:
@@ -172,7 +176,7 @@ def test_mtp_layers_that_rl_leaves_alone_have_gradient_buffers_and_state_where_i
     mtp = count_parameters(MIMO)["mtp"]
     assert (alone.weights, alone.gradients) == (trained.weights, trained.gradients)
     assert trained.optimizer - alone.optimizer == 12 * mtp
-    assert trained.activations - alone.activations == 8192 * 2 * 10 * MIMO.hidden
+    assert trained.activations - alone.activations == 8192 * 2 * LAYER
     trained, alone = (trainer_memory(recipe(*shards, *sets), MIMO) for sets in ([], [idle]))
     assert trained.optimizer == alone.optimizer == 12 * count_parameters(MIMO)["total"] // 2
     assert alone.activations < trained.activations
@@ -196,7 +200,7 @@ def test_depths_that_share_a_layer_each_have_activations() -> None:
     settings = ["train.parallel={tp: 1}", "train.tokens_per_microbatch=8192"]
     one, three = (trainer_memory(recipe(*settings, f"mtp.repeat={n}"), MIMO) for n in (1, 3))
     assert three.weights == one.weights
-    assert three.activations - one.activations == 2 * 8192 * 2 * 10 * MIMO.hidden
+    assert three.activations - one.activations == 2 * 8192 * 2 * LAYER
 
 
 def test_a_step_of_an_offloaded_optimizer_holds_the_masters_and_a_slice_of_moments() -> None:
@@ -233,8 +237,7 @@ def test_recompute(recompute: str, smaller: float) -> None:
 
 def test_sequence_parallelism_splits_what_tensor_parallelism_leaves() -> None:
     tp, sp = (activation_width(MIMO, ParallelConfig(tp=4, sequence_parallel=flag)) for flag in (False, True))
-    tables = 4 * MIMO.head_dim
-    assert sp - tables == (activation_width(MIMO, ParallelConfig()) - tables) / 4
+    assert sp == activation_width(MIMO, ParallelConfig()) / 4
     assert tp - sp == 2 * MIMO.hidden * 3 / 4
 
 
