@@ -8,11 +8,35 @@ function fills in the reward and its parts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+import base64
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from mtpctl.routes import Routes, from_json, to_json
+
+Ids = array[int]
+"""Token ids, four bytes each."""
+Logprobs = array[float]
+"""Log-probs in nats, in single precision."""
+Mask = array[int]
+"""0 or 1 for each token, a byte each."""
+
+
+def ids_of(values: Iterable[int]) -> Ids:
+    """These token ids as an array."""
+    return values if isinstance(values, array) and values.typecode == "i" else array("i", values)
+
+
+def logprobs_of(values: Iterable[float]) -> Logprobs:
+    """These log-probs as an array."""
+    return values if isinstance(values, array) and values.typecode == "f" else array("f", values)
+
+
+def mask_of(values: Iterable[int]) -> Mask:
+    """These zeros and ones as an array."""
+    return values if isinstance(values, array) and values.typecode == "b" else array("b", map(int, values))
 
 
 @dataclass(slots=True)
@@ -50,7 +74,10 @@ class EnvironmentUse:
 
 @dataclass(slots=True)
 class Sample:
-    """One response to one prompt. Per-token lists run over the response and have the length of `response_ids`.
+    """One response to one prompt. Per-token fields run over the response and have the length of `response_ids`.
+
+    Per-token fields and `prompt_ids` are arrays of Python's `array`: they grow, are cut and joined as lists are, take a few bytes a token,
+    and numpy and torch look at them without a copy. Any iterable may be given for them.
 
     `reward_parts` are further numbers of the reward function, which are logged by their names and not trained on.
     `loss_mask` is 1 at tokens that the policy sampled, and 0 at tokens of an environment. `index` counts the responses of a group.
@@ -62,13 +89,13 @@ class Sample:
 
     prompt_id: str
     group_id: str
-    prompt_ids: list[int]
+    prompt_ids: Ids
     index: int = 0
-    response_ids: list[int] = field(default_factory=list)
-    loss_mask: list[int] = field(default_factory=list)
-    behaviour_logprobs: list[float] = field(default_factory=list)
+    response_ids: Ids = field(default_factory=lambda: array("i"))
+    loss_mask: Mask = field(default_factory=lambda: array("b"))
+    behaviour_logprobs: Logprobs = field(default_factory=lambda: array("f"))
     version_spans: list[VersionSpan] = field(default_factory=list)
-    old_logprobs: list[float] | None = None
+    old_logprobs: Logprobs | None = None
     old_version: int | None = None
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
@@ -78,6 +105,22 @@ class Sample:
     environment: EnvironmentUse | None = None
     environment_reward: float | None = None
     routes: Routes | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_ids, self.response_ids = ids_of(self.prompt_ids), ids_of(self.response_ids)
+        self.loss_mask, self.behaviour_logprobs = mask_of(self.loss_mask), logprobs_of(self.behaviour_logprobs)
+        if self.old_logprobs is not None:
+            self.old_logprobs = logprobs_of(self.old_logprobs)
+
+    @property
+    def token_ids(self) -> Ids:
+        """Prompt and response, as a model reads them."""
+        return self.prompt_ids + self.response_ids
+
+    @property
+    def sampled(self) -> int:
+        """Tokens of the response that the policy sampled, and that a loss sees."""
+        return self.loss_mask.tobytes().count(1)
 
     @property
     def length(self) -> int:
@@ -94,19 +137,19 @@ class Sample:
         """How many tokens of prompt and response have routes: the first ones."""
         return 0 if self.routes is None else len(self.routes)
 
-    def append(self, token_ids: list[int], logprobs: list[float], version: int, *, trained: bool = True) -> None:
+    def append(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, *, trained: bool = True) -> None:
         """Add tokens that were sampled under weight version `version`, or with `trained=False` tokens of an environment.
 
         Raises ValueError where the lengths differ.
         """
         if len(token_ids) != len(logprobs):
             raise ValueError(f"{len(token_ids)} tokens came with {len(logprobs)} log-probs")
-        if not token_ids:
+        if not len(token_ids):
             return
         start = len(self.response_ids)
-        self.response_ids += token_ids
-        self.behaviour_logprobs += logprobs
-        self.loss_mask += [int(trained)] * len(token_ids)
+        self.response_ids.extend(ids_of(token_ids))
+        self.behaviour_logprobs.extend(logprobs_of(logprobs))
+        self.loss_mask.frombytes((b"\1" if trained else b"\0") * len(token_ids))
         end = len(self.response_ids)
         if self.version_spans and self.version_spans[-1].version == version:
             self.version_spans[-1].end = end
@@ -130,7 +173,7 @@ class Sample:
             self.routes = self.routes[: max(self.length - 1, 0)]
 
     def copy(self) -> Sample:
-        """A copy that shares no list with this sample, so that both can grow. Routes are shared: nobody writes into them."""
+        """A copy that shares no array with this sample, so that both can grow. Routes are shared: nobody writes into them."""
         return replace(
             self,
             prompt_ids=self.prompt_ids[:],
@@ -144,20 +187,42 @@ class Sample:
             environment=None if self.environment is None else replace(self.environment),
         )
 
-    def to_dict(self) -> dict[str, object]:
-        """The sample as JSON takes it."""
-        plain = asdict(replace(self, routes=None))
+    def to_dict(self, *, packed: bool = False) -> dict[str, object]:
+        """The sample as JSON takes it: arrays as lists of numbers, or with `packed` as base64 of their bytes, which is much faster."""
+        plain: dict[str, object] = {name: _plain(getattr(self, name), packed) for name in _JSON_FIELDS}
         return plain if self.routes is None else plain | {"routes": to_json(self.routes)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
         """Inverse of `to_dict`. Fields that a sample does not have are left out: a checkpoint may hold some of an earlier release."""
-        known = {each.name: data[each.name] for each in fields(cls) if each.name in data}
+        known = {each.name: _unpacked(data[each.name]) for each in fields(cls) if each.name in data}
         spans = [VersionSpan(**span) for span in data["version_spans"]]
         use = None if known.get("environment") is None else EnvironmentUse(**known["environment"])
         routes = None if known.get("routes") is None else from_json(known["routes"])
         whole = {"version_spans": spans, "speculation": Speculation(**data["speculation"]), "environment": use, "routes": routes}
         return cls(**{**known, **whole})
+
+
+_JSON_FIELDS = tuple(each.name for each in fields(Sample) if each.name != "routes")
+
+
+def _plain(value: object, packed: bool) -> object:
+    """A field's value as JSON takes it."""
+    if isinstance(value, array):
+        # Little-endian, as all machines are that this runs on.
+        return {"array": value.typecode, "data": base64.b64encode(value).decode()} if packed else value.tolist()
+    if isinstance(value, list):
+        return [asdict(each) for each in value]
+    if isinstance(value, dict):
+        return dict(value)
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _unpacked(value: object) -> object:
+    """A field's value from JSON: an array where it was packed."""
+    if not isinstance(value, Mapping) or "array" not in value:
+        return value
+    return array(value["array"], base64.b64decode(value["data"], validate=True))
 
 
 def response_limit(sample: Sample, *, max_tokens: int, context: int) -> int:

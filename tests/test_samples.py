@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
+import sys
 from dataclasses import fields
 
 import numpy as np
 import pytest
 
-from mtpctl.samples import EnvironmentUse, Sample, Speculation, VersionSpan, response_limit
+from mtpctl.samples import EnvironmentUse, Sample, Speculation, VersionSpan, logprobs_of, response_limit
 
 
 def sample() -> Sample:
@@ -17,21 +19,21 @@ def sample() -> Sample:
 
 def test_tokens_come_with_log_probs_mask_and_version() -> None:
     s = sample()
-    s.append([10, 11], [-0.1, -0.2], version=4)
-    s.append([12], [-0.3], version=4)
-    s.append([13, 14], [-0.4, -0.5], version=6)
-    assert s.response_ids == [10, 11, 12, 13, 14]
-    assert s.behaviour_logprobs == [-0.1, -0.2, -0.3, -0.4, -0.5]
+    s.append([10, 11], [-0.125, -0.25], version=4)
+    s.append([12], [-0.375], version=4)
+    s.append([13, 14], [-0.5, -0.5], version=6)
+    assert s.response_ids.tolist() == [10, 11, 12, 13, 14]
+    assert s.behaviour_logprobs.tolist() == [-0.125, -0.25, -0.375, -0.5, -0.5]
     assert s.version_spans == [VersionSpan(0, 3, 4), VersionSpan(3, 5, 6)], "one span a version, end to end"
-    assert s.loss_mask == [1] * 5 and s.length == 8
+    assert s.loss_mask.tolist() == [1] * 5 and s.length == 8
 
 
 def test_tokens_of_the_environment_are_not_trained() -> None:
     s = sample()
-    s.append([10], [-0.1], version=1)
+    s.append([10], [-0.125], version=1)
     s.append([20, 21], [0.0, 0.0], version=1, trained=False)
-    s.append([11], [-0.2], version=1)
-    assert s.loss_mask == [1, 0, 0, 1]
+    s.append([11], [-0.25], version=1)
+    assert s.loss_mask.tolist() == [1, 0, 0, 1]
     assert s.version_spans == [VersionSpan(0, 4, 1)]
 
 
@@ -44,15 +46,15 @@ def test_nothing_appended_changes_nothing() -> None:
 def test_tokens_without_their_log_probs_are_refused_and_leave_the_sample_as_it_was() -> None:
     s = sample()
     with pytest.raises(ValueError, match="2 tokens came with 1 log-probs"):
-        s.append([1, 2], [-0.1], version=0)
+        s.append([1, 2], [-0.125], version=0)
     assert s == sample()
 
 
 def test_json_round_trip() -> None:
     s = sample()
-    s.append([10, 11], [-0.1, -0.2], version=4)
-    s.append([12], [-0.3], version=5)
-    s.old_logprobs, s.old_version = [-0.1, -0.2, -0.3], 5
+    s.append([10, 11], [-0.125, -0.25], version=4)
+    s.append([12], [-0.375], version=5)
+    s.old_logprobs, s.old_version = logprobs_of([-0.125, -0.25, -0.375]), 5
     s.reward, s.finish_reason = 1.0, "stop"
     s.speculation = Speculation(drafted=4, accepted=2, accepted_by_position=[2, 0], steps=2)
     s.environment, s.environment_reward = EnvironmentUse(turns=2, seconds=0.5, errors=1, failure="tool.py:3: KeyError"), 0.25
@@ -65,11 +67,11 @@ def test_a_field_of_an_earlier_release_is_left_out() -> None:
     assert Sample.from_dict({**sample().to_dict(), "old_entropy": None}) == sample()
 
 
-def test_samples_share_no_lists() -> None:
+def test_samples_share_no_arrays() -> None:
     first, second = sample(), sample()
-    first.append([1], [-0.1], version=0)
+    first.append([1], [-0.125], version=0)
     first.speculation.drafted = 3
-    assert second.response_ids == [] and second.speculation.drafted == 0
+    assert second.response_ids.tolist() == [] and second.speculation.drafted == 0
 
 
 def test_what_is_cut_takes_all_that_belongs_to_it() -> None:
@@ -77,7 +79,7 @@ def test_what_is_cut_takes_all_that_belongs_to_it() -> None:
     sample.append([5, 6], [-1.0, -2.0], 1)
     sample.append([7, 8], [-3.0, -4.0], 2)
     sample.cut(3)
-    assert (sample.response_ids, sample.behaviour_logprobs, sample.loss_mask) == ([5, 6, 7], [-1.0, -2.0, -3.0], [1, 1, 1])
+    assert (*sample.response_ids, *sample.behaviour_logprobs, *sample.loss_mask) == (5, 6, 7, -1.0, -2.0, -3.0, 1, 1, 1)
     assert sample.version_spans == [VersionSpan(0, 2, 1), VersionSpan(2, 3, 2)]
     sample.cut(2)
     assert sample.version_spans == [VersionSpan(0, 2, 1)]
@@ -85,8 +87,8 @@ def test_what_is_cut_takes_all_that_belongs_to_it() -> None:
 
 def test_a_copy_is_the_same_and_shares_nothing_that_changes() -> None:
     s = sample()
-    s.append([10, 11], [-0.1, -0.2], version=4)
-    s.old_logprobs, s.speculation = [-0.1, -0.2], Speculation(drafted=2, accepted=1, accepted_by_position=[1], steps=1)
+    s.append([10, 11], [-0.125, -0.25], version=4)
+    s.old_logprobs, s.speculation = logprobs_of([-0.125, -0.25]), Speculation(drafted=2, accepted=1, accepted_by_position=[1], steps=1)
     other = s.copy()
     assert other == s
     mutable = [each.name for each in fields(s) if not isinstance(getattr(s, each.name), str | int | float | None)]
@@ -106,11 +108,11 @@ def test_routes_are_of_all_tokens_but_the_last_and_go_wherever_the_sample_goes()
     """Over an abort, the environment's reply and a cut; the next request tells those of the token that was last."""
     s, rows = sample(), np.arange(20, dtype=np.uint8).reshape(10, 1, 2)
     assert s.routed == 0
-    s.append([10, 11], [-0.1, -0.2], version=4)
+    s.append([10, 11], [-0.125, -0.25], version=4)
     s.add_routes(rows[:5])  # the core had read the last token too
     assert s.routed == 4 and s.routes is not None
     s.append([20, 21], [0.0, 0.0], version=4, trained=False)
-    s.append([12], [-0.1], version=5)
+    s.append([12], [-0.125], version=5)
     s.add_routes(rows[4:7])
     assert np.array_equal(s.routes, rows[:7]) and s.routed == s.length - 1
     again = Sample.from_dict(json.loads(json.dumps(s.to_dict())))
@@ -118,3 +120,25 @@ def test_routes_are_of_all_tokens_but_the_last_and_go_wherever_the_sample_goes()
     copy = s.copy()
     copy.cut(2)
     assert (copy.routed, s.routed) == (4, 7) and Sample.from_dict(copy.to_dict()) == copy
+
+
+def test_arrays_are_made_of_whatever_iterates() -> None:
+    """As a user's own test makes a sample, and as a checkpoint's JSON does."""
+    made = Sample(
+        "p", "g", [1, 2], response_ids=range(3), loss_mask=[True, 0, 1], behaviour_logprobs=(-0.5, 0.0, -1.0), old_logprobs=[-1] * 3
+    )
+    assert made.token_ids.tolist() == [1, 2, 0, 1, 2] and made.sampled == 2
+    assert json.loads(json.dumps(made.to_dict()))["loss_mask"] == [1, 0, 1]
+    assert Sample.from_dict(made.to_dict()) == made
+    assert made.response_ids and not Sample("p", "g", [1]).response_ids
+
+
+def test_a_token_takes_13_bytes_and_as_many_in_a_message() -> None:
+    """Four of its id, four of each log-prob, one of its mask; a response that grew chunk by chunk has room for some more."""
+    made, tokens = Sample("p", "g", []), 4096
+    for _ in range(64):
+        made.append([7] * (tokens // 64), [-0.5] * (tokens // 64), 1)
+    made.old_logprobs = made.behaviour_logprobs[:]
+    held = (made.response_ids, made.behaviour_logprobs, made.loss_mask, made.old_logprobs)
+    assert sum(sys.getsizeof(each) for each in held) <= 1.15 * 13 * tokens
+    assert len(pickle.dumps(made, pickle.HIGHEST_PROTOCOL)) <= 13 * tokens + 1000

@@ -46,12 +46,14 @@ class Inputs:
 
 @dataclass
 class Output:
-    """What a run computed: log-probs [N], entropies [N], gradients of hidden and weight; None for what it does not compute."""
+    """What a run computed: log-probs [N], entropies [N], gradients of hidden and weight, and of the trunk's states where hidden is a
+    draft's; None for what it does not compute."""
 
     logprob: Tensor | None = None
     entropy: Tensor | None = None
     hidden_grad: Tensor | None = None
     weight_grad: Tensor | None = None
+    trunk_grad: Tensor | None = None
 
 
 @dataclass(frozen=True)

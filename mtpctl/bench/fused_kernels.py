@@ -101,7 +101,8 @@ def time_runs(run: Callable[[], object], device: str, samples: int) -> list[floa
     return out
 
 
-def _settle(run: Callable[[], object], device: str) -> None:
+def settle(run: Callable[[], object], device: str) -> None:
+    """Run it untimed until the card has found its clock."""
     spent = sum(time_runs(run, device, 1))
     while device == "cuda" and spent < SETTLE_MS:
         spent += sum(time_runs(run, device, 1))
@@ -126,7 +127,8 @@ def _floors(x: Inputs) -> list[Case]:
     return [Case("forward", "floor", forward, peer=True), Case("forward+backward", "floor", both, peer=True)]
 
 
-def _peak_gib(run: Callable[[], Output], device: str) -> float | None:
+def peak_gib(run: Callable[[], Output], device: str) -> float | None:
+    """The peak of a card's memory beyond what was there and the gradients; None on a CPU."""
     if device != "cuda":
         return None
     gc.collect()
@@ -135,7 +137,7 @@ def _peak_gib(run: Callable[[], Output], device: str) -> float | None:
     torch.cuda.reset_peak_memory_stats()
     made = run()
     torch.cuda.synchronize()
-    gradients = sum(g.nbytes for g in (made.hidden_grad, made.weight_grad) if g is not None)
+    gradients = sum(g.nbytes for g in (made.hidden_grad, made.weight_grad, made.trunk_grad) if g is not None)
     return (torch.cuda.max_memory_allocated() - before - gradients) / GIB
 
 
@@ -213,12 +215,12 @@ def measure(
     floors = _floors(x)
     peaks, errors = {}, {}
     for case in cases:
-        peaks[case] = _peak_gib(lambda case=case: case.run(x), device)  # type: ignore[misc]
+        peaks[case] = peak_gib(lambda case=case: case.run(x), device)  # type: ignore[misc]
         errors[case] = _errors(case, case.run(x), x, truth)
     samples: dict[Case, list[float]] = {case: [] for case in (*floors, *cases)}
     for _ in range(ROUNDS):
         for case in samples:
-            _settle(lambda case=case: case.run(x), device)  # type: ignore[misc]
+            settle(lambda case=case: case.run(x), device)  # type: ignore[misc]
             samples[case] += time_runs(lambda case=case: case.run(x), device, SAMPLES)  # type: ignore[misc]
     whole = next(statistics.median(samples[c]) for c in cases if c.what == "forward+backward")
     forward, both = (statistics.median(samples[c]) for c in floors)

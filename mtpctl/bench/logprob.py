@@ -205,10 +205,10 @@ class Bench:
     async def latency(self) -> None:
         """Measure the latency of one request at a time on an idle server, against the bare pass."""
         (request,) = self.load.drawn(self.vocab, 1, seed=1)
-        request = Load.of((request.token_ids * self.load.single)[: self.load.single])
+        request = Load.of((list(request.token_ids) * self.load.single)[: self.load.single])
         times: dict[str, list[float]] = {"bare": [], "server": [], "HTTP": []}
         async with _http(self.server) as port:
-            body = json.dumps({"token_ids": request.token_ids, "prompt_length": request.prompt_length}).encode()
+            body = json.dumps({"token_ids": list(request.token_ids), "prompt_length": request.prompt_length}).encode()
             connection = http.client.HTTPConnection("127.0.0.1", port)
             for turn in range(self.load.singles + 1):
                 bare = await self._bare([request])
@@ -277,7 +277,7 @@ class Bench:
 
 def _as_lists(requests: list[ScoreRequest]) -> tuple[list[list[int]], list[int]]:
     """Token ids and prompt lengths, as the ranks take them."""
-    return [r.token_ids for r in requests], [r.prompt_length for r in requests]
+    return [list(r.token_ids) for r in requests], [r.prompt_length for r in requests]
 
 
 def _difference(a: Scored, b: Scored) -> float:

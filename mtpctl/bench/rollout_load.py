@@ -135,7 +135,7 @@ async def send(pool: ReplicaPool, load: Load, vocab: int, replicas: int = 1) -> 
     stats = SpecStats()
     for sample in samples.values():
         stats.add(sample.speculation, len(sample.response_ids))
-    answers = [samples[number].response_ids for number in range(len(load.prompts))]
+    answers = [samples[number].response_ids.tolist() for number in range(len(load.prompts))]
     idle = None
     if len(full) == 2:
         (first, before), (last, after) = full

@@ -29,6 +29,7 @@ def fused_kernels(
     shape: Annotated[list[str] | None, typer.Option("--shape", metavar="ROWSxHIDDENxVOCAB", help="May be given several times.")] = None,
     peers: Annotated[bool, typer.Option("--peers", help="Measure what others publish too, as far as it is installed.")] = False,
     tp: Annotated[int, typer.Option("--tp", min=1, help="Instead: the vocabulary sharded over that many cards of this host.")] = 1,
+    drafts: Annotated[bool, typer.Option("--drafts", help="Instead: an MTP depth's losses, alone and beside a policy loss.")] = False,
     json: Json = False,
 ) -> None:
     """Log-probs and policy loss from hidden states: time, memory and error of each kernel. Exit code 6 when a bound is missed."""
@@ -46,6 +47,8 @@ def fused_kernels(
         raise UserError(str(error)) from error
     if tp > 1:
         return _parallel(shapes, tp, json, device)
+    if drafts:
+        return _drafts(shapes, json, device)
     results = [result for each in shapes for result in bench.measure(each, with_peers=peers)]
     if json:
         answer(bench.as_json(results, device))
@@ -60,6 +63,24 @@ def fused_kernels(
         raise ThresholdMissed(
             f"{len(missed)} of {len(results)} measurements missed a bound, first: {missed[0].what} {missed[0].name}: {missed[0].misses[0]}"
         )
+
+
+def _drafts(shapes: list[Shape], json: bool, device: str) -> None:
+    from dataclasses import asdict
+
+    from mtpctl.bench import document
+    from mtpctl.bench.fused_drafts import drafts_table, measure_drafts
+    from mtpctl.bench.fused_kernels import TIMER, environment
+    from mtpctl.errors import ThresholdMissed
+
+    results = [result for each in shapes for result in measure_drafts(each)]
+    if json:
+        answer(document.text({"environment": environment(device), "results": [asdict(r) for r in results]}))
+    else:
+        answer(f"{environment(device)}\nThe timer covers: {TIMER}\n\n{drafts_table(results)}")
+    missed = [f"{r.mode} {r.loss} {r.where}: {'; '.join(r.misses)}" for r in results if r.misses]
+    if missed:
+        raise ThresholdMissed(f"{len(missed)} of {len(results)} measurements missed a bound, first: {missed[0]}")
 
 
 def _parallel(shapes: list[Shape], tp: int, json: bool, device: str) -> None:

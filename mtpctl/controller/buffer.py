@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Iterable
+from bisect import insort
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from mtpctl.data.problems import Problem
@@ -110,9 +112,8 @@ class SampleBuffer:
             if group.unwanted.is_set():
                 return
             self._open.pop(group.group_id, None)
-            self._ready.append(group)
-            # Sorting is stable: of equals, the one that was completed first.
-            self._ready.sort(key=(lambda g: g.number) if self._ordered else (lambda g: (g.oldest, -g.retries)))
+            # Behind its equals: of these the one that was completed first comes first.
+            insort(self._ready, group, key=(lambda g: (g.number, 0)) if self._ordered else (lambda g: (g.oldest, -g.retries)))
             self._changed.notify_all()
 
     async def drop(self, group: Group) -> bool:
@@ -152,19 +153,16 @@ class SampleBuffer:
         """Groups in flight and requeued ones, in the order in which they were drawn: a restarted run sends their prompts out again."""
         return sorted([*self._open.values(), *self.requeued], key=lambda g: g.number)
 
+    def saving(self, path: Path) -> Callable[[], None]:
+        """What writes the buffer as it is now, in any thread: the waiting groups with their samples, and the problems of unfinished ones.
+
+        A line of JSON each; whole or not at all. Nobody changes the samples of a complete group.
+        """
+        return partial(_write, path, [(group, group.samples) for group in self._ready] + [(group, []) for group in self.unfinished()])
+
     def save(self, path: Path) -> None:
-        """Write the waiting groups with their samples, and the problems of unfinished ones, a line of JSON each; whole or not at all."""
-        aside = path.with_suffix(".partial")
-        groups = [(group, group.samples) for group in self._ready] + [(group, []) for group in self.unfinished()]
-        with aside.open("w") as file:
-            for group, complete in groups:
-                samples = [s.to_dict() for s in complete]
-                problem = group.problem.to_json()
-                line = {"number": group.number, "problem": problem, "size": group.size, "again": group.retries, "samples": samples}
-                file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
+        """Write the buffer here and now."""
+        self.saving(path)()
 
     @staticmethod
     def load(path: Path) -> tuple[list[Group], list[Group]]:
@@ -177,3 +175,16 @@ class SampleBuffer:
             group = Group(data["number"], Problem.from_json(data["problem"]), data["size"], samples, retries=data.get("again", 0))
             (complete if group.complete else unfinished).append(group)
         return complete, unfinished
+
+
+def _write(path: Path, groups: list[tuple[Group, list[Sample]]]) -> None:
+    aside = path.with_suffix(".partial")
+    with aside.open("w") as file:
+        for group, complete in groups:
+            samples = [s.to_dict(packed=True) for s in complete]
+            problem = group.problem.to_json()
+            line = {"number": group.number, "problem": problem, "size": group.size, "again": group.retries, "samples": samples}
+            file.write(json.dumps(line) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)

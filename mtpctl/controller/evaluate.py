@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from mtpctl.controller.metrics import cut_share, speculation
 from mtpctl.controller.prepare import Prepared
 from mtpctl.data.problems import Problem
-from mtpctl.data.prompts import encode_prompt
 from mtpctl.data.sets import UNNAMED
 from mtpctl.recipe.evaluation import EvaluationSetConfig
 from mtpctl.recipe.schema import Recipe
@@ -98,7 +97,7 @@ async def evaluate(
 
     async def reward(sample: Sample) -> None:
         held_out, number = places[sample.group_id]
-        text = prepared.tokenizer.decode(sample.response_ids)
+        text = await prepared.text_of(sample)
         outcome = await rewards.get(held_out.name, rewards[UNNAMED])(text, held_out.problems[number], sample)
         sample.reward, sample.reward_parts = outcome.reward or 0.0, outcome.parts
         held_out.errors += bool(outcome.error)
@@ -155,7 +154,7 @@ def _request(
 def request_of(recipe: Recipe, prepared: Prepared, problem: Problem, *, group_id: str, index: int, seed: int | None) -> GenerationRequest:
     """The request for one response to one problem, with the sampling parameters of the recipe."""
     rollout = recipe.rollout
-    prompt = encode_prompt(prepared.tokenizer, problem, recipe.data, prepared.tools)
+    prompt = prepared.prompt_ids(problem, recipe.data)
     sample = Sample(prompt_id=problem.prompt_id, group_id=group_id, prompt_ids=prompt, index=index)
     return GenerationRequest(
         sample=sample,

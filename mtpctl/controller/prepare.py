@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from mtpctl.controller.decoding import Decoder
 from mtpctl.controller.rehearsal import try_code
-from mtpctl.data.prompts import fit_problems
+from mtpctl.data.problems import Problem
+from mtpctl.data.prompts import encode_prompt, fit_problems
 from mtpctl.data.sets import ProblemSets, load_problem_sets
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_byte_tokenizer, load_tokenizer, make_byte_tokenizer
 from mtpctl.errors import EnvironmentMissing, UserError
@@ -19,15 +21,19 @@ from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters
 from mtpctl.plan.memory import WEIGHT_BYTES
 from mtpctl.recipe import yaml12
+from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.fields import Keys
 from mtpctl.recipe.loading import dump_resolved, flatten
 from mtpctl.recipe.model_source import hf_config, path_in_full
 from mtpctl.recipe.schema import Recipe
+from mtpctl.samples import Ids, Sample, ids_of
 from mtpctl.sync.store import VersionStore, default_root, name_of
 from mtpctl.telemetry.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from mtpctl.convert.hf_folder import HfFolder
+
+KEPT_PROMPTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,21 @@ class Prepared:
     context: int
     unrewarded: str = ""
     tools: Sequence[object] = ()
+    _prompts: dict[Problem, Ids] = field(default_factory=dict, repr=False, compare=False)
+    _decoder: Decoder = field(default_factory=Decoder, repr=False, compare=False)
+
+    async def text_of(self, sample: Sample) -> str:
+        """The response as text, decoded beside the event loop."""
+        return await self._decoder.text(self.tokenizer, sample.response_ids)
+
+    def prompt_ids(self, problem: Problem, config: DataConfig) -> Ids:
+        """Token ids of the problem's prompt, which its responses share. Those asked for lately are kept."""
+        if (found := self._prompts.pop(problem, None)) is None:
+            found = ids_of(encode_prompt(self.tokenizer, problem, config, self.tools))
+        self._prompts[problem] = found  # the newest stands last
+        if len(self._prompts) > KEPT_PROMPTS:
+            del self._prompts[next(iter(self._prompts))]
+        return found
 
 
 def prepare(recipe: Recipe, run_dir: Path) -> Prepared:

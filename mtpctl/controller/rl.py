@@ -201,9 +201,7 @@ class RlStage:
         samples = [sample for group in groups for sample in group.samples]
         began = time.perf_counter()
         self.state.updating = True
-        metrics: dict[str, float] = await self.trainer.call(
-            "rl_step", samples, self.state.version, self.payback is None or self.payback.training
-        )
+        metrics = await self.trainer.rl_step(samples, self.state.version, self.payback is None or self.payback.training)
         seconds = time.perf_counter() - began
         self._skipped_in_a_row = check_applied(metrics, self._skipped_in_a_row, self.recipe.train.max_bad_steps)
         updates_since_sync = self.state.step - max(self.state.synced_at, 0)

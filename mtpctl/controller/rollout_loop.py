@@ -168,7 +168,7 @@ class RolloutLoop:
         """Note that one of these has come."""
         self._generating -= 1
         self.clock.set("rollout", self._generating > 0)
-        self.counts.tokens += sum(sample.loss_mask)
+        self.counts.tokens += sample.sampled
 
     def next_group(self) -> Group:
         """The group to send out next: one that was discarded or left unfinished before, else one of the next prompt."""
@@ -212,7 +212,7 @@ class RolloutLoop:
         self._rewarding += 1
         self.clock.set("reward", True)
         try:
-            outcome = await self.reward(self.prepared.tokenizer.decode(sample.response_ids), problem, sample)
+            outcome = await self.reward(await self.prepared.text_of(sample), problem, sample)
         finally:
             self._rewarding -= 1
             self.clock.set("reward", self._rewarding > 0)

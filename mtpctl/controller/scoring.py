@@ -26,7 +26,7 @@ class Scoring:
         After `ATTEMPTS` late answers the sample is returned without: the trainer computes its old log-probs at the update.
         """
         request = ScoreRequest(
-            sample.prompt_ids + sample.response_ids,
+            sample.token_ids,
             len(sample.prompt_ids),
             temperature=self.temperature,
             caller="train",

@@ -154,6 +154,7 @@ class RunState:
     saved_at: float = field(default_factory=time.monotonic)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     waiting: Waiting = contextlib.nullcontext
+    _buffer_written: asyncio.Future[None] | None = None
 
     @property
     def within_stage(self) -> bool:
@@ -202,9 +203,10 @@ class RunState:
         path = self.root / f"{self.stage}-{self.step:06d}{'-end' if self.stage in self.ended else ''}"
         with self.waiting(f"trainer: saving {path.name}"):
             folder = Path(await trainer.call("begin_save", str(path)))
+        # Both are of this moment; rollout goes on while the buffer is written.
         (folder / _FILE).write_text(json.dumps({name: getattr(self, name) for name in SavedState.__annotations__}))
         if self.buffer is not None:
-            self.buffer.save(folder / "buffer.jsonl")
+            self._buffer_written = asyncio.ensure_future(asyncio.to_thread(self.buffer.saving(folder / "buffer.jsonl")))
         self.saving, self.saved = path, self.step
         if wait:
             await self.settle(trainer)
@@ -232,6 +234,11 @@ class RunState:
         """
         if self.saving is None:
             return
+        if self._buffer_written is not None:
+            if not wait and not self._buffer_written.done():
+                return
+            written, self._buffer_written = self._buffer_written, None
+            await written
         with self.waiting(f"trainer: writing {self.saving.name}"):
             whole = await trainer.call("finish_save", wait)
         if whole:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from mtpctl.kernels.call import Call
 from mtpctl.kernels.chunked import Chunked
-from mtpctl.kernels.problem import Backend
+from mtpctl.kernels.problem import Backend, SweepBackend
 
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "triton", "liger")
 ONE_PASS = ("auto", "chunked", "triton")
-"""The implementations that `linear_policy_loss` has."""
+"""The implementations that `linear_policy_loss` and `linear_draft_loss` have."""
 # What was measured fastest, by compute capability: (fewest rows, implementation), last match wins. See docs/benchmarks/kernels.md;
 # on an H200 the order did not depend on hidden size (2048 to 4096) or vocabulary (32,000 to 256,000).
 MEASURED = {(9, 0): ((0, "chunked"), (64, "triton"))}
@@ -29,31 +29,37 @@ class Features:
     call: Call
     topk: int = 0
     hit: bool = False
-    separable_loss: bool = False
 
 
 def choose(implementation: str, hidden: Tensor, weight: Tensor, features: Features) -> Backend:
     """The backend for this call. Raises ValueError for a name that does not exist, or that cannot do what is asked."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: {implementation!r}, expected one of {', '.join(IMPLEMENTATIONS)}")
-    if implementation == "auto":
-        implementation = _auto(hidden, weight, features)
-    if implementation == "chunked" or features.call.rows.count == 0:
-        return Chunked()
-    if implementation == "triton":
-        reason = _triton_refusal(hidden, weight, features)
-        if reason is None:
-            return _triton(hidden.device.index if hidden.is_cuda else None)
-    elif implementation == "liger":
+    if implementation in ONE_PASS or features.call.rows.count == 0:
+        return choose_one_pass(implementation, hidden, weight, features)
+    if implementation == "liger":
         from mtpctl.kernels import liger
 
         call = features.call
-        reason = liger.refusal(hidden, call.temperature, features.hit, features.topk, call.shard.world, features.separable_loss)
+        reason = liger.refusal(hidden, call.temperature, features.hit, features.topk, call.shard.world)
         if reason is None:
             return liger.Liger()
     else:
         reason = "takes every path at once in linear_logprob alone"
     raise ValueError(f"implementation: {implementation!r} {reason}")
+
+
+def choose_one_pass(implementation: str, hidden: Tensor, weight: Tensor, features: Features) -> SweepBackend:
+    """The backend for a loss in one sweep. Raises ValueError as `choose` does."""
+    if implementation == "auto":
+        implementation = _auto(hidden, weight, features)
+    if implementation == "chunked" or features.call.rows.count == 0:
+        return Chunked()
+    if implementation != "triton":
+        raise ValueError(f"implementation: {implementation!r}, expected one of {', '.join(ONE_PASS)}")
+    if reason := _triton_refusal(hidden, weight, features):
+        raise ValueError(f"implementation: 'triton' {reason}")
+    return _triton(hidden.device.index if hidden.is_cuda else None)
 
 
 def _auto(hidden: Tensor, weight: Tensor, features: Features) -> str:
@@ -77,7 +83,7 @@ def _triton_refusal(hidden: Tensor, weight: Tensor, features: Features) -> str |
 
 
 @cache
-def _triton(device: int | None) -> Backend:
+def _triton(device: int | None) -> SweepBackend:
     from mtpctl.kernels.triton_backend import Triton, tiles_for
 
     return Triton(tiles_for(device))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mtpctl.kernels import products
-from mtpctl.kernels.problem import LocalScores, Problem, RowGrads
+from mtpctl.kernels.problem import Agreement, DraftLoss, DraftPull, LocalScores, Pair, Problem, RowGrads
 from mtpctl.kernels.reduce import RowStats
 
 TEMPORARIES = 3  # of a chunk's size: logits, their copy that is kept or their exponentials, and a product of the two
@@ -36,10 +36,12 @@ def scaled(logits: Tensor, inverse_temperature: float | Tensor) -> Tensor:
 class Chunked:
     name = "chunked"
 
-    def rows_that_keep(self, problem: Problem) -> int:
-        # As many columns as one chunk has that holds them all.
+    def rows_that_keep(self, problem: Problem, states: int = 1) -> int:
+        # As many columns as one chunk has that holds them all. A further state's logits stay beside the temporaries of the last one's, of
+        # which comparing the two needs one more.
         columns = max(1, -(-problem.valid // NARROWEST)) * NARROWEST
-        return max(1, problem.workspace_bytes // (TEMPORARIES * problem.wide.itemsize * columns))
+        held = TEMPORARIES + 2 * (states - 1)
+        return max(1, problem.workspace_bytes // (held * problem.wide.itemsize * columns))
 
     def _width(self, problem: Problem) -> int:
         fit = problem.workspace_bytes // (TEMPORARIES * problem.wide.itemsize * max(1, len(problem.hidden)))
@@ -106,6 +108,49 @@ class Chunked:
             hidden_grad = torch.zeros(h.shape, dtype=hidden, device=h.device)
         return hidden_grad
 
+    def compare(self, problem: Problem, pair: Pair, loss: DraftLoss) -> Agreement:
+        logq, zp = pair.draft, pair.teacher
+        assert isinstance(logq, Tensor) and isinstance(zp, Tensor)
+        best = logq.argmax(1, keepdim=True)
+        logp = (zp if pair.rows is None else zp[pair.rows]) - pair.teacher_lse.unsqueeze(1)
+        first_choice = logp.gather(1, best).squeeze(1)
+        logq.sub_(pair.draft_lse.unsqueeze(1))
+        below = cost = torch.zeros_like(pair.draft_lse)
+        if loss == "kl":
+            p = logp.exp()
+            cost = logp.sub_(logq).mul_(p).sum(1)
+        else:
+            p = logp.exp_()
+            if loss == "soft_ce":
+                cost = -(p * logq).sum(1)
+        q = logq.exp_()
+        if loss == "tv":
+            below = (q * (q < p)).sum(1)
+        return Agreement(torch.minimum(p, q).sum(1), below, cost, first_choice, (q, p))
+
+    def draft_grads(
+        self, problem: Problem, pair: Pair, kept: object, pull: DraftPull, *, hidden: torch.dtype | None, weight: Tensor | None, add: bool
+    ) -> Tensor | None:
+        assert isinstance(kept, tuple)
+        q, p = kept
+        own = pull.own.unsqueeze(1)
+        grad = q.mul_(torch.where(q < p, own - pull.teacher, own) if pull.total_variation else own)
+        if not pull.total_variation:
+            grad.sub_(p, alpha=pull.teacher)
+        _add_at(grad, problem.targets, -pull.label)
+        grad, w = scaled(grad, problem.inverse_temperature), problem.weight[: problem.valid]
+        if weight is not None:
+            products.weight_grad(grad, problem.hidden, weight[: problem.valid], add)
+            if not add:
+                weight[problem.valid :] = 0
+        return None if hidden is None else products.hidden_grad(None, grad, w, hidden)
+
+
+def _add_at(x: Tensor, targets: Tensor, values: Tensor | float) -> None:
+    """Adds `values`, one or one a row, to x [n, c] at each row's target, where that is one of the columns."""
+    here = (targets >= 0) & (targets < x.shape[1])
+    x.scatter_add_(1, targets.clamp(0, x.shape[1] - 1).unsqueeze(1), (here.to(x.dtype) * values).unsqueeze(1))
+
 
 def _logit_grad(z: Tensor, problem: Problem, rows: RowGrads, start: int) -> Tensor:
     """Gradient of unscaled logits, in place of the scaled ones `z` [n, columns]."""
@@ -115,9 +160,7 @@ def _logit_grad(z: Tensor, problem: Problem, rows: RowGrads, start: int) -> Tens
         grad = p.mul_(-rows.logprob.unsqueeze(1))
     else:
         grad = logp.add_(rows.row_entropy.unsqueeze(1)).mul_(rows.entropy.unsqueeze(1)).add_(rows.logprob.unsqueeze(1)).mul_(p).neg_()
-    local = problem.targets - start
-    here = (local >= 0) & (local < z.shape[1])
-    grad.scatter_add_(1, local.clamp(0, z.shape[1] - 1).unsqueeze(1), torch.where(here, rows.logprob, 0).unsqueeze(1))
+    _add_at(grad, problem.targets - start, rows.logprob)
     return scaled(grad, problem.inverse_temperature)
 
 

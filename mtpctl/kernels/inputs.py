@@ -155,12 +155,12 @@ class FiniteCheck:
         else:
             self._answer, self._ready = finite, None
 
-    def enforce(self, hidden: Tensor, weight: Tensor) -> None:
-        """Raises ValueError, naming what is not finite in `hidden` (as given by the caller) or `weight`."""
+    def enforce(self, hidden: Tensor, weight: Tensor, name: str = "hidden") -> None:
+        """Raises ValueError, naming what is not finite in `hidden` (as given by the caller, who calls it `name`) or `weight`."""
         if self._ready is not None:
             self._ready.synchronize()
         if not self._answer:
-            raise explain_nonfinite(hidden, weight)
+            raise explain_nonfinite(hidden, weight, name)
 
 
 def nonfinite(name: str, x: Tensor) -> ValueError | None:
@@ -172,10 +172,10 @@ def nonfinite(name: str, x: Tensor) -> ValueError | None:
     return ValueError(f"{name}: {x[row, col].item()} at [{row}, {col}], expected finite values in all of {tuple(x.shape)}")
 
 
-def explain_nonfinite(hidden: Tensor, weight: Tensor) -> ValueError:
+def explain_nonfinite(hidden: Tensor, weight: Tensor, name: str = "hidden") -> ValueError:
     """Which argument made a row's statistics not finite."""
-    for name, x in (("hidden", hidden), ("weight", weight)):
-        if found := nonfinite(name, x):
+    for argument, x in ((name, hidden), ("weight", weight)):
+        if found := nonfinite(argument, x):
             return found
     most = [x.abs().max().item() for x in (hidden, weight)]
-    return ValueError(f"hidden: logits overflow {torch.float32}: largest |hidden| {most[0]}, largest |weight| {most[1]}")
+    return ValueError(f"{name}: logits overflow {torch.float32}: largest |{name}| {most[0]}, largest |weight| {most[1]}")

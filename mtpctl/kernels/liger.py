@@ -26,7 +26,7 @@ class _Graph:
     entropy: Tensor | None
 
 
-def refusal(hidden: Tensor, temperature: float | Tensor, hit: bool, topk: int, world: int, separable_loss: bool) -> str | None:
+def refusal(hidden: Tensor, temperature: float | Tensor, hit: bool, topk: int, world: int) -> str | None:
     """Why the kernel cannot serve this call, or None."""
     if find_spec("liger_kernel") is None or find_spec("cutlass") is None:
         return "needs liger-kernel and nvidia-cutlass-dsl installed"
@@ -39,7 +39,6 @@ def refusal(hidden: Tensor, temperature: float | Tensor, hit: bool, topk: int, w
         "hit": hit,
         "topk": topk > 0,
         "a vocabulary-sharded weight": world > 1,
-        "linear_policy_loss": separable_loss,
     }.items():
         if asked:
             return f"does not do {what}"
@@ -48,9 +47,6 @@ def refusal(hidden: Tensor, temperature: float | Tensor, hit: bool, topk: int, w
 
 class Liger:
     name = "liger"
-
-    def rows_that_keep(self, problem: Problem) -> int:
-        return 1
 
     def scores(self, problem: Problem, *, entropy: bool, topk: int, keep: bool) -> LocalScores:
         from importlib import import_module

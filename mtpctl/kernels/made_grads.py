@@ -13,16 +13,16 @@ from mtpctl.kernels.call import WeightSink
 
 @dataclass
 class MadeGrads:
-    """The gradient of hidden, where that of the weight was written, the upstream gradient that both were made for, and a check to run
+    """The gradients of the states, where that of the weight was written, the upstream gradient that both were made for, and a check to run
     before they are used."""
 
-    hidden: Tensor | None
+    hidden: list[Tensor | None]
     sink: WeightSink
     expected: float
     check: Callable[[], None]
 
-    def given(self, came: float) -> tuple[Tensor | None, Tensor | None]:
-        """What the backward pass returns for hidden and weight, the upstream gradient being `came`.
+    def given(self, came: float) -> tuple[list[Tensor | None], Tensor | None]:
+        """What the backward pass returns for the states and the weight, the upstream gradient being `came`.
 
         Where that is another than expected they are rescaled. Raises ValueError where they cannot be: they are in `main_grad` already, or
         were made for 0.
@@ -33,7 +33,7 @@ class MadeGrads:
             why = "main_grad has been added to already" if added else "" if self.expected else "no factor leads there"
             if why:
                 raise ValueError(f"grad_scale: {self.expected}, but the loss received a gradient of {came}; {why}")
-            for x in (self.hidden, self.sink.out):
+            for x in (*self.hidden, self.sink.out):
                 if x is not None:
                     x.mul_(came / self.expected)
         return self.hidden, self.sink.finish()

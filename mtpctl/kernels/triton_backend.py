@@ -20,14 +20,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mtpctl.kernels import products
-from mtpctl.kernels.problem import LocalScores, Problem, RowGrads
+from mtpctl.kernels.problem import Agreement, DraftLoss, DraftPull, LocalScores, Pair, Problem, RowGrads
 from mtpctl.kernels.reduce import RowStats
-from mtpctl.kernels.triton_kernels import GRAD, KEEP, STATS, head_tiles, join_tiles, kept_grads
+from mtpctl.kernels.triton_kernels import GRAD, KEEP, STATS, draft_grads, draft_sums, head_tiles, join_tiles, kept_grads
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CHUNK_COLUMNS = 16384  # wide enough for the products to run at full rate; wider ones only take memory from kept logits
 MOST_PARTIAL_BYTES = 1 << 30  # the kernels count partial results in 32 bits
 TILES_A_PROGRAM = 4  # of kept logits, when they become gradients
+SUM_TILES, SUM_STEPS = 4, 8  # of kept logits, when two sets of them are summed over
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,16 @@ class Tiles:
 
 @dataclass
 class KeptLogits:
-    """Logits of the first columns, [n, padded columns] relative to `tops` [n, T], each tile's row maxima."""
+    """Logits of the first columns, fp16 [n, padded columns] relative to `tops` [n, T], each tile's row maxima. `grads` is the same memory
+    in the operands' dtype, for what becomes of them."""
 
-    logits: Tensor
+    grads: Tensor
     tops: Tensor
     columns: int
+
+    @property
+    def logits(self) -> Tensor:
+        return self.grads.view(torch.float16)
 
 
 def refusal(hidden: Tensor, weight: Tensor) -> str | None:
@@ -71,9 +77,9 @@ class Triton:
     def __init__(self, tiles: Tiles) -> None:
         self.tiles = tiles
 
-    def rows_that_keep(self, problem: Problem) -> int:
+    def rows_that_keep(self, problem: Problem, states: int = 1) -> int:
         width, tiles = problem.hidden.shape[1], triton.cdiv(problem.valid, self.tiles.bn)
-        row = problem.valid * problem.hidden.element_size() + (4 + 16) * tiles + 4 * width
+        row = states * (problem.valid * problem.hidden.element_size() + 4 * tiles) + 16 * tiles + 4 * width
         return max(1, problem.workspace_bytes // row // self.tiles.bm * self.tiles.bm)
 
     def scores(self, problem: Problem, *, entropy: bool, topk: int, keep: bool) -> LocalScores:
@@ -116,7 +122,7 @@ class Triton:
         if kept is not None and kept.columns:
             start = kept.columns
             self._kept_grads(problem, rows, kept, scale)
-            hidden_grad = self._spend(problem, kept.logits[:, :start], slice(0, start), hidden, None, weight, add)
+            hidden_grad = self._spend(problem, kept.grads[:, :start], slice(0, start), hidden, None, weight, add)
         step = self._chunk_columns(problem)
         buffer = _padded(h, n, min(step, problem.valid - start)) if start < problem.valid else None
         for first in range(start, problem.valid, step):
@@ -130,6 +136,68 @@ class Triton:
         if hidden is not None and hidden_grad is None:  # this rank's shard is all padding
             hidden_grad = torch.zeros(h.shape, dtype=hidden, device=h.device)
         return hidden_grad
+
+    def compare(self, problem: Problem, pair: Pair, loss: DraftLoss) -> Agreement:
+        draft, teacher, rows = _kept_pair(pair)
+        n, tiles = draft.tops.shape
+        programs = triton.cdiv(tiles, SUM_TILES * SUM_STEPS)
+        partial = torch.empty(4, programs, n, dtype=torch.float32, device=draft.tops.device)
+        with on_device_of(problem.hidden):
+            draft_sums[(n * programs,)](
+                draft.logits,
+                draft.tops,
+                pair.draft_lse,
+                pair.draft_top,
+                teacher.logits,
+                teacher.tops,
+                pair.teacher_lse,
+                rows,
+                partial,
+                n,
+                draft.logits.stride(0) // 8,
+                draft.columns,
+                tiles,
+                BN=self.tiles.bn,
+                TILES=SUM_TILES,
+                STEPS=SUM_STEPS,
+                LOSS=loss,
+                num_warps=4,
+            )
+        overlap, below, cost = partial[:3].sum(1).unbind(0)
+        # Equally likely entries may lie in several programs' columns: the first is taken.
+        first = (partial[3] > float("-inf")).to(torch.int8).argmax(0, keepdim=True)
+        return Agreement(overlap, below, cost, partial[3].gather(0, first).squeeze(0), draft)
+
+    def draft_grads(
+        self, problem: Problem, pair: Pair, kept: object, pull: DraftPull, *, hidden: torch.dtype | None, weight: Tensor | None, add: bool
+    ) -> Tensor | None:
+        draft, teacher, rows = _kept_pair(pair)
+        n, tiles = draft.tops.shape
+        with on_device_of(problem.hidden):
+            draft_grads[(n * triton.cdiv(tiles, TILES_A_PROGRAM),)](
+                draft.logits,
+                draft.tops,
+                pair.draft_lse,
+                teacher.logits,
+                teacher.tops,
+                pair.teacher_lse,
+                rows,
+                draft.grads,
+                problem.targets,
+                _scales(problem),
+                pull.own,
+                pull.teacher,
+                pull.label,
+                draft.logits.stride(0) // 8,
+                tiles,
+                BN=self.tiles.bn,
+                TILES=TILES_A_PROGRAM,
+                TOTAL_VARIATION=pull.total_variation,
+                num_warps=4,
+            )
+        if weight is not None and not add:
+            weight[problem.valid :] = 0
+        return self._spend(problem, draft.grads[:, : draft.columns], slice(0, draft.columns), hidden, None, weight, add)
 
     def _spend(
         self,
@@ -219,6 +287,7 @@ class Triton:
         with on_device_of(problem.hidden):
             kept_grads[(n * triton.cdiv(tiles, TILES_A_PROGRAM),)](
                 kept.logits,
+                kept.grads,
                 kept.tops,
                 problem.targets,
                 scale,
@@ -238,6 +307,14 @@ class Triton:
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Kernels launch on the current device; this makes it the tensor's."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def _kept_pair(pair: Pair) -> tuple[KeptLogits, KeptLogits, Tensor]:
+    """Kept logits of draft and teacher, and the teacher's row of each of the draft's."""
+    draft, teacher = pair.draft, pair.teacher
+    assert isinstance(draft, KeptLogits) and isinstance(teacher, KeptLogits)
+    rows = torch.arange(len(draft.tops), device=draft.tops.device) if pair.rows is None else pair.rows
+    return draft, teacher, rows
 
 
 def _scales(problem: Problem) -> Tensor:

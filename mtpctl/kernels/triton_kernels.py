@@ -1,13 +1,13 @@
 # mypy: disallow-untyped-defs=False
 # (what is inside a Triton kernel has no Python types)
-"""The Triton kernels: the head's matrix product with its softmax done where the tile of logits lies, and two companions.
+"""The Triton kernels: the head's matrix product with its softmax done where the tile of logits lies, and its companions.
 
 `head_tiles` walks tiles of [BM rows, BN vocabulary entries], one persistent program a multiprocessor, logits in fp32 registers. What
 becomes of a finished tile is `MODE`:
 
 - STATS: maximum, mass, moment and target logit of each row over the tile's columns, written as partial results, joined by `join_tiles`;
-- KEEP: the same, and the tile's logits relative to the row's maximum in the tile, rounded to the operands' dtype. Relative to the maximum,
-  the likeliest entries lose least to the rounding, where plain logits would lose most;
+- KEEP: the same, and the tile's logits relative to the row's maximum in the tile, rounded to fp16. Relative to the maximum, the likeliest
+  entries lose least to the rounding, where plain logits would lose most;
 - GRAD: the gradient of the unscaled logits, given each row's log-sum-exp and upstream gradients, rounded to the operands' dtype.
 
 Tiles are walked in groups of rows, so that what runs at one time shares its slices of hidden and weight in the L2 cache.
@@ -149,7 +149,8 @@ def join_tiles(
 
 @triton.jit(do_not_specialize=["eights", "tiles"])
 def kept_grads(
-    kept_ptr,  # [n, c], padded in memory to 8 x `eights` columns: what KEEP stored; overwritten with the gradient of the unscaled logits
+    kept_ptr,  # fp16 [n, c], padded in memory to 8 x `eights` columns: what KEEP stored
+    grad_ptr,  # the same memory, in the operands' dtype: overwritten with the gradient of the unscaled logits
     top_ptr,  # fp32 [n, T]: each tile's maxima, to which the kept logits are relative
     target_ptr,  # int64 [n], counted from the first column
     scale_ptr,
@@ -171,8 +172,8 @@ def kept_grads(
     column = tile[:, None] * BN + tl.arange(0, BN)[None, :]
     # Padding is worked on too: a length of whole eights lets the compiler read and write 16 bytes at a time.
     inside = column < eights * 8
-    place = kept_ptr + row * (eights * 8) + column
-    kept = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    place = row * (eights * 8) + column
+    kept = tl.load(kept_ptr + place, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(scale_ptr + row)
     by_logprob = tl.load(by_logprob_ptr + row) * scale
     logp = kept + (top - tl.load(lse_ptr + row))[:, None]
@@ -180,4 +181,123 @@ def kept_grads(
     if ENTROPY:
         pull += tl.load(by_entropy_ptr + row) * scale * (logp + tl.load(row_entropy_ptr + row))
     grad = tl.where(column == tl.load(target_ptr + row), by_logprob, 0.0) - tl.exp2(logp * LOG2E) * pull
-    tl.store(place, grad.to(kept_ptr.dtype.element_ty), mask=inside)
+    tl.store(grad_ptr + place, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def kept_logp(
+    kept_ptr,  # fp16, what KEEP stored
+    top_ptr,
+    row,
+    lse,
+    tile,
+    tiles,
+    place,
+    inside,
+):
+    """Log-probs of some tiles of a row, and those tiles' logits relative to their maxima."""
+    top = tl.load(top_ptr + row * tiles + tile, mask=tile < tiles, other=0.0)
+    kept = tl.load(kept_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    return kept + (top - lse)[:, None], kept, top
+
+
+@triton.jit(do_not_specialize=["n", "eights", "columns", "tiles"])
+def draft_sums(
+    draft_ptr,  # fp16 [n, c], padded in memory to 8 x `eights` columns: what KEEP stored
+    draft_top_ptr,  # fp32 [n, T]
+    draft_lse_ptr,
+    best_ptr,  # fp32 [n]: the largest of the draft's logits
+    teacher_ptr,  # [·, c] as above, with its tops
+    teacher_top_ptr,
+    teacher_lse_ptr,  # fp32 [n]
+    teacher_row_ptr,  # int64 [n]
+    partial_ptr,  # fp32 [4, P, n]: overlap, below, cost, the teacher's log-prob of the draft's first choice
+    n,
+    eights,
+    columns,
+    tiles,
+    BN: tl.constexpr,
+    TILES: tl.constexpr,  # how many one program does at once
+    STEPS: tl.constexpr,  # how many times
+    LOSS: tl.constexpr,
+):
+    programs = tl.cdiv(tiles, TILES * STEPS)
+    row = (tl.program_id(0) // programs).to(tl.int64)
+    part = tl.program_id(0) % programs
+    there = tl.load(teacher_row_ptr + row)
+    draft_lse = tl.load(draft_lse_ptr + row)
+    teacher_lse = tl.load(teacher_lse_ptr + row)
+    best = tl.load(best_ptr + row)
+    overlap = tl.zeros((TILES, BN), dtype=tl.float32)
+    below = tl.zeros((TILES, BN), dtype=tl.float32)
+    cost = tl.zeros((TILES, BN), dtype=tl.float32)
+    first_choice = float("-inf")
+    mine = part * (TILES * STEPS) + tl.arange(0, TILES * STEPS)
+    holds_best = tl.max(tl.load(draft_top_ptr + row * tiles + mine, mask=mine < tiles, other=FLOOR), 0) >= best
+    for step in range(STEPS):
+        tile = (part * STEPS + step) * TILES + tl.arange(0, TILES)
+        column = tile[:, None] * BN + tl.arange(0, BN)[None, :]
+        inside = column < eights * 8
+        logq, kept, top = kept_logp(draft_ptr, draft_top_ptr, row, draft_lse, tile, tiles, row * (eights * 8) + column, inside)
+        logp, _, _ = kept_logp(teacher_ptr, teacher_top_ptr, there, teacher_lse, tile, tiles, there * (eights * 8) + column, inside)
+        logq = tl.where(column < columns, logq, FLOOR)
+        logp = tl.where(column < columns, logp, FLOOR)
+        q = tl.exp2(logq * LOG2E)
+        p = tl.exp2(logp * LOG2E)
+        overlap += tl.minimum(p, q)
+        if LOSS == "tv":
+            below += tl.where(logq < logp, q, 0.0)
+        elif LOSS == "kl":
+            cost += p * (logp - logq)
+        elif LOSS == "soft_ce":
+            cost -= p * logq
+        if holds_best:
+            first = (kept == 0) & (top[:, None] == best) & (column < columns)
+            place = tl.min(tl.min(tl.where(first, column, 2147483647), 1), 0)
+            here = tl.max(tl.max(tl.where(column == place, logp, float("-inf")), 1), 0)
+            first_choice = tl.where(first_choice == float("-inf"), here, first_choice)
+    partial = partial_ptr + part * n + row
+    stride = programs * n
+    tl.store(partial, tl.sum(tl.sum(overlap, 1), 0))
+    tl.store(partial + stride, tl.sum(tl.sum(below, 1), 0))
+    tl.store(partial + 2 * stride, tl.sum(tl.sum(cost, 1), 0))
+    tl.store(partial + 3 * stride, first_choice)
+
+
+@triton.jit(do_not_specialize=["eights", "tiles"])
+def draft_grads(
+    draft_ptr,  # as in `draft_sums`
+    draft_top_ptr,
+    draft_lse_ptr,
+    teacher_ptr,
+    teacher_top_ptr,
+    teacher_lse_ptr,
+    teacher_row_ptr,
+    grad_ptr,  # the draft's memory, in the operands' dtype: overwritten with the gradient of the unscaled logits
+    target_ptr,  # int64 [n], counted from the first column
+    scale_ptr,  # fp32 [n], inverse temperature
+    own_ptr,  # fp32 [n]
+    by_teacher,
+    by_label,
+    eights,
+    tiles,
+    BN: tl.constexpr,
+    TILES: tl.constexpr,  # how many one program does
+    TOTAL_VARIATION: tl.constexpr,
+):
+    programs = tl.cdiv(tiles, TILES)
+    row = (tl.program_id(0) // programs).to(tl.int64)
+    tile = (tl.program_id(0) % programs) * TILES + tl.arange(0, TILES)
+    there = tl.load(teacher_row_ptr + row)
+    column = tile[:, None] * BN + tl.arange(0, BN)[None, :]
+    inside = column < eights * 8
+    place = row * (eights * 8) + column
+    logq, _, _ = kept_logp(draft_ptr, draft_top_ptr, row, tl.load(draft_lse_ptr + row), tile, tiles, place, inside)
+    logp, _, _ = kept_logp(
+        teacher_ptr, teacher_top_ptr, there, tl.load(teacher_lse_ptr + row), tile, tiles, there * (eights * 8) + column, inside
+    )
+    own = tl.load(own_ptr + row)
+    q = tl.exp2(logq * LOG2E)
+    learned = tl.where(logq < logp, q, 0.0) if TOTAL_VARIATION else tl.exp2(logp * LOG2E)
+    grad = (q * own - learned * by_teacher - tl.where(column == tl.load(target_ptr + row), by_label, 0.0)) * tl.load(scale_ptr + row)
+    tl.store(grad_ptr + place, grad.to(grad_ptr.dtype.element_ty), mask=inside)

@@ -263,7 +263,7 @@ def _scores(index: int, request: ScoreRequest, scored: Scored, body: LogprobsReq
     return SequenceScores(
         index=index,
         version=scored.version,
-        token_ids=request.token_ids[request.prompt_length :],
+        token_ids=list(request.token_ids[request.prompt_length :]),
         logprobs=[value if kept else None for value, kept in zip(scored.logprobs, mask, strict=True)],
         entropy=[value if kept else None for value, kept in zip(scored.entropy, mask, strict=True)],
         top_logprobs=top if body.top_logprobs else None,

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.routes import Routes, RouteShape
+from mtpctl.samples import Logprobs
 from mtpctl.trainer.scores import DraftScores
 
 COLDEST, HOTTEST = 1e-6, 1e6
@@ -24,7 +29,7 @@ class ScoreRequest:
     are sent to (`mtpctl.routes`); record: return those that the pass took. name: what errors call it.
     """
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
     prompt_length: int = 1
     mask: list[int] | None = None
     temperature: float = 1.0
@@ -56,8 +61,8 @@ class Scored:
     """
 
     version: int
-    logprobs: list[float]
-    entropy: list[float]
+    logprobs: Logprobs
+    entropy: Logprobs
     topk_ids: list[list[int]] = field(default_factory=list)
     topk_logprobs: list[list[float]] = field(default_factory=list)
     drafts: list[DraftScores] = field(default_factory=list)
@@ -106,7 +111,7 @@ class Bounds:
             raise RequestRefused(f"token_ids: {len(ids)} tokens are more than the {self.positions} positions of the model")
         if not 1 <= request.prompt_length < len(ids):
             raise RequestRefused(f"prompt_length: must be 1 to {len(ids) - 1}, got {request.prompt_length}")
-        low, high = min(ids), max(ids)
+        low, high = _ends(ids)
         if low < 0 or high >= self.vocab:
             raise RequestRefused(f"token_ids: {low if low < 0 else high} is not a token; ids are 0 to {self.vocab - 1}")
         if request.mask is not None and len(request.mask) != len(ids) - request.prompt_length:
@@ -123,3 +128,11 @@ class Bounds:
             raise RequestRefused("routes: the served model has no experts to route to")
         if request.routes is not None and (fault := self.routes.fault(request.routes, len(ids))):
             raise RequestRefused(f"routes: {f'sample {request.name}: ' if request.name else ''}{fault}")
+
+
+def _ends(ids: Sequence[int]) -> tuple[int, int]:
+    """The least and the greatest of these ids."""
+    if not isinstance(ids, array):
+        return min(ids), max(ids)
+    seen = np.asarray(ids)
+    return int(seen.min()), int(seen.max())

@@ -140,7 +140,7 @@ class ScoreRank:
             mask = request.mask or [1] * response
             sequences.append(Sequence(request.token_ids, request.prompt_length, mask, routes=request.routes, name=request.name))
             options.append(ScoreOptions(request.temperature, request.topk, request.mtp))
-        if (rest := FLOOR - sum(sum(s.loss_mask) for s in sequences)) > 0:
+        if (rest := FLOOR - sum(s.trained for s in sequences)) > 0:
             sequences.append(Sequence([0] * (rest + 1), 1, [1] * rest))
             options.append(ScoreOptions(mtp=any(each.mtp for each in options)))
         with self.held.using(version):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +82,25 @@ def reduced(sums: dict[str, Tensor]) -> dict[str, Tensor]:
         dist.broadcast_object_list(values, src=last, group=parallel_state.get_pipeline_model_parallel_group())
         sums = {name: torch.tensor(value) for name, value in values[0].items()}
     return sums
+
+
+def summed(values: Sequence[float]) -> list[float]:
+    """Sums of numbers over the data-parallel ranks, exact for whole ones below 2^53. All ranks call together, with equally many."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return list(values)
+    flat = torch.tensor(values, dtype=torch.float64, device=torch.cuda.current_device())
+    dist.all_reduce(flat, group=parallel_state.get_data_parallel_group())
+    found: list[float] = flat.tolist()
+    return found
+
+
+def largest(value: int) -> int:
+    """The largest of the ranks' numbers. All ranks call together."""
+    if dist.get_world_size() == 1:
+        return value
+    found = torch.tensor(value, device=torch.cuda.current_device())
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return int(found)
 
 
 def stop() -> None:

@@ -24,6 +24,10 @@ class ParallelConfig(Section):
         """Ranks in all. Expert parallelism reuses the data-parallel ranks."""
         return self.tp * self.pp * self.cp * self.dp
 
+    def dp_rank(self, rank: int) -> int:
+        """The data-parallel rank of a rank: Megatron counts tp first, then cp, then dp, then pp."""
+        return rank // (self.tp * self.cp) % self.dp
+
 
 KV_HEADS = "key-value heads"
 

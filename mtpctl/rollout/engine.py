@@ -81,7 +81,7 @@ class Engine(ABC):
         """
         self._check_alive()
         sample = request.sample
-        prompt = sample.prompt_ids + sample.response_ids
+        prompt = sample.token_ids.tolist()
         room = min(request.max_tokens - len(sample.response_ids), self._room(len(prompt)))
         if room <= 0:
             if not sample.response_ids:
@@ -111,7 +111,7 @@ class Engine(ABC):
             return
         # A token is at least one byte of text.
         first = max(turn, seam - reach)
-        length = length_to_stop(self._read, sample.response_ids[first : seam + reach], stop)
+        length = length_to_stop(self._read, sample.response_ids[first : seam + reach].tolist(), stop)
         if length is not None:
             sample.cut(first + length)
             sample.finish_reason = "stop"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.rollout.environments import Failures
 from mtpctl.rollout.protocol import Generator
 from mtpctl.rollout.sample_file import SampleFile, Tally
-from mtpctl.samples import GenerationRequest, Sample, response_limit
+from mtpctl.samples import GenerationRequest, Sample, ids_of, response_limit
 
 Reward = Callable[[str, Sample], Awaitable[float | None]]
 """Rewards one response, given as text and with its sample; None where the reward function failed on it."""
@@ -48,7 +48,7 @@ async def answer_all(
     *,
     context: int,
     eos_id: int,
-    decode: Callable[[list[int]], str],
+    decode: Callable[[Sequence[int]], str],
     reward: Reward,
     seed: int | None = None,
     progress: Progress = lambda done, total, tally: None,
@@ -65,7 +65,7 @@ async def answer_all(
 
     async def requests() -> AsyncIterator[GenerationRequest]:
         for prompt, index in missing:
-            sample = Sample(prompt.prompt_id, prompt.prompt_id, prompt.ids, index=index)
+            sample = Sample(prompt.prompt_id, prompt.prompt_id, ids_of(prompt.ids), index=index)
             yield GenerationRequest(
                 sample=sample,
                 max_tokens=response_limit(sample, max_tokens=rollout.max_tokens, context=context),

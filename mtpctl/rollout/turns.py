@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from itertools import pairwise
 from typing import Protocol
 
 from mtpctl.rollout.chat import ChatReplies
@@ -24,7 +23,7 @@ class Text(Protocol):
 
     def encode(self, text: str, *, special: bool = False) -> list[int]: ...
 
-    def decode(self, ids: list[int]) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class Turns:
@@ -104,7 +103,7 @@ class Play:
         """Tokens of the turn that begins at `start`, where the model handed over to the environment; None where it ended the response."""
         ids = sample.response_ids[start:]
         if self.stop:
-            return length_to_stop(self._turns.text.decode, ids, self.stop)
+            return length_to_stop(self._turns.text.decode, ids.tolist(), self.stop)
         return len(ids) if self._end_token(sample) is not None else None
 
     def _end_token(self, sample: Sample) -> int | None:
@@ -170,11 +169,9 @@ def length_to_stop(read: Callable[[list[int]], str], tokens: list[int], stop: Se
 
 def last_turn(sample: Sample) -> int:
     """Where the model's last turn begins in the response."""
-    mask = sample.loss_mask
-    return next((place + 1 for place in reversed(range(len(mask))) if not mask[place]), 0)
+    return sample.loss_mask.tobytes().rfind(0) + 1
 
 
 def turns(sample: Sample) -> int:
     """Turns of the model in the response."""
-    mask = [0, *sample.loss_mask]
-    return sum(after and not before for before, after in pairwise(mask))
+    return sum(map(bool, sample.loss_mask.tobytes().split(b"\0")))

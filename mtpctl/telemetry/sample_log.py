@@ -71,7 +71,7 @@ class KeptSample(TypedDict):
 
 
 def keep(
-    sample: Sample, decode: Callable[[list[int]], str], *, step: int, kind: Kind, answer: str = "", held_out: str = "", note: str = ""
+    sample: Sample, decode: Callable[[Sequence[int]], str], *, step: int, kind: Kind, answer: str = "", held_out: str = "", note: str = ""
 ) -> KeptSample:
     """The row of one sample. `answer` is what the problem asked for, `held_out` the name of its set."""
     spec = sample.speculation
@@ -101,7 +101,7 @@ def keep(
     }
 
 
-def parts_of(sample: Sample, decode: Callable[[list[int]], str]) -> list[Part]:
+def parts_of(sample: Sample, decode: Callable[[Sequence[int]], str]) -> list[Part]:
     """The response cut where the loss mask changes: 1 is the model's, 0 the environment's."""
     parts: list[Part] = []
     begin, ids, mask = 0, sample.response_ids, sample.loss_mask

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -15,12 +14,15 @@ from mtpctl.cluster.logs import write_to_run
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.train import Replay
-from mtpctl.samples import Sample
+from mtpctl.samples import Logprobs, Sample
 from mtpctl.sync.manifest import Manifest, Section
 from mtpctl.trainer.profile import UpdateProfile
 from mtpctl.trainer.sending import WeightSource
+from mtpctl.trainer.share import BatchTable, Share
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
     from mtpctl.checkpoint.sharded import Save
@@ -48,7 +50,7 @@ class Parameters(TypedDict):
 class TrainerRank(WeightSource):
     """One rank of the trainer: an engine, the updates of both stages, and the source of its weights.
 
-    All ranks are called together, with the same arguments.
+    All ranks are called together, with the same arguments but for their shares of a batch.
     """
 
     engine: MegatronEngine
@@ -138,10 +140,10 @@ class TrainerRank(WeightSource):
 
     def sft_step(self, rows: list[tuple[list[int], list[int], list[int]]]) -> dict[str, float]:
         """One supervised update on rows: token ids of a prompt, those of its target, and the target's mask, 1 where it is trained on."""
-        from mtpctl.trainer.batch import Sequence
+        from mtpctl.trainer import batch
         from mtpctl.trainer.objective import NextToken
 
-        sequences = [Sequence(prompt + target, len(prompt), mask) for prompt, target, mask in rows]
+        sequences = [batch.Sequence(prompt + target, len(prompt), mask) for prompt, target, mask in rows]
         with self._profiled("sft"):
             return self.engine.update(sequences, NextToken(), total_steps=self.recipe.train.sft.steps)
 
@@ -150,8 +152,9 @@ class TrainerRank(WeightSource):
         """`train.moe.replay`, as it is for this model."""
         return self.recipe.replay(self.engine.folder.shape)
 
-    def score(self, samples: list[Sample], version: int) -> list[Sample]:
-        """Write old log-probs under the current weights into the samples, and with `train.moe.replay: recompute` the routes of the pass.
+    def score(self, samples: list[Sample], version: int) -> None:
+        """Write old log-probs under the current weights into samples of this dp rank, and with `train.moe.replay: recompute` the routes of
+        the pass. All ranks call together, one without samples too.
 
         `version`: the version that these weights are.
         """
@@ -159,65 +162,67 @@ class TrainerRank(WeightSource):
 
         sequences = [scoring_sequence(s, replay=self.replay == "rollout") for s in samples]
         record = self.replay == "recompute"
-        found = self.engine.score(sequences, temperature=self.recipe.rollout.temperature, record=record)
+        found = self.engine.score(sequences, temperature=self.recipe.rollout.temperature, record=record, own=True)
         for sample, scores in zip(samples, found, strict=True):
             sample.old_logprobs, sample.old_version = scores.logprobs, version
             if record:
                 sample.routes = scores.routes
-        return samples
 
-    def rl_step(self, samples: list[Sample], version: int, train_mtp: bool = True) -> dict[str, float]:
-        """One policy update of `train.rl.minibatches` optimizer steps, on samples that are ordered by group. Returns metrics.
+    def rl_step(self, table: BatchTable, share: Share, version: int, train_mtp: bool = True) -> dict[str, float]:
+        """One policy update of `train.rl.minibatches` optimizer steps, on the samples of `table`, of which this rank has its `share`.
 
-        version: the version of the weights before the update. train_mtp: whether MTP layers that train in this stage do so now. Raises
-        RuntimeFailure where no response has a token.
+        version: the version of the weights before the update. train_mtp: whether MTP layers that train in this stage do so now. Returns
+        metrics. Raises RuntimeFailure where no response has a token.
         """
         with self._profiled("rl"):
-            return self._rl_step(samples, version, train_mtp)
+            return self._rl_step(table, share, version, train_mtp)
 
     def _profiled(self, stage: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.profile is None else self.profile.update(stage)
 
-    def _rl_step(self, samples: list[Sample], version: int, train_mtp: bool) -> dict[str, float]:
+    def _rl_step(self, table: BatchTable, share: Share, version: int, train_mtp: bool) -> dict[str, float]:
         from torch.profiler import record_function
 
-        from mtpctl.trainer.policy_objective import PolicyObjective, advantages, training_sequence
+        from mtpctl.trainer.policy_objective import PolicyObjective, advantages, stand_in, training_sequence
 
         recipe, rl = self.recipe, self.recipe.train.rl
         began = time.perf_counter()
-        # A response that its deadline left without a token has a reward, which counts in its group's baseline, but nothing to train on.
-        answered = [s for s in samples if s.response_ids]
-        if not answered:
+        assert share.dp_rank == recipe.train.parallel.dp_rank(self.rank), "the share of another rank"
+        if not share.minibatches:
             raise RuntimeFailure("rollout.deadline_s: no response of a whole batch has a token; raise it, or lower rollout.max_in_flight")
+        samples = share.samples()
         if recipe.old_logprobs == "behaviour":
-            for sample in answered:
+            for sample in samples:
                 sample.old_logprobs = sample.behaviour_logprobs
-        unscored = [s for s in answered if s.old_logprobs is None]
+        unscored = recipe.old_logprobs == "recompute" and table.unscored
         if unscored:
             with record_function("mtpctl/old log-probs"):
-                self.score(unscored, version)
+                self.score([s for s in samples if s.old_logprobs is None], version)
         scored = time.perf_counter()
-        reference = iter(self._reference_logprobs(answered)) if self.reference is not None else itertools.repeat(None)
+        reference = self._reference_logprobs(samples) if self.reference is not None else [None] * len(samples)
         context = recipe.rollout.context or self.engine.folder.shape.max_positions
-        gains = advantages(samples, rl, max_tokens=recipe.rollout.max_tokens, context=context)
+        gains = advantages(table, rl, max_tokens=recipe.rollout.max_tokens, context=context)
         objective = PolicyObjective(rl, max_tokens=recipe.rollout.max_tokens)
-        # Groups restored from a checkpoint may be of another size than new ones.
-        parts, size = [], math.ceil(len(samples) / rl.minibatches)
+        parts = []
         # Without recomputed old log-probs the loss itself compares behaviour and trained policy. It can do so in the first minibatch
         # alone: after it the weights are no published version's.
         weights = None if recipe.old_logprobs == "recompute" else -1 if self.ahead else version
-        for start in range(0, len(samples), size):
+        for minibatch in share.minibatches:
             batch = [
-                training_sequence(sample, gain, next(reference), weights, replay=self.replay != "off")
-                for sample, gain in zip(samples[start : start + size], gains[start : start + size], strict=True)
-                if sample.response_ids
+                training_sequence(samples[i], gains[share.places[i]], reference[i], weights, replay=self.replay != "off")
+                for i in minibatch.members
             ]
-            if batch:
-                steps = rl.steps * rl.minibatches
-                parts.append(
-                    self.engine.update(batch, objective, temperature=recipe.rollout.temperature, total_steps=steps, train_mtp=train_mtp)
+            parts.append(
+                self.engine.update(
+                    batch or [stand_in(reference=self.reference is not None, weights=weights)],
+                    objective,
+                    temperature=recipe.rollout.temperature,
+                    total_steps=rl.steps * rl.minibatches,
+                    train_mtp=train_mtp,
+                    passes=minibatch.passes,
                 )
-                weights = None
+            )
+            weights = None
         metrics = mean_of(parts)
         metrics |= {"timing_s/old_log_prob": scored - began, "timing_s/update": time.perf_counter() - scored}
         if recipe.old_logprobs == "recompute":
@@ -230,7 +235,7 @@ class TrainerRank(WeightSource):
         """The parameters that train, in which policy and reference differ."""
         return [p for p in self.engine.module.parameters() if p.requires_grad]
 
-    def _reference_logprobs(self, samples: list[Sample]) -> list[list[float] | None]:
+    def _reference_logprobs(self, samples: list[Sample]) -> list[Logprobs]:
         import torch
 
         from mtpctl.trainer.policy_objective import scoring_sequence
@@ -241,7 +246,7 @@ class TrainerRank(WeightSource):
             current = [p.detach().clone() for p in parameters]
             for parameter, value in zip(parameters, self.reference, strict=True):
                 parameter.copy_(value)
-            scores = self.engine.score([scoring_sequence(s) for s in samples], temperature=self.recipe.rollout.temperature)
+            scores = self.engine.score([scoring_sequence(s) for s in samples], temperature=self.recipe.rollout.temperature, own=True)
             for parameter, value in zip(parameters, current, strict=True):
                 parameter.copy_(value)
         return [s.logprobs for s in scores]
@@ -249,24 +254,28 @@ class TrainerRank(WeightSource):
     def _mismatch(self, samples: list[Sample], *, exact: bool) -> dict[str, float]:
         """`rollout_corr/*` over all tokens, and the mean difference over those that the scoring weights themselves sampled.
 
-        `exact` is False where the scoring weights were never published, so that they sampled no token.
+        `samples` are those of this dp rank. `exact` is False where the scoring weights were never published, so that they sampled no token.
         """
+        import numpy as np
         import torch
 
+        from mtpctl.model.parallel import summed
         from mtpctl.rl.mismatch import mismatch_metrics, mismatch_sums
 
-        old = torch.tensor([x for s in samples for x in s.old_logprobs or []])
-        behaviour = torch.tensor([x for s in samples for x in s.behaviour_logprobs])
-        mask = torch.tensor([float(m) for s in samples for m in s.loss_mask])
-        seq_ids = torch.tensor([i for i, s in enumerate(samples) for _ in s.response_ids])
+        def joined(columns: Sequence[npt.ArrayLike]) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *columns], dtype=np.float32))
+
+        old = joined([s.old_logprobs for s in samples if s.old_logprobs is not None])
+        behaviour = joined([s.behaviour_logprobs for s in samples])
+        mask = joined([s.loss_mask for s in samples])
+        seq_ids = torch.from_numpy(np.repeat(np.arange(len(samples)), [len(s.response_ids) for s in samples]))
         sums = mismatch_sums(old, behaviour, mask, seq_ids, len(samples), self.recipe.train.rl.correction)
-        metrics = mismatch_metrics(sums)
-        same = torch.tensor(
-            [float(span.version == s.old_version) for s in samples for span in s.version_spans for _ in range(span.end - span.start)]
-        )
-        same = same * mask
-        if exact and same.sum():
-            metrics["rollout_corr/abs_diff_same_version"] = float(((old - behaviour).abs() * same).sum() / same.sum())
+        same = mask * joined([_sampled_under(s, s.old_version) for s in samples])
+        sums |= {"same": same.sum(), "same_abs_diff": ((old - behaviour).abs() * same).sum()}
+        found = dict(zip(sums, summed([float(value) for value in sums.values()]), strict=True))
+        metrics = mismatch_metrics(found)
+        if exact and found["same"]:
+            metrics["rollout_corr/abs_diff_same_version"] = found["same_abs_diff"] / found["same"]
         return metrics
 
     def plan_weights(self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]) -> Manifest | None:
@@ -302,6 +311,14 @@ class TrainerRank(WeightSource):
 
         if self.rank == 0:
             publish_checkpoint(Path(path), keep=keep)
+
+
+def _sampled_under(sample: Sample, version: int | None) -> npt.NDArray[np.bool_]:
+    """For each response token, whether weight version `version` sampled it."""
+    import numpy as np
+
+    spans = sample.version_spans
+    return np.repeat([span.version == version for span in spans], [span.end - span.start for span in spans])
 
 
 def mean_of(parts: list[dict[str, float]]) -> dict[str, float]:

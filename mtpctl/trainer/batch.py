@@ -6,9 +6,9 @@ Sizes: T tokens of a micro-batch, R response tokens among them, D MTP depths.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,19 +22,21 @@ from mtpctl.routes import Routes, RouteShape
 class Sequence:
     """One prompt with its response.
 
-    loss_mask and every column run over the response: one entry a response token. A mask of 0 marks tokens that nobody
-    sampled (tool output), which no loss sees. routes: the experts that its first tokens are sent to (`mtpctl.routes`). name: what errors
-    call it.
+    token_ids are int32, loss_mask is bool, columns are float32; whatever numpy makes such arrays of may be given. loss_mask and every
+    column run over the response: one entry a response token. A mask of 0 marks tokens that nobody sampled (tool output), which no loss
+    sees. routes: the experts that its first tokens are sent to (`mtpctl.routes`). name: what errors call it.
     """
 
-    token_ids: list[int]
+    token_ids: npt.NDArray[np.int32]
     prompt_length: int
-    loss_mask: list[int]
-    columns: dict[str, list[float]] = field(default_factory=dict)
+    loss_mask: npt.NDArray[np.bool_]
+    columns: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     routes: Routes | None = None
     name: str = ""
 
     def __post_init__(self) -> None:
+        self.token_ids, self.loss_mask = np.asarray(self.token_ids, np.int32), np.asarray(self.loss_mask, np.bool_)
+        self.columns = {name: np.asarray(values, np.float32) for name, values in self.columns.items()}
         response = len(self.token_ids) - self.prompt_length
         if self.prompt_length < 1 or response < 1:
             raise UserError(f"a sequence needs a prompt and a response; it has {self.prompt_length} and {response} tokens")
@@ -43,13 +45,18 @@ class Sequence:
             if length != response:
                 raise UserError(f"{name} has {length} entries for {response} response tokens")
 
+    @property
+    def trained(self) -> int:
+        """Response tokens that a loss sees."""
+        return int(np.count_nonzero(self.loss_mask))
+
     def drafted(self, depth: int) -> int:
         """How many tokens of the response `depth` can be asked to draft: those behind the first `depth` of each turn.
 
         A turn is a run of sampled tokens. What stands before it is read in one go, from which the target samples the turn's first token;
         the first draft is of the second one, and drafts of a depth k begin k - 1 tokens further.
         """
-        return sum(max(0, len(turn) - depth) for turn in bytes(self.loss_mask).split(b"\0"))
+        return sum(max(0, len(turn) - depth) for turn in self.loss_mask.tobytes().split(b"\0"))
 
 
 @dataclass
@@ -98,33 +105,9 @@ def check(sequences: list[Sequence], shape: ModelShape) -> None:
                 f"sequence {i} has {len(sequence.token_ids)} tokens, the model's max_position_embeddings is {shape.max_positions}; "
                 "lower rollout.max_tokens or rollout.context"
             )
-        if not 0 <= min(sequence.token_ids) <= max(sequence.token_ids) < shape.vocab:
+        if not 0 <= sequence.token_ids.min() <= sequence.token_ids.max() < shape.vocab:
             strange = next(t for t in sequence.token_ids if not 0 <= t < shape.vocab)
             raise UserError(f"sequence {i} has token id {strange}, the vocabulary has {shape.vocab}; is model.tokenizer the model's own?")
-
-
-def partition(lengths: list[int], tokens_per_microbatch: int, dp: int) -> list[list[list[int]]]:
-    """Indices of sequences, for each dp rank a list of micro-batches; every rank gets equally many, of which the last may be empty.
-
-    Longest first into the least loaded of as few micro-batches as fit the budget; a sequence longer than the budget
-    stands alone. Deterministic, so that every rank computes the same partition. Raises ValueError on an empty list.
-    """
-    if not lengths:
-        raise ValueError("there is no sequence to pack")
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    count = max(dp, -(-sum(lengths) // tokens_per_microbatch))
-    while True:
-        count = -(-count // dp) * dp
-        bins: list[list[int]] = [[] for _ in range(count)]
-        loads = [0] * count
-        for i in order:
-            target = min(range(count), key=loads.__getitem__)
-            bins[target].append(i)
-            loads[target] += lengths[i]
-        if count >= len(lengths) or all(load <= tokens_per_microbatch or len(b) == 1 for load, b in zip(loads, bins, strict=True)):
-            break
-        count += dp
-    return [[sorted(b) for b in bins[rank::dp]] for rank in range(dp)]
 
 
 def pack(
@@ -135,27 +118,23 @@ def pack(
     Where they do not, a sample of token 0 follows the others; it stands apart, and no loss sees it.
     """
     chosen = [sequences[i] for i in order]
-    ids: list[int] = []
-    rows: list[int] = []
-    seq_ids: list[int] = []
-    for number, sequence in enumerate(chosen):
-        first = len(ids) + sequence.prompt_length
-        count = len(sequence.token_ids) - sequence.prompt_length
-        rows += range(first - 1, first - 1 + count)
-        seq_ids += [number] * count
-        ids += sequence.token_ids
     lengths = [len(s.token_ids) for s in chosen]
-    if spare := -len(ids) % (blocks(cp) * tp):
-        ids += [0] * spare
+    responses = [len(s.loss_mask) for s in chosen]
+    # The rows of a response are those of the tokens before its own: they end one before the end of the sequence.
+    ends = np.cumsum(lengths)
+    opens = np.cumsum(responses) - responses
+    row_index = _on(np.arange(sum(responses)) + np.repeat(ends - responses - 1 - opens, responses), device)
+    ids = [s.token_ids for s in chosen]
+    if spare := -sum(lengths) % (blocks(cp) * tp):
+        ids.append(np.zeros(spare, np.int32))
         lengths.append(spare)
-    input_ids = torch.tensor(ids, device=device)
-    row_index = torch.tensor(rows, device=device)
+    input_ids = _on(np.concatenate(ids), device).long()
     labels = input_ids[row_index + 1]
-    mask = torch.tensor([m for s in chosen for m in s.loss_mask], dtype=torch.float32, device=device)
+    mask = _on(np.concatenate([s.loss_mask for s in chosen]), device).float()
     # Where each token stands in its turn; -1 where nobody sampled it.
-    index = torch.arange(len(rows), device=device)
+    index = torch.arange(len(row_index), device=device)
     begin = torch.where(mask > 0, 0, index + 1)
-    opening = torch.tensor([0, *accumulate(len(s.loss_mask) for s in chosen[:-1])], device=device)
+    opening = _on(opens, device)
     begin[opening] = torch.maximum(begin[opening], opening)
     placed = index - begin.cummax(0).values
     drafts = []
@@ -164,19 +143,24 @@ def pack(
         drafts.append(DraftRows(row_index[tokens] - depth, labels[tokens], tokens))
     packing = replace(Packing.of(lengths, device, cp_rank=cp_rank, cp=cp), spare=spare)
     names = chosen[0].columns.keys()
-    columns = {name: torch.tensor([x for s in chosen for x in s.columns[name]], dtype=torch.float32, device=device) for name in names}
+    columns = {name: _on(np.concatenate([s.columns[name] for s in chosen]), device) for name in names}
     return MicroBatch(
         input_ids=input_ids,
         packing=_routed(packing, chosen),
         rows=row_index,
         labels=labels,
         mask=mask,
-        seq_ids=torch.tensor(seq_ids, device=device),
+        seq_ids=_on(np.repeat(np.arange(len(chosen)), responses), device),
         columns=columns,
         order=order,
-        lengths=[len(s.token_ids) - s.prompt_length for s in chosen],
+        lengths=responses,
         drafts=drafts,
     )
+
+
+def _on(values: np.ndarray, device: torch.device | str) -> Tensor:
+    """Values that nobody else holds, as a tensor on the device."""
+    return torch.from_numpy(values).to(device)
 
 
 def _routed(packing: Packing, chosen: list[Sequence]) -> Packing:
@@ -203,6 +187,6 @@ def _routed(packing: Packing, chosen: list[Sequence]) -> Packing:
 def idle(sequences: list[Sequence], depths: int, device: torch.device | str, **layout: int) -> MicroBatch:
     """The shortest of the sequences with nothing to train, laid out as `pack` does."""
     shortest = min(sequences, key=lambda s: len(s.token_ids))
-    unseen = replace(shortest, loss_mask=[0] * len(shortest.loss_mask))
+    unseen = replace(shortest, loss_mask=np.zeros_like(shortest.loss_mask))
     made = pack([unseen], [0], depths, device, **layout)
     return replace(made, packing=replace(made.packing, spare=len(made.input_ids)), idle=True)

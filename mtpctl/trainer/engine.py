@@ -25,6 +25,7 @@ from mtpctl.model import parallel as groups
 from mtpctl.model.build import build_model, complete_config
 from mtpctl.model.gpt import MtpModel
 from mtpctl.model.lora import attach_adapters
+from mtpctl.model.parallel import summed
 from mtpctl.model.weights import draw_weights
 from mtpctl.recipe.optimizer import OptimizerConfig
 from mtpctl.routes import RouteShape
@@ -37,16 +38,20 @@ from mtpctl.trainer.objective import Objective, Sums
 from mtpctl.trainer.offload import HostMemory, allocate, release
 from mtpctl.trainer.optimizer import Optimizer
 from mtpctl.trainer.optimizer_state import set_step
-from mtpctl.trainer.passes import MicroBatchLoss, micro_batches, run_passes
+from mtpctl.trainer.passes import MicroBatchLoss, Passes, micro_batches, passes_of, run_passes
 from mtpctl.trainer.recording import recorded_routes, recording
 from mtpctl.trainer.scores import ScoreOptions, TokenScores
 from mtpctl.trainer.scoring import Scorer
+from mtpctl.trainer.totals import Totals
 from mtpctl.trainer.update_loss import UpdateLoss
 from mtpctl.trainer.utilisation import utilisation
 
 
 class MegatronEngine:
-    """A model on this rank, with what trains and scores it. All ranks call every method together, with the same arguments."""
+    """A model on this rank, with what trains and scores it. All ranks call every method together, with the same arguments.
+
+    Sequences alone may differ: a dp rank can be given its own, in the place of all.
+    """
 
     def __init__(self, folder: HfFolder, config: EngineConfig, rank: groups.Rank | None = None) -> None:
         self.config, self.folder = config, folder
@@ -148,9 +153,19 @@ class MegatronEngine:
     # ------------------------------------------------------------------------------------------------------- updates
 
     def update(
-        self, sequences: list[Sequence], objective: Objective, *, temperature: float = 1.0, total_steps: int = 1, train_mtp: bool = True
+        self,
+        sequences: list[Sequence],
+        objective: Objective,
+        *,
+        temperature: float = 1.0,
+        total_steps: int = 1,
+        train_mtp: bool = True,
+        passes: Passes | None = None,
     ) -> dict[str, float]:
         """One optimizer step on these sequences. Returns metrics, means over what they count.
+
+        `passes`: micro-batches, where the sequences are this dp rank's own; without, every rank gives all of them. Every dp rank gives as
+        many, and sequences that are in none of them are not trained on.
 
         Without `train_mtp` MTP layers that train rest: they are not computed, and keep their weights and their optimizer state.
         `skipped` is 1 where loss or gradients were not finite: then nothing was applied, and metrics that are not finite are left out.
@@ -161,7 +176,7 @@ class MegatronEngine:
         self.optimizer.inner.zero_grad()
         with self.resident():
             with record_function("mtpctl/forward and backward"):
-                metrics = self.forward_backward(sequences, objective, temperature=temperature, train_mtp=train_mtp)
+                metrics = self.forward_backward(sequences, objective, temperature=temperature, train_mtp=train_mtp, passes=passes)
             with record_function("mtpctl/optimizer"):
                 result = self.optimizer.step(total_steps, mtp_rests=not train_mtp)
                 metrics |= self.balance.finish(applied=result.applied)
@@ -173,10 +188,10 @@ class MegatronEngine:
             metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         # Copies of offloaded state still run. Their time belongs to this update and not to the weight sync, during which engines wait.
         torch.cuda.synchronize()
-        seconds, tokens = time.perf_counter() - began, sum(len(s.token_ids) for s in sequences)
-        metrics |= {"actor/lr": result.lr, "skipped": float(not result.applied), "timing_s/update": seconds, "perf/tokens": float(tokens)}
-        if (share := self._utilisation(sequences, seconds, self.depths if trains_mtp else 0)) is not None:
-            metrics["perf/mfu"] = share
+        seconds = time.perf_counter() - began
+        metrics |= {"actor/lr": result.lr, "skipped": float(not result.applied), "timing_s/update": seconds}
+        if (share := self._utilisation(_in(sequences, passes), seconds, self.depths if trains_mtp else 0)) is not None:
+            metrics["perf/mfu"] = share if passes is None else summed([share])[0]
         return metrics
 
     def _utilisation(self, sequences: list[Sequence], seconds: float, depths: int) -> float | None:
@@ -194,49 +209,72 @@ class MegatronEngine:
         )
 
     def forward_backward(
-        self, sequences: list[Sequence], objective: Objective, *, temperature: float = 1.0, train_mtp: bool = True
+        self,
+        sequences: list[Sequence],
+        objective: Objective,
+        *,
+        temperature: float = 1.0,
+        train_mtp: bool = True,
+        passes: Passes | None = None,
     ) -> dict[str, float]:
         """Compute the gradients of policy and MTP losses into the gradient buffers. Returns metrics."""
         depths = self.depths if self.trains_mtp and train_mtp else 0
-        loss = UpdateLoss(self.head, self.config, objective, sequences, temperature=temperature, depths=depths)
-        micros = self._micro_batches(sequences, depths)
-        self.balance.begin(sum(len(s.token_ids) for s in sequences))
+        totals = Totals.of(_in(sequences, passes), depths)
+        if passes is not None:
+            totals = totals.over_ranks()
+        loss = UpdateLoss(self.head, self.config, objective, totals, temperature=temperature)
+        micros = self._micro_batches(sequences, depths, passes)
+        self.balance.begin(totals.tokens)
         if not self.model.training:  # going over thousands of experts takes its time
             self.model.train()
         allocate(data_parallel.gradients(self.model))
         self.model.zero_grad_buffer()
-        return loss.metrics(self._run(micros, loss, forward_only=False))
+        return loss.metrics(self._run(micros, loss, forward_only=False)) | {"perf/tokens": float(totals.tokens)}
 
     # ------------------------------------------------------------------------------------------------------- scoring
 
     @torch.no_grad()
     def score(
-        self, sequences: list[Sequence], *, temperature: float = 1.0, options: list[ScoreOptions] | None = None, record: bool = False
+        self,
+        sequences: list[Sequence],
+        *,
+        temperature: float = 1.0,
+        options: list[ScoreOptions] | None = None,
+        record: bool = False,
+        own: bool = False,
     ) -> list[TokenScores]:
         """Log-probs and entropy of the response tokens, in the order of `sequences`; every rank gets all of them.
+
+        `own`: the sequences are this dp rank's, and so is the answer; a rank without any calls nevertheless.
 
         Without `options` every response token is scored at `temperature`. With them, one for each sequence, they say at which
         temperature and what else is wanted, and tokens outside the mask get zeros. `record`: tell the routes that the pass took too.
         """
-        if not sequences:
+        if not sequences and not own:
             return []
         self.model.eval()
         scorer = Scorer(self.head, temperature, options)
         depths = self.depths if any(each.mtp for each in options or ()) else 0
-        micros = self._micro_batches(sequences, depths)
+        micros = self._micro_batches(sequences, depths, passes_of(sequences, self.config) if own else None)
         routes = RouteShape.of(self.folder.shape) if record else None
         if routes:
             micros = recording(micros)
         self._run(micros, scorer, forward_only=True)
-        scores = scorer.gather(len(sequences))
+        scores = scorer.gather(len(sequences), own=own)
         if routes:
-            for each, found in zip(scores, recorded_routes(self.module, micros, routes, len(sequences)), strict=True):
+            for each, found in zip(scores, recorded_routes(self.module, micros, routes, len(sequences), own=own), strict=True):
                 each.routes = found
         return scores
 
-    def _micro_batches(self, sequences: list[Sequence], depths: int) -> list[MicroBatch]:
+    def _micro_batches(self, sequences: list[Sequence], depths: int, passes: Passes | None = None) -> list[MicroBatch]:
         return micro_batches(
-            sequences, depths, self.config, self.folder.shape, self.device, sequence_parallel=self.transformer.sequence_parallel
+            sequences,
+            depths,
+            self.config,
+            self.folder.shape,
+            self.device,
+            sequence_parallel=self.transformer.sequence_parallel,
+            passes=passes,
         )
 
     def _run(self, micros: list[MicroBatch], loss: MicroBatchLoss, *, forward_only: bool) -> Sums:
@@ -309,3 +347,8 @@ class MegatronEngine:
     def close(self) -> None:
         """Leave the process groups."""
         groups.stop()
+
+
+def _in(sequences: list[Sequence], passes: Passes | None) -> list[Sequence]:
+    """The sequences that are in a micro-batch: all where the ranks share them out."""
+    return sequences if passes is None else [sequences[i] for part in passes for i in part]

@@ -1,13 +1,15 @@
 """The LM head over the hidden states of a micro-batch: log-probs of response tokens, and losses of them.
 
 A loss is separable when every token's term depends on that token's log-prob alone. A separable loss is computed in one pass over slices of
-rows, which makes logits, loss and the gradients of states and head in three matrix products (`linear_policy_loss`). A loss that couples
-tokens needs all log-probs first, and its backward pass computes most of the logits again: four products, fewer where the workspace kept
-some logits.
+rows, which makes logits, loss and the gradients of states and head in three matrix products (`linear_policy_loss`). MTP depths that learn
+the trunk's distribution learn it in that pass, from those logits. A loss that couples tokens needs all log-probs first, and its backward
+pass computes most of the logits again: four products, fewer where the workspace kept some logits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypedDict
 
 import torch
@@ -18,9 +20,11 @@ from torch import Tensor
 
 from mtpctl.families.shape import ModelShape
 from mtpctl.kernels.choice import ONE_PASS
-from mtpctl.kernels.draft import DraftLoss, DraftLossOut, linear_draft_loss
+from mtpctl.kernels.draft import linear_draft_loss
+from mtpctl.kernels.draft_terms import Draft, DraftLossOut
 from mtpctl.kernels.logprob import LogProbOut, linear_logprob
 from mtpctl.kernels.policy import TokenLoss, linear_policy_loss
+from mtpctl.kernels.problem import DraftLoss
 from mtpctl.model.packing import Packing
 from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.parallel import ParallelConfig
@@ -135,6 +139,43 @@ class Head:
             sums = dict(zip(sums, flat, strict=True))
         return one.loss_sum * scale, sums
 
+    def teaches_drafts(self, *, couples_tokens: bool) -> bool:
+        """Whether `loss_with_drafts` can be called: the loss makes logits once, and every token's are on the rank that drafts it."""
+        return not couples_tokens and self.kernels.linear_logprob in ONE_PASS and self.parallel.cp == 1
+
+    def loss_with_drafts(
+        self,
+        state: Tensor,
+        weight: Tensor,
+        rows: Tensor,
+        labels: Tensor,
+        temperature: float | Tensor,
+        token_loss: TokenLoss,
+        drafts: Sequence[tuple[DraftRows, Draft]],
+        *,
+        scale: float,
+        entropy: bool = False,
+    ) -> tuple[Tensor, Sums, list[DraftLossOut]]:
+        """As `loss`, with the losses of MTP depths against the trunk's distribution, each times its weight and `scale`; and what the tokens
+        of each depth tell.
+
+        drafts: of each depth its rows, and a draft whose `hidden` are all of this rank's states [t, H].
+        """
+        one = linear_policy_loss(
+            self._gather_sequence(state)[rows],
+            weight,
+            labels,
+            token_loss,
+            drafts=[
+                replace(draft, hidden=self._gather_sequence(draft.hidden)[places.rows], rows=places.tokens) for places, draft in drafts
+            ],
+            grad_scale=scale,
+            temperature=temperature,
+            entropy=entropy,
+            **self._kernel_options(weight),
+        )
+        return one.loss_sum * scale, one.sums, one.drafts
+
     def draft(
         self,
         packing: Packing,
@@ -167,7 +208,7 @@ class Head:
             places = torch.nonzero(own >= 0).squeeze(1)
             rows, labels, targets = own[places], labels[places], targets[places]
         options = self._kernel_options(weight)
-        options["implementation"] = "reference" if self.kernels.linear_logprob == "reference" else "auto"
+        options["implementation"] = "auto" if self.kernels.linear_logprob == "liger" else self.kernels.linear_logprob
         teacher = teacher_states(packing, trunk, targets, depth, group)
         out = linear_draft_loss(
             state[rows],

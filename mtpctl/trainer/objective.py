@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from mtpctl.kernels.policy import TokenLoss
-from mtpctl.trainer.batch import MicroBatch, Sequence
+from mtpctl.trainer.batch import MicroBatch
 
 Sums = dict[str, Tensor]
 
@@ -26,8 +26,8 @@ class Objective(Protocol):
     needs_entropy: bool
     couples_tokens: bool
 
-    def denominator(self, sequences: list[Sequence]) -> float:
-        """What the summed loss of all these sequences is divided by."""
+    def denominator(self, *, tokens: int, sequences: int) -> float:
+        """What the summed loss of so many sequences is divided by, which have so many trained tokens."""
 
     def token_loss(self, micro: MicroBatch) -> TokenLoss:
         """Loss sum (scalar, differentiable) and metric sums of any of the micro-batch's R response tokens, as a function of their
@@ -44,8 +44,8 @@ class NextToken:
     needs_entropy = False
     couples_tokens = False
 
-    def denominator(self, sequences: list[Sequence]) -> float:
-        return float(max(1, sum(sum(s.loss_mask) for s in sequences)))
+    def denominator(self, *, tokens: int, sequences: int) -> float:
+        return float(max(1, tokens))
 
     def token_loss(self, micro: MicroBatch) -> TokenLoss:
         def loss(logprob: Tensor, entropy: Tensor | None, tokens: Tensor) -> tuple[Tensor, Sums]:

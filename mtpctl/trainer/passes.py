@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
@@ -14,8 +15,9 @@ from torch.profiler import record_function
 
 from mtpctl.families.shape import ModelShape
 from mtpctl.model.gpt import Hidden, MtpModel
-from mtpctl.model.parallel import reduced
-from mtpctl.trainer.batch import MicroBatch, Sequence, check, idle, pack, partition
+from mtpctl.model.parallel import largest, reduced
+from mtpctl.plan.partition import partition
+from mtpctl.trainer.batch import MicroBatch, Sequence, check, idle, pack
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.objective import Sums
 
@@ -23,24 +25,46 @@ MicroBatchLoss = Callable[[MicroBatch, Hidden], tuple[Tensor, Sums]]
 """The loss of a micro-batch (scalar, differentiable in a training pass) and its metric sums, on the last pipeline stage."""
 
 
+Passes = list[list[int]]
+"""The micro-batches of a dp rank: places in the list of its sequences."""
+
+
+def passes_of(sequences: list[Sequence], config: EngineConfig) -> Passes:
+    """Micro-batches of sequences that this dp rank alone has. All ranks call together."""
+    parts = partition([len(s.token_ids) for s in sequences], config.tokens_per_microbatch, 1)[0] if sequences else []
+    if config.parallel.ep > 1:
+        parts += [[] for _ in range(largest(len(parts)) - len(parts))]
+    return parts
+
+
 def micro_batches(
-    sequences: list[Sequence], depths: int, config: EngineConfig, shape: ModelShape, device: torch.device, *, sequence_parallel: bool
+    sequences: list[Sequence],
+    depths: int,
+    config: EngineConfig,
+    shape: ModelShape,
+    device: torch.device,
+    *,
+    sequence_parallel: bool,
+    passes: Passes | None = None,
 ) -> list[MicroBatch]:
     """The micro-batches of this dp rank, with the rows that predict drafts of the first `depths` MTP depths.
 
+    passes: what is in each, where the sequences are this rank's alone; None: all ranks have the same sequences, and share them out.
     Raises UserError for a sequence that the model cannot read.
     """
     check(sequences, shape)
-    lengths = [len(s.token_ids) for s in sequences]
-    dp, dp_rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    parts = partition(lengths, config.tokens_per_microbatch, dp)[dp_rank]
+    parts = passes
+    if parts is None:
+        dp, dp_rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        parts = partition([len(s.token_ids) for s in sequences], config.tokens_per_microbatch, dp)[dp_rank]
     cp, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     layout = {"cp_rank": cp_rank, "cp": cp, "tp": config.parallel.tp if sequence_parallel else 1}
     if config.parallel.ep == 1:
         # A rank may finish its passes before the others, but takes part in the collectives at the end. With expert parallelism every
         # pass has collectives, so that all ranks need equally many micro-batches.
         parts = [part for part in parts if part] or [[]]
-    return [pack(sequences, part, depths, device, **layout) if part else idle(sequences, depths, device, **layout) for part in parts]
+    spare = sequences or [Sequence(np.zeros(2), 1, np.zeros(1))]
+    return [pack(sequences, part, depths, device, **layout) if part else idle(spare, depths, device, **layout) for part in parts]
 
 
 def run_passes(

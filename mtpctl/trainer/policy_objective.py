@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,8 +14,9 @@ from mtpctl.rl.advantages import group_advantages
 from mtpctl.rl.losses import LossInputs, loss_denominator, loss_metrics, policy_loss, token_terms
 from mtpctl.rl.overlong import overlong_penalty
 from mtpctl.rl.own_loss import loss_of
-from mtpctl.samples import Sample, response_limit
+from mtpctl.samples import Logprobs, Sample, VersionSpan, ids_of, logprobs_of, mask_of
 from mtpctl.trainer.batch import MicroBatch, Sequence
+from mtpctl.trainer.share import BatchTable
 
 
 class PolicyObjective:
@@ -31,9 +33,8 @@ class PolicyObjective:
         self.token_policy_loss = loss_of(config)
         self.couples_tokens = config.loss == "gspo"
 
-    def denominator(self, sequences: list[Sequence]) -> float:
-        tokens = sum(sum(s.loss_mask) for s in sequences)
-        return float(loss_denominator(self.config, tokens=tokens, sequences=len(sequences), max_tokens=self.max_tokens))
+    def denominator(self, *, tokens: int, sequences: int) -> float:
+        return float(loss_denominator(self.config, tokens=tokens, sequences=sequences, max_tokens=self.max_tokens))
 
     def token_loss(self, micro: MicroBatch) -> TokenLoss:
         def coupled(logprob: Tensor, entropy: Tensor | None, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -70,23 +71,19 @@ class PolicyObjective:
         return loss_metrics(sums)
 
 
-def advantages(samples: list[Sample], config: RlConfig, *, max_tokens: int, context: int) -> list[float]:
-    """One advantage a sample of a whole update, from rewards after overlong shaping. Every rank has all samples, and computes the same."""
-    shaped = []
-    for sample in samples:
-        assert sample.reward is not None, f"{sample.prompt_id} was not rewarded"
-        limit = response_limit(sample, max_tokens=max_tokens, context=context)
-        shaped.append(sample.reward + overlong_penalty(len(sample.response_ids), limit, config.overlong))
-    numbers = {group_id: number for number, group_id in enumerate(dict.fromkeys(s.group_id for s in samples))}
-    groups = torch.tensor([numbers[s.group_id] for s in samples])
-    lengths = torch.tensor([sum(s.loss_mask) for s in samples])
-    return group_advantages(torch.tensor(shaped), groups, config.advantage, lengths).tolist()
+def advantages(table: BatchTable, config: RlConfig, *, max_tokens: int, context: int) -> list[float]:
+    """One advantage a sample of a whole update, from rewards after overlong shaping. Every rank has the table, and computes the same."""
+    limits = np.minimum(max_tokens, context - table.prompts).tolist()
+    rows = zip(table.rewards.tolist(), table.responses.tolist(), limits, strict=True)
+    shaped = torch.tensor([reward + overlong_penalty(length, limit, config.overlong) for reward, length, limit in rows])
+    groups, lengths = torch.from_numpy(table.groups.astype(np.int64)), torch.from_numpy(table.sampled.astype(np.int64))
+    return group_advantages(shaped, groups, config.advantage, lengths).tolist()
 
 
 def scoring_sequence(sample: Sample, *, replay: bool = False) -> Sequence:
     """A sample as the engine scores it; with `replay` under its routes."""
     return Sequence(
-        sample.prompt_ids + sample.response_ids,
+        sample.token_ids,
         len(sample.prompt_ids),
         sample.loss_mask,
         routes=sample.routes if replay else None,
@@ -95,7 +92,7 @@ def scoring_sequence(sample: Sample, *, replay: bool = False) -> Sequence:
 
 
 def training_sequence(
-    sample: Sample, advantage: float, reference: list[float] | None, weights: int | None = None, *, replay: bool = False
+    sample: Sample, advantage: float, reference: Logprobs | None, weights: int | None = None, *, replay: bool = False
 ) -> Sequence:
     """A scored sample as the engine trains on it; with `replay` under its routes.
 
@@ -105,10 +102,19 @@ def training_sequence(
     columns = {
         "old": sample.old_logprobs,
         "behaviour": sample.behaviour_logprobs,
-        "advantage": [advantage] * len(sample.response_ids),
+        "advantage": np.full(len(sample.response_ids), advantage, np.float32),
     }
     if reference is not None:
         columns["reference"] = reference
     if weights is not None:
-        columns["same_weights"] = [float(span.version == weights) for span in sample.version_spans for _ in range(span.end - span.start)]
+        spans = sample.version_spans
+        columns["same_weights"] = np.repeat([span.version == weights for span in spans], [span.end - span.start for span in spans])
     return replace(scoring_sequence(sample, replay=replay), columns=columns)
+
+
+def stand_in(*, reference: bool, weights: int | None) -> Sequence:
+    """What a rank without a sample of a minibatch lays out: two tokens that no loss sees, with the columns that the others have."""
+    nothing = [0.0]
+    sample = Sample("", "", ids_of([0]), response_ids=ids_of([0]), loss_mask=mask_of([0]), behaviour_logprobs=logprobs_of(nothing))
+    sample.old_logprobs, sample.version_spans = logprobs_of(nothing), [VersionSpan(0, 1, 0)]
+    return training_sequence(sample, 0.0, logprobs_of(nothing) if reference else None, weights)

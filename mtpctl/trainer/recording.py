@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mtpctl.model.gpt import MtpModel
 from mtpctl.model.replay import DecoderLayer, chosen_routes
 from mtpctl.routes import Routes, RouteShape
 from mtpctl.trainer.batch import MicroBatch
+from mtpctl.trainer.scoring import gathered
 
 
 def recording(micros: list[MicroBatch]) -> list[MicroBatch]:
@@ -21,8 +21,9 @@ def recording(micros: list[MicroBatch]) -> list[MicroBatch]:
 
 
 @torch.no_grad()
-def recorded_routes(model: MtpModel, micros: list[MicroBatch], shape: RouteShape, count: int) -> list[Routes]:
-    """The routes of all `count` sequences after a pass over micro-batches of `recording`, on every rank. All ranks call together."""
+def recorded_routes(model: MtpModel, micros: list[MicroBatch], shape: RouteShape, count: int, *, own: bool) -> list[Routes]:
+    """The routes of all `count` sequences after a pass over micro-batches of `recording`, on every rank that has the sequences: all, or
+    with `own` those of this dp rank. All ranks call together."""
     mine: dict[tuple[int, int], Routes] = {}
     layers = [module for module in model.modules() if isinstance(module, DecoderLayer) and module.place is not None]
     for micro in micros:
@@ -35,11 +36,8 @@ def recorded_routes(model: MtpModel, micros: list[MicroBatch], shape: RouteShape
                 # A copy: the rest of the row is not to stay with it. The last token's routes serve nobody.
                 mine[index, layer.place] = row[place : place + length - 1].copy()
                 place += length
-    parts: list[dict[tuple[int, int], Routes]] = [mine]
-    if parallel_state.get_data_parallel_world_size() > 1 or parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        # Ranks that share a row have all found the same.
-        first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
-        parts = [{}] * dist.get_world_size()
-        dist.all_gather_object(parts, mine if first else {})
-    found = {key: routes for part in parts for key, routes in part.items()}
+    # Ranks that share a row have all found the same, and where all are asked one of them tells.
+    first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+    alone = own or parallel_state.get_data_parallel_world_size() == parallel_state.get_pipeline_model_parallel_world_size() == 1
+    found = gathered(mine if first or alone else {}, own=own)
     return [np.stack([found[index, place] for place in range(len(shape.layers))], axis=1) for index in range(count)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mtpctl.routes import Routes
+from mtpctl.samples import Logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class TokenScores:
     that the pass took; None where not asked for.
     """
 
-    logprobs: list[float]
-    entropy: list[float]
+    logprobs: Logprobs
+    entropy: Logprobs
     topk_ids: list[list[int]] = field(default_factory=list)
     topk_logprobs: list[list[float]] = field(default_factory=list)
     drafts: list[DraftScores] = field(default_factory=list)

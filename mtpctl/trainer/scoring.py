@@ -6,6 +6,8 @@ tokens of a micro-batch, D MTP depths.
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -14,6 +16,7 @@ from torch import Tensor
 from mtpctl.kernels.inputs import IGNORE_INDEX
 from mtpctl.kernels.logprob import LogProbOut
 from mtpctl.model.gpt import Hidden
+from mtpctl.samples import Logprobs
 from mtpctl.trainer.batch import MicroBatch
 from mtpctl.trainer.head import Head
 from mtpctl.trainer.objective import Sums
@@ -41,7 +44,7 @@ class Scorer:
             topk = max(each.topk for each in options)
         out = self.head.logprob(micro.packing, hidden.trunk, hidden.head, micro.rows, labels, temperature, entropy=True, topk=topk)
         assert out.entropy is not None
-        logprobs, entropies = (_by_sequence(values, micro) for values in (out.logprob, out.entropy))
+        logprobs, entropies = (_arrays(values, micro) for values in (out.logprob, out.entropy))
         scores = [TokenScores(logprob, entropy) for logprob, entropy in zip(logprobs, entropies, strict=True)]
         if options is not None:
             _add_topk(scores, options, out, micro)
@@ -61,14 +64,24 @@ class Scorer:
                 if each.mtp:
                     score.drafts.append(draft_scores)
 
-    def gather(self, count: int) -> list[TokenScores]:
-        """The scores of all `count` sequences, on every rank. All ranks call together."""
-        scores = self.scores
-        if parallel_state.get_data_parallel_world_size() > 1 or parallel_state.get_pipeline_model_parallel_world_size() > 1:
-            parts: list[dict[int, TokenScores]] = [{}] * dist.get_world_size()
-            dist.all_gather_object(parts, scores)
-            scores = {i: found for part in parts for i, found in part.items()}
+    def gather(self, count: int, *, own: bool) -> list[TokenScores]:
+        """The scores of all `count` sequences, on every rank that has the sequences: all, or with `own` those of this dp rank.
+
+        All ranks call together.
+        """
+        scores = gathered(self.scores, own=own)
         return [scores[i] for i in range(count)]
+
+
+def gathered[K, V](found: dict[K, V], *, own: bool) -> dict[K, V]:
+    """What the ranks have found together: all of them, or with `own` the pipeline's stages of this dp rank. All ranks call together."""
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    if stages == 1 and (own or parallel_state.get_data_parallel_world_size() == 1):
+        return found
+    group = parallel_state.get_pipeline_model_parallel_group() if own else None
+    parts: list[dict[K, V]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(parts, found, group=group)
+    return {key: value for part in parts for key, value in part.items()}
 
 
 def _add_topk(scores: list[TokenScores], options: list[ScoreOptions], out: LogProbOut, micro: MicroBatch) -> None:
@@ -98,6 +111,11 @@ def _draft_scores(out: LogProbOut, tokens: Tensor, micro: MicroBatch) -> list[Dr
         )
         for drafted_here, logprobs, hits in by_sequence
     ]
+
+
+def _arrays(values: Tensor, micro: MicroBatch) -> list[Logprobs]:
+    """`values` [R] as arrays, one a sequence."""
+    return [array("f", part.numpy().tobytes()) for part in values.detach().float().cpu().split(micro.lengths)]
 
 
 def _by_sequence(values: Tensor, micro: MicroBatch) -> list[list]:

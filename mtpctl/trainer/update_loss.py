@@ -8,13 +8,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mtpctl.kernels.draft import DraftLossOut
+from mtpctl.kernels.draft_terms import Draft, DraftLossOut
 from mtpctl.model.gpt import Hidden
 from mtpctl.trainer.acceptance import DepthChances, acceptance_metrics, acceptance_sums
-from mtpctl.trainer.batch import DraftRows, MicroBatch, Sequence
+from mtpctl.trainer.batch import DraftRows, MicroBatch
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.head import HITS, Head
 from mtpctl.trainer.objective import Objective, Sums
+from mtpctl.trainer.totals import Totals
 
 MEASURED_TOKENS = 8192
 """Response tokens of a rank and update, sequences whole, that tell the acceptance to expect. It takes the trunk's distribution, which
@@ -22,17 +23,15 @@ MEASURED_TOKENS = 8192
 
 
 class UpdateLoss:
-    """The loss of an update on `sequences`, as the `MicroBatchLoss` of a training pass. `depths`: how many MTP depths train.
+    """The loss of an update, as the `MicroBatchLoss` of a training pass. `totals`: of all its sequences, with the MTP depths that train.
 
     Every term is divided by a count over the whole batch, so that cutting the batch another way leaves its gradient the same.
     """
 
-    def __init__(
-        self, head: Head, config: EngineConfig, objective: Objective, sequences: list[Sequence], *, temperature: float, depths: int
-    ) -> None:
+    def __init__(self, head: Head, config: EngineConfig, objective: Objective, totals: Totals, *, temperature: float) -> None:
         self.head, self.config, self.objective, self.temperature = head, config, objective, temperature
-        self.denominator = objective.denominator(sequences)
-        self.drafts = [max(1, sum(s.drafted(depth) for s in sequences)) for depth in range(1, depths + 1)]
+        self.denominator = objective.denominator(tokens=totals.trained, sequences=totals.sequences)
+        self.drafts = [max(1, count) for count in totals.drafted]
         """For each depth, how many tokens of the batch a drafter can be asked for."""
         self.left = MEASURED_TOKENS
 
@@ -41,6 +40,49 @@ class UpdateLoss:
         finite = self._finite(states)
         if not finite:
             hidden = Hidden(torch.zeros_like(hidden.trunk), hidden.head, [torch.zeros_like(state) for state in hidden.mtp])
+        if self.drafts and self.config.mtp.loss != "ce" and self.head.teaches_drafts(couples_tokens=self.objective.couples_tokens):
+            total, sums = self._together(micro, hidden)
+        else:
+            total, sums = self._apart(micro, hidden)
+        if self.config.parallel.cp > 1:
+            # A rank without a supervised token still has to take part in the collectives of the other ranks' backward pass.
+            for state in states:
+                total = total + 0.0 * state.sum()
+        if not finite:
+            # A loss that is not a number passes through all collectives and makes gradients by which every rank skips the step.
+            total = torch.nan * torch.stack([state.sum() for state in states]).sum()
+            sums = {name: torch.nan * value for name, value in sums.items()}
+        return total, sums
+
+    def _together(self, micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
+        """The trunk's loss and those of the MTP depths, which learn from the trunk's logits as its own loss makes them."""
+        mtp, scale = self.config.mtp, 1 / self.denominator
+        drafts = [
+            (
+                rows,
+                Draft(state, None, mtp.loss, mtp.loss_mix, weight=self._scale(depth) / scale, detach_weight=mtp.mode == "isolated"),
+            )
+            for depth, (state, rows) in enumerate(zip(hidden.mtp, micro.drafts, strict=True), start=1)
+        ]
+        loss, sums, told = self.head.loss_with_drafts(
+            hidden.trunk,
+            hidden.head,
+            micro.rows,
+            micro.labels,
+            self.temperature,
+            self.objective.token_loss(micro),
+            drafts,
+            scale=scale,
+            entropy=self.objective.needs_entropy,
+        )
+        measured = self._measured(micro)
+        for depth, each in enumerate(told, start=1):
+            sums |= _depth_sums(depth, each)
+        chances = [_chances(each, draft, len(micro.labels), measured) for each, draft in zip(told, micro.drafts, strict=True)]
+        return loss, sums | acceptance_sums(micro, chances, measured)
+
+    def _apart(self, micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
+        """The trunk's loss and those of the MTP depths, one after the other."""
         # MTP first: the one-pass kernels add gradients of the head as they go, and a backward pass would add them in this order.
         parts, sums = self._drafts(micro, hidden)
         loss, found = self.head.loss(
@@ -55,17 +97,11 @@ class UpdateLoss:
             couples_tokens=self.objective.couples_tokens,
             entropy=self.objective.needs_entropy,
         )
-        total = torch.stack([loss, *parts]).sum()
-        sums |= found
-        if self.config.parallel.cp > 1:
-            # A rank without a supervised token still has to take part in the collectives of the other ranks' backward pass.
-            for state in states:
-                total = total + 0.0 * state.sum()
-        if not finite:
-            # A loss that is not a number passes through all collectives and makes gradients by which every rank skips the step.
-            total = torch.nan * torch.stack([state.sum() for state in states]).sum()
-            sums = {name: torch.nan * value for name, value in sums.items()}
-        return total, sums
+        return torch.stack([loss, *parts]).sum(), sums | found
+
+    def _scale(self, depth: int) -> float:
+        """What the summed loss of an MTP depth is multiplied by."""
+        return self.config.mtp.loss_scale / (self.drafts[depth - 1] * len(self.drafts))
 
     def _drafts(self, micro: MicroBatch, hidden: Hidden) -> tuple[list[Tensor], Sums]:
         """The loss of each MTP depth, deepest first, and their sums."""
@@ -78,7 +114,7 @@ class UpdateLoss:
         measured = self._measured(micro)
         for depth, (state, draft) in reversed(list(enumerate(zip(hidden.mtp, micro.drafts, strict=True), start=1))):
             # Rounded to fp32, like the gradient that autograd will pass: the kernels check that the two are equal.
-            scale = torch.tensor(1 / (self.drafts[depth - 1] * len(self.drafts))).mul(mtp.loss_scale).item()
+            scale = torch.tensor(self._scale(depth)).item()
             if mtp.loss == "ce":
                 loss, found = self.head.loss(
                     micro.packing,
@@ -94,15 +130,15 @@ class UpdateLoss:
                 )
                 some = int((draft.tokens < measured).sum())
                 few = DraftRows(draft.rows[:some], draft.labels[:some], draft.tokens[:some])
+                sums |= {f"mtp/loss_{depth}": found["loss"], f"mtp/accept_{depth}": found[HITS]}
                 with torch.no_grad():
                     told = self._against_trunk(micro, hidden, state, few, depth, 0.0)[1]
             else:
                 few = draft
                 loss, told = self._against_trunk(micro, hidden, state, draft, depth, scale)
-                found = {"loss": told.loss_sum.detach(), HITS: told.hit.sum()}
+                sums |= _depth_sums(depth, told)
             parts.append(loss)
             chances.insert(0, _chances(told, few, len(micro.labels), measured))
-            sums |= {f"mtp/loss_{depth}": found["loss"], f"mtp/accept_{depth}": found[HITS]}
         return parts, sums | acceptance_sums(micro, chances, measured)
 
     def _against_trunk(
@@ -147,6 +183,11 @@ class UpdateLoss:
         if self.config.parallel.tp * self.config.parallel.cp > 1:
             dist.all_reduce(bad, group=parallel_state.get_tensor_and_context_parallel_group())
         return not bad
+
+
+def _depth_sums(depth: int, told: DraftLossOut) -> Sums:
+    """The summed loss of a depth, and how many of its tokens were its first choice."""
+    return {f"mtp/loss_{depth}": told.loss_sum.detach(), f"mtp/accept_{depth}": told.hit.sum()}
 
 
 def _chances(told: DraftLossOut, draft: DraftRows, count: int, measured: int) -> DepthChances:

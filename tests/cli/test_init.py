@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from mtpctl.cli.app import main
 from mtpctl.cli.init import ABOUT, TEMPLATES
 from mtpctl.recipe import yaml12
+from tests.environment import with_tree
 
 KINDS = ["exact", "judge", "tool"]
 
@@ -55,7 +55,7 @@ def test_a_template_becomes_a_folder_with_the_tasks_name(init: Any, kind: str) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_its_own_tests_pass(init: Any, kind: str) -> None:
     init("sums", "--template", kind)
-    environment = os.environ | {"PYTHONPATH": str(TEMPLATES.parents[1])}
+    environment = with_tree()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "sums"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout

@@ -24,6 +24,7 @@ import pytest
 import yaml
 
 from mtpctl.data.tokenizers import make_byte_tokenizer
+from tests.environment import with_tree
 from tests.rl.rewards.test_llm_judge import Judge
 
 # Two starts of trainer, engine and server each: two minutes on two cores, most of it imports.
@@ -122,7 +123,7 @@ class Task:
     samples: Callable[[Rows], None] = field(default=lambda rows: None)
 
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+ENVIRONMENT = with_tree()
 
 
 def mtpctl(cwd: Path, *arguments: object) -> str:

@@ -63,10 +63,9 @@ class FakeTrainer:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
-        assert method == "rl_step"
+    async def rl_step(self, samples: list[Sample], version: int, train_mtp: bool) -> dict[str, float]:
         self.world.updating = True
-        self.world.batches.append(args[0])
+        self.world.batches.append(samples)
         await asyncio.sleep(0.01)
         self.world.updating = False
         return {"skipped": 0.0, "perf/tokens": 1.0}
@@ -388,10 +387,10 @@ def test_a_rollout_that_fails_during_an_update_leaves_the_weights_of_a_step(tmp_
                     raise RuntimeFailure("every rollout replica failed")
 
     class Slow(FakeTrainer):
-        async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
+        async def rl_step(self, samples: list[Sample], version: int, train_mtp: bool) -> dict[str, float]:
             if len(world.batches) == 1:
                 under_way.set()
-            return await super().call(method, *args)
+            return await super().rl_step(samples, version, train_mtp)
 
     async def scenario() -> RunState:
         stage = stage_of(recipe, world, tmp_path, generator=Failing(world, lambda s: str(s.index)))
@@ -454,15 +453,15 @@ def test_a_stop_loses_no_group(tmp_path: Path) -> None:
     async def scenario() -> RlStage:
         stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
 
-        async def update(method: str, *args: Any) -> dict[str, float]:
-            world.batches.append(args[0])
+        async def update(samples: list[Sample], version: int, train_mtp: bool) -> dict[str, float]:
+            world.batches.append(samples)
             while stage.buffer.ready < 4:
                 await asyncio.sleep(0.001)
             if len(world.batches) == 3:
                 stage.state.stopping.set()
             return {"skipped": 0.0, "perf/tokens": 1.0}
 
-        stage.trainer.call = update  # type: ignore[method-assign, assignment]
+        stage.trainer.rl_step = update  # type: ignore[method-assign, assignment]
         await asyncio.wait_for(stage.run(), 5)
         return stage
 
@@ -641,10 +640,10 @@ def test_groups_that_waited_in_a_checkpoint_are_no_staler_than_the_threshold_all
         first = stage_of(recipe, stopped, tmp_path, lambda s: str(s.index))
 
         class Stopping(FakeTrainer):
-            async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
+            async def rl_step(self, samples: list[Sample], version: int, train_mtp: bool) -> dict[str, float]:
                 if first.state.step == 3:
                     first.state.stopping.set()
-                return await super().call(method, *args)
+                return await super().rl_step(samples, version, train_mtp)
 
         first.trainer = cast(TrainerGroup, Stopping(stopped))
         first.state.begin("rl")

@@ -27,7 +27,7 @@ def check(folder: Path, judge: str, reward: str = "") -> tuple[int, str]:
 def test_it_gets_three_rows_with_their_own_answers_as_responses(tmp_path: Path) -> None:
     judge = f"""
 def score(response, problem, sample):
-    assert bytes(sample.response_ids).decode() == response == problem.answer
+    assert bytes(sample.response_ids.tolist()).decode() == response == problem.answer
     open({str(tmp_path / "seen")!r}, "a").write(problem.prompt_id + " ")
     return 1.0
 """

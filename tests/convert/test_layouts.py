@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +12,8 @@ from mtpctl.convert.hf_folder import HfFolder
 from tests.convert.found import fp8, packed, prefixed
 from tests.convert.models import FAMILIES, assert_same_tensors, converted, model
 from tests.convert.ranks import saved_again
+from tests.environment import TREE, with_tree
 from tests.trainer.tiny import mimo
-
-TREE = Path(__file__).parents[2]
 
 
 def through_ranks(root: Path, cases: list[str]) -> None:
@@ -38,7 +36,7 @@ def under_ranks(root: Path, cases: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.convert.ranks", str(root), *cases],
         cwd=TREE,
-        env=os.environ | {"PYTHONPATH": str(TREE)},
+        env=with_tree(),
         capture_output=True,
         text=True,
         check=False,

@@ -10,6 +10,7 @@ import torch
 from mtpctl.kernels.logprob import linear_logprob
 from mtpctl.kernels.policy import linear_policy_loss
 from tests.kernels.agreement import Case, assert_agrees, relative, scored
+from tests.kernels.draft_agreement import DraftCase, assert_sweep_agrees
 
 HALF = torch.float16
 # Columns 203 and tiles of 64: a last tile that is not full. Workspaces: nothing kept, some columns kept, all kept.
@@ -84,6 +85,37 @@ def test_the_policy_loss(workspace: int) -> None:
     right = torch.autograd.grad(token_loss(exact.logprob, exact.entropy, torch.arange(37))[0], (hidden, weight))
     for mine, exact_grad in zip(got, right, strict=True):
         assert relative(mine, exact_grad) < 2e-3
+
+
+@pytest.mark.parametrize("workspace", [1 << 20, 15_000], ids=["one slice", "slices"])
+@pytest.mark.parametrize(
+    "drafts",
+    [
+        ({"loss": "tv", "mix": 0.9}, {"loss": "kl", "weight": 0.5, "detach_weight": True}),
+        ({"loss": "soft_ce"}, {"loss": "tv", "detach_weight": True}),
+    ],
+    ids=str,
+)
+def test_drafts_that_learn_from_the_policy_s_logits(
+    drafts: tuple[dict[str, object], ...], workspace: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mtpctl.kernels import triton_backend
+
+    monkeypatch.setattr(triton_backend, "SUM_TILES", 2)  # so that sums over 3 tiles take two programs
+    monkeypatch.setattr(triton_backend, "SUM_STEPS", 1)
+    case = DraftCase(37, 16, 131, HALF, drafts=drafts, clear=0.02)
+    # Kept logits are relative to the largest, and so a digit coarser than fp16 ones.
+    assert_sweep_agrees(case, values=2e-4, spare=2e-3, workspace_bytes=workspace, implementation="triton")
+
+
+def test_equally_likely_first_choices_are_told_by_the_first_of_them() -> None:
+    from mtpctl.kernels.draft import linear_draft_loss
+
+    teacher, weight = torch.randn(3, 8).half(), torch.randn(300, 8).half()
+    flat = torch.zeros(3, 8, dtype=HALF)
+    out = linear_draft_loss(flat, teacher, weight, torch.tensor([1, 2, 3]), implementation="triton")
+    first = (teacher.double() @ weight.double().T).softmax(1)[:, 0]
+    assert torch.allclose(out.greedy.double(), first, rtol=1e-2)
 
 
 def test_what_the_kernels_cannot_take_is_refused() -> None:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from mtpctl.cluster.meeting import join_store
-from mtpctl.kernels.draft import LOSSES, TEMPORARIES, DraftLossOut, linear_draft_loss
+from mtpctl.kernels.chunked import TEMPORARIES
+from mtpctl.kernels.draft import linear_draft_loss
+from mtpctl.kernels.draft_terms import LOSSES, DraftLossOut
 from tests.forked import run_ranks
 from tests.kernels.agreement import relative
 
@@ -17,7 +19,7 @@ ROWS, WIDTH, VOCAB, PADDING = 150, 16, 131, 3
 MIXES = [("ce", 1.0), ("soft_ce", 1.0), ("kl", 1.0), ("tv", 1.0), ("tv", 0.9), ("soft_ce", 0.5)]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one slice": {"workspace_bytes": 1 << 24},
-    "slices of rows": {"workspace_bytes": 40 * TEMPORARIES * 8 * 192},
+    "slices of rows": {"workspace_bytes": 40 * (TEMPORARIES + 2) * 8 * 192},
     "row by row": {"workspace_bytes": 1},
 }
 
@@ -187,7 +189,7 @@ def in_group(work: Any) -> Any:
     [
         ({"loss": "mse"}, "loss: 'mse', expected one of ce, soft_ce, kl, tv"),
         ({"mix": 1.5}, "mix: 1.5, expected 0 to 1"),
-        ({"implementation": "triton"}, "implementation: 'triton', expected one of auto, reference, chunked"),
+        ({"implementation": "liger"}, "implementation: 'liger', expected one of auto, chunked, triton, reference"),
         ({"teacher": torch.zeros(2, WIDTH)}, "teacher: "),
     ],
 )

@@ -8,6 +8,7 @@ import torch
 from mtpctl.kernels.logprob import linear_logprob
 from mtpctl.kernels.policy import linear_policy_loss
 from tests.kernels.agreement import Case, assert_agrees, relative, scored
+from tests.kernels.draft_agreement import DraftCase, assert_sweep_agrees, token_loss
 
 pytestmark = pytest.mark.gpu
 
@@ -110,6 +111,33 @@ def test_the_policy_loss_equals_log_probs_and_autograd(dtype: torch.dtype, works
     assert out.sums["tokens"] == len(keep)
     for mine, exact_grad in zip(got, right, strict=True):
         assert relative(mine, exact_grad) < (1e-2 if dtype == torch.bfloat16 else 2e-3)
+
+
+DEPTHS = ({"loss": "tv", "mix": 0.9}, {"loss": "kl", "weight": 0.5, "detach_weight": True}, {"loss": "soft_ce", "weight": 0.3})
+
+
+@pytest.mark.parametrize("implementation", ["triton", "chunked"])
+@pytest.mark.parametrize("workspace_mib", [64, 1024])
+def test_drafts_learn_from_the_policy_s_logits(implementation: str, workspace_mib: int) -> None:
+    case = DraftCase(777, 1032, 32003, torch.bfloat16, padding=11, drafts=DEPTHS)
+    assert_sweep_agrees(case, "cuda", values=2e-4, workspace_bytes=workspace_mib << 20, implementation=implementation)
+
+
+def test_two_sweeps_with_drafts_are_bit_equal_and_stay_within_the_workspace() -> None:
+    case = DraftCase(4096, 1024, 100_000, torch.bfloat16, drafts=({"loss": "tv", "detach_weight": True},))
+    trunk, weight, labels, drafts, options = case.tensors("cuda")
+    states = (trunk, weight, drafts[0].hidden)
+    made = []
+    for _ in range(2):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out = linear_policy_loss(trunk, weight, labels, token_loss, drafts=drafts, workspace_bytes=256 << 20, **options)
+        made.append(torch.autograd.grad(out.loss_sum, states))
+        # Beside the workspace: the selected rows of both states, their gradients before they are spread, and vectors of statistics.
+        used = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in made[-1])
+        assert used <= (256 << 20) + 4 * trunk.nbytes + (8 << 20)
+    assert all(torch.equal(first, second) for first, second in zip(*made, strict=True))
 
 
 def test_a_card_that_was_measured_gets_what_was_fastest(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import socket
 import statistics
 import subprocess
@@ -17,6 +16,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from tests.environment import with_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -32,8 +33,7 @@ class Server:
 
     def __init__(self, folder: Path, cwd: Path) -> None:
         command = [sys.executable, "-W", "ignore", "-m", "mtpctl", "logprob-serve", "--model", str(folder), "--port", "0"]
-        root = str(Path(__file__).parents[2])
-        environment = {**os.environ, "MTPCTL_API_KEY": KEY, "PYTHONPATH": root}
+        environment = with_tree(MTPCTL_API_KEY=KEY)
         self.process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = next(line for line in self.process.stdout if "http://" in line)

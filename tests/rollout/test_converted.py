@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,15 +14,14 @@ import pytest
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
+from tests.environment import TREE, with_tree
 from tests.rollout.conftest import Loop, cpu_settings
-
-TREE = Path(__file__).parents[2]
 
 
 def drafting(what: str, root: Path) -> str:
     """The Megatron side, in a process of its own."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.convert.drafting", what, str(root)]
-    done = subprocess.run(command, cwd=TREE, env=os.environ | {"PYTHONPATH": str(TREE)}, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=TREE, env=with_tree(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -41,7 +39,7 @@ def test_acceptance_is_the_trainers(start_engine: Callable[[VllmSettings], VllmE
 
     found = run(samples())
     drafted, accepted = sum(s.speculation.drafted for s in found), sum(s.speculation.accepted for s in found)
-    (tmp_path / "samples.json").write_text(json.dumps([[s.prompt_ids, s.response_ids] for s in found]))
+    (tmp_path / "samples.json").write_text(json.dumps([[s.prompt_ids.tolist(), s.response_ids.tolist()] for s in found]))
     trainers = float(drafting("accept", tmp_path).rsplit("mtp/accept_1", 1)[1].split()[0])
 
     print(f"accepted {accepted} of {drafted} drafts; the trainer says {trainers}")

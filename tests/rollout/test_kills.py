@@ -59,7 +59,7 @@ def assert_answered_once(samples: list[Sample], count: int) -> None:
     assert sorted(sample.prompt_id for sample in samples) == sorted(f"p{index}" for index in range(count))
     for sample in samples:
         first = sample.prompt_ids[0]
-        assert sample.response_ids == [(first + 1 + place) % VOCABULARY for place in range(TOKENS)]
+        assert sample.response_ids.tolist() == [(first + 1 + place) % VOCABULARY for place in range(TOKENS)]
         assert len(sample.behaviour_logprobs) == len(sample.loss_mask) == TOKENS
 
 

@@ -13,6 +13,7 @@ from mtpctl.bench import rollout as bench
 from mtpctl.bench import rollout_engines as engines
 from mtpctl.rollout import start
 from mtpctl.rollout.vllm.settings import VllmSettings
+from tests.environment import with_tree
 from tests.rollout import fixed_runner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -25,7 +26,7 @@ def fixed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Engines have a core in a process of its own, as beside a card. Returns where their workers log their steps."""
     (log := tmp_path / "steps").mkdir()
     upstream = engines.engine_settings
-    extra = {fixed_runner.STEP_S: str(STEP_S), fixed_runner.LOG: str(log), "PYTHONPATH": str(Path(__file__).parents[2])}
+    extra = {fixed_runner.STEP_S: str(STEP_S), fixed_runner.LOG: str(log), "PYTHONPATH": with_tree()["PYTHONPATH"]}
 
     def settings(*args: Any, **options: Any) -> VllmSettings:
         made = upstream(*args, **options)

@@ -95,7 +95,7 @@ def assert_all_once(samples: list[Sample], count: int, tokens: int = 20) -> None
     assert sorted(sample.prompt_id for sample in samples) == sorted(f"p{index}" for index in range(count))
     for sample in samples:
         first = sample.prompt_ids[0] + 1
-        assert sample.response_ids == [(first + step) % VOCABULARY for step in range(tokens)]
+        assert sample.response_ids.tolist() == [(first + step) % VOCABULARY for step in range(tokens)]
         assert len(sample.behaviour_logprobs) == tokens
 
 

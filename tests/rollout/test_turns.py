@@ -67,8 +67,8 @@ def test_an_answer_is_appended_masked_and_under_the_version_of_its_turn() -> Non
     assert go_on(sample)
     answer = len("<result>42</result>")
     assert Bytes().decode(sample.response_ids) == "a <calc>6*7</calc><result>42</result>"
-    assert sample.loss_mask == [1] * 18 + [0] * answer
-    assert sample.behaviour_logprobs == [-0.5] * 18 + [0.0] * answer
+    assert sample.loss_mask.tolist() == [1] * 18 + [0] * answer
+    assert sample.behaviour_logprobs.tolist() == [-0.5] * 18 + [0.0] * answer
     assert sample.version_spans == [VersionSpan(0, 18 + answer, 3)]
     assert (last_turn(sample), turns(sample)) == (18 + answer, 1)
 
@@ -214,8 +214,8 @@ def test_a_real_engine_hands_over_at_the_stop_string_and_goes_on_behind_the_answ
         return await pool.sample(GenerationRequest(Sample("p", "g", [*b"Q?"]), 64, stop_token_ids=[EOS]))
 
     sample = run(drive())
-    assert sample.response_ids == [*b"1+2=3\n#9", EOS]
-    assert sample.loss_mask == [1, 1, 1, 1, 0, 0, 1, 1, 1]
+    assert sample.response_ids.tolist() == [*b"1+2=3\n#9", EOS]
+    assert sample.loss_mask.tolist() == [1, 1, 1, 1, 0, 0, 1, 1, 1]
     assert sample.finish_reason == "stop"
     assert max(abs(logprob) for logprob in sample.behaviour_logprobs) < 1e-4
     # In each turn one step, of which both drafts are taken: behind the first token `+2` and then `=`, and `9` and the end.
@@ -226,7 +226,7 @@ def test_a_real_engine_hands_over_at_the_stop_string_and_goes_on_behind_the_answ
 def test_drafts_behind_a_stop_string_are_not_counted(teller: Teller, run: Loop, stop: str, taken: int) -> None:
     """`b` comes from the prompt; a step makes two drafts and a token more."""
     sample = run(teller.engine.generate(GenerationRequest(Sample("p", "g", [*b"Qa"]), 40, stop=[stop])))
-    assert bytes(sample.response_ids).endswith(stop.encode())
+    assert bytes(sample.response_ids.tolist()).endswith(stop.encode())
     assert (sample.speculation.drafted, sample.speculation.accepted) == (taken, taken)
 
 
@@ -239,10 +239,10 @@ def test_a_stop_string_counts_that_begins_in_one_stretch_and_ends_in_the_next(te
 
     for said in (b"", b"bc", b"bcd", b"bcde"):
         whole = go_on(said)
-        assert (bytes(whole.response_ids), whole.finish_reason) == (b"bcdef", "stop")
+        assert (bytes(whole.response_ids.tolist()), whole.finish_reason) == (b"bcdef", "stop")
         assert len(whole.behaviour_logprobs) == len(whole.loss_mask) == whole.version_spans[-1].end == 5
     late = go_on(b"bcde", max_tokens=6)
-    assert (bytes(late.response_ids), late.finish_reason) == (b"bcdef", "stop")
+    assert (bytes(late.response_ids.tolist()), late.finish_reason) == (b"bcdef", "stop")
     # What an environment says is no part of it.
     other = go_on(b"bc", b"de", max_tokens=8)
-    assert (bytes(other.response_ids), other.finish_reason) == (b"bcdefghi", "length")
+    assert (bytes(other.response_ids.tolist()), other.finish_reason) == (b"bcdefghi", "length")

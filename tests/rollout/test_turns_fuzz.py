@@ -23,7 +23,7 @@ from mtpctl.rollout.environments import EnvironmentClass
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import ABORTED, EngineDead
 from mtpctl.rollout.turns import Turns
-from mtpctl.samples import GenerationRequest, Sample, Speculation
+from mtpctl.samples import GenerationRequest, Sample, Speculation, logprobs_of
 from mtpctl.sync.protocol import PauseMode
 from tests.rollout.chat_families import FAMILIES, Family, tokenizer_of
 from tests.rollout.test_engine import Core, Made
@@ -163,14 +163,14 @@ class Sampler(Made):
 
 def check(sample: Sample, note: Note, family: Family, tokenizer: HfTokenizer, ends: list[int]) -> None:
     """Compare a response, token by token, with what its engines and its environment noted."""
-    ids, mask = sample.response_ids, sample.loss_mask
-    assert len(ids) == len(mask) == len(sample.behaviour_logprobs)
+    ids, mask, logprobs = sample.response_ids.tolist(), sample.loss_mask, sample.behaviour_logprobs
+    assert len(ids) == len(mask) == len(logprobs)
     assert sample.version_spans[0].start == 0 and sample.version_spans[-1].end == len(ids)
     assert all(one.end == two.start for one, two in zip(sample.version_spans, sample.version_spans[1:], strict=False))
     versions = [span.version for span in sample.version_spans for _ in range(span.start, span.end)]
 
     # What the engine sampled: each kept chunk stands where it was sampled, behind exactly what the engine was given.
-    whole = sample.prompt_ids + ids
+    whole = sample.token_ids.tolist()
     place, replies = 0, iter(note.said)
     turn_began, seen = 0, list(note.turns)
     chunks = [chunk for chunk in note.chunks if whole[: len(chunk.before)] == chunk.before and len(chunk.before) >= len(sample.prompt_ids)]
@@ -179,12 +179,10 @@ def check(sample: Sample, note: Note, family: Family, tokenizer: HfTokenizer, en
         by_start[len(chunk.before) - len(sample.prompt_ids)].append(chunk)
     while place < len(ids):
         if mask[place]:
-            run = next(
-                chunk for chunk in reversed(by_start[place]) if chunk.tokens and chunk.logprobs[0] == sample.behaviour_logprobs[place]
-            )
+            run = next(chunk for chunk in reversed(by_start[place]) if chunk.tokens and logprobs_of(chunk.logprobs)[0] == logprobs[place])
             kept = next((n for n in range(len(run.tokens)) if place + n == len(ids) or not mask[place + n]), len(run.tokens))
             assert ids[place : place + kept] == run.tokens[:kept]
-            assert sample.behaviour_logprobs[place : place + kept] == run.logprobs[:kept]
+            assert logprobs[place : place + kept] == logprobs_of(run.logprobs[:kept])
             assert versions[place : place + kept] == run.versions[:kept]
             place += kept
             if kept < len(run.tokens):
@@ -203,7 +201,7 @@ def check(sample: Sample, note: Note, family: Family, tokenizer: HfTokenizer, en
             expected = tokenizer.encode(text.removeprefix(last) if last else text)
         assert ids[place : place + len(expected)] == expected
         assert not any(mask[place : place + len(expected)])
-        assert sample.behaviour_logprobs[place : place + len(expected)] == [0.0] * len(expected)
+        assert logprobs[place : place + len(expected)].tolist() == [0.0] * len(expected)
         assert set(versions[place : place + len(expected)]) == {versions[place - 1]}
         place += len(expected)
         turn_began = place

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from mtpctl.compat import cpu_device
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.model.parallel import Rank
-from mtpctl.recipe.rl import RlConfig
+from mtpctl.plan.partition import partition
 from mtpctl.routes import RouteShape
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.engine import MegatronEngine
@@ -65,9 +66,14 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
                 assert found_scores.routes is not None
                 assert np.array_equal(found_scores.routes[: len(sequence.routes)], sequence.routes)
         scores = [(s.logprobs, s.entropy) for s in scored]
+        check_own_scores(made, batch, scores, case)
         if case.poisoned:
             poisoned_update(made, batch)
-        metrics = made.update(batch, NextToken()) if case.policy is None else rl_update(made, batch, scores, case.policy)
+        # The first update was shared out by the ranks; for this one each is given its own sequences.
+        told = batch if case.policy is None else with_columns(batch, scores)
+        objective = NextToken() if case.policy is None else PolicyObjective(case.policy, max_tokens=20)
+        members, passes = own_part(batch, case)
+        metrics = made.update([told[i] for i in members], objective, passes=passes)
         weights = {name: value.clone() for name, value in made.export()}
         if case.fields.get("lora"):
             weights |= {name: value.clone() for name, value in made.export_adapter()}
@@ -97,8 +103,27 @@ def poisoned_update(made: MegatronEngine, batch: list[Sequence]) -> None:
     weight.data.copy_(kept)
 
 
-def rl_update(made: MegatronEngine, batch: list[Sequence], scores: list[Any], config: RlConfig) -> dict[str, float]:
-    """A policy update whose old, behaviour and reference log-probs lie about the policy's own, on both sides of every clip."""
+def own_part(batch: list[Sequence], case: Case) -> tuple[list[int], list[list[int]]]:
+    """What this dp rank has of a batch, and its micro-batches of that."""
+    rank = case.parallel.dp_rank(dist.get_rank())
+    assert rank == parallel_state.get_data_parallel_rank()
+    micros = partition([len(s.token_ids) for s in batch], case.fields["tokens_per_microbatch"], case.parallel.dp)[rank]
+    members = sorted(i for micro in micros for i in micro)
+    return members, [[members.index(i) for i in micro] for micro in micros]
+
+
+def check_own_scores(made: MegatronEngine, batch: list[Sequence], scores: list[Any], case: Case) -> None:
+    """A rank that scores its own sequences finds what all find together, whichever they are packed with."""
+    members = own_part(batch, case)[0]
+    own = made.score([batch[i] for i in members], record=case.replay, own=True)
+    assert len(own) == len(members)
+    for i, each in zip(members, own, strict=True):
+        assert np.allclose(each.logprobs, scores[i][0], atol=1e-5) and np.allclose(each.entropy, scores[i][1], atol=1e-5)
+        assert (each.routes is not None) == case.replay
+
+
+def with_columns(batch: list[Sequence], scores: list[Any]) -> list[Sequence]:
+    """The batch with old, behaviour and reference log-probs that lie about the policy's own, on both sides of every clip."""
     draw = random.Random(7)
 
     def beside(logprobs: list[float]) -> list[float]:
@@ -108,8 +133,7 @@ def rl_update(made: MegatronEngine, batch: list[Sequence], scores: list[Any], co
         made_up = {name: beside(logprobs) for name in ("old", "behaviour", "reference")}
         return made_up | {"advantage": [draw.choice((-1.2, 0.7))] * len(logprobs)}
 
-    told = [replace(sequence, columns=columns(logprobs)) for sequence, (logprobs, _) in zip(batch, scores, strict=True)]
-    return made.update(told, PolicyObjective(config, max_tokens=20))
+    return [replace(sequence, columns=columns(logprobs)) for sequence, (logprobs, _) in zip(batch, scores, strict=True)]
 
 
 def run(case: Case, root: Path) -> Any:

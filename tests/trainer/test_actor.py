@@ -13,11 +13,12 @@ import torch
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
-from mtpctl.samples import Sample
+from mtpctl.samples import Sample, logprobs_of
 from mtpctl.trainer.actor import TrainerRank, threads_in
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.scores import TokenScores
 from mtpctl.trainer.sending import WeightSource
+from mtpctl.trainer.share import deal
 
 
 class Engine:
@@ -111,11 +112,11 @@ class Recorder(Engine):
 
     def update(self, sequences: list[Sequence], objective: Any, **options: Any) -> dict[str, float]:
         self.batches.append(sequences)
-        self.denominators.append(objective.denominator(sequences))
+        self.denominators.append(objective.denominator(tokens=sum(s.trained for s in sequences), sequences=len(sequences)))
         return {"skipped": 0.0, "perf/tokens": 1.0}
 
     def score(self, sequences: list[Sequence], **options: Any) -> list[TokenScores]:
-        return [TokenScores([-1.5] * sum(s.loss_mask), [1.0] * sum(s.loss_mask)) for s in sequences]
+        return [TokenScores(logprobs_of([-1.5] * s.trained), logprobs_of([1.0] * s.trained)) for s in sequences]
 
 
 def recorder(**rl: Any) -> tuple[TrainerRank, Recorder]:
@@ -123,6 +124,12 @@ def recorder(**rl: Any) -> tuple[TrainerRank, Recorder]:
     rank, engine = TrainerRank(recipe.model_dump_json(by_alias=True), 0, 1), Recorder()
     rank.engine = engine  # type: ignore[assignment]
     return rank, engine
+
+
+def step(rank: TrainerRank, samples: list[Sample], version: int) -> dict[str, float]:
+    """An update of a run's only rank."""
+    table, (share,) = deal(samples, minibatches=rank.recipe.train.rl.minibatches, tokens_per_microbatch=4096, dp=1)
+    return rank.rl_step(table, share(), version)
 
 
 def batch(*lengths: int) -> list[Sample]:
@@ -137,16 +144,16 @@ def batch(*lengths: int) -> list[Sample]:
 
 def test_a_response_without_a_token_counts_for_its_group_and_is_not_trained_on() -> None:
     rank, engine = recorder(minibatches=2)
-    rank.rl_step(batch(2, 0, 1, 3), 1)
-    assert [[s.columns["advantage"] for s in part] for part in engine.batches] == [[[-0.5, -0.5]], [[-0.5], [0.5] * 3]]
+    step(rank, batch(2, 0, 1, 3), 1)
+    assert [[s.columns["advantage"].tolist() for s in part] for part in engine.batches] == [[[-0.5, -0.5]], [[-0.5], [0.5] * 3]]
     with pytest.raises(RuntimeFailure, match=r"rollout\.deadline_s: no response of a whole batch has a token"):
-        rank.rl_step(batch(0, 0), 1)
+        step(rank, batch(0, 0), 1)
 
 
 def test_minibatches_hold_every_sample_of_groups_of_several_sizes() -> None:
     """As a run has them that goes on with another `group_size` than the groups that wait in its checkpoint."""
     rank, engine = recorder(minibatches=2)
-    rank.rl_step(batch(1, 1, 1, 1, 1), 1)
+    step(rank, batch(1, 1, 1, 1, 1), 1)
     assert [len(part) for part in engine.batches] == [3, 2]
 
 
@@ -157,7 +164,7 @@ def test_reinforce_pp_normalises_over_the_whole_update_whatever_its_minibatches(
         rank, engine = recorder(minibatches=minibatches, advantage="reinforce_pp", dynamic_sampling=False)
         samples = batch(2, 4, 1, 2)
         samples[1].append([5, 5], [0.0, 0.0], 1, trained=False)
-        rank.rl_step(samples, 1)
+        step(rank, samples, 1)
         found.append([s.columns["advantage"][0] for part in engine.batches for s in part])
     mean, std = 6 / 9, (6 / 9 * 3 / 9) ** 0.5
     assert found[0] == found[1] == pytest.approx([-mean / std, (1 - mean) / std] * 2, abs=1e-4)
@@ -165,7 +172,7 @@ def test_reinforce_pp_normalises_over_the_whole_update_whatever_its_minibatches(
 
 def test_a_constant_divisor_is_the_longest_response_that_the_recipe_allows() -> None:
     rank, engine = recorder(aggregate="constant", minibatches=2)
-    rank.rl_step(batch(2, 4, 1, 2), 1)
+    step(rank, batch(2, 4, 1, 2), 1)
     assert engine.denominators == [2 * rank.recipe.rollout.max_tokens] * 2
 
 
@@ -175,7 +182,7 @@ def test_a_response_that_the_context_cuts_is_at_its_limit(context: int | None) -
     rank, engine = recorder(overlong={"enabled": True, "buffer": 2, "penalty": 0.5})
     rank.recipe = rank.recipe.model_copy(update={"rollout": rank.recipe.rollout.model_copy(update={"context": context})})
     engine.folder.shape.max_positions = 6 if context is None else 64
-    rank.rl_step(batch(2, 4), 1)
+    step(rank, batch(2, 4), 1)
     assert [s.columns["advantage"][0] for s in engine.batches[0]] == [-0.25, 0.25]
 
 
@@ -184,10 +191,10 @@ def test_mismatch_under_one_version_is_told_where_the_trainer_scores_with_that_v
     rank, _ = recorder(old_logprobs="recompute")
     monkeypatch.setattr(WeightSource, "plan_weights", lambda *_: None)
     name = "rollout_corr/abs_diff_same_version"
-    assert rank.rl_step(batch(2, 2), 1)[name] == 0.5
-    assert name not in rank.rl_step(batch(2, 2), 1)
+    assert step(rank, batch(2, 2), 1)[name] == 0.5
+    assert name not in step(rank, batch(2, 2), 1)
     rank.plan_weights(2, "", [], False, ("target",))
-    assert rank.rl_step(batch(2, 2), 1)[name] == 0.5
+    assert step(rank, batch(2, 2), 1)[name] == 0.5
 
 
 def test_an_update_that_recomputes_nothing_compares_policies_in_its_first_part() -> None:
@@ -195,12 +202,17 @@ def test_an_update_that_recomputes_nothing_compares_policies_in_its_first_part()
     rank, engine = recorder(minibatches=2, old_logprobs="behaviour")
     samples = batch(2, 2, 2, 2)
     samples[0].append([4], [-1.0], 2)
-    rank.rl_step(samples, 2)
-    assert [s.columns.get("same_weights") for part in engine.batches for s in part] == [[0, 0, 1], [0, 0], None, None]
-    assert all(s.columns["old"] == s.columns["behaviour"] for part in engine.batches for s in part)
+    step(rank, samples, 2)
+    assert [s.columns["same_weights"].tolist() if "same_weights" in s.columns else None for part in engine.batches for s in part] == [
+        [0, 0, 1],
+        [0, 0],
+        None,
+        None,
+    ]
+    assert all(s.columns["old"].tolist() == s.columns["behaviour"].tolist() for part in engine.batches for s in part)
     engine.batches.clear()
-    rank.rl_step(batch(2, 2), 2)
-    assert [s.columns["same_weights"] for s in engine.batches[0]] == [[0, 0]], "it is ahead of version 2 now"
+    step(rank, batch(2, 2), 2)
+    assert [s.columns["same_weights"].tolist() for s in engine.batches[0]] == [[0, 0]], "it is ahead of version 2 now"
 
 
 @pytest.mark.parametrize(

@@ -84,10 +84,8 @@ def test_slices_of_rows_agree_with_the_oracle(tmp_path: Any, loss: str, tied: bo
     assert_close(found[1], expected[1], 1e-5)
 
 
-@pytest.mark.parametrize(("loss", "times"), [("everything", 1), ("gspo", 2)])
-def test_logits_are_made_once_unless_tokens_are_coupled(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, loss: str, times: int) -> None:
-    """Of rows and columns that the workspace cannot hold: by MTP's loss always once. What drafts are accepted at is measured beside it,
-    of the draft's logits and the trunk's, on a bounded number of tokens."""
+def logits_made(folder: Any, monkeypatch: pytest.MonkeyPatch, loss: str, mtp: MtpConfig) -> tuple[int, int, int]:
+    """Rows of logits that an update makes, rows of the trunk and rows of the MTP depth, where the workspace holds few of them."""
     made_of: list[int] = []
     plain = products.logits
 
@@ -95,13 +93,27 @@ def test_logits_are_made_once_unless_tokens_are_coupled(tmp_path: Any, monkeypat
         made_of.append(len(hidden) * len(weight))
         return plain(hidden, weight)
 
-    folder = mimo(tmp_path / "model", vocab_size=640)
     kernels = KernelsConfig(workspace_bytes=10 * FEW_ROWS)
-    with engine(folder, mtp=MtpConfig(mode="isolated", clip_grad=0), kernels=kernels, tokens_per_microbatch=100_000) as made:
+    with engine(mimo(folder, vocab_size=640), mtp=mtp, kernels=kernels, tokens_per_microbatch=100_000) as made:
         made.set_optimizer(GENTLE)
         batch = told(made)
         monkeypatch.setattr(products, "logits", counted)
         made.update(batch, PolicyObjective(LOSSES[loss], max_tokens=20))
-    trunk = sum(len(s.loss_mask) for s in batch)
-    drafts = sum(s.drafted(1) for s in batch)
-    assert sum(made_of) == 640 * (times * trunk + drafts + 2 * min(drafts, MEASURED_TOKENS))
+    assert sum(made_of) % 640 == 0
+    return sum(made_of) // 640, sum(len(s.loss_mask) for s in batch), sum(s.drafted(1) for s in batch)
+
+
+@pytest.mark.parametrize(("loss", "times"), [("everything", 1), ("gspo", 2)])
+def test_logits_are_made_once_unless_tokens_are_coupled(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, loss: str, times: int) -> None:
+    """Of rows and columns that the workspace cannot hold: by MTP's loss always once. What drafts are accepted at is measured beside it,
+    of the draft's logits and the trunk's, on a bounded number of tokens."""
+    made, trunk, drafts = logits_made(tmp_path / "model", monkeypatch, loss, MtpConfig(mode="isolated", clip_grad=0))
+    assert made == times * trunk + drafts + 2 * min(drafts, MEASURED_TOKENS)
+
+
+@pytest.mark.parametrize(("loss", "times"), [("everything", 1), ("gspo", 2)])
+def test_a_depth_learns_from_the_policy_loss_s_own_logits(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, loss: str, times: int) -> None:
+    """Unless tokens are coupled: then the trunk's are made for the depth once more."""
+    mtp = MtpConfig(mode="isolated", loss="tv", clip_grad=0)
+    made, trunk, drafts = logits_made(tmp_path / "model", monkeypatch, loss, mtp)
+    assert made == times * trunk + times * drafts

@@ -25,6 +25,7 @@ from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import NextToken
 from mtpctl.trainer.policy_objective import scoring_sequence
+from mtpctl.trainer.share import deal
 from tests.families.toys import TOYS, toy_folder
 from tests.trainer.cases import MODELS
 from tests.trainer.tiny import GENTLE, assert_close, drawn_routes, engine, gradients, mimo, sequences
@@ -200,7 +201,8 @@ def test_minibatches_follow_the_routes_that_the_recipe_names(replay: str, tmp_pa
             return metrics
 
         made.update = update  # type: ignore[method-assign]
-        rank.rl_step(samples, 0)
+        table, (share,) = deal(samples, minibatches=2, tokens_per_microbatch=4096, dp=1)
+        rank.rl_step(table, share(), 0)
     followed = [routes for batch in follow for routes in batch]
     if replay == "off":
         assert followed == [None] * 4 and agreed == [None, None]

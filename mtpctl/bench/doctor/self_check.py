@@ -15,7 +15,7 @@ from typing import Literal
 
 from mtpctl.errors import ThresholdMissed
 from mtpctl.families.toy import toy_config
-from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.samples import GenerationRequest, Logprobs, Sample, ids_of
 
 RESPONSES = 64
 TEMPERATURE = 0.7
@@ -83,7 +83,7 @@ async def _responses(model: Path, device: Literal["cpu", "cuda"], precision: Lit
     # Prompts and responses of many lengths, so that every step of the engine mixes prefill, drafts and single tokens.
     requests = [
         GenerationRequest(
-            Sample(f"p{i}", f"g{i}", [(7 * i + 3 * j) % VOCAB for j in range(1 + i % 9)]),
+            Sample(f"p{i}", f"g{i}", ids_of((7 * i + 3 * j) % VOCAB for j in range(1 + i % 9))),
             max_tokens=16 + i % 33,
             temperature=TEMPERATURE,
             seed=i,
@@ -109,13 +109,13 @@ def score(folder: Path) -> dict[str, object]:
     samples = [Sample.from_dict(each) for each in stored["samples"]]
     config = EngineConfig(ParallelConfig(), precision=stored["precision"], mtp=MtpConfig(mode="load"), train=False)
     engine = MegatronEngine(HfFolder.open(folder / "model"), config)
-    sequences = [Sequence(each.prompt_ids + each.response_ids, len(each.prompt_ids), each.loss_mask) for each in samples]
+    sequences = [Sequence(each.token_ids, len(each.prompt_ids), each.loss_mask) for each in samples]
     scores = engine.score(sequences, temperature=TEMPERATURE)
     engine.close()
     return asdict(compare(samples, [each.logprobs for each in scores], stored["precision"]))
 
 
-def compare(samples: list[Sample], logprobs: list[list[float]], precision: str) -> Agreement:
+def compare(samples: list[Sample], logprobs: list[Logprobs], precision: str) -> Agreement:
     """Behaviour log-probs of the samples against `logprobs`, token by token."""
     off = [abs(a - b) for each, row in zip(samples, logprobs, strict=True) for a, b in zip(each.behaviour_logprobs, row, strict=True)]
     return Agreement(

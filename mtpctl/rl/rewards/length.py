@@ -33,7 +33,7 @@ def score(
     if limit is None or limit < 1 or (target is not None and max is not None):
         raise UserError("reward.args: length takes one of target and max, in tokens, of at least 1; set {max: 512}, say")
     base, parts = parse(_plain(of, of_args or {}).call(response, problem, sample, **(of_args or {})))
-    tokens = sum(sample.loss_mask)
+    tokens = sample.sampled
     off = tokens / limit - 1
     share = min(abs(off) if max is None else off if off > 0 else 0.0, 1.0)
     return {**parts, "reward": base - penalty * share, "correct": base, "length": -penalty * share}

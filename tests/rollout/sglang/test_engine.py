@@ -91,7 +91,7 @@ def test_an_update_reaches_target_and_drafter(
     report = run(engine.update(publish(tensors), verify=True))
     assert report.verified == len(tensors)
     for sample in run(answers(engine, 4)):
-        assert sample.response_ids == [(sample.prompt_ids[-1] + STEP * (place + 1)) % 128 for place in range(60)]
+        assert sample.response_ids.tolist() == [(sample.prompt_ids[-1] + STEP * (place + 1)) % 128 for place in range(60)]
         assert sample.speculation.accepted == pytest.approx(accepted * sample.speculation.drafted, abs=2)
         assert [span.version for span in sample.version_spans] == [engine.version]
 

@@ -81,7 +81,7 @@ def test_a_fixed_number_is_what_is_drafted_and_none_runs_no_drafter(
     watch("drafter", runner.drafter.model)
     watch("rejection", runner.rejection_sampler)
     for sample in run(answers(engine, 4, 61)):
-        assert sample.response_ids == [(sample.prompt_ids[-1] + STEP * (place + 1)) % 128 for place in range(61)]
+        assert sample.response_ids.tolist() == [(sample.prompt_ids[-1] + STEP * (place + 1)) % 128 for place in range(61)]
         counts = sample.speculation
         assert counts.accepted == counts.drafted
         assert counts.drafted == pytest.approx(60 * drafts / (1 + drafts), abs=2 * drafts)

@@ -76,7 +76,7 @@ def test_small_linear_weights(amx: bool, run: Loop, tmp_path: Path, monkeypatch:
     first, second = ({name: value.bfloat16() for name, value in random_tensors(config, seed).items()} for seed in (0, 1))
     settings = cpu_settings(write_checkpoint(tmp_path / "hf", config, first), k=1, dtype="bf16")
     answer = sampled_after(settings, run, second, tmp_path / "store")
-    expected = reference_logprobs(config, second, PROMPT + answer.response_ids)[len(PROMPT) - 1 :]
+    expected = reference_logprobs(config, second, [*PROMPT, *answer.response_ids])[len(PROMPT) - 1 :]
     assert (torch.tensor(answer.behaviour_logprobs) - expected).abs().mean() < 0.05
 
 
@@ -93,6 +93,6 @@ def test_latent_attention(amx: bool, run: Loop, tmp_path: Path, monkeypatch: pyt
     save_file({name: 0.5 * value for name, value in weights.items()}, file, metadata={"format": "pt"})
     answer = sampled_after(cpu_settings(tmp_path / "hf", k=0, context=128), run, weights, tmp_path / "store")
     with torch.no_grad():
-        logits = model.double()(torch.tensor([PROMPT + answer.response_ids])).logits[0, len(PROMPT) - 1 : -1]
+        logits = model.double()(torch.tensor([[*PROMPT, *answer.response_ids]])).logits[0, len(PROMPT) - 1 : -1]
     expected = logits.log_softmax(-1).gather(1, torch.tensor(answer.response_ids)[:, None])[:, 0]
     assert (torch.tensor(answer.behaviour_logprobs) - expected).abs().max() < 1e-4

@@ -103,7 +103,7 @@ def test_logprobs_travel_with_the_end_of_a_response(engine: VllmEngine, run: Loo
         return await late, whole
 
     late, whole = run(both())
-    assert late.response_ids == list(whole.token_ids)
+    assert late.response_ids.tolist() == list(whole.token_ids)
     assert late.behaviour_logprobs == pytest.approx(list(whole.logprobs.logprobs), abs=1e-5)
     of_late, of_other = ([each for each in seen if each[0].startswith("at once") is other] for other in (False, True))
     assert [each[3] is None for each in of_late] == [each[2] is None for each in of_late] and len(of_late) > 15
@@ -169,7 +169,7 @@ def test_a_deadline_keeps_what_was_made(engine: VllmEngine, run: Loop, weights: 
     late = run(task)
     run(engine.resume())
     assert late.finish_reason == DEADLINE
-    assert late.response_ids == []
+    assert late.response_ids.tolist() == []
 
 
 def test_an_aborted_response_goes_on_where_it_was(engine: VllmEngine, run: Loop, weights: Weights) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mtpctl.rollout.vllm.root_cause import FAILED, named_in_failures, root_cause
+from tests.environment import with_tree
 from tests.rollout.checkpoints import random_tensors, tiny_config, write_checkpoint
 
 ALONE = """
@@ -106,7 +107,7 @@ def test_a_core_that_fails_in_a_process_of_its_own(tmp_path: Path) -> None:
     script = tmp_path / "start.py"
     script.write_text(START)
     with (tmp_path / "stderr").open("wb") as stderr:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))}
+        environment = with_tree()
         command = [sys.executable, str(script), str(folder)]
         found = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, env=environment, timeout=240, text=True)
     assert FAILED in found.stdout and "; root cause: ValueError: " in found.stdout, (tmp_path / "stderr").read_text()[-4000:]

@@ -62,7 +62,7 @@ def requests(count: int, max_tokens: int, **options: Any) -> list[GenerationRequ
 def test_the_cycle_is_accepted_exactly_when_the_drafter_knows_it(load: Load, generate: Generate, mtp_step: int, accepted: float) -> None:
     load(cycle_tensors(CONFIG, STEP, mtp_step))
     for sample in generate(requests(4, 60)):
-        assert sample.response_ids == [(3 + STEP * (place + 1)) % 128 for place in range(60)]
+        assert sample.response_ids.tolist() == [(3 + STEP * (place + 1)) % 128 for place in range(60)]
         counts = sample.speculation
         assert counts.drafted > 0
         assert counts.accepted == accepted * counts.drafted
@@ -91,7 +91,7 @@ def test_drafts_behind_a_stop_token_are_not_counted(load: Load, generate: Genera
     project[:, project.shape[0] :] += torch.outer(rows[other] - rows[stop], rows[stop]) / len(project)
     load(tensors)
     (sample,) = generate(requests(1, 60, stop_token_ids=[stop]))
-    assert sample.response_ids == [3 + STEP * place for place in range(1, length + 1)]
+    assert sample.response_ids.tolist() == [3 + STEP * place for place in range(1, length + 1)]
     assert sample.speculation.accepted == sample.speculation.drafted > 0
 
 

@@ -1,0 +1,193 @@
+"""What a draft learns of the trunk's logits, slice by slice of the sweep that makes them (`mtpctl.kernels.sweep`).
+
+With p the trunk's distribution of a token and q the draft's, both at the rollout's temperature, and x the sampled token:
+
+- ce:       −log q(x)
+- soft_ce:  −Σ p log q
+- kl:       Σ p (log p − log q), whose gradient is soft_ce's, and which is 0 for a drafter that has learned all there is
+- tv:       1 − Σ min(p, q), the total variation, which is the share of probabilistic drafts that rejection sampling turns down
+  (Leviathan et al., arXiv 2211.17192, section 3.2: a draft from q is accepted with probability min(1, p / q))
+
+The gradient of a scaled logit j is q_j − 1[j = x] for ce, q_j − p_j for soft_ce and kl, and q_j (Σ q [q < p] − [q_j < p_j]) for tv.
+
+A vocabulary that is split over ranks is joined by three exchanges a slice and draft, of a few numbers a row.
+
+Shape legend: N rows of the call, n selected rows, m rows of a draft, r of them in a slice, H hidden size, V this rank's vocabulary entries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtpctl.kernels import inputs, reduce
+from mtpctl.kernels.call import Call, WeightSink
+from mtpctl.kernels.problem import Agreement, DraftLoss, DraftPull, Pair, Problem, SweepBackend
+
+LOSSES = ("ce", "soft_ce", "kl", "tv")
+
+
+class DraftLossOut(NamedTuple):
+    """loss_sum: the loss over all rows of the draft. The rest is [m], fp32 (hit: bool), without gradient, 0 in rows that were not selected.
+
+    logprob, teacher_logprob: of the label under draft and teacher. overlap: Σ min(p, q), the chance that a draft sampled from q is kept.
+    greedy: p(argmax q), the chance that its first choice is. hit: no entry is likelier than the label under the draft.
+    """
+
+    loss_sum: Tensor
+    logprob: Tensor
+    teacher_logprob: Tensor
+    overlap: Tensor
+    greedy: Tensor
+    hit: Tensor
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A draft that learns from the trunk's logits.
+
+    hidden [m, H]: the draft's states. rows [m], ascending: which of the trunk's N rows each of them drafts the token of, at that row's
+    label and temperature; None: all N, in order. mix: the share of `loss`, the rest being cross-entropy. weight: what the draft's loss
+    counts in the sum. detach_weight: the head takes no gradient from it.
+    """
+
+    hidden: Tensor
+    rows: Tensor | None = None
+    loss: DraftLoss = "tv"
+    mix: float = 1.0
+    weight: float = 1.0
+    detach_weight: bool = False
+
+    def check(self, trunk: Tensor) -> None:
+        """Raises ValueError, naming the field, for what does not fit the trunk's states [N, H]."""
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss: {self.loss!r}, expected one of {', '.join(LOSSES)}")
+        if not 0 <= self.mix <= 1:
+            raise ValueError(f"mix: {self.mix}, expected 0 to 1")
+        m = len(trunk) if self.rows is None else len(self.rows)
+        if self.hidden.shape != (m, trunk.shape[1]) or self.hidden.dtype != trunk.dtype:
+            expected = f"expected {(m, trunk.shape[1])} of {trunk.dtype}"
+            raise ValueError(f"hidden of a draft: {tuple(self.hidden.shape)} of {self.hidden.dtype}, {expected}")
+        if self.rows is not None and m:
+            low, high, falls = torch.stack([self.rows[0], self.rows[-1], (self.rows.diff() <= 0).any()]).tolist()
+            if falls or low < 0 or high >= len(trunk):
+                raise ValueError(f"rows of a draft: expected ascending ones of 0 to {len(trunk) - 1}")
+
+
+@dataclass
+class TrunkSlice:
+    """A slice of the trunk's selected rows: where it starts, its problem, statistics over the whole vocabulary, and kept logits."""
+
+    start: int
+    problem: Problem
+    stats: reduce.RowStats
+    kept: object
+
+
+class DraftTerm:
+    """One draft over a sweep: its results, and the gradient of its states."""
+
+    def __init__(self, draft: Draft, hidden: Tensor, call: Call, grad_scale: float, *, by_hidden: bool, by_weight: bool) -> None:
+        self.draft, self.call, self.factor = draft, call, grad_scale * draft.weight
+        self.by_hidden, self.by_weight = by_hidden, by_weight
+        self.selected, self.trunk_row = _selected(draft, call.rows)
+        self.hidden = self.selected.take(hidden).contiguous()
+        share = call.share_dtype(hidden) if by_hidden else None
+        self.share = share
+        self.hidden_grad = None if share is None else torch.empty(self.hidden.shape, dtype=share, device=hidden.device)
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        m = len(self.hidden)
+        self.logprob, self.teacher_logprob, self.overlap, self.greedy, self.checked = torch.zeros(5, m, dtype=wide, device=hidden.device)
+        self.hit = torch.zeros(m, dtype=torch.bool, device=hidden.device)
+        self.loss_sum = torch.zeros((), dtype=wide, device=hidden.device)
+
+    def cut(self, parts: list[slice]) -> list[slice]:
+        """The draft's rows in each slice of the trunk's."""
+        if self.trunk_row is None:
+            return parts
+        starts = torch.tensor([part.start for part in parts], device=self.trunk_row.device)
+        ends = [*torch.searchsorted(self.trunk_row, starts).tolist()[1:], len(self.hidden)]
+        return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+    def run(self, backend: SweepBackend, span: slice, trunk: TrunkSlice, sink: WeightSink, *, add: bool) -> bool:
+        """The draft's rows `span`, which the slice teaches. Returns whether the weight's gradient was written."""
+        if span.start >= span.stop:
+            return False
+        rows = None if self.trunk_row is None else self.trunk_row[span] - trunk.start
+        inverse = trunk.problem.inverse_temperature
+        problem = replace(
+            trunk.problem,
+            hidden=self.hidden[span],
+            targets=_at(trunk.problem.targets, rows),
+            inverse_temperature=_at(inverse, rows) if isinstance(inverse, Tensor) else inverse,
+        )
+        shard, loss = self.call.shard, self.draft.loss
+        scores = backend.scores(problem, entropy=False, topk=0, keep=True)
+        top = scores.stats.top  # of this rank's columns
+        stats = reduce.join_shards(scores.stats, shard)
+        pair = Pair(scores.kept, trunk.kept, rows, top, stats.lse, _at(trunk.stats.lse, rows))
+        if problem.valid:
+            found = backend.compare(problem, pair, loss)
+        else:  # this rank's shard is all padding
+            nothing = torch.zeros_like(top)
+            found = Agreement(nothing, nothing, nothing, torch.full_like(top, float("-inf")), None)
+        overlap, below, cost = reduce.sum_ranks(torch.stack([found.overlap, found.below, found.cost]), shard)
+        overlap = overlap.clamp(max=1)
+        self.logprob[span], self.teacher_logprob[span], self.hit[span] = stats.logprob, _at(trunk.stats.logprob, rows), stats.hit
+        self.overlap[span], self.greedy[span], self.checked[span] = overlap, _first_choice(top, found, shard).exp(), stats.lse
+        main, ce = (0.0, 1.0) if loss == "ce" else (self.draft.mix, 1 - self.draft.mix)
+        self.loss_sum += (main * (1 - overlap if loss == "tv" else cost) - ce * stats.logprob).sum()
+        if self.share is None and not self.by_weight:
+            return False
+        own = main * below + ce if loss == "tv" else torch.full_like(below, main + ce)
+        pull = DraftPull(own * self.factor, main * self.factor, ce * self.factor, loss == "tv")
+        out = sink.out if self.by_weight else None
+        if problem.valid:
+            local = backend.draft_grads(problem, pair, found.kept, pull, hidden=self.share, weight=out, add=add)
+        else:
+            local = None if self.share is None else torch.zeros_like(problem.hidden, dtype=self.share)
+            if out is not None and not add:
+                out.zero_()
+        if self.hidden_grad is not None and local is not None:
+            self.hidden_grad[span] = local
+        return out is not None
+
+    def finished_grad(self, dtype: torch.dtype) -> Tensor | None:
+        """The gradient of the draft's states [m, H], over all ranks of the vocabulary."""
+        if self.hidden_grad is None:
+            return None
+        return self.selected.spread(reduce.sum_ranks(self.hidden_grad, self.call.shard).to(dtype))
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The fields of `DraftLossOut`."""
+        per_row = (self.logprob, self.teacher_logprob, self.overlap, self.greedy, self.hit)
+        return self.loss_sum, *(self.selected.spread(x) for x in per_row)
+
+
+def _selected(draft: Draft, trunk: inputs.Rows) -> tuple[inputs.Rows, Tensor | None]:
+    """Which of the draft's rows belong to selected ones of the trunk, and each one's place among those; None where they are the same."""
+    if draft.rows is None:
+        return trunk, None
+    m = len(draft.rows)
+    if trunk.index is None:
+        return inputs.Rows(m, m, None), draft.rows
+    places = torch.full((trunk.total,), -1, device=draft.rows.device)
+    places[trunk.index] = torch.arange(trunk.count, device=places.device)
+    places = places[draft.rows]
+    index = (places >= 0).nonzero().squeeze(1)
+    return inputs.Rows(m, len(index), index), places[index]
+
+
+def _at(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x[rows]
+
+
+def _first_choice(top: Tensor, found: Agreement, shard: inputs.Shard) -> Tensor:
+    """The teacher's log-prob of the draft's first choice among all ranks' columns; of equally likely ones that on the first rank."""
+    if shard.world == 1:
+        return found.first_choice
+    best, theirs = reduce.gather(torch.stack([top, found.first_choice]), shard).unbind(1)
+    return theirs.gather(0, best.argmax(0, keepdim=True)).squeeze(0)

@@ -1,0 +1,200 @@
+"""How the samples of an update reach the trainer's ranks: a table of all of them, and for each data-parallel rank its share of the tokens.
+
+The table has one entry a sample, which is all that rewards, advantages and the cut into minibatches need, and goes to every rank. A share
+has one array a field over the tokens of its samples. It is put into Ray's object store once: the tensor-, pipeline- and context-parallel
+ranks of one data-parallel rank read the same memory. Old log-probs that the trainer computes are computed where they are trained on.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from mtpctl.plan.partition import partition
+from mtpctl.routes import Routes
+from mtpctl.samples import Sample, VersionSpan, ids_of, mask_of
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTable:
+    """What every rank knows of each sample of an update, in the order of their groups.
+
+    `groups` numbers the groups, `prompts` and `responses` count tokens, `sampled` those that the policy sampled. `scored`: whether it has
+    old log-probs. `minibatch`: samples of each optimizer step, but for the last.
+    """
+
+    rewards: npt.NDArray[np.float64]
+    groups: Ints
+    prompts: Ints
+    responses: Ints
+    sampled: Ints
+    scored: npt.NDArray[np.bool_]
+    minibatch: int
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], minibatches: int) -> BatchTable:
+        """The table of samples that have their rewards, for so many optimizer steps."""
+        rewards = []
+        for sample in samples:
+            assert sample.reward is not None, f"{sample.prompt_id} was not rewarded"
+            rewards.append(sample.reward)
+        numbers = {group_id: number for number, group_id in enumerate(dict.fromkeys(s.group_id for s in samples))}
+        return cls(
+            np.array(rewards),
+            np.array([numbers[s.group_id] for s in samples], np.int32),
+            np.array([len(s.prompt_ids) for s in samples], np.int32),
+            np.array([len(s.response_ids) for s in samples], np.int32),
+            np.array([s.sampled for s in samples], np.int32),
+            np.array([s.old_logprobs is not None for s in samples]),
+            # Groups restored from a checkpoint may be of another size than new ones.
+            -(-len(samples) // minibatches),
+        )
+
+    @property
+    def unscored(self) -> bool:
+        """Whether a response that can be trained on has no old log-probs."""
+        return bool((~self.scored & (self.responses > 0)).any())
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """This rank's part of an optimizer step: places in its share, and its micro-batches, of places in `members`."""
+
+    members: list[int]
+    passes: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The samples of one data-parallel rank that have a token to train on.
+
+    `places` are theirs in the batch, ascending. `ids` holds each prompt with its response, the other columns run over the responses.
+    `old`: old log-probs, of scored samples alone. A sample has `spans` version spans, which cover its response.
+    """
+
+    dp_rank: int
+    minibatches: list[Minibatch]
+    places: Ints
+    prompts: Ints
+    responses: Ints
+    names: list[tuple[str, int]]
+    ids: Ints
+    mask: npt.NDArray[np.int8]
+    behaviour: npt.NDArray[np.float32]
+    scored: npt.NDArray[np.bool_]
+    old: npt.NDArray[np.float32]
+    old_versions: Ints
+    spans: Ints
+    span_lengths: Ints
+    span_versions: Ints
+    routes: list[Routes | None]
+
+    @classmethod
+    def of(cls, batch: Sequence[Sample], places: list[int], dp_rank: int, minibatches: list[Minibatch]) -> Share:
+        """The share of the samples at these places of the batch."""
+        samples = [batch[place] for place in places]
+        spans = [span for s in samples for span in s.version_spans]
+        return cls(
+            dp_rank,
+            minibatches,
+            np.array(places, np.int32),
+            np.array([len(s.prompt_ids) for s in samples], np.int32),
+            np.array([len(s.response_ids) for s in samples], np.int32),
+            [(s.prompt_id, s.index) for s in samples],
+            _joined([ids for s in samples for ids in (s.prompt_ids, s.response_ids)], np.int32),
+            _joined([s.loss_mask for s in samples], np.int8),
+            _joined([s.behaviour_logprobs for s in samples], np.float32),
+            np.array([s.old_logprobs is not None for s in samples], np.bool_),
+            _joined([s.old_logprobs for s in samples if s.old_logprobs is not None], np.float32),
+            np.array([-1 if s.old_version is None else s.old_version for s in samples], np.int32),
+            np.array([len(s.version_spans) for s in samples], np.int32),
+            np.array([span.end - span.start for span in spans], np.int32),
+            np.array([span.version for span in spans], np.int32),
+            [s.routes for s in samples],
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the columns over tokens, routes included."""
+        columns = (self.ids, self.mask, self.behaviour, self.old)
+        return sum(column.nbytes for column in columns) + sum(0 if each is None else each.nbytes for each in self.routes)
+
+    def samples(self) -> list[Sample]:
+        """The samples, with what the trainer needs of them; their groups and rewards are in the table."""
+        ids, mask, behaviour, old = (_Reader(column) for column in (self.ids, self.mask, self.behaviour, self.old))
+        lengths, versions = iter(self.span_lengths.tolist()), iter(self.span_versions.tolist())
+        made = []
+        for number, (prompt_id, index) in enumerate(self.names):
+            prompt, response = int(self.prompts[number]), int(self.responses[number])
+            sample = Sample(
+                prompt_id,
+                "",
+                ids_of(ids.next("i", prompt)),
+                index,
+                response_ids=ids_of(ids.next("i", response)),
+                loss_mask=mask_of(mask.next("b", response)),
+                behaviour_logprobs=behaviour.next("f", response),
+                routes=self.routes[number],
+            )
+            if self.scored[number]:
+                sample.old_logprobs, sample.old_version = old.next("f", response), int(self.old_versions[number])
+            start = 0
+            for _ in range(self.spans[number]):
+                end = start + next(lengths)
+                sample.version_spans.append(VersionSpan(start, end, next(versions)))
+                start = end
+            made.append(sample)
+        return made
+
+
+def deal(
+    samples: Sequence[Sample], *, minibatches: int, tokens_per_microbatch: int, dp: int
+) -> tuple[BatchTable, list[Callable[[], Share]]]:
+    """The table of an update's samples, and what makes the share of each of `dp` ranks.
+
+    The samples of an optimizer step are dealt out by `partition`. Those without a token are in the table alone: they have a reward, which
+    counts for their group, but nothing to train on. Shares are made one at a time, since each is a copy of its samples' tokens.
+    """
+    table = BatchTable.of(samples, minibatches)
+    lengths = table.prompts + table.responses
+    steps: list[tuple[list[int], list[list[list[int]]]]] = []
+    for start in range(0, len(samples), table.minibatch):
+        places = [place for place in range(start, min(start + table.minibatch, len(samples))) if table.responses[place]]
+        if places:
+            steps.append((places, partition(lengths[places].tolist(), tokens_per_microbatch, dp)))
+
+    def share(rank: int) -> Share:
+        found: list[int] = []
+        parts = []
+        for places, dealt in steps:
+            mine = sorted(i for micro in dealt[rank] for i in micro)
+            number = {i: n for n, i in enumerate(mine)}
+            parts.append(Minibatch(list(range(len(found), len(found) + len(mine))), [[number[i] for i in micro] for micro in dealt[rank]]))
+            found += [places[i] for i in mine]
+        return Share.of(samples, found, rank, parts)
+
+    return table, [partial(share, rank) for rank in range(dp)]
+
+
+def _joined[T: np.generic](columns: list[array], dtype: type[T]) -> npt.NDArray[T]:
+    """One array of all of these."""
+    return np.concatenate([np.asarray(column, dtype) for column in columns]) if columns else np.zeros(0, dtype)
+
+
+class _Reader:
+    """Takes one piece of a column after another."""
+
+    def __init__(self, column: np.ndarray) -> None:
+        self._column, self._place = column, 0
+
+    def next(self, typecode: str, count: int) -> array:
+        """The next `count` values."""
+        begin, self._place = self._place, self._place + count
+        return array(typecode, self._column[begin : self._place].tobytes())

@@ -1,0 +1,97 @@
+"""Steps of many samples: what they cost the controller's event loop and its memory, and that a checkpoint leaves the loop free."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mtpctl.controller.buffer import Group, SampleBuffer
+from mtpctl.data.problems import Problem
+from mtpctl.recipe.schema import Recipe
+from mtpctl.samples import Sample, logprobs_of
+from tests.controller.test_rl import World, recipe_of, stage_of
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "time_controller.py"
+
+
+def of_size(groups: int) -> Recipe:
+    """One step of so many groups of two, of which none is generated ahead."""
+    recipe = recipe_of(steps=1, staleness=0.0)
+    rl = recipe.train.rl.model_copy(update={"prompts_per_step": groups})
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"rl": rl})})
+
+
+def busy(groups: int, folder: Path) -> float:
+    """Processor seconds of a step's event loop, the fakes' included."""
+    world = World()
+    stage = stage_of(of_size(groups), world, folder)
+    began = time.thread_time()
+    asyncio.run(asyncio.wait_for(stage.run(), 60))
+    assert len(world.batches[0]) == 2 * groups
+    return time.thread_time() - began
+
+
+def test_what_a_step_costs_grows_no_faster_than_its_samples(tmp_path: Path) -> None:
+    """Eight times as many groups; where a group looked at all others, it would be 64 times as much."""
+    busy(16, tmp_path)
+    small, large = min(busy(64, tmp_path) for _ in range(3)), min(busy(512, tmp_path) for _ in range(2))
+    assert large < 12 * small
+
+
+def test_a_checkpoint_of_the_buffer_is_read_as_it_was_and_leaves_the_loop_free(tmp_path: Path) -> None:
+    async def scenario() -> tuple[list[Group], int]:
+        buffer, groups = SampleBuffer(), []
+        for number in range(32):
+            samples = [Sample(f"p{number}", str(number), [1] * 64, index, reward=0.5) for index in range(4)]
+            for sample in samples:
+                sample.append([7, 300_000] * 2000, [-0.1, -1.5] * 2000, number)
+                sample.old_logprobs, sample.old_version = logprobs_of([-0.25] * 4000), 3
+            groups.append(Group(number, Problem(f"p{number}", "1", "1"), 4, samples))
+            await buffer.put(groups[-1])
+        turns, write = 0, asyncio.ensure_future(asyncio.to_thread(buffer.saving(tmp_path / "buffer.jsonl")))
+        buffer.take(8)  # what is trained on meanwhile is in the checkpoint, as it was when it was taken
+        while not write.done():
+            await asyncio.sleep(0)
+            turns += 1
+        return groups, turns
+
+    groups, turns = asyncio.run(scenario())
+    complete, unfinished = SampleBuffer.load(tmp_path / "buffer.jsonl")
+    assert [group.samples for group in complete] == [group.samples for group in groups] and not unfinished
+    assert turns > 10
+    assert (tmp_path / "buffer.jsonl").stat().st_size < 24 * 32 * 4 * 4064
+
+
+def test_a_checkpoint_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    """Its arrays are lists of numbers."""
+    sample = Sample("p", "0", [1, 2], reward=1.0)
+    sample.append([3, 4], [-0.5, -0.25], 1)
+    line = {"number": 0, "problem": ["p", "1", "1", None], "size": 1, "samples": [sample.to_dict()]}
+    (tmp_path / "buffer.jsonl").write_text(json.dumps(line) + "\n")
+    (group,), _ = SampleBuffer.load(tmp_path / "buffer.jsonl")
+    assert group.samples == [sample]
+
+
+def timed(samples: int) -> dict[str, float]:
+    command = [sys.executable, str(SCRIPT), "--samples", str(samples), "--ranks", "64", "--saved", str(samples // 4)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=500)
+    print(done.stdout.splitlines()[-1])
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_a_step_of_67_million_tokens_fits_two_cores() -> None:
+    """16,384 samples of 4,096 tokens and 64 ranks, against a sixteenth of them."""
+    small, large = timed(1024), timed(16_384)
+    assert large["loop_s"] <= 8 and large["loop_s"] <= 1.25 * 16 * small["loop_s"]
+    assert large["mib_beyond_tokens"] <= 2048
+    assert large["bytes_a_token"] <= 24 and large["store_bytes_a_token"] <= 24
+    assert large["partition_s"] <= 0.5

@@ -1,0 +1,59 @@
+"""How sequences are dealt out to micro-batches and ranks."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtpctl.plan.partition import partition
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+
+
+class TestPartition:
+    @given(LENGTHS, st.integers(1, 100), st.integers(1, 4))
+    def test_every_sequence_once_and_equally_many_micro_batches(self, lengths, budget, dp):
+        parts = partition(lengths, budget, dp)
+        assert sorted(i for rank in parts for micro in rank for i in micro) == list(range(len(lengths)))
+        assert len({len(rank) for rank in parts}) == 1
+
+    @given(LENGTHS, st.integers(1, 100), st.integers(1, 4))
+    def test_budget_holds_but_for_a_sequence_alone(self, lengths, budget, dp):
+        for rank in partition(lengths, budget, dp):
+            for micro in rank:
+                assert len(micro) <= 1 or sum(lengths[i] for i in micro) <= budget
+
+    @given(st.lists(st.integers(20, 30), min_size=32, max_size=64))
+    def test_ranks_are_balanced(self, lengths):
+        loads = [sum(lengths[i] for micro in rank for i in micro) for rank in partition(lengths, 120, 2)]
+        assert max(loads) <= 1.2 * min(loads)
+
+    def test_nothing_to_pack(self):
+        with pytest.raises(ValueError, match="no sequence"):
+            partition([], 10, 1)
+
+    @given(LENGTHS, st.integers(1, 100), st.integers(1, 4))
+    def test_no_fewer_micro_batches_would_do_for_longest_first(self, lengths, budget, dp):
+        """As it is found out one number of micro-batches after another, by looking at every load each time."""
+        count = -(-max(dp, -(-sum(lengths) // budget)) // dp) * dp
+        while True:
+            loads, sizes = [0] * count, [0] * count
+            for length in sorted(lengths, reverse=True):
+                least = loads.index(min(loads))
+                loads[least], sizes[least] = loads[least] + length, sizes[least] + 1
+            if count >= len(lengths) or all(load <= budget or size == 1 for load, size in zip(loads, sizes, strict=True)):
+                break
+            count += dp
+        assert len(partition(lengths, budget, dp)[0]) * dp == count
+
+    def test_a_large_step_over_many_ranks_takes_no_time(self):
+        """The bound is 0.5 s; the processor's time, so that other work does not change it."""
+        draw = random.Random(0)
+        lengths = [draw.randint(1000, 5000) for _ in range(16_384)]
+        began = time.process_time()
+        partition(lengths, 8192, 64)
+        assert time.process_time() - began < 0.5

@@ -1,0 +1,93 @@
+"""The samples of an update, dealt out to data-parallel ranks: nothing lost, nothing twice, and the same objects on the other side."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from mtpctl.samples import Sample, logprobs_of
+from mtpctl.trainer.share import deal
+
+
+def drawn(count: int, *, group: int = 4, seed: int = 0, longest: int = 30) -> list[Sample]:
+    """Samples in groups, some of them without a token, with several versions and turns, and some with old log-probs and routes."""
+    draw, made = random.Random(seed), []
+    for number in range(count):
+        sample = Sample(
+            f"p{number // group}", str(number // group), [draw.randrange(99) for _ in range(draw.randint(1, 9))], number % group
+        )
+        sample.reward = draw.random()
+        for version in range(draw.randint(0, 3)):
+            tokens = [draw.randrange(99) for _ in range(draw.randint(1, longest))]
+            sample.append(tokens, [-draw.random() for _ in tokens], version, trained=draw.random() < 0.7)
+        if sample.response_ids and draw.random() < 0.5:
+            sample.old_logprobs, sample.old_version = logprobs_of(-draw.random() for _ in sample.response_ids), 2
+        if draw.random() < 0.5:
+            sample.add_routes(np.full((sample.length - 1, 2, 2), number % 8, np.uint8))
+        made.append(sample)
+    return made
+
+
+@pytest.mark.parametrize(("dp", "minibatches", "count"), [(1, 1, 12), (3, 2, 40), (8, 3, 9), (64, 1, 20)])
+def test_every_sample_with_a_token_reaches_one_rank_as_it_was(dp: int, minibatches: int, count: int) -> None:
+    samples = drawn(count)
+    table, made = deal(samples, minibatches=minibatches, tokens_per_microbatch=64, dp=dp)
+    shares = [pickle.loads(pickle.dumps(make(), pickle.HIGHEST_PROTOCOL)) for make in made]
+    assert [share.dp_rank for share in shares] == list(range(dp))
+    places = list(chain.from_iterable(share.places.tolist() for share in shares))
+    assert sorted(places) == [place for place, sample in enumerate(samples) if sample.response_ids]
+    for place, sample in zip(places, chain.from_iterable(share.samples() for share in shares), strict=True):
+        right = samples[place]
+        for name in (
+            "prompt_id",
+            "index",
+            "prompt_ids",
+            "response_ids",
+            "loss_mask",
+            "behaviour_logprobs",
+            "version_spans",
+            "old_logprobs",
+        ):
+            assert getattr(sample, name) == getattr(right, name), name
+        assert (sample.old_version, sample.routed) == (right.old_version, right.routed)
+        assert sample.routes is right.routes is None or np.array_equal(sample.routes, right.routes)
+    assert table.rewards.tolist() == [sample.reward for sample in samples]
+    assert table.sampled.tolist() == [sum(sample.loss_mask) for sample in samples]
+    assert table.unscored == any(sample.response_ids and sample.old_logprobs is None for sample in samples)
+
+
+def test_each_optimizer_step_is_dealt_out_by_itself() -> None:
+    """Its samples are those of its groups, each rank has as many micro-batches, and the budget holds."""
+    samples = drawn(50, seed=1)
+    table, made = deal(samples, minibatches=3, tokens_per_microbatch=120, dp=4)
+    shares = [make() for make in made]
+    assert table.minibatch == 17
+    for step in range(3):
+        parts = [share.minibatches[step] for share in shares]
+        places = {int(share.places[i]) for share, part in zip(shares, parts, strict=True) for i in part.members}
+        assert places == {i for i in range(17 * step, min(17 * step + 17, 50)) if samples[i].response_ids}
+        assert len({len(part.passes) for part in parts}) == 1
+        for share, part in zip(shares, parts, strict=True):
+            assert sorted(chain.from_iterable(part.passes)) == list(range(len(part.members)))
+            for micro in part.passes:
+                lengths = [int(share.prompts[part.members[i]] + share.responses[part.members[i]]) for i in micro]
+                assert len(lengths) <= 1 or sum(lengths) <= 120
+
+
+def test_a_batch_without_a_token_has_no_optimizer_step() -> None:
+    samples = [Sample("p", "g", [1], index, reward=0.0) for index in range(4)]
+    table, made = deal(samples, minibatches=2, tokens_per_microbatch=8, dp=2)
+    assert all(make().minibatches == [] and make().samples() == [] for make in made) and not table.unscored
+
+
+def test_a_share_is_sixteen_bytes_a_token_at_most() -> None:
+    samples = [Sample(f"p{i}", str(i), [1] * 64, reward=0.0) for i in range(8)]
+    for sample in samples:
+        sample.append([1] * 960, [-1.0] * 960, 0)
+        sample.old_logprobs, sample.old_version = sample.behaviour_logprobs, 0
+    _, made = deal(samples, minibatches=1, tokens_per_microbatch=2048, dp=2)
+    assert sum(len(pickle.dumps(make(), pickle.HIGHEST_PROTOCOL)) for make in made) < 16 * 8 * 1024
