@@ -53,6 +53,8 @@ def missing_file(text: str) -> str:
     path = Path(source).expanduser()
     if not source.endswith(".py") or path.is_file():
         return ""
+    if path.is_dir():
+        return f"{path} is a folder; name a file"
     near = nearest_file(path, (".py",))
     return f"there is no file {path}; " + (f"did you mean {near}?" if near else f"it was looked for in {path.parent.resolve()}")
 
@@ -158,7 +160,7 @@ def _from_file(path: Path, field: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise UserError(f"{field}: {_import_error(error, path)}") from error
     return module
@@ -173,11 +175,11 @@ def _from_module(source: str, field: str) -> ModuleType:
         if error.name and (source == error.name or source.startswith(f"{error.name}.")):
             raise UserError(f"{field}: there is no module {error.name}; install it, or name a file as FILE.py:NAME") from error
         raise UserError(f"{field}: {describe_error(error, f'{source}:')}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{field}: importing {source}: {describe_error(error, f'{source}:')}") from error
 
 
-def _import_error(error: Exception, path: Path) -> str:
+def _import_error(error: BaseException, path: Path) -> str:
     if isinstance(error, SyntaxError):
         return f"{Path(error.filename or path).name}:{error.lineno}: {error.msg}"
     return describe_error(error, f"{path}:")

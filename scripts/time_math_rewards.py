@@ -21,23 +21,28 @@ from mtpctl.recipe.reward import RewardConfig
 from mtpctl.rl.rewards.rewarder import Rewarder
 from mtpctl.samples import Sample
 
-PROBLEM = Problem("rows.jsonl:1", "What is 3 : 4?", r"\frac{3}{4}")
-RIGHT = r"So we get $x = 3$ and then the answer is $\boxed{\frac{3}{4}}$."
 HANGS = "$10^{10^{10^{10}}}$"
-WARM = 400
+WARM = 100
+
+
+def asked(number: int) -> tuple[str, Problem]:
+    """A right answer and its problem, other ones for each number: what was read before is read again without any work."""
+    answer = rf"\frac{{{2 * number + 1}}}{{{2 * number + 3}}}"
+    response = rf"So we get $x = {2 * number + 1}$ and then the answer is $\boxed{{{answer}}}$."
+    return response, Problem(f"rows.jsonl:{number + 1}", f"What is {2 * number + 1} : {2 * number + 3}?", answer)
 
 
 async def measure(answers: int, every: int) -> dict[str, float]:
     """Reward so many right answers, with one that hangs for each `every` of them; 0: none."""
-    sample = Sample(PROBLEM.prompt_id, "0", [1])
+    sample = Sample("rows.jsonl:1", "0", [1])
     async with Rewarder(RewardConfig(function="math")) as reward:
-        await asyncio.gather(*(reward(RIGHT, PROBLEM, sample) for _ in range(WARM)))
+        await asyncio.gather(*(reward(*asked(answers + number), sample) for number in range(WARM)))
         spent, began = _workers_cpu(), time.monotonic()
         right, hanging = [], []
         for number in range(answers):
             if every and number % every == every // 2:
-                hanging.append(asyncio.create_task(reward(HANGS, PROBLEM, sample)))
-            right.append(asyncio.create_task(reward(RIGHT, PROBLEM, sample)))
+                hanging.append(asyncio.create_task(reward(HANGS, asked(number)[1], sample)))
+            right.append(asyncio.create_task(reward(*asked(number), sample)))
         wrong = sum(outcome.reward != 1.0 for outcome in await asyncio.gather(*right))
         seconds, spent = time.monotonic() - began, _workers_cpu() - spent
         for task in hanging:

@@ -55,6 +55,8 @@ def test_a_function_of_a_module_is_loaded() -> None:
         ("{dir}/broken.py:score", "broken.py:2: invalid syntax"),
         ("{dir}/raises.py:score", "raises.py:2: ValueError: no key"),
         ("{dir}/needs.py:score", "needs.py:1: ModuleNotFoundError: No module named 'no_such_library'"),
+        ("{dir}/exits.py:score", "exits.py:2: SystemExit: 0"),
+        ("{dir}/folder.py:score", "{dir}/folder.py is a folder; name a file"),
     ],
 )
 def test_what_cannot_be_loaded_is_told_in_one_line(tmp_path: Path, text: str, message: str) -> None:
@@ -63,6 +65,8 @@ def test_what_cannot_be_loaded_is_told_in_one_line(tmp_path: Path, text: str, me
     written(tmp_path, "\nx = = 1\n", "broken.py")
     written(tmp_path, "def score(): ...\nraise ValueError('no key')\n", "raises.py")
     written(tmp_path, "import no_such_library\n", "needs.py")
+    written(tmp_path, "def score(): ...\nraise SystemExit(0)\n", "exits.py")
+    (tmp_path / "folder.py").mkdir()
     with pytest.raises(UserError) as found:
         load(text.format(dir=tmp_path), "reward.function")
     assert str(found.value).startswith("reward.function: ") and message.format(dir=tmp_path) in str(found.value)

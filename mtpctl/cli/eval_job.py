@@ -19,7 +19,7 @@ from mtpctl.data.prompts import fit_problems
 from mtpctl.data.sets import load_held_out
 from mtpctl.errors import UserError
 from mtpctl.recipe.checks import validate
-from mtpctl.recipe.data import GeneratedTask
+from mtpctl.recipe.data import GeneratedTask, is_dataset_id
 from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.store import VersionStore
 
@@ -77,11 +77,12 @@ async def _measured(recipe: Recipe, source: Source, store: VersionStore, prepare
 
 
 def _checkable(recipe: Recipe) -> Recipe:
-    """The recipe for its checks: nothing is trained, so it needs nothing to train on."""
-    recipe = without_training(recipe)
-    if recipe.data.path is None and recipe.data.task is None:
-        return recipe.model_copy(update={"data": recipe.data.model_copy(update={"task": GeneratedTask()})})
-    return recipe
+    """The recipe for its checks: nothing is trained, so it needs nothing to train on, and held-out rows need no others beside them."""
+    recipe, data = without_training(recipe), recipe.data
+    if data.path is not None or data.task is not None:
+        return recipe
+    held_out = data.eval_path if data.eval_path and is_dataset_id(data.eval_path) else None
+    return recipe.model_copy(update={"data": data.model_copy(update={"task": GeneratedTask(), "eval_path": held_out})})
 
 
 def _of_set(metrics: Mapping[str, float], name: str) -> dict[str, float]:

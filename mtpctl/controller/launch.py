@@ -16,7 +16,7 @@ from mtpctl.cluster.local import check_room, cluster
 from mtpctl.cluster.room import Host
 from mtpctl.cluster.seats import Seats
 from mtpctl.controller.buffer import SampleBuffer
-from mtpctl.controller.prepare import Prepared, changed_old_logprobs, check_drawn, prepare, store_in
+from mtpctl.controller.prepare import Prepared, changed_old_logprobs, changed_task, check_drawn, prepare, store_in
 from mtpctl.controller.revival import Revival
 from mtpctl.controller.rl import RlStage
 from mtpctl.controller.scoring import ATTEMPTS, Scoring
@@ -51,7 +51,9 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     earlier = RunDirectory(recipe.run_path)
     checkpoint, resumed = resumed_from(earlier.checkpoints, recipe.train)
     if checkpoint is not None and set(totals) <= set(resumed["ended"]):
-        show_ended(earlier, f"{earlier.path} has ended, {checkpoint.name}; {_to_go_on(recipe, resumed['stage'])}")
+        another = changed_task(recipe, earlier)
+        mend = _for_another_task(another) if another else _to_go_on(recipe, resumed["stage"])
+        show_ended(earlier, f"{earlier.path} has ended, {checkpoint.name}; {mend}")
         return 0
     if "rl" in recipe.train.stages:
         check_engine(recipe)
@@ -92,6 +94,12 @@ def _to_go_on(recipe: Recipe, stage: str) -> str:
     if stage == "sft" and recipe.train.sft.until_loss:  # It may have ended below its steps.
         return "name another run_dir to train anew, or begin a run from its weights with --from"
     return f"raise train.{stage}.steps to go on, or begin a run from its weights with --from"
+
+
+def _for_another_task(keys: list[str]) -> str:
+    """What a user does whose recipe asks for another task than the run that has ended, in these keys."""
+    shown = ", ".join(keys[:3]) + (", …" if len(keys) > 3 else "")
+    return f"its {shown} {'was' if len(keys) == 1 else 'were'} not this recipe's: give this one a `name` of its own to train by it"
 
 
 class Run:

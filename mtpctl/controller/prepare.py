@@ -23,7 +23,7 @@ from mtpctl.plan.memory import WEIGHT_BYTES
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.fields import Keys
-from mtpctl.recipe.loading import flatten
+from mtpctl.recipe.loading import dump_resolved, flatten
 from mtpctl.recipe.model_source import hf_config, path_in_full
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Ids, Sample, ids_of
@@ -160,6 +160,23 @@ def changed_old_logprobs(recipe: Recipe, run: RunDirectory) -> str:
     if before in (None, recipe.old_logprobs):
         return ""
     return f"train.rl.old_logprobs comes to {recipe.old_logprobs} now, and came to {before} before; set it to {before} to keep that"
+
+
+def changed_task(recipe: Recipe, run: RunDirectory) -> list[str]:
+    """The keys in which the recipe asks for another task than the run was trained on: its rows, reward or environment.
+
+    Of files the name counts, since a run may have been moved together with them.
+    """
+    if not run.recipe.exists():
+        return []
+    before = flatten(yaml12.parse(run.recipe.read_text(encoding="utf-8"), str(run.recipe)).value)
+    now = flatten(yaml12.parse(dump_resolved(recipe), "the recipe").value)
+    asked = [key for key in now if key[0] in ("data", "reward") or key[:2] in (("rollout", "environment"), ("rollout", "environment_args"))]
+    return [".".join(key) for key in asked if _without_folder(now[key]) != _without_folder(before.get(key))]
+
+
+def _without_folder(value: object) -> object:
+    return value.rpartition("/")[2] if isinstance(value, str) else value
 
 
 def store_in(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:

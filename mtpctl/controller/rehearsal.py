@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mtpctl.recipe.reward import VERIFIERS, reference_of
+from mtpctl.errors import UserError
+from mtpctl.recipe.reward import FROM_ENVIRONMENT, VERIFIERS, reference_of
 from mtpctl.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def rehearse(recipe: Recipe) -> list[str]:
 
     first = first_problems(recipe.data, recipe.seed, recipe.evaluation, TRIED)
     named = {name: first[f"eval/{name}"] for name in recipe.evaluation.sets}
-    warnings = list(try_code(recipe, ProblemSets(first["train"], [], [], named), compare=False).warnings)
+    warnings = list(try_code(recipe, ProblemSets(first["train"], first.get("eval", []), [], named), compare=False).warnings)
     if not first["train"]:
         warnings.append(f"{recipe.data.path} is not in the cache yet: your code was loaded, and is tried on rows when the run starts")
     return warnings
@@ -74,7 +75,19 @@ def _try_environment(recipe: Recipe, problems: ProblemSets) -> EnvironmentTrial 
     environment = environment_of(recipe.rollout)
     assert environment is not None, "the recipe names one"
     chat = chatted(recipe.data, problems.train)
-    return try_environment(environment, problems.train, chat=chat, deadline_s=recipe.rollout.deadline_s)
+    trial = try_environment(environment, problems.train, chat=chat, deadline_s=recipe.rollout.deadline_s)
+    for rows in problems.held_out.values():  # which may lack a column that it needs
+        try:
+            try_environment(environment, rows[:1], chat=chat, deadline_s=recipe.rollout.deadline_s)
+        except UserError as error:
+            raise UserError(f"{error} (with the held-out row {rows[0].prompt_id})") from error
+    if not trial.rewards:
+        for field, reward in recipe.rewards.items():
+            if reward.function == FROM_ENVIRONMENT:
+                raise UserError(
+                    f"{field}.function: {recipe.rollout.environment} has no method `reward()`; write one, or name another function"
+                )
+    return trial
 
 
 def _try_rewards(recipe: Recipe, problems: ProblemSets, *, compare: bool) -> list[str]:
@@ -89,7 +102,8 @@ def _try_rewards(recipe: Recipe, problems: ProblemSets, *, compare: bool) -> lis
     from mtpctl.controller.trial import compare_answers, try_reward, try_set_rewards
 
     if "reward" not in built_in:
-        warning = try_reward(recipe.reward, problems.train)
+        others = [rows[0] for name, rows in problems.held_out.items() if recipe.evaluation.of(name).reward is None]
+        warning = try_reward(recipe.reward, problems.train, also=others)
     else:
         warning = compare_answers(recipe.reward, problems) if compare else ""
     try_set_rewards(recipe, problems.named)

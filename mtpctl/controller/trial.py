@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import ProblemSets
@@ -31,15 +31,16 @@ def compare_answers(config: RewardConfig, problems: ProblemSets) -> str:
     return asyncio.run(_compared(config, {"training": problems.train, "held-out": problems.evaluation}))
 
 
-def try_reward(config: RewardConfig, problems: list[Problem], field: str = "reward") -> str:
+def try_reward(config: RewardConfig, problems: list[Problem], field: str = "reward", *, also: Sequence[Problem] = ()) -> str:
     """Reward the own solutions of the first problems. Returns a warning where none is worth anything, empty otherwise.
 
-    Raises UserError that begins with a key of the section `field`, for a function that cannot be loaded or called, or that fails.
+    `also`: problems of other sets that the function rewards, which may lack a column that it needs. Raises UserError that begins with a
+    key of the section `field`, for a function that cannot be loaded or called, or that fails.
     """
     if config.function == FROM_ENVIRONMENT:
         return ""  # no environment has run yet
     try:
-        return asyncio.run(_tried(config, problems[:TRIED]))
+        return asyncio.run(_tried(config, problems[:TRIED], also))
     except UserError as error:
         # Processes that load and call the function know it as the one of the section `reward`.
         raise UserError(f"{field}{str(error).removeprefix('reward')}") from error
@@ -72,15 +73,15 @@ async def _compared(config: RewardConfig, named: dict[str, list[Problem]]) -> st
     return "; ".join(warnings)
 
 
-async def _tried(config: RewardConfig, rows: list[Problem]) -> str:
-    outcomes = await _rewarded(config, rows)
-    for row, outcome in zip(rows, outcomes, strict=True):
+async def _tried(config: RewardConfig, rows: list[Problem], also: Sequence[Problem]) -> str:
+    outcomes = await _rewarded(config, [*rows, *also])
+    for row, outcome in zip([*rows, *also], outcomes, strict=True):
         if outcome.error:
             if outcome.error.startswith("reward."):  # told by one of ours, with its key and mend
                 raise UserError(outcome.error)
             mend = "raise reward.timeout_s, or make it faster" if outcome.timed_out else "mend it"
             raise UserError(f"reward.function: {outcome.error}, for {row.prompt_id} with the row's own solution as response; {mend}")
-    rewards = {outcome.reward for outcome in outcomes}
+    rewards = {outcome.reward for outcome in outcomes[: len(rows)]}
     if len(rewards) == 1 and not any(rewards):
         return f"reward.function: {config.function} gives 0 for the own solutions of the first {len(rows)} training problems"
     return ""

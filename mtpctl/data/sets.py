@@ -69,13 +69,13 @@ def load_problem_sets(
 
 
 def first_problems(config: DataConfig, seed: int, evaluation: EvaluationConfig, limit: int) -> dict[str, list[Problem]]:
-    """The first problems of `data.path` or of the generated task, as `train`, and of the held-out sets by name, as `eval/NAME`.
+    """The first problems of `data.path` or of the generated task, as `train`, and of held-out sets, as `eval` and `eval/NAME`.
 
     No more rows are read than that, and the hub is not asked: a dataset that is not in the cache has none.
     """
     found = {"train": generate(config.task, seed)[0][:limit]} if config.task is not None else {}
     for role, rows in rows_of(config, evaluation, ("rl",)).items():
-        if role not in ("eval", "sft"):
+        if role != "sft":
             try:
                 found[role] = list(islice(rows.problems(fetch=False), limit))
             except EnvironmentMissing:
@@ -91,7 +91,10 @@ def load_held_out(config: DataConfig, seed: int, evaluation: EvaluationConfig) -
 
 
 def rows_of(config: DataConfig, evaluation: EvaluationConfig | None, stages: Sequence[str]) -> dict[str, Rows]:
-    """Everything that a run of these stages reads: `train`, `eval`, `sft`, and `eval/NAME` for the sets by name."""
+    """Everything that a run of these stages reads: `train`, `eval`, `sft`, and `eval/NAME` for the sets by name.
+
+    A mistake in columns names the key of the file's own, also where it has the columns of `data.columns`: those may be right for others.
+    """
     columns, found = config.columns, {}
     if config.path is not None:
         # A run that does not sample may train on conversations, which are no prompts.
@@ -100,13 +103,12 @@ def rows_of(config: DataConfig, evaluation: EvaluationConfig | None, stages: Seq
     if config.eval_path is not None:
         found["eval"] = Rows(config.eval_path, Reading(columns), "data.eval_path")
     if config.sft_path is not None:
-        key = "data.columns" if config.sft_columns is None else "data.sft_columns"
-        reading = Reading(config.sft_columns or columns, key, supervised=True)
+        reading = Reading(config.sft_columns or columns, "data.sft_columns", supervised=True)
         found["sft"] = Rows(config.sft_path, reading, "data.sft_path", config.sft_subset, config.sft_split, "data.sft_")
     for name, each in (evaluation.sets if evaluation else {}).items():
         assert each.path is not None, "the recipe's checks let no set without a path through"
         key = f"evaluation.sets.{name}"
-        reading = Reading(each.columns or columns, "data.columns" if each.columns is None else f"{key}.columns")
+        reading = Reading(each.columns or columns, f"{key}.columns")
         found[f"eval/{name}"] = Rows(each.path, reading, f"{key}.path", each.subset, each.split, f"{key}.")
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Literal
@@ -100,7 +101,7 @@ def data_fits(data: DataConfig) -> Complaints:
             yield f"data.{field}: a subset is one of a Hugging Face dataset, and {path or 'no path'} is none; leave it out"
     if data.eval_path and is_dataset_id(data.eval_path):
         yield f"data.eval_path: a dataset needs its split: set evaluation.sets: {{NAME: {{path: {data.eval_path}, split: test}}}} instead"
-    elif data.path and data.eval_path and Path(data.path).resolve() == Path(data.eval_path).resolve():
+    elif data.path and data.eval_path and os.path.realpath(data.path) == os.path.realpath(data.eval_path):
         yield "data.eval_path: is data.path, which is trained on; name held-out problems, or leave it out"
     for field, task in (("task", data.task), ("sft_task", data.sft_task)):
         if task and task.min_digits > task.max_digits:

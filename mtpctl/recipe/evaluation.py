@@ -60,4 +60,4 @@ def evaluation_fits(evaluation: EvaluationConfig, data: DataConfig, rollout: Rol
         if each.max_tokens is not None and rollout.context is not None and each.max_tokens >= rollout.context:
             yield f"{key}.max_tokens: must leave room for a prompt in rollout.context: {rollout.context}, got {each.max_tokens}"
         if each.reward is not None:
-            yield from function_fits(each.reward.function, f"{key}.reward.function")
+            yield from function_fits(each.reward, f"{key}.reward")

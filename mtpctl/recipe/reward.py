@@ -27,6 +27,10 @@ VERIFIERS = ("exact", "math")
 """Those that only compare the final answer, so that a row's own solution has to be right."""
 
 
+BOUNDS = {"code": "timeout_s", "math": "seconds"}
+"""The arguments by which some of them bound their own seconds: what is over these is a wrong answer, and over `timeout_s` a failed call."""
+
+
 class RewardConfig(Section):
     function: str = Field(
         "exact",
@@ -56,12 +60,20 @@ def reward_fits(reward: RewardConfig, checker: str | None) -> Complaints:
     """Refuse a function that is not there, and one beside another `data.checker`, the key that it had before."""
     if checker is not None and checker != reward.function:
         yield f"data.checker: {checker} is the older key for reward.function, which is {reward.function}; remove data.checker"
-    yield from function_fits(reward.function, "reward.function")
+    yield from function_fits(reward, "reward")
 
 
-def function_fits(function: str, field: str) -> Complaints:
-    """Refuse a reward function that is neither built in nor a name in a file that is there; `field` is the key that names it."""
+def function_fits(reward: RewardConfig, section: str) -> Complaints:
+    """Refuse a function that is neither built in nor a name in a file that is there, and one whose own bound is over that of its calls.
+
+    `section` is the key of the recipe that holds `reward`.
+    """
+    function, field = reward.function, f"{section}.function"
     if function in BUILT_IN:
+        seconds = reward.args.get(BOUNDS.get(function, ""))
+        if isinstance(seconds, int | float) and seconds >= reward.timeout_s:
+            key = f"{section}.args.{BOUNDS[function]}"
+            yield f"{section}.timeout_s: must be more than {key}: {seconds:g}, got {reward.timeout_s:g}"
         return
     if is_reference(function):
         if told := missing_file(function):

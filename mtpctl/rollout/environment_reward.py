@@ -12,4 +12,4 @@ def score(response: str, problem: object, sample: Sample) -> float:
     use = sample.environment
     if use is None or use.errors or use.timeouts:  # None: a row on which the function is tried before there are responses
         return 0.0
-    raise ValueError("the environment gives no reward; give rollout.environment a method `reward()`, or name another reward.function")
+    raise ValueError("the environment gives no reward; have its `reward()` return a number, or name another reward.function")

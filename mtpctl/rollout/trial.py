@@ -26,11 +26,15 @@ class ChatTokenizer(Text, ChatText, Protocol):
 
 @dataclass(frozen=True)
 class EnvironmentTrial:
-    """What an environment said when it was tried. `tools`: the JSON schemas of its `tools()` for the first problem, those of the run."""
+    """What an environment said when it was tried. `tools`: the JSON schemas of its `tools()` for the first problem, those of the run.
+
+    `rewards`: whether it has `reward()`; True where there was no problem to try it on.
+    """
 
     tools: list[object] = field(default_factory=list)
     stops: frozenset[str] = frozenset()
     replies: tuple[list[Message], ...] = ()
+    rewards: bool = True
 
     def check_text(self, tokenizer: ChatTokenizer) -> None:
         """Raise UserError for a stop text that the model's text cannot hold, and for chat messages that the template does not take."""
@@ -71,7 +75,10 @@ def try_environment(
     if tools and not chat:
         raise UserError(f"{FIELD}: {environment.where('tools')} is for the chat template; set data.chat_template: true, or remove it")
     return EnvironmentTrial(
-        tools, frozenset().union(*(each.stops for each in found)), tuple(said for each in found for said in each.replies)
+        tools,
+        frozenset().union(*(each.stops for each in found)),
+        tuple(said for each in found for said in each.replies),
+        all(each.rewards for each in found),
     )
 
 
@@ -89,7 +96,8 @@ async def _try_one(environment: EnvironmentClass, instance: Instance, chat: bool
             raise EnvironmentFailure("it replies with chat messages; set data.chat_template: true, or return text")
         method = "reward"
         await instance.reward()
-        return EnvironmentTrial(tools, frozenset(instance.stop), (said,) if isinstance(said, list) and said else ())
+        replies = (said,) if isinstance(said, list) and said else ()
+        return EnvironmentTrial(tools, frozenset(instance.stop), replies, instance.has("reward"))
 
     try:
         found = await asyncio.wait_for(play(), seconds)

@@ -56,7 +56,7 @@ def test_a_folder_that_is_none_of_them_is_refused(tmp_path: Path) -> None:
         (["evaluation.sets.a={n: 2}"], r"^evaluation\.sets\.a\.path: the set has no rows"),
         (
             ["evaluation.sets.a={path: ROWS}"],
-            r"^data\.columns\.prompt: rows\.jsonl has no column 'prompt'",
+            r"^evaluation\.sets\.a\.columns\.prompt: rows\.jsonl has no column 'prompt'.*: set evaluation\.sets\.a\.columns: \{prompt: ",
         ),
         (
             ["evaluation.sets.a={path: ROWS, columns: {answer: answre}}"],
@@ -87,6 +87,26 @@ def test_what_cannot_be_measured_is_told_before_anything_starts(
     with pytest.raises(UserError, match=told) as caught:
         evaluate_weights(recipe(run, *(each.replace("ROWS", str(tmp_path / "rows.jsonl")) for each in sets)), n=None, say=silent)
     assert "\n" not in str(caught.value)
+
+
+def test_held_out_rows_need_none_to_train_on(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a folder of weights, whose recipe names no data."""
+
+    class Started(Exception):
+        pass
+
+    def started(*_: Any) -> None:
+        raise Started
+
+    monkeypatch.setattr(eval_job, "room_for_engines", started)
+    (tmp_path / "rows.jsonl").write_text(ROW)
+    rows = ["data.task=null", f"data.eval_path={tmp_path}/rows.jsonl", "data.columns={prompt: question}"]
+    said: list[str] = []
+    with pytest.raises(Started):
+        evaluate_weights(recipe(run, *rows), n=None, say=said.append)
+    assert said[0].endswith("1 responses to 1 held-out problems")
+    with pytest.raises(UserError, match=r"^data\.eval_path: no file no\.jsonl"):
+        evaluate_weights(recipe(run, "data.task=null", "data.eval_path=no.jsonl"), n=None, say=silent)
 
 
 def test_the_table_names_every_set() -> None:
@@ -126,6 +146,17 @@ def test_check_reads_the_data_and_tells_its_mistakes(mtpctl: Any, tmp_path: Path
     )
     right = mtpctl("recipe", "check", "tiny_mtp", *data, "--set", "data.columns.prompt=question")
     assert right.out.endswith("tiny_mtp.yaml: ok\ndata: train: rows.jsonl, 1 rows\n")
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}\n')
+    columns = ["--set", "data.columns.prompt=question"]
+    imitated = mtpctl("recipe", "check", "tiny_mtp", *data, *columns, "--set", f"data.sft_path={tmp_path}/chat.jsonl")
+    assert (imitated.code, imitated.err.splitlines()[-1].partition(";")[2]) == (
+        2,
+        " its columns are messages: set data.sft_columns: {prompt: messages}",
+    )
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    loop = ["--set", "data.task=null", "--set", f"data.path={tmp_path}/loop.jsonl", "--set", f"data.eval_path={rows}"]
+    circle = mtpctl("recipe", "check", "tiny_mtp", *loop)
+    assert circle.code == 2 and circle.err.startswith("error: data.path: there is no file ")
     rows.write_bytes(ROW.encode() + b"\xff\n")
     broken = mtpctl("train", "tiny_mtp", "--dry-run", *data, "--set", "data.columns.prompt=question", "--set", "cluster.num_cpus=8")
     assert (broken.code, broken.err) == (2, f"error: {rows}:2: not UTF-8 text; save the file as UTF-8\n")

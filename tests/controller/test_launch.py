@@ -87,6 +87,13 @@ def test_a_run_that_has_ended_answers_at_once(tmp_path: Path, monkeypatch: pytes
     assert not RunDirectory(home).recipe.exists()
     assert launch.run(recipe(home, *SFT, "train.sft.until_loss=0.5", "train.sft.steps=9")) == 0, "it may have ended by its loss"
     assert "raise" not in capsys.readouterr().out
+    trained = recipe(home, *SFT)
+    RunDirectory(home).recipe.write_text(dump_resolved(trained))
+    assert launch.run(trained) == launch.run(recipe(home, *SFT, "reward.function=math")) == 0
+    first, second = (line for line in capsys.readouterr().out.splitlines() if "has ended" in line)
+    assert "recipe's" not in first
+    assert second.endswith("; its reward.function was not this recipe's: give this one a `name` of its own to train by it")
+    RunDirectory(home).recipe.unlink()
     with pytest.raises(TypeError):  # the stand-in for what starts a run
         launch.run(recipe(home, *SFT, "train.sft.until_loss=0", "train.sft.steps=9", "cluster.num_cpus=2"))
 

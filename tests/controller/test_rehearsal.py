@@ -37,6 +37,33 @@ def test_one_that_fails_is_refused_with_its_line(tmp_path: Path) -> None:
         prepare(failing, tmp_path / "run")
 
 
+def test_one_that_fails_on_held_out_rows_alone_is_refused_with_the_row(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "times": 2}\n')
+    (tmp_path / "held.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    (tmp_path / "own.py").write_text(
+        "class Own:\n    stop = []\n    def __init__(self, problem): self.times = problem.fields['times']\n    def reply(self, turn): ...\n"
+    )
+    own = ["data.task=", f"data.path={tmp_path}/rows.jsonl", f"rollout.environment={tmp_path}/own.py:Own"]
+    rehearse(recipe(*own))
+    told = r"^rollout\.environment: own\.py:3: KeyError: 'times' \(with the held-out row held\.jsonl:1\)$"
+    for held_out in (f"data.eval_path={tmp_path}/held.jsonl", f"evaluation.sets.a={{path: {tmp_path}/held.jsonl}}"):
+        with pytest.raises(UserError, match=told):
+            rehearse(recipe(*own, held_out))
+
+
+def test_a_reward_that_fails_on_held_out_rows_alone_is_refused_with_the_row(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "points": 2}\n')
+    (tmp_path / "held.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    (tmp_path / "own.py").write_text("def score(response, problem, sample): return problem.fields['points']\n")
+    own = ["data.task=", f"data.path={tmp_path}/rows.jsonl", f"reward.function={tmp_path}/own.py:score"]
+    rehearse(recipe(*own))
+    held_out = f"evaluation.sets.a={{path: {tmp_path}/held.jsonl%s}}"
+    rehearse(recipe(*own, held_out % ", reward: {function: exact}"))
+    for wrong in (f"data.eval_path={tmp_path}/held.jsonl", held_out % ""):
+        with pytest.raises(UserError, match=r"^reward\.function: own\.py:1: KeyError: 'points', for held\.jsonl:1 with the"):
+            rehearse(recipe(*own, wrong))
+
+
 def test_a_run_tries_in_the_order_of_the_commands_that_start_nothing(tmp_path: Path) -> None:
     """Loss, environment, reward, rewards of held-out sets: mended one after the other, each is the next to be told by both."""
     (tmp_path / "own.py").write_text("def loss(logprob): ...\ndef score(response, problem, sample): return 1 / 0\n")
@@ -55,6 +82,12 @@ def test_a_run_tries_in_the_order_of_the_commands_that_start_nothing(tmp_path: P
             rehearse(wrong)
         with pytest.raises(UserError, match=told):
             prepare(wrong, tmp_path / "run")
+
+
+def test_the_environments_reward_needs_an_environment_that_gives_one() -> None:
+    rehearse(recipe(f"rollout.environment={MODULE}:Rewards", "reward.function=environment"))
+    with pytest.raises(UserError, match=r"^reward\.function: tests\.rollout\.user_environments:Echo has no method `reward\(\)`; write one"):
+        rehearse(recipe(f"rollout.environment={MODULE}:Echo", "reward.function=environment"))
 
 
 def test_a_stage_without_responses_has_no_environment() -> None:

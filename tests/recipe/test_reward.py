@@ -83,3 +83,10 @@ def test_names_that_are_no_files_stay_as_they_are(tmp_path: Path, monkeypatch: p
     os.mkdir("exact")
     assert load_recipe("tiny_mtp", sets=["reward.function=exact"]).recipe.reward.function == "exact"
     assert load_recipe("tiny_mtp", sets=["reward.function=package.judge:score"]).recipe.reward.function == "package.judge:score"
+
+
+def test_an_answers_own_bound_has_to_be_under_that_of_a_call() -> None:
+    config = RewardConfig(function="code", args={"timeout_s": 60})
+    assert list(reward_fits(config, None)) == ["reward.timeout_s: must be more than reward.args.timeout_s: 60, got 30"]
+    assert list(reward_fits(RewardConfig(function="math", args={"seconds": 2}), None)) == []
+    assert list(reward_fits(RewardConfig(function="mine.b:score", args={"timeout_s": 60}), None)) == []

@@ -18,5 +18,5 @@ def test_what_it_gave_is_the_reward_and_a_response_that_it_failed_in_has_none() 
 
 
 def test_an_environment_without_a_reward_is_told() -> None:
-    with pytest.raises(ValueError, match=r"give rollout\.environment a method `reward\(\)`"):
+    with pytest.raises(ValueError, match=r"have its `reward\(\)`"):
         score("", None, sample(None, turns=2))

@@ -16,9 +16,11 @@ from collections.abc import Iterator
 from math_verify import parse, verify
 from math_verify.errors import TimeoutException
 
+from mtpctl.compat import sympy_names
 from mtpctl.rl.rewards.outcome import Answered
 from mtpctl.samples import Sample
 
+sympy_names.install()
 # It warns where it is given no bound of its own.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 _WARM_UP_S = 60.0

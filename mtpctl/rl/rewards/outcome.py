@@ -67,7 +67,9 @@ def _number(value: object, what: str) -> float:
         raise ValueError(f"{what} {_shown(value)}, which is no number")
     try:
         number = float(value)  # type: ignore[arg-type]  # also scalars of numpy and torch, without importing them
-    except (TypeError, ValueError) as error:
+    except OverflowError as error:
+        raise ValueError(f"{what} {_shown(value)}, which is not finite as a float") from error
+    except Exception as error:  # the value's own: a tensor of several elements raises RuntimeError
         raise ValueError(f"{what} {_shown(value)}, which is no number") from error
     if not math.isfinite(number):
         raise ValueError(f"{what} {number}, which is not finite")
@@ -75,5 +77,8 @@ def _number(value: object, what: str) -> float:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # its own `__repr__`, or an integer of too many digits
+        text = f"a value of type {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -3,7 +3,7 @@
 A plain function runs in up to `workers` processes, one call each; a coroutine in one process, up to `workers` calls at once. A call that
 takes longer than it may is ended with its process, which is replaced; other calls of the same process are begun again. Before that, a call
 that takes far longer than most gives its place to another process, and one that computes far longer than most yields the CPU to others, so
-that hanging ones hold up nobody.
+that hanging ones hold up nobody. Once one has, a spare process stands ready for the next.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import os
-import re
 import signal
-import statistics
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -23,16 +21,14 @@ from pathlib import Path
 from subprocess import Popen
 from typing import cast
 
-import psutil
-
 from mtpctl.errors import RuntimeFailure
 from mtpctl.rl.rewards.frames import Channel
 from mtpctl.rl.rewards.function import Result
 from mtpctl.rl.rewards.outcome import Answered, Outcome
 from mtpctl.rl.rewards.template import Template
+from mtpctl.rl.rewards.watch import Usual, computes, cpu_seconds, memory_left, place_of, restored, started_by, yield_cpu
 from mtpctl.rl.rewards.worker import WHERE, WHO, Asked, Blocking, Late, Ready
 from mtpctl.samples import Sample
-from mtpctl.user_code import innermost
 
 MOST_WORKERS = 16
 COROUTINES = 256
@@ -42,14 +38,7 @@ MOST_BESIDE = 256
 
 _TICK_S = 0.01
 _WAITS_S = 0.1  # after which a call is looked at: whether it computes, or waits for something else
-_LONG_S, _TIMES = 0.05, 10  # a call is long beyond so many seconds, and so many times the median of the last calls
-_FIRST_S, _VERY_FIRST_S = 1.0, 2.0  # the first call of a process, and of all, may have to load something
 _GRACE_S = 1.0  # for a worker to say where a late call is; for one of coroutines before that, to say by itself that a call is late
-_BURNT_S, _BURNT_YOUNG_S, _YOUNG = 0.01, 0.25, 5  # CPU seconds of a call far longer than most, after which it yields; a process that has
-# answered fewer calls may still have to load something for this one
-_FRAME = re.compile(r'File "(.*)", line (\d+) in ')  # of the module faulthandler, the innermost first
-_CALLER = 'mtpctl/rl/rewards/function.py"'
-_FREE_MEMORY = 0.1  # share of the memory below which no process is started beside
 _STARTS_AT_ONCE, _FAILED_STARTS = 8, 5
 
 
@@ -99,8 +88,9 @@ class Pool:
         self._free: list[_Worker] = []
         self._waiting: deque[_Call] = deque()
         self._numbers = itertools.count()
-        self._recent: deque[float] = deque(maxlen=64)  # seconds of calls
-        self._burnt: deque[float] = deque(maxlen=64)  # CPU seconds of calls
+        self._usual = Usual()
+        self._spare: _Worker | None = None
+        self._keeps_spare = False  # once a call has hung
         self._starting: set[asyncio.Task[None]] = set()
         self._failed_starts = 0
         self._ticking: asyncio.TimerHandle | None = None
@@ -132,7 +122,7 @@ class Pool:
         await asyncio.gather(*self._starting, return_exceptions=True)
         for call in [*self._waiting, *(call for worker in self._workers for call in worker.calls.values())]:
             call.done.cancel()
-        for worker in list(self._workers):
+        for worker in [*self._workers, *([self._spare] if self._spare else [])]:
             self._end(worker)
         if self._template is not None:
             self._template.close()
@@ -144,18 +134,38 @@ class Pool:
     async def _load(self) -> Template:
         return await Template.start(self._reference, self._args, self._timeout_s, self._log)
 
-    def _start_workers(self) -> None:
-        """Start as many processes as there are calls without one, and places."""
+    def _allowed(self) -> int:
+        """How many processes there may be: as many as there are places, and others for those whose calls are long."""
+        if self._slots > 1:
+            return self._places
         lent, waiting = sum(w.lent for w in self._workers), sum(w.waits for w in self._workers)
         # Twice as many as only wait: then there are enough within a second, however few there were.
-        allowed = self._places if self._slots > 1 else self._places + min(lent + 2 * waiting, MOST_BESIDE)
+        return self._places + min(lent + 2 * waiting, MOST_BESIDE)
+
+    def _start_workers(self) -> None:
+        """Start as many processes as there are calls without one, and places."""
+        allowed = self._allowed()
         while len(self._starting) < min(len(self._waiting), _STARTS_AT_ONCE):
             count = len(self._workers) + len(self._starting)
-            if count >= allowed or (count >= self._places and not _memory_left()):
+            if count >= allowed or (count >= self._places and not memory_left()):
                 return
-            task = asyncio.create_task(self._start_worker())
-            self._starting.add(task)
-            task.add_done_callback(self._starting.discard)
+            if self._spare is not None:
+                spare, self._spare = self._spare, None
+                self._add(spare)
+                return
+            self._begin_start()
+
+    def _keep_spare(self) -> None:
+        """Have a process ready for the next call that hangs."""
+        forkable = self._template is not None and self._template.loaded.forkable
+        wanted = self._keeps_spare and self._spare is None and not self._starting and not self._failed_starts
+        if wanted and forkable and memory_left():
+            self._begin_start()
+
+    def _begin_start(self) -> None:
+        task = asyncio.create_task(self._start_worker())
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
 
     async def _start_worker(self) -> None:
         ready = asyncio.get_running_loop().create_future()
@@ -200,6 +210,12 @@ class Pool:
             return
         self._failed_starts = 0
         worker.pid, worker.trace = message.pid, message.trace
+        if self._keeps_spare and self._spare is None and len(self._workers) >= self._allowed():
+            self._spare = worker
+        else:
+            self._add(worker)
+
+    def _add(self, worker: _Worker) -> None:
         self._workers.append(worker)
         self._free.append(worker)
         self._dispatch()
@@ -216,13 +232,14 @@ class Pool:
             if len(worker.calls) == self._slots:
                 self._free.pop()
             call.began = worker.next_look = time.monotonic()
-            worker.spent = _cpu_seconds(worker.pid) if self._slots == 1 else 0.0
+            worker.spent = cpu_seconds([worker.pid]) if self._slots == 1 else 0.0
             try:
                 worker.channel.send(call.asked)
             except Exception as error:  # a problem of the data that cannot be pickled
                 self._settle(worker, call, None, {}, f"{call.asked.problem.prompt_id} cannot be sent to a process: {error}")
         if self._waiting:
             self._start_workers()
+        self._keep_spare()
         self._keep_ticking()
 
     def _received(self, worker: _Worker, message: object) -> None:
@@ -236,8 +253,8 @@ class Pool:
         number, reward, parts, error = cast(tuple[int, *Result], message)
         if (call := worker.calls.get(number)) is None:
             return
-        worker.answered += 1
         self._settle(worker, call, reward, parts, error, late=late)
+        worker.answered += 1
         self._dispatch()
 
     def _settle(
@@ -246,14 +263,13 @@ class Pool:
         """Take the call off the worker, and tell its result."""
         now, was_full = time.monotonic(), len(worker.calls) == self._slots
         del worker.calls[call.asked.number]
-        self._recent.append(now - call.began)
         if self._slots == 1:
-            self._burnt.append(max(_cpu_seconds(worker.pid) - worker.spent, 0.0))
+            self._usual.add(now - call.began, max(cpu_seconds([worker.pid]) - worker.spent, 0.0), worker.answered)
         if not call.done.done():
             call.done.set_result(Outcome(reward, parts, error, late, now - call.submitted))
         if worker not in self._workers:
             return
-        if (worker.asked and self._slots == 1) or (worker.yields and not _restored(worker.pid)):
+        if (worker.asked and self._slots == 1) or (worker.yields and not restored(worker.pid)):
             self._end(worker)
             return
         worker.lent, worker.waits, worker.yields = False, False, False
@@ -283,6 +299,9 @@ class Pool:
             os.killpg(worker.pid, signal.SIGKILL)
 
     def _forget(self, worker: _Worker) -> None:
+        if worker is self._spare:
+            self._spare = None
+            return
         self._workers.remove(worker)
         if worker in self._free:
             self._free.remove(worker)
@@ -304,19 +323,20 @@ class Pool:
 
     def _tick(self) -> None:
         self._ticking = None
-        now, usual = time.monotonic(), statistics.median(self._recent) if self._recent else 0.0
+        now = time.monotonic()
         busy = [worker for worker in self._workers if worker.calls]
         for worker in busy:
             if overdue := self._overdue(worker, now):
                 if not worker.asked:
                     worker.asked = now
                     self._ask_where(worker)
-                elif (place := _place(worker) if self._slots == 1 else "") or now - worker.asked > _GRACE_S:
+                elif (place := place_of(worker.pid, worker.trace) if self._slots == 1 else "") or now - worker.asked > _GRACE_S:
                     self._expel(worker, overdue, place)
             elif self._slots == 1:
-                self._look_at(worker, now, usual)
+                self._look_at(worker, now)
         if self._waiting:
             self._start_workers()
+        self._keep_spare()
         if busy or self._waiting:
             self._keep_ticking()
 
@@ -326,7 +346,7 @@ class Pool:
             worker.channel.send(WHO)
             return
         if worker.yields:
-            _restored(worker.pid)
+            restored(worker.pid)
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.pid, WHERE)
 
@@ -334,74 +354,17 @@ class Pool:
         limit = self._timeout_s + (_GRACE_S if self._slots > 1 else 0.0)
         return [call for call in worker.calls.values() if now - call.began > limit]
 
-    def _look_at(self, worker: _Worker, now: float, usual: float) -> None:
-        """Note what the worker's call, which is under way, comes to beside `usual` seconds for most calls: see `_Worker`."""
+    def _look_at(self, worker: _Worker, now: float) -> None:
+        """Note what the worker's call, which is under way, comes to beside most calls: see `_Worker`."""
         (call,) = worker.calls.values()
         age = now - call.began
-        least = _LONG_S if worker.answered else _FIRST_S if self._recent else _VERY_FIRST_S
-        worker.lent = worker.lent or age > max(least, _TIMES * usual)
-        if worker.yields or now < worker.next_look:
-            return
-        started: list[int] = []
-        if age > _WAITS_S:
-            started, worker.next_look = _started_by(worker.pid), now + _WAITS_S / 2
-            worker.waits = self._wished is None and not worker.lent and not any(map(_computes, [worker.pid, *started]))
-        # By CPU seconds and not by the clock: on a busy machine any call takes long by the clock.
-        burnt = sum(map(_cpu_seconds, [worker.pid, *started])) - worker.spent
-        most = _BURNT_S if worker.answered >= _YOUNG else _BURNT_YOUNG_S
-        if burnt > max(most, _TIMES * statistics.median(self._burnt or [0.0])):
-            worker.lent = worker.yields = True
-            for pid in (worker.pid, *started):
-                with contextlib.suppress(ProcessLookupError):
-                    os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
-
-
-def _place(worker: _Worker) -> str:
-    """`judge.py:12`: where a worker of a plain function is, once it has written that; empty before."""
-    try:
-        text = Path(f"/proc/{worker.pid}/fd/{worker.trace}").read_text(errors="replace")
-    except OSError:  # it has ended
-        return ""
-    frames = [(file, int(line)) for file, line in _FRAME.findall(text.partition(_CALLER)[0])]
-    return innermost(frames[::-1], frames[-1][0] if frames else None) if _CALLER in text else ""
-
-
-def _restored(pid: int) -> bool:
-    """Give a process its priority back. False where only root may, so that it has to be replaced."""
-    try:
-        os.sched_setscheduler(pid, os.SCHED_OTHER, os.sched_param(0))
-    except PermissionError:
-        return False
-    except ProcessLookupError:  # its end is told by its socket
-        return True
-    return True
-
-
-def _cpu_seconds(pid: int) -> float:
-    """What a process has computed so far, without what it has started."""
-    try:
-        return time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(3) of the GNU C library
-    except OSError:  # it has ended
-        return 0.0
-
-
-def _started_by(pid: int) -> list[int]:
-    """The processes that a process has started, and those that they have started."""
-    try:
-        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:  # it has ended
-        return []
-    return [each for child in children for each in (child, *_started_by(child))]
-
-
-def _computes(pid: int) -> bool:
-    """Whether a process is computing, or would if it had a CPU."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
-    except OSError:  # it has ended
-        return False
-
-
-def _memory_left() -> bool:
-    memory = psutil.virtual_memory()
-    return bool(memory.available > _FREE_MEMORY * memory.total)
+        worker.lent = worker.lent or age > self._usual.long_s(worker.answered)
+        if not worker.yields and now >= worker.next_look:
+            started: list[int] = []
+            if age > _WAITS_S:
+                started, worker.next_look = started_by(worker.pid), now + _WAITS_S / 2
+                worker.waits = self._wished is None and not worker.lent and not any(map(computes, [worker.pid, *started]))
+            if cpu_seconds([worker.pid, *started]) - worker.spent > self._usual.burnt_s(worker.answered):
+                worker.lent = worker.yields = True
+                yield_cpu([worker.pid, *started])
+        self._keeps_spare = self._keeps_spare or worker.lent

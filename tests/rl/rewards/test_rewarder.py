@@ -33,7 +33,8 @@ def score(response, problem, sample, bonus=0.0):
     if response == "die": os._exit(3)
     if response == "exit": sys.exit(3)
     if response == "sleep": time.sleep(1)
-    returned = {"nan": float("nan"), "none": None, "text": "1.0", "no reward": {"part": 1.0}, "taken": {"reward": 1, "mean": 1}}
+    returned = {"nan": float("nan"), "huge": 10**9000, "list": [1, 2]}
+    returned |= {"none": None, "text": "1.0", "no reward": {"part": 1.0}, "taken": {"reward": 1, "mean": 1}}
     if response in returned: return returned[response]
     return {"reward": float(response == problem.answer) + bonus, "tokens": sum(sample.loss_mask), "pid": os.getpid()}
 
@@ -99,6 +100,8 @@ def test_a_function_of_ones_own_gets_response_problem_sample_and_the_recipes_arg
     [
         ("raise", "judge.py:8: ValueError: no"),
         ("nan", "judge.py:3: score returned nan, which is not finite"),
+        ("huge", "judge.py:3: score returned a value of type int, which is not finite as a float"),
+        ("list", "judge.py:3: score returned [1, 2], which is no number"),
         ("none", "judge.py:3: score returned None, which is no number"),
         ("text", "judge.py:3: score returned '1.0', which is no number"),
         ("no reward", "judge.py:3: score returned a dict without the key 'reward': {'part': 1.0}"),
@@ -211,6 +214,25 @@ def test_math_that_would_take_for_ever_is_wrong_and_holds_up_nobody() -> None:
     config = RewardConfig(function="math", args={"seconds": 1}, timeout_s=20)
     found = rewarded(config, "$10^{10^{10^{10}}}$", *["$2$"] * 50)
     assert [outcome.reward for _, outcome in found] == [0.0] + [1.0] * 50
+
+
+def test_once_a_call_hung_the_next_one_that_does_is_replaced_by_a_process_that_is_there_already(plain: str) -> None:
+    async def run() -> tuple[set[int], float, float]:
+        async with Rewarder(RewardConfig(function=plain, workers=1, timeout_s=60)) as reward:
+            hanging = [asyncio.create_task(reward("spin", PROBLEM, sample()))]
+            await asyncio.sleep(0)  # it is asked for first
+            before = (await reward("2", PROBLEM, sample())).parts["pid"]
+            while len(there := {child.pid for child in psutil.Process().children(recursive=True)}) < 4:  # template, hanging, free, spare
+                await asyncio.sleep(0.01)
+            hanging.append(asyncio.create_task(reward("spin", PROBLEM, sample())))
+            await asyncio.sleep(0)
+            after = (await reward("2", PROBLEM, sample())).parts["pid"]
+            for task in hanging:
+                task.cancel()
+            return there, before, after
+
+    there, before, after = asyncio.run(asyncio.wait_for(run(), 60))
+    assert before != after and after in there
 
 
 BURNS = """\
