@@ -34,7 +34,7 @@ from mtpctl.recipe.rollout import (
 from mtpctl.recipe.schema import Recipe, run_dir_fits
 from mtpctl.recipe.section import Complaints
 from mtpctl.recipe.sync import TRANSPORTS, sections_fit
-from mtpctl.recipe.train import lora_fits, moe_fits, stages_fit
+from mtpctl.recipe.train import EXPERT_TARGETS, lora_fits, moe_fits, stages_fit
 
 SECRET = re.compile(r"(?:(?:^|hf_|hub_|auth_|access_|api_|bearer_)token|secret|password|passwd|api_?key|credentials?)$", re.IGNORECASE)
 PACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
@@ -297,3 +297,9 @@ def _served(recipe: Recipe, config: Mapping[str, object], shape: ModelShape) -> 
     if recipe.device == "cpu":
         dtype = recipe.train.precision if recipe.rollout.dtype == "auto" else recipe.rollout.dtype
         yield from unsupported_by_vllm_cpu(shape, dtype)
+        lora = recipe.train.lora
+        if shape.moe and lora and "adapter" in recipe.sync.sections and EXPERT_TARGETS & set(lora.targets):
+            yield (
+                "train.lora.targets: vLLM on a CPU has no adapters of experts; leave out linear_fc1 and linear_fc2, "
+                "or set sync.sections: [target, draft]"
+            )

@@ -28,6 +28,10 @@ class OffloadConfig(Section):
     grads: bool = Field(False, description="Release gradient buffers between updates.")
 
 
+EXPERT_TARGETS = frozenset({"linear_fc1", "linear_fc2"})
+"""The Megatron modules of which routed experts are made."""
+
+
 class LoraConfig(Section):
     rank: PositiveInt = Field(16, description="Rank of the adapter.")
     alpha: PositiveFloat = Field(32.0, description="The adapter is scaled by alpha / rank.")

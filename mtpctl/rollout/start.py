@@ -76,7 +76,7 @@ async def start_pool(
             device=placement.device,
             seed=stream,
             tokenizer=named,
-            adapter_rank=recipe.train.lora.rank if recipe.train.lora and "adapter" in recipe.sync.sections else None,
+            adapter=recipe.train.lora if "adapter" in recipe.sync.sections else None,
             release_kv=recipe.sync.release_kv,
             routes=routes,
         )

@@ -14,6 +14,7 @@ from torch import nn
 
 from mtpctl.plan.wire import ADAPTER_PREFIX
 from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, VllmConfig
+from mtpctl.recipe.train import LoraConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import engine_settings
 from mtpctl.sync.adapter import check_fits, layers_of
@@ -252,9 +253,18 @@ def test_a_section_that_moved_once_is_left_out_of_later_versions(tmp_path: Path)
 def test_an_engine_is_started_with_room_for_the_adapter() -> None:
     rollout = VllmConfig(max_in_flight=4)
     for rank, room in ((1, 1), (4, 8), (16, 16), (300, 320)):
-        args = engine_settings(rollout, model="m", precision="fp32", device="cpu", adapter_rank=rank).args
+        args = engine_settings(rollout, model="m", precision="fp32", device="cpu", adapter=LoraConfig(rank=rank)).args
         assert (args["enable_lora"], args["max_loras"], args["max_lora_rank"]) == (True, 1, room)
     assert "enable_lora" not in engine_settings(rollout, model="m", precision="fp32", device="cpu").args
+
+
+def test_an_engine_makes_room_in_adapted_layers_alone_and_everywhere_for_experts() -> None:
+    def modules(*targets: str) -> object:
+        adapter = LoraConfig(targets=list(targets))
+        return engine_settings(VllmConfig(), model="m", precision="fp32", device="cpu", adapter=adapter).args.get("lora_target_modules")
+
+    assert modules("linear_qkv", "linear_proj") == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert modules("linear_qkv", "linear_fc1") is None
 
 
 def test_a_paused_engine_gives_its_cache_back_once_and_has_it_again_before_it_serves() -> None:

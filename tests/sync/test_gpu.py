@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
+from mtpctl.recipe.train import LoraConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
 from mtpctl.samples import GenerationRequest, Sample
@@ -121,9 +121,7 @@ def settings(folder: Path, *, tp: int = 1, **options: Any) -> VllmSettings:
         tp=tp,
         speculation=SpeculationConfig(num_tokens=1),
     )
-    found = engine_settings(config, model=str(folder), precision="bf16" if CARDS else "fp32", device=DEVICE, **options)  # type: ignore[arg-type]
-    # vLLM wants a NUMA node a rank unless it is told which cores to take.
-    return found if CARDS else replace(found, environment=found.environment | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"})
+    return engine_settings(config, model=str(folder), precision="bf16" if CARDS else "fp32", device=DEVICE, **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +131,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(start_engine: Callable[[VllmSettings], Any], folder: Path) -> VllmEngine:
-    found: VllmEngine = start_engine(settings(folder, adapter_rank=adapters.RANK, release_kv=bool(CARDS)))
+    found: VllmEngine = start_engine(settings(folder, adapter=LoraConfig(rank=adapters.RANK), release_kv=bool(CARDS)))
     return found
 
 
@@ -243,7 +241,7 @@ TP_CARDS = [
 
 @pytest.fixture(scope="module")
 def wide_engine(start_engine: Callable[[VllmSettings], Any], folder: Path) -> VllmEngine:
-    found: VllmEngine = start_engine(settings(folder, tp=2, adapter_rank=adapters.RANK))
+    found: VllmEngine = start_engine(settings(folder, tp=2, adapter=LoraConfig(rank=adapters.RANK)))
     return found
 
 

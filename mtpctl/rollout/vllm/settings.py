@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mtpctl.errors import UserError
+from mtpctl.plan.wire import ADAPTED
 from mtpctl.recipe.model import DTYPES
 from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, VllmConfig
+from mtpctl.recipe.train import EXPERT_TARGETS, LoraConfig
 from mtpctl.rollout.vllm.plugin import OURS, TRANSFER_BACKEND
 
 Arguments = dict[str, Any]
@@ -49,14 +51,14 @@ def engine_settings(
     device: Literal["cpu", "cuda"],
     seed: int = 0,
     tokenizer: str | None = None,
-    adapter_rank: int | None = None,
+    adapter: LoraConfig | None = None,
     release_kv: bool = False,
     routes: tuple[int, ...] = (),
 ) -> VllmSettings:
     """Options of one engine. What `rollout.engine_args` names wins over everything chosen here.
 
     `tokenizer` is the folder or hub id of another tokenizer than the model's; stop strings need one, those of an environment
-    too. `adapter_rank`: rank of the adapter that weight syncs send; None where they send none. `release_kv`, `routes`: see `VllmSettings`.
+    too. `adapter`: the one that weight syncs send; None where they send none. `release_kv`, `routes`: see `VllmSettings`.
 
     On a CPU the engine runs with few threads beside a trainer on the same cores: no compilation, no prefix cache (its
     blocks hold 128 tokens), a fixed KV cache, and the core in the actor's own process.
@@ -96,9 +98,12 @@ def engine_settings(
         args["kv_cache_memory_bytes"] = rollout.kv_cache_bytes or CPU_KV_CACHE_BYTES
     if not cpu:
         args["gpu_memory_utilization"] = rollout.gpu_memory
-    if adapter_rank is not None:
-        room = next(rank for rank in VLLM_ADAPTER_RANKS if rank >= adapter_rank)
+    if adapter is not None:
+        room = next(rank for rank in VLLM_ADAPTER_RANKS if rank >= adapter.rank)
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+        if not EXPERT_TARGETS & set(adapter.targets):
+            # Left to itself vLLM makes room in every layer, and computes experts by kernels that know adapters, which a CPU has not.
+            args["lora_target_modules"] = sorted({leaf for target in adapter.targets for leaf in ADAPTED[target]})
     if release_kv:
         args["enable_sleep_mode"] = True
     if routes:
