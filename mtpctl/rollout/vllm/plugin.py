@@ -64,13 +64,14 @@ def install() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from mtpctl.compat import mimo_config
-    from mtpctl.rollout.vllm.patches import aborts, draft_counts, drafter, gemm, logprobs, packed, rotary, routes, sampler, seeds
+    from mtpctl.rollout.vllm.patches import aborts, draft_counts, drafter, experts, gemm, logprobs, packed, rotary, routes, sampler, seeds
 
     mimo_config.install()
     sampler.install()
     seeds.install()
     gemm.install()
     packed.install()
+    experts.install()
     rotary.install()
     drafter.install()
     aborts.install()

@@ -102,7 +102,7 @@ def engine_settings(
         room = next(rank for rank in VLLM_ADAPTER_RANKS if rank >= adapter.rank)
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
         if not EXPERT_TARGETS & set(adapter.targets):
-            # Left to itself vLLM makes room in every layer, and computes experts by kernels that know adapters, which a CPU has not.
+            # Left to itself vLLM makes room in every layer, experts among them.
             args["lora_target_modules"] = sorted({leaf for target in adapter.targets for leaf in ADAPTED[target]})
     if release_kv:
         args["enable_sleep_mode"] = True

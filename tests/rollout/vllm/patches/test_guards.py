@@ -13,7 +13,7 @@ from mtpctl.rollout.vllm.patches.version import PINNED
 from mtpctl.rollout.vllm.plugin import OURS
 
 NO_PATCHES = {"assign", "draft_times", "version"}
-FOR_CPUS = {"gemm", "packed", "rotary", "sampler", "seeds"}
+FOR_CPUS = {"experts", "gemm", "packed", "rotary", "sampler", "seeds"}
 PROGRAM = """
 import asyncio, importlib, json, pkgutil, sys
 from torch import nn
