@@ -22,7 +22,8 @@ ensure_environment() {
     echo "Installing into .venv (extra: $extra) …" >&2
     [ -x "$root/.venv/bin/python" ] || "$python" -m venv "$root/.venv"
     "$root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check 'uv>=0.5'
-    (cd "$root" && .venv/bin/python -m uv pip install --quiet --python .venv/bin/python --editable ".[$extra,dev]")
+    # A run starts nine processes or more; each would compile all that it imports where Python may not write bytecode.
+    (cd "$root" && .venv/bin/python -m uv pip install --quiet --compile-bytecode --python .venv/bin/python --editable ".[$extra,dev]")
     echo "$stamp" > "$root/.venv/mtpctl.stamp"
 }
 
