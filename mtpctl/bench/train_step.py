@@ -98,7 +98,7 @@ class Result:
     gradient: float
 
 
-class _WithEntropy(NextToken):
+class TokensWithEntropy(NextToken):
     """The cross-entropy's gradient with the entropy taken beside it, as a policy update does."""
 
     needs_entropy = True
@@ -172,7 +172,7 @@ def measure(
                     torch.cuda.reset_peak_memory_stats()
                     before = torch.cuda.memory_allocated()
                 began = time.perf_counter()
-                metrics = engine.forward_backward(batch, _WithEntropy())
+                metrics = engine.forward_backward(batch, TokensWithEntropy())
                 synchronize(engine.device)
                 if step >= (WARMUP if turn == 0 else 1):
                     times[name].append(1000 * (time.perf_counter() - began))

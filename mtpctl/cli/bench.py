@@ -110,9 +110,13 @@ def train_step(
     layers: Annotated[int, typer.Option("--layers", min=0, help="Only so many decoder layers; 0: all.")] = 0,
     mtp: Annotated[str, typer.Option("--mtp", help="mtp.mode: off, joint or isolated.")] = "isolated",
     recompute: Annotated[str, typer.Option("--recompute", help="none, selective or full.")] = "none",
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks, with sequence parallelism.")] = 1,
+    cp: Annotated[int, typer.Option("--cp", min=1, help="Context-parallel ranks.")] = 1,
+    ep: Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel ranks, which share the samples.")] = 1,
     json: Json = False,
 ) -> None:
-    """Forward and backward of an update with MTP on one device, weights random: one pass, two passes, and every logit materialised."""
+    """Forward and backward of an update with MTP, weights random: on one device by one pass, by two, and with every logit materialised;
+    over several ranks by one pass."""
     bench_update.check_step(precision, tokens, samples, recompute)
     import tempfile
     from pathlib import Path
@@ -136,19 +140,28 @@ def train_step(
         folder = bench.shape_folder(bench.with_layers(config, layers) if layers else config, Path(scratch))
         if not folder.shape.mtp_layers:
             trained = MtpConfig(mode="off")
+        options = {
+            "model": model,
+            "tokens": tokens,
+            "samples": samples,
+            "prompt_share": prompt_share,
+            "precision": precision,
+            "layers": layers,
+            "mtp": trained.mode,
+            "recompute": recompute,
+        }
+        if tp * cp * ep > 1:
+            from mtpctl.bench import layout_step
+
+            parallel = layout_step.layout(tp, cp, ep, folder)
+            load = layout_step.Load(tokens, samples, prompt_share, precision, trained, recompute)
+            found = layout_step.measure_layout(folder, parallel, load)
+            told = layout_step.as_json(found, machine(), options | {"tp": tp, "cp": cp, "ep": ep})
+            answer(document.answer(told, layout_step.table(parallel, found), as_json=json))
+            return
         results, rate = bench.measure(
             folder, tokens=tokens, count=samples, prompt_share=prompt_share, precision=precision, mtp=trained, recompute=recompute
         )
-    options = {
-        "model": model,
-        "tokens": tokens,
-        "samples": samples,
-        "prompt_share": prompt_share,
-        "precision": precision,
-        "layers": layers,
-        "mtp": trained.mode,
-        "recompute": recompute,
-    }
     answer(document.answer(bench.as_json(results, rate, machine(), options), bench.table(results, rate), as_json=json))
 
 
