@@ -10,7 +10,7 @@ from mtpctl.cluster.room import Host
 
 @dataclass(frozen=True, slots=True)
 class RayHost:
-    """A host by Ray's id of it, with all that it has, and what nobody has reserved."""
+    """A host by its id in Ray: all its CPUs and GPUs (`whole`), and those that nobody has reserved (`free`)."""
 
     node: str
     whole: Host
@@ -18,7 +18,7 @@ class RayHost:
 
     @property
     def name(self) -> str:
-        """Its address, and where several hosts have the same one, a piece of its id."""
+        """Its address; where several hosts have the same address, with the first characters of its id."""
         return self.whole.name
 
 
@@ -39,7 +39,7 @@ def ray_hosts() -> list[RayHost]:
 
 
 def living() -> set[str]:
-    """Ids of the hosts that are alive, as far as Ray knows: it takes some seconds to notice that one is gone."""
+    """Ids of the hosts that are alive, as far as Ray knows: Ray takes some seconds to notice that a host is gone."""
     import ray
 
     return {str(node["NodeID"]) for node in ray.nodes() if node["Alive"]}

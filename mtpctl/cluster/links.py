@@ -1,8 +1,8 @@
-"""Tries the network between every two hosts of a cluster, over plain sockets at the hosts' own addresses.
+"""Measures the network between every two hosts of a cluster, over plain sockets at the addresses that Ray knows the hosts by.
 
-Pairs are tried in rounds in which no host is in two pairs, so that a measurement has both of its hosts for itself, and the time grows
-with the hosts and not with the pairs. What is measured is one TCP stream: NCCL over InfiniBand is faster, but a host with a bad cable, or
-one that talks over the wrong interface, stands out all the same.
+Pairs are measured in rounds, in each of which a host is in one pair at most: no other pair disturbs a measurement, and the time grows with
+the number of hosts, not of pairs. A measurement is one TCP stream. NCCL over InfiniBand is faster, but a host with a bad cable, or one that
+uses the wrong interface, is far below the others here too.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ BYTES = 64 << 20
 ROUNDS = 20
 TRY_S = 30.0
 SLOW_SHARE = 0.5
-"""A link is slow with less than this share of the median rate."""
+"""A link is slow where its rate is less than this share of the median."""
 SLOW_LATENCY = 5.0
-"""A link is slow whose latency is more than this many times the median, and `SLOW_S` above it."""
+"""A link is slow where its latency is more than this many times the median, and more than `SLOW_S` above it."""
 SLOW_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Two hosts by their names, the median round trip, and bytes a second; `error` where they did not reach each other."""
+    """The link between two hosts, by their names: its median round trip, and its bytes a second. `error`: why it could not be measured."""
 
     first: str
     second: str
@@ -38,16 +38,16 @@ class Link:
     error: str = ""
 
     def told(self) -> str:
-        """In a line."""
+        """The link and what was measured, in one line."""
         measured = f"{self.rate / 1e9:.2f} GB/s, {1e3 * self.latency_s:.2f} ms there and back"
         return f"{self.first} – {self.second}: {self.error or measured}"
 
 
 class Endpoint:
-    """One end of a link. It answers each byte of a round trip, and a stream of `BYTES` once with one byte at its end."""
+    """One end of a link. It answers each of `ROUNDS` single bytes by one byte, and then a stream of `BYTES` by one byte at its end."""
 
     def listen(self, host: str = "") -> tuple[str, int]:
-        """Take connections at a free port of `host`, by default of this host's address in the cluster. Returns both."""
+        """Take connections at a free port of `host`, by default this host's address in the cluster. Returns the address and the port."""
         if not host:
             import ray
 
@@ -69,7 +69,7 @@ class Endpoint:
                 connection.sendall(b"!")
 
     def measure(self, host: str, port: int) -> tuple[float, float]:
-        """The median round trip to an endpoint in seconds, and bytes a second. Raises OSError where it is not reached."""
+        """The median round trip to another endpoint in seconds, and bytes a second. Raises OSError where it cannot be reached."""
         with socket.create_connection((host, port), TRY_S) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             trips = []
@@ -88,7 +88,7 @@ class Endpoint:
 
 
 def rounds_of(count: int) -> list[list[tuple[int, int]]]:
-    """All pairs of `count` hosts, in rounds in which each host is at most once (the circle method of tournaments)."""
+    """All pairs of `count` hosts, in rounds in which each host is in one pair at most (the circle method of round-robin tournaments)."""
     places: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     found = []
     for _ in range(len(places) - 1):

@@ -1,6 +1,7 @@
 """Rendezvous of processes: one of them holds a key-value store, and the others join it by its address.
 
-The store itself opens a port that the system chooses. One that was only looked up as free may be taken by the time it is opened.
+The store opens port 0, so that the system chooses a free one: a port that was looked up as free before might be taken by the time the store
+opens it.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ _CONNECT_S = 20.0
 
 
 def host_store(host: str = "") -> TCPStore:
-    """A store at a free port of `host`, by default this host's address. It lasts as long as the object that is returned."""
+    """A store at a free port of `host`, by default this host's address. It ends with the returned object."""
     return TCPStore(host or _own_address(), 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
 
 
 def _own_address() -> str:
-    """The address of this host in the Ray cluster; without Ray, the one its name resolves to, which is often the loopback."""
+    """The address of this host in the Ray cluster; without Ray, the address that its name resolves to, which is often the loopback."""
     import ray
 
     return str(ray.util.get_node_ip_address()) if ray.is_initialized() else socket.gethostbyname(socket.gethostname())
 
 
 def use_own_interface() -> None:
-    """Let gloo talk over the interface of this host's address, unless the environment names one.
+    """Have gloo use the interface of this host's address, unless the environment names another.
 
-    Its own choice is what the host's name resolves to, which is often the loopback, and other hosts do not reach that.
+    By itself gloo uses the interface that the host's name resolves to, which is often the loopback, where other hosts cannot reach it.
     """
     address = _own_address()
     for name, addresses in psutil.net_if_addrs().items():
@@ -44,12 +45,12 @@ def address_of(store: TCPStore) -> str:
 
 
 def join_store(address: str, wait_s: float = _CONNECT_S) -> TCPStore:
-    """The store that another process holds at `host:port`. Reading a key that is not there yet waits up to `wait_s` for it.
+    """The store that another process holds at `host:port`. Reading a key waits up to `wait_s` until it is there.
 
-    Raises OSError or RuntimeError where there is no store.
+    Raises OSError or RuntimeError where no store is found.
     """
     host, port = address.rsplit(":", 1)
-    # The client of a store would keep trying where nobody listens.
+    # Where nobody listens, the store's own client would keep trying.
     socket.create_connection((host, int(port)), _CONNECT_S).close()
     store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
     store.set_timeout(timedelta(seconds=wait_s))

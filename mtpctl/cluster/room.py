@@ -1,4 +1,4 @@
-"""Room on hosts: how many CPUs and which share of each card is free, and what is left when ranks take some of it."""
+"""Room on hosts: the CPUs and the share of each card that are free, and what is left of them when ranks take some."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """CPUs and GPUs of one machine, and its name where it is known. A fraction of `gpus` is what is free of one card."""
+    """CPUs and GPUs of one machine, and its name where it is known. The fractional part of `gpus` is the free share of one card."""
 
     cpus: float
     gpus: float = 0
@@ -24,7 +24,7 @@ Taken = tuple[int, list[tuple[int, ...]]]
 
 
 def rooms(hosts: Iterable[Host], most: float = math.inf) -> list[Room]:
-    """The room of each host, of at most `most` cards."""
+    """The room of each host; of its cards, at most `most` are counted."""
     return [(host.cpus, _cards(min(host.gpus, most))) for host in hosts]
 
 
@@ -35,7 +35,7 @@ def _cards(gpus: float) -> list[float]:
 
 
 def take(free: list[Room], ranks: int, cpus: float, gpus: float) -> Taken | None:
-    """Take CPUs and cards for all ranks from the first host that has them, and note it in `free`. None where no host has."""
+    """Take CPUs and cards for all ranks from the first host that has enough, and reduce `free` by them. None where no host has enough."""
     for host, (spare, cards) in enumerate(free):
         left = without(cards, ranks, gpus)
         if spare + 1e-9 >= ranks * cpus and left is not None:
@@ -45,9 +45,9 @@ def take(free: list[Room], ranks: int, cpus: float, gpus: float) -> Taken | None
 
 
 def without(cards: list[float], ranks: int, gpus: float) -> tuple[list[float], list[tuple[int, ...]]] | None:
-    """What is left of the cards after `ranks` ranks took `gpus` each, and which each took; None where they do not suffice.
+    """The free shares of the cards after `ranks` ranks took `gpus` each, and the cards that each rank took; None where they do not suffice.
 
-    Cards are chosen as Ray does it: a share comes from the fullest card that has room for it.
+    Cards are chosen as Ray chooses them: a share is taken from the card with the least room that is enough.
     """
     left, taken = list(cards), []
     for _ in range(ranks):

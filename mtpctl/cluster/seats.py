@@ -1,8 +1,8 @@
-"""Where the actors of a run sit: reserved places on hosts of the Ray cluster, each for one actor and those that come after it.
+"""Where the actors of a run sit: reserved places on hosts of the Ray cluster, each for one actor and for those that replace it.
 
-A place is a bundle of a placement group that is bound to its host, so that Ray has no choice. Actors that share a card have one bundle, and
-with it one card. A place outlives its actor: the next one starts there, and nobody else takes it meanwhile. A place whose host is gone
-is replaced by another one, where there is room.
+A place lies in a placement group of one bundle that is bound to a host, so that Ray has no choice of the host. Actors that share a card are
+in the same bundle, and so get the same card. A place outlives its actor: the actor's replacement starts there, and nobody else takes the
+place meanwhile. Where the host of a place is gone, a place on another host takes over, once there is room.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 READY_S = 20.0
-"""Seconds that Ray has for a reservation of what was free a moment ago. It takes milliseconds where nobody else was faster."""
+"""Seconds that Ray has to reserve what was free a moment ago. It takes milliseconds, unless somebody else took it first."""
 LOOK_S = 0.5
 """Seconds between two looks for room."""
 NODE_LABEL = "ray.io/node-id"
 
 
 class Options(TypedDict, total=False):
-    """What Ray is told of where an actor starts."""
+    """Ray's options that say where an actor starts, and what it takes there."""
 
     num_cpus: float
     num_gpus: float
@@ -45,7 +45,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Claims that are reserved as one, on the host of this id."""
+    """Claims that are reserved together, on the host with the id `node`."""
 
     node: str
     claims: tuple[Claim, ...]
@@ -53,7 +53,7 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """The place of one actor. group: the reservation, the same for actors that share a card; None for an actor that takes nothing."""
+    """The place of one actor. group: its reservation, common to actors that share a card; None for an actor without CPUs and GPUs."""
 
     claim: Claim
     node: str
@@ -80,7 +80,7 @@ class Found:
 
 
 def here() -> Found:
-    """Where the actor is that calls this."""
+    """The host and the cards of the actor that calls this."""
     import ray
 
     context = ray.get_runtime_context()
@@ -88,12 +88,12 @@ def here() -> Found:
 
 
 class Occupied(Exception):
-    """Somebody else reserved what was free."""
+    """Somebody else has reserved what was free a moment ago."""
 
 
 @dataclass
 class Seats:
-    """The seats of all actors by their names. `found`: where the actors are that have said so."""
+    """The seats of all actors, by their names. `found`: where actors have reported that they are."""
 
     seats: dict[str, Seat] = field(default_factory=dict)
     found: dict[str, Found] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class Seats:
                 wanted = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
                 pinned = [{NODE_LABEL: bundle.node}]
                 groups.append(placement_group([wanted], strategy="PACK", bundle_label_selector=pinned) if wanted else None)
-            # All at once: one that does not fit keeps the others from nobody for longer than this.
+            # All are waited for at once: where one does not fit, the others are held back from other users for no longer than `READY_S`.
             ready = await asyncio.gather(*(asyncio.to_thread(group.wait, READY_S) for group in groups if group is not None))
             if not all(ready):
                 raise Occupied
@@ -130,14 +130,14 @@ class Seats:
         return [actor for actor in actors if self.seats[actor].node not in alive]
 
     def close_up(self, actors: Sequence[str]) -> None:
-        """Give the first of these actors, which claim the same, those of their seats whose host is alive."""
+        """Deal out the seats of these actors anew, all of which claim the same: the first actors get the seats whose hosts are alive."""
         alive = living()
         ordered = sorted((self.seats[actor] for actor in actors), key=lambda seat: seat.node not in alive)
         for actor, seat in zip(actors, ordered, strict=True):
             self.seats[actor] = replace(seat, claim=replace(seat.claim, actor=actor))
 
     async def take_now(self, actors: Sequence[str], *, together: int) -> list[Seat] | None:
-        """The seats of these actors; those whose host is gone get others, `together` of them on one host. None where there is no room."""
+        """The seats of these actors, new ones (each `together` on one host) where their host is gone. None where there is no room."""
         if lost := self.lost(actors):
             hosts = ray_hosts()
             free = rooms(host.free for host in hosts)
@@ -159,7 +159,7 @@ class Seats:
         return [self.seats[actor] for actor in actors]
 
     async def take(self, *actors: str) -> list[Seat]:
-        """The seats of these actors, all on one host. Where that is gone, waits until another one has room for them."""
+        """The seats of these actors, all on one host. Where that host is gone, waits until another one has room for all of them."""
         while (seats := await self.take_now(actors, together=len(actors))) is None:
             await asyncio.sleep(LOOK_S)
         return seats
@@ -167,7 +167,7 @@ class Seats:
     # ------------------------------------------------------------------------------------------------------ checking
 
     def check(self, actor: str, found: Found) -> None:
-        """Hold an actor that has started against its seat. Raises RuntimeFailure that names it where it is elsewhere."""
+        """Check that a started actor is on the host and the cards of its seat. Raises RuntimeFailure that names it where it is not."""
         seat = self.seats[actor]
         if found.node != seat.node:
             raise RuntimeFailure(f"{actor}: is on host {_named(found.node)}, and the plan has it on {_named(seat.node)}")
@@ -185,7 +185,7 @@ class Seats:
                 )
 
     def told(self) -> str:
-        """Who sits where, a host after the other."""
+        """The actors of each host, in one line."""
         at: dict[str, list[str]] = {}
         for actor, seat in self.seats.items():
             at.setdefault(seat.node, []).append(actor)

@@ -58,7 +58,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     if "rl" in recipe.train.stages:
         check_engine(recipe)
     check_packages(recipe.telemetry)
-    # Of a cluster that is joined it is known only then which hosts it has, and which of them are free.
+    # Which hosts a cluster has, and what is free of them, is known only after joining it: here its hosts count as boundless.
     placement = place(recipe, None if recipe.cluster.address is None else [Host(float("inf"), float("inf"))])
     cpus, gpus = (placement.cpus, placement.gpus) if recipe.cluster.address is None else (0.0, 0.0)
     check_room(recipe.cluster, cpus=cpus, gpus=gpus)
@@ -67,7 +67,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     check_drawn(recipe, earlier)
     changed = changed_old_logprobs(recipe, earlier)
     text = dump_resolved(recipe)
-    # Actors get absolute paths: in a cluster that is joined they have another working directory.
+    # Actors get absolute paths: in a cluster that the run joins their working directory is another one.
     recipe = recipe.model_copy(update={"run_dir": str(recipe.run_path.absolute())})
     with RunDirectory.create(recipe.run_path, text) as directory:
         try:
@@ -90,14 +90,14 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
 
 
 def _to_go_on(recipe: Recipe, stage: str) -> str:
-    """What a user does who wants more of a run that has ended with `stage`."""
+    """Tells the user how to train further where the run has ended, its last stage being `stage`."""
     if stage == "sft" and recipe.train.sft.until_loss:  # It may have ended below its steps.
         return "name another run_dir to train anew, or begin a run from its weights with --from"
     return f"raise train.{stage}.steps to go on, or begin a run from its weights with --from"
 
 
 def _for_another_task(keys: list[str]) -> str:
-    """What a user does whose recipe asks for another task than the run that has ended, in these keys."""
+    """Tells the user what to do where the run has ended and the recipe asks for another task, in these keys."""
     shown = ", ".join(keys[:3]) + (", …" if len(keys) > 3 else "")
     return f"its {shown} {'was' if len(keys) == 1 else 'were'} not this recipe's: give this one a `name` of its own to train by it"
 
@@ -105,7 +105,7 @@ def _for_another_task(keys: list[str]) -> str:
 class Run:
     """The actors of one run, where they sit, and the order in which its stages use them.
 
-    `changed`: how this recipe trains RL otherwise than the run did before, which the resume line says; empty for not at all.
+    `changed`: how RL by this recipe differs from RL in the run so far, which the line of the resume says; empty where it does not.
     """
 
     placement: Placement
@@ -170,7 +170,7 @@ class Run:
         return True
 
     async def _rescue(self, trainer: TrainerGroup) -> None:
-        """Save the updates of a stage that failed as a checkpoint, where the trainer can still write one."""
+        """Save the updates of a stage that has failed as a checkpoint, where the trainer can still write it."""
         try:
             path = await self.state.rescue(trainer)
         except (RuntimeFailure, OSError) as error:
@@ -235,7 +235,7 @@ class Run:
 
     @contextlib.contextmanager
     def _starting(self, what: str, actors: list[str]) -> Iterator[None]:
-        """Show how far a start is, and tell when it is over."""
+        """Show that these actors are starting while the block runs, and log how long it took."""
         with self.waits.on(f"{what}: starting", *actors) as wait:
             yield
         self.telemetry.event("start", f"{what}: ready after {time.time() - wait.begun:.0f} s")
@@ -287,8 +287,8 @@ class Run:
     ) -> None:
         """Run a stage to its end, with its checkpoint, or until a stop is asked for.
 
-        `resumed`: the checkpoint within it that it goes on from. Raises TrainerLost where the trainer is lost between its updates: the
-        stage has to go on from the newest checkpoint.
+        `resumed`: the checkpoint of this stage from which it goes on. Raises TrainerLost where the trainer is lost outside its updates: the
+        caller has to run the stage again from the newest checkpoint.
         """
         if stage == "sft":
             await SftStage(self.recipe, self.prepared, trainer, self.telemetry, self.state, beside=starting, revive=self.revival).run()

@@ -1,4 +1,4 @@
-"""Brings back a trainer whose ranks were lost: ranks started anew, with weights and optimizer of the newest checkpoint."""
+"""Brings back a lost trainer: its ranks are started anew, and take weights and optimizer from the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mtpctl.telemetry.session import Telemetry
 
 
 class Revival:
-    """Call it with the loss. What else runs, such as rollout, goes on meanwhile.
+    """Called with the loss, brings the trainer back; rollout and everything else go on meanwhile.
 
-    `folder`: the model's; `reference`: where the policy that RL began with is kept.
+    `folder`: that of the model. `reference`: that of the policy which RL began with.
     """
 
     def __init__(
@@ -30,10 +30,11 @@ class Revival:
         self._counts: dict[str, int] = {}
 
     async def __call__(self, lost: TrainerLost, *, anew: bool = False) -> Path | None:
-        """Start the ranks anew and set the run's state back to the newest checkpoint. Returns it, None where the stage begins anew.
+        """Start the ranks anew and set the run's state back to the newest checkpoint.
 
-        `anew`: what was sampled since is gone as well, and its prompts are drawn again. Raises the loss itself where the trainer was lost
-        more than `train.max_restarts` times within an hour, or where the recipe takes no checkpoints to go on from.
+        Returns the checkpoint, or None where it is not within this stage, which then begins again. `anew`: samples since the checkpoint are
+        gone as well, and their prompts are drawn again. Raises RuntimeFailure where the trainer was lost more than `train.max_restarts`
+        times within an hour, and `lost` itself where that is 0 or the recipe takes no checkpoints before the end of a stage.
         """
         self.state.updating, self.state.lost = False, True
         path, seconds = await self._until_back(lost, lambda: self._restored(anew))
@@ -43,7 +44,7 @@ class Revival:
         return path
 
     async def at_start(self, lost: TrainerLost) -> dict[str, int]:
-        """The same for a trainer that was lost before its first stage. Returns what `TrainerGroup.build` does."""
+        """Bring back a trainer that was lost before the first stage, with no state to set back. Returns what `TrainerGroup.build` does."""
 
         async def nothing() -> None: ...
 
@@ -57,7 +58,10 @@ class Revival:
         self.telemetry.event("restart", f"trainer back{fewer} after {seconds:.0f} s{what}")
 
     async def _until_back[T](self, lost: TrainerLost, then: Callable[[], Awaitable[T]]) -> tuple[T, float]:
-        """Start the ranks anew, build them and do what comes `then`, as often as it takes. Returns the latter's answer, and the seconds."""
+        """Start the ranks anew, build their models and call `then`; again from the start where the trainer is lost meanwhile.
+
+        Returns what `then` returned, and the seconds that all of it took.
+        """
         began, count = time.monotonic(), 0
         while True:
             if not count or not isinstance(lost, HostGone):
@@ -74,7 +78,7 @@ class Revival:
                 lost = again
 
     def _counted(self, lost: TrainerLost) -> int:
-        """How often within an hour the trainer was lost, this time included. Raises the loss where that is too often."""
+        """Times that the trainer was lost within an hour, this one included. Raises RuntimeFailure, or `lost`, where these are too many."""
         train, now = self.recipe.train, time.monotonic()
         self._lost_at = [*(then for then in self._lost_at if now - then < FORGET_S), now]
         if not train.revives:

@@ -1,4 +1,4 @@
-"""Reserves the places of a run's plan on the Ray cluster that it has joined, and waits for room where others use it."""
+"""Reserves the places that a run's plan gives its actors on the Ray cluster, and waits for room while others use it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mtpctl.recipe.schema import Recipe
 
 
 async def seated(recipe: Recipe, waits: Waits, stopping: asyncio.Event) -> tuple[Placement, Seats] | None:
-    """Plan the run on what is free of the cluster, and reserve the places. None where a stop was asked for first.
+    """Plan the run on what is free of the cluster, and reserve the places. Returns None where a stop is asked for first.
 
-    Waits as long as the cluster is full. Where it is too small even when empty, hosts have `cluster.actor_deadline_s` to join a cluster
-    that the run has joined itself; then, and on this machine at once, raises ClusterResources.
+    While others use too much of the cluster, waits. Raises ClusterResources where even the whole cluster is too small: at once where the
+    run has started Ray itself; in a cluster that it has joined, after `cluster.actor_deadline_s`, in which further hosts may join.
     """
     began = time.monotonic()
     if (found := await _try(recipe, began)) is not None:
@@ -55,7 +55,7 @@ def _wanted(bundle: Planned, hosts: list[RayHost]) -> Bundle:
 
 
 def claims_of(actors: tuple[Actor, ...]) -> tuple[Claim, ...]:
-    """A claim for each Ray actor: an engine's ranks are processes of one."""
+    """A claim for each Ray actor. All ranks of an engine are one claim, since they are processes of one actor."""
     found: dict[str, Claim] = {}
     for actor in actors:
         name = f"rollout-{actor.index}" if actor.role == "rollout" else actor.name

@@ -1,4 +1,4 @@
-"""The trainer ranks as one: a call goes to all of them and has a deadline; ranks that are lost are started anew."""
+"""The group of trainer ranks: every call goes to all of them, with a deadline, and ranks that are lost are started anew."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 ALIVE_S = 15.0
-"""Seconds in which a rank answers that has ended its calls and is not stopped. Ray takes some to notice that a host is gone."""
+"""Seconds that an idle rank has to answer before it counts as lost. Ray takes some of them to notice that a host is gone."""
 ROOM_S = 30.0
-"""Seconds in which room for all ranks is looked for before fewer are taken: Ray may not have noticed yet what is free or gone."""
+"""Seconds of looking for room for all ranks before fewer are started: Ray may not have noticed yet which hosts are free or gone."""
 
 
 class TrainerLost(RuntimeFailure):
@@ -33,14 +33,14 @@ class TrainerLost(RuntimeFailure):
 
 
 class HostGone(TrainerLost):
-    """A host is gone on which ranks were just being started: Ray had not noticed yet. It is the loss before that shows late."""
+    """A host on which ranks were being started was gone already, which Ray had not noticed: no new loss, but part of the one before."""
 
 
 class Revive(Protocol):
-    """Brings a trainer back that was lost, and sets the run's state back to the newest checkpoint."""
+    """Starts the ranks of a lost trainer anew, and sets the run's state back to the newest checkpoint."""
 
     async def __call__(self, lost: TrainerLost, *, anew: bool = False) -> object:
-        """`anew`: what was sampled since the checkpoint is gone as well. Raises the loss where the trainer is not to be brought back."""
+        """`anew`: samples since the checkpoint are gone as well. Raises `lost` where the trainer must not be started anew."""
         ...
 
 
@@ -52,8 +52,8 @@ async def not_revived(lost: TrainerLost, *, anew: bool = False) -> None:
 class TrainerGroup:
     """The trainer ranks, as Ray actors. Every call goes to all of them, and returns the answer of rank 0.
 
-    `recipe` is that of the ranks: after the loss of a host it may have fewer data-parallel ones. `seats`: where the ranks sit; without
-    them Ray chooses, and no rank is started anew.
+    `recipe` is the one that the ranks run by: after the loss of a host it may ask for fewer data-parallel ranks than the run's own.
+    `seats`: the reserved places of the ranks. Without them Ray chooses the places, and no rank can be started anew.
     """
 
     def __init__(self, recipe: Recipe, placement: Placement, seats: Seats | None = None) -> None:
@@ -87,7 +87,7 @@ class TrainerGroup:
         """Call `method` of `TrainerRank` on every rank. Returns the answer of rank 0. A list among `args` is written once for all ranks.
 
         Raises TrainerLost where a rank dies, or does not answer within `deadline_s` (default: `cluster.step_deadline_s`), and
-        RuntimeFailure where one raises what is no MtpctlError.
+        RuntimeFailure where one raises another error that is no MtpctlError.
         """
         import ray
 
@@ -110,13 +110,13 @@ class TrainerGroup:
                 wait.cancel()
 
     async def _examine(self, error: RuntimeFailure) -> None:
-        """Raise TrainerLost where a rank is dead or does not answer, which the others' errors follow from."""
+        """Raise TrainerLost where a rank is dead or does not answer: the errors of the other ranks follow from that."""
         import ray
 
         cause = error.__cause__
         if isinstance(cause, ray.exceptions.RayActorError | TimeoutError):
             raise TrainerLost(str(error)) from error
-        # What a rank tells in our own words is its error, unless another one has died: that one may be behind it.
+        # An MtpctlError is the rank's own error, unless another rank has died, which may have caused it.
         told = isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, MtpctlError)
         checks: list[Coroutine[None, None, Found]] = [
             within(rank.here.remote(), ALIVE_S, f"trainer rank {i}") for i, rank in enumerate(self.ranks)
@@ -127,9 +127,9 @@ class TrainerGroup:
                 raise TrainerLost(f"{found} ({one_line(error)})") from error
 
     async def rl_step(self, samples: Sequence[Sample], version: int, train_mtp: bool) -> dict[str, float]:
-        """One policy update on samples that are ordered by group: `TrainerRank.rl_step` on every rank, with its share of them.
+        """One policy update: `TrainerRank.rl_step` on every rank, with its share of the samples, which are ordered by group.
 
-        Each share is written into Ray's object store once, for all ranks that compute on it.
+        Each share is written into Ray's object store once, and read by all ranks that compute on it.
         """
         table, shares = await asyncio.to_thread(self._put, samples)
         parallel = self.recipe.train.parallel
@@ -160,7 +160,7 @@ class TrainerGroup:
         return counts
 
     async def _seated(self, deadline_s: float) -> None:
-        """Wait until every rank has started, and hold each against its seat. Raises HostGone where a host is gone meanwhile."""
+        """Wait until every rank has started, and check that each is in its seat. Raises HostGone where a host is lost meanwhile."""
         if self.seats is None:
             return
         waits: list[asyncio.Future[Found]] = [
@@ -189,10 +189,10 @@ class TrainerGroup:
         self.ranks = []
 
     async def start_anew(self, tell: Callable[[str], None], stopping: asyncio.Event) -> None:
-        """End all ranks and start as many anew, on other hosts where theirs are gone; `build` comes next.
+        """End all ranks and start new ones, on other hosts where theirs are gone. The caller calls `build` next.
 
-        Where there is no room for all, starts as many data-parallel ranks as have room, at least `train.min_dp`. Where there is none for
-        those either, waits for it, and tells so. Raises TrainerLost where a stop is asked for meanwhile.
+        Where there is no room for all data-parallel ranks, starts as many as have room, at least `train.min_dp`. Where those have no room
+        either, waits for it, and says so once by `tell`. Raises TrainerLost where a stop is asked for meanwhile.
         """
         assert self.seats is not None, "ranks that Ray has placed are not started anew"
         self.end()
@@ -219,6 +219,6 @@ class TrainerGroup:
         return self._asked.model_copy(update={"train": self._asked.train.model_copy(update={"parallel": parallel})})
 
     def _splits(self, dp: int) -> bool:
-        """Whether Megatron splits the experts over this many data-parallel ranks."""
+        """Whether Megatron can divide the experts among this many data-parallel ranks."""
         parallel = self._asked.train.parallel
         return dp * parallel.cp % parallel.ep == 0

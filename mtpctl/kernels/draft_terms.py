@@ -1,16 +1,16 @@
-"""What a draft learns of the trunk's logits, slice by slice of the sweep that makes them (`mtpctl.kernels.sweep`).
+"""The losses by which a draft learns from the trunk's logits, one slice of `mtpctl.kernels.sweep` after another.
 
-With p the trunk's distribution of a token and q the draft's, both at the rollout's temperature, and x the sampled token:
+p is the trunk's distribution of a token and q the draft's, both at the rollout's temperature; x is the sampled token:
 
 - ce:       −log q(x)
 - soft_ce:  −Σ p log q
-- kl:       Σ p (log p − log q), whose gradient is soft_ce's, and which is 0 for a drafter that has learned all there is
-- tv:       1 − Σ min(p, q), the total variation, which is the share of probabilistic drafts that rejection sampling turns down
+- kl:       Σ p (log p − log q): the same gradient as soft_ce, and 0 where q = p
+- tv:       1 − Σ min(p, q), the total variation: the share of drafts sampled from q that rejection sampling rejects
   (Leviathan et al., arXiv 2211.17192, section 3.2: a draft from q is accepted with probability min(1, p / q))
 
 The gradient of a scaled logit j is q_j − 1[j = x] for ce, q_j − p_j for soft_ce and kl, and q_j (Σ q [q < p] − [q_j < p_j]) for tv.
 
-A vocabulary that is split over ranks is joined by three exchanges a slice and draft, of a few numbers a row.
+Where ranks split the vocabulary, they exchange a few numbers a row three times for each slice and draft.
 
 Shape legend: N rows of the call, n selected rows, m rows of a draft, r of them in a slice, H hidden size, V this rank's vocabulary entries.
 """
@@ -31,10 +31,10 @@ LOSSES = ("ce", "soft_ce", "kl", "tv")
 
 
 class DraftLossOut(NamedTuple):
-    """loss_sum: the loss over all rows of the draft. The rest is [m], fp32 (hit: bool), without gradient, 0 in rows that were not selected.
+    """loss_sum: the loss summed over the draft's rows. The rest is [m], fp32 (hit: bool), without gradient, 0 in rows not selected.
 
-    logprob, teacher_logprob: of the label under draft and teacher. overlap: Σ min(p, q), the chance that a draft sampled from q is kept.
-    greedy: p(argmax q), the chance that its first choice is. hit: no entry is likelier than the label under the draft.
+    logprob, teacher_logprob: those of the label by draft and by trunk. overlap: Σ min(p, q), the probability that a draft sampled from q is
+    accepted. greedy: p(argmax q), the same for a greedy draft. hit: whether no entry is likelier by the draft than the label.
     """
 
     loss_sum: Tensor
@@ -49,9 +49,9 @@ class DraftLossOut(NamedTuple):
 class Draft:
     """A draft that learns from the trunk's logits.
 
-    hidden [m, H]: the draft's states. rows [m], ascending: which of the trunk's N rows each of them drafts the token of, at that row's
-    label and temperature; None: all N, in order. mix: the share of `loss`, the rest being cross-entropy. weight: what the draft's loss
-    counts in the sum. detach_weight: the head takes no gradient from it.
+    hidden [m, H]: the draft's states. rows [m], ascending: the trunk row whose token each of them drafts, with that row's label and
+    temperature; None: all N rows, in order. mix: the share of `loss` in the draft's loss; the rest is cross-entropy. weight: the factor of
+    the draft's loss in the sum. detach_weight: the LM head takes no gradient from the draft.
     """
 
     hidden: Tensor
@@ -62,7 +62,7 @@ class Draft:
     detach_weight: bool = False
 
     def check(self, trunk: Tensor) -> None:
-        """Raises ValueError, naming the field, for what does not fit the trunk's states [N, H]."""
+        """Raise ValueError, naming the field, where the draft does not fit the trunk's states [N, H]."""
         if self.loss not in LOSSES:
             raise ValueError(f"loss: {self.loss!r}, expected one of {', '.join(LOSSES)}")
         if not 0 <= self.mix <= 1:
@@ -105,7 +105,7 @@ class DraftTerm:
         self.loss_sum = torch.zeros((), dtype=wide, device=hidden.device)
 
     def cut(self, parts: list[slice]) -> list[slice]:
-        """The draft's rows in each slice of the trunk's."""
+        """The range of the draft's rows that belongs to each slice of the trunk's rows."""
         if self.trunk_row is None:
             return parts
         starts = torch.tensor([part.start for part in parts], device=self.trunk_row.device)
@@ -113,7 +113,7 @@ class DraftTerm:
         return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def run(self, backend: SweepBackend, span: slice, trunk: TrunkSlice, sink: WeightSink, *, add: bool) -> bool:
-        """The draft's rows `span`, which the slice teaches. Returns whether the weight's gradient was written."""
+        """Take the draft's rows `span`, which belong to this slice. Returns whether the weight's gradient was written."""
         if span.start >= span.stop:
             return False
         rows = None if self.trunk_row is None else self.trunk_row[span] - trunk.start
@@ -168,7 +168,7 @@ class DraftTerm:
 
 
 def _selected(draft: Draft, trunk: inputs.Rows) -> tuple[inputs.Rows, Tensor | None]:
-    """Which of the draft's rows belong to selected ones of the trunk, and each one's place among those; None where they are the same."""
+    """The draft's rows that belong to selected trunk rows, and the place of each among those; None where they are all of them, in order."""
     if draft.rows is None:
         return trunk, None
     m = len(draft.rows)
@@ -186,7 +186,7 @@ def _at(x: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def _first_choice(top: Tensor, found: Agreement, shard: inputs.Shard) -> Tensor:
-    """The teacher's log-prob of the draft's first choice among all ranks' columns; of equally likely ones that on the first rank."""
+    """The trunk's log-prob of the draft's likeliest entry over all ranks' columns; of equally likely ones, that of the first rank."""
     if shard.world == 1:
         return found.first_choice
     best, theirs = reduce.gather(torch.stack([top, found.first_choice]), shard).unbind(1)

@@ -1,9 +1,10 @@
-"""Rotary position embeddings (RoPE, arXiv 2104.09864) of queries and keys, the two halves of a head's rotated part being its pairs.
+"""Rotary position embeddings (RoPE, arXiv 2104.09864) of queries and keys. Dimension i of a head is paired with i + n:
 
-    out[i] = x[i] cos[i] − x[i + n] sin[i]        i < n: half of the rotated dimensions
-    out[i + n] = x[i + n] cos[i] + x[i] sin[i]    what follows the first 2 n is left as it is
+    out[i]     = x[i] cos[i] − x[i + n] sin[i]    i < n, half the number of rotated dimensions
+    out[i + n] = x[i + n] cos[i] + x[i] sin[i]    dimensions after the first 2 n are left as they are
 
-A CPU multiplies in x's dtype; a card runs one kernel, which multiplies in fp32 and rounds once. The gradient is rotated back.
+On a CPU the products are in x's dtype. On a card one kernel multiplies in fp32 and rounds once. The backward pass rotates the gradient by
+the opposite angle.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from mtpctl.kernels.autograd import AutogradContext
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [t, heads, d], rotated by each token's cos and sin, fp32 [t, n] with 2 n ≤ d."""
+    """x [t, heads, d] rotated by each token's angles: cos and sin fp32 [t, n], with 2 n ≤ d. Returns x's shape and dtype."""
     if x.is_cuda:
         found: Tensor = _Rotated.apply(x, cos, sin)
         return found

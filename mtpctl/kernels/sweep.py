@@ -1,12 +1,12 @@
-"""One sweep over slices of rows: the trunk's logits made once, for its own loss and for the drafts that learn from them.
+"""One sweep over slices of rows: it makes the trunk's logits once, for the trunk's own loss and for the drafts that learn from them.
 
-The gradient that a logit takes depends on its row's softmax and on two numbers: what the loss asks of that token's log-prob and
-entropy. When the loss is separable (each token's term looks at that token alone), both numbers are known as soon as the token's row
-of logits is. So rows are taken a slice at a time: logits, statistics, the loss and its two numbers, the gradient of the logits in
-their own place, and the two products that need it. Nothing is computed twice, and nothing but the gradients outlives a slice.
+The gradient of a logit depends on its row's softmax and on two numbers: the derivatives of the loss by that token's log-prob and entropy.
+When the loss is separable (each token's term depends on that token alone), both numbers are known as soon as the token's row of logits is.
+So rows are taken a slice at a time: logits, statistics, the loss and its two derivatives, the gradient of the logits, written over the
+logits, and the two products that need it. Nothing is computed twice, and only gradients and a few numbers a row outlive a slice.
 
-A draft adds its own logits of the slice's tokens, what is summed over both distributions, the gradient of its logits in their place, and
-the products that need it. So learning from the trunk's whole distribution takes as many products as learning from the sampled tokens.
+For each slice a draft adds its own logits, the sums over both distributions, the gradient of its logits, written over them, and the
+products that need it. So learning from the trunk's whole distribution takes as many products as learning from the sampled tokens.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from mtpctl.kernels.problem import Problem, RowGrads, SweepBackend, slices
 # token_loss(logprob [r], entropy [r] or None, rows [r]) -> (summed loss, named sums). `rows` are indices among all N rows.
 TokenLoss = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, dict[str, Tensor]]]
 FITS = 1 << 62
-"""The workspace of a slice whose rows were chosen so that all of its logits fit the call's."""
+"""`workspace_bytes` of a slice whose rows are so few already that all of its logits fit the workspace of the call."""
 
 
 class Swept(NamedTuple):
-    """loss_sum: differentiable, once. The rest is without gradient; sums: those that `token_loss` named."""
+    """loss_sum: can be differentiated once. The rest has no gradient; `sums` are those that `token_loss` named."""
 
     loss_sum: Tensor
     sums: dict[str, Tensor]
@@ -60,7 +60,7 @@ def sweep(
 ) -> Swept:
     """The sum of `token_loss` (None: 0) over the trunk's rows, and of the drafts' losses times their weights, with gradients.
 
-    name: of the public function, for errors of its backward pass.
+    name: that of the public function, for errors in the backward pass.
     """
     grad = torch.is_grad_enabled()
     by_weight = grad and weight.requires_grad
@@ -102,11 +102,11 @@ class _Arguments(NamedTuple):
     sums: dict[str, Tensor]
     drafts: list[Draft]
     wanted: list[tuple[bool, bool]]
-    """Of each draft, whether its states and the weight take a gradient from it."""
+    """For each draft: whether its states take a gradient from its loss, and whether the weight does."""
 
     @property
     def learns(self) -> bool:
-        """Whether the trunk's own loss asks for a gradient."""
+        """Whether the trunk's states or the weight take a gradient from the trunk's own loss."""
         return self.hidden or self.weight
 
     @property
@@ -128,7 +128,10 @@ class _TrunkTerm:
         self.loss_sum = torch.zeros((), dtype=whole.wide, device=states.device)
 
     def run(self, part: slice, trunk: TrunkSlice, sink: WeightSink, *, add: bool) -> bool:
-        """The selected rows `part`. Returns whether the weight's gradient was written. May overwrite the slice's kept logits."""
+        """Take the selected rows `part`: results, loss and gradients. Returns whether the weight's gradient was written.
+
+        May overwrite the slice's kept logits.
+        """
         arguments, stats = self.arguments, trunk.stats
         self.checked[part] = stats.lse + stats.entropy if arguments.entropy else stats.lse
         self.logprob[part], self.hit[part] = stats.logprob, stats.hit
@@ -213,8 +216,8 @@ class _Sweep(torch.autograd.Function):
 
 
 def _rows_at_once(arguments: _Arguments, whole: Problem) -> int:
-    """How many rows a slice may have. Ranks join statistics once a slice, so all of them need the same slices: those of the first rank,
-    which has the most columns."""
+    """How many rows a slice may have. Ranks join statistics once a slice, so all need the same slices: those that fit the first rank, which
+    has the most columns."""
     shard = arguments.call.shard
     widest = replace(whole, valid=min(shard.columns, shard.total))
     if arguments.drafts:
@@ -228,7 +231,7 @@ def _enforce(checks: list[tuple[str, Tensor, inputs.FiniteCheck]], weight: Tenso
 
 
 def _loss_and_grads(token_loss: TokenLoss, stats: reduce.RowStats, rows: Tensor, arguments: _Arguments) -> tuple[Tensor, RowGrads | None]:
-    """The loss of a slice, and what it asks of each row."""
+    """The loss of a slice, and its derivatives by each row's log-prob and entropy; None where no gradient is wanted."""
     keep = arguments.learns
     logprob = stats.logprob.detach().requires_grad_(keep)
     entropy = stats.entropy.detach().requires_grad_(keep) if arguments.entropy else None
@@ -238,7 +241,7 @@ def _loss_and_grads(token_loss: TokenLoss, stats: reduce.RowStats, rows: Tensor,
         arguments.sums[name] = arguments.sums[name] + x.detach() if name in arguments.sums else x.detach()
     if not keep:
         return value, None
-    if not value.requires_grad:  # a constant, as where nothing in the slice is trained
+    if not value.requires_grad:  # a constant, such as where no token of the slice is trained on
         return value, RowGrads(torch.zeros_like(logprob), stats.lse)
     leaves = [logprob] if entropy is None else [logprob, entropy]
     grads = torch.autograd.grad(value, leaves, grad_outputs=torch.full_like(value, arguments.grad_scale), allow_unused=True)

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 
 _MOST_TOGETHER = 16
-"""Up to so many sequences of a micro-batch `_least` looks at. A bound that it misses costs time alone."""
+"""The largest k that `_least` tries. Where a larger one would give a better bound, `partition` only takes more attempts."""
 
 
 def partition(lengths: Sequence[int], tokens_per_microbatch: int, dp: int) -> list[list[list[int]]]:
-    """Indices of sequences, for each dp rank a list of micro-batches; every rank gets equally many, of which the last may be empty.
+    """Deal sequences out to micro-batches: for each dp rank a list of micro-batches, each a list of indices into `lengths`.
 
-    Longest first into the least loaded of as few micro-batches as fit the budget; a sequence longer than the budget
-    stands alone. Deterministic. Raises ValueError on an empty list.
+    Every rank gets the same number of micro-batches, of which the last may be empty. Sequences are taken longest first, each into the least
+    loaded micro-batch. There are as few micro-batches, in whole multiples of dp, as keep each within the budget this way; a sequence
+    longer than the budget is alone in one. Deterministic. Raises ValueError where there is no sequence.
     """
     if not lengths:
         raise ValueError("there is no sequence to pack")
@@ -31,14 +32,14 @@ def partition(lengths: Sequence[int], tokens_per_microbatch: int, dp: int) -> li
 
 
 def _least(lengths: np.ndarray, budget: int) -> int:
-    """A number of micro-batches that is certainly needed: at most k sequences longer than budget / (k + 1) fit into one."""
+    """A lower bound on the micro-batches: of sequences longer than budget / (k + 1), at most k fit into one."""
     return max(-(-int(np.count_nonzero(lengths * (k + 1) > budget)) // k) for k in range(1, _MOST_TOGETHER + 1))
 
 
 def _dealt(lengths: Sequence[int], order: list[int], budget: int, count: int) -> list[list[int]] | None:
-    """The sequences in `order`, each into the least loaded of `count` micro-batches, the first of equals; None where one overflows."""
+    """Deal the sequences out in this order, each to the least loaded of `count` micro-batches. None where one overflows."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    # A heap, as it is, of load * count + number: of equals the first one is least.
+    # A heap of load * count + number, so that of equally loaded micro-batches the first is the least. In this order it is a heap already.
     loads = list(range(count))
     alone = count >= len(lengths)
     for i in order:

@@ -1,8 +1,8 @@
-"""How the samples of an update reach the trainer's ranks: a table of all of them, and for each data-parallel rank its share of the tokens.
+"""How the samples of an update reach the trainer ranks: as a table of all samples, and for each data-parallel rank a share of their tokens.
 
-The table has one entry a sample, which is all that rewards, advantages and the cut into minibatches need, and goes to every rank. A share
-has one array a field over the tokens of its samples. It is put into Ray's object store once: the tensor-, pipeline- and context-parallel
-ranks of one data-parallel rank read the same memory. Old log-probs that the trainer computes are computed where they are trained on.
+The table goes to every rank. It has one entry for each sample, and holds all that advantages and the cut into minibatches need. A share
+holds its samples' tokens, one array for each field. It is put into Ray's object store once: the tensor-, pipeline- and context-parallel
+ranks of one data-parallel rank read the same memory. Where the trainer computes old log-probs, each rank computes those of its own share.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class BatchTable:
-    """What every rank knows of each sample of an update, in the order of their groups.
+    """What every rank knows of each sample of an update; the samples are ordered by group.
 
-    `groups` numbers the groups, `prompts` and `responses` count tokens, `sampled` those that the policy sampled. `scored`: whether it has
-    old log-probs. `minibatch`: samples of each optimizer step, but for the last.
+    `groups`: the number of the sample's group. `prompts`, `responses`: their tokens. `sampled`: response tokens that the policy sampled.
+    `scored`: whether the sample has old log-probs. `minibatch`: how many samples an optimizer step takes; the last one may take fewer.
     """
 
     rewards: npt.NDArray[np.float64]
@@ -40,7 +40,7 @@ class BatchTable:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], minibatches: int) -> BatchTable:
-        """The table of samples that have their rewards, for so many optimizer steps."""
+        """The table of these samples, which have their rewards, cut into this many optimizer steps."""
         rewards = []
         for sample in samples:
             assert sample.reward is not None, f"{sample.prompt_id} was not rewarded"
@@ -59,13 +59,13 @@ class BatchTable:
 
     @property
     def unscored(self) -> bool:
-        """Whether a response that can be trained on has no old log-probs."""
+        """Whether a response with tokens to train on lacks its old log-probs."""
         return bool((~self.scored & (self.responses > 0)).any())
 
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """This rank's part of an optimizer step: places in its share, and its micro-batches, of places in `members`."""
+    """This rank's part of an optimizer step. `members`: indices into the share; `passes`: its micro-batches, as indices into `members`."""
 
     members: list[int]
     passes: list[list[int]]
@@ -73,10 +73,11 @@ class Minibatch:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The samples of one data-parallel rank that have a token to train on.
+    """The samples of one data-parallel rank that have response tokens.
 
-    `places` are theirs in the batch, ascending. `ids` holds each prompt with its response, the other columns run over the responses.
-    `old`: old log-probs, of scored samples alone. A sample has `spans` version spans, which cover its response.
+    `places`: their indices in the batch, ascending. `ids` holds each prompt followed by its response; the other columns over tokens hold
+    response tokens alone. `old`: old log-probs, of scored samples alone. `spans`: how many version spans a sample has, which together cover
+    its response; `span_lengths` and `span_versions` have an entry for each span.
     """
 
     dp_rank: int
@@ -98,7 +99,7 @@ class Share:
 
     @classmethod
     def of(cls, batch: Sequence[Sample], places: list[int], dp_rank: int, minibatches: list[Minibatch]) -> Share:
-        """The share of the samples at these places of the batch."""
+        """The share that holds the samples at these indices of the batch."""
         samples = [batch[place] for place in places]
         spans = [span for s in samples for span in s.version_spans]
         return cls(
@@ -122,12 +123,12 @@ class Share:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the columns over tokens, routes included."""
+        """Bytes of the columns that have an entry for each token, routes included."""
         columns = (self.ids, self.mask, self.behaviour, self.old)
         return sum(column.nbytes for column in columns) + sum(0 if each is None else each.nbytes for each in self.routes)
 
     def samples(self) -> list[Sample]:
-        """The samples, with what the trainer needs of them; their groups and rewards are in the table."""
+        """The samples, with the fields that the trainer needs. Groups and rewards are missing: they are in the table."""
         ids, mask, behaviour, old = (_Reader(column) for column in (self.ids, self.mask, self.behaviour, self.old))
         lengths, versions = iter(self.span_lengths.tolist()), iter(self.span_versions.tolist())
         made = []
@@ -157,10 +158,10 @@ class Share:
 def deal(
     samples: Sequence[Sample], *, minibatches: int, tokens_per_microbatch: int, dp: int
 ) -> tuple[BatchTable, list[Callable[[], Share]]]:
-    """The table of an update's samples, and what makes the share of each of `dp` ranks.
+    """The table of an update's samples, and for each of `dp` ranks a function that makes its share.
 
-    The samples of an optimizer step are dealt out by `partition`. Those without a token are in the table alone: they have a reward, which
-    counts for their group, but nothing to train on. Shares are made one at a time, since each is a copy of its samples' tokens.
+    `partition` deals out the samples of each optimizer step. Samples without response tokens are in the table alone: their rewards count
+    for their groups, but there is nothing to train on. Shares are made one at a time, since each is a copy of its samples' tokens.
     """
     table = BatchTable.of(samples, minibatches)
     lengths = table.prompts + table.responses
@@ -184,12 +185,12 @@ def deal(
 
 
 def _joined[T: np.generic](columns: list[array], dtype: type[T]) -> npt.NDArray[T]:
-    """One array of all of these."""
+    """These arrays, one after another, as one array."""
     return np.concatenate([np.asarray(column, dtype) for column in columns]) if columns else np.zeros(0, dtype)
 
 
 class _Reader:
-    """Takes one piece of a column after another."""
+    """Reads a column piece by piece."""
 
     def __init__(self, column: np.ndarray) -> None:
         self._column, self._place = column, 0

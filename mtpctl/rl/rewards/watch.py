@@ -1,4 +1,4 @@
-"""What a process of a reward function does, seen from outside, and what calls of one function usually take."""
+"""Watches processes of a reward function from outside: what they are doing, and whether a call takes far longer than the last ones did."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import psutil
 
 from mtpctl.user_code import innermost
 
-_LONG_S, _TIMES = 0.05, 10  # a call is long beyond so many seconds, and so many times the median of the last calls
-_FIRST_S, _VERY_FIRST_S = 1.0, 2.0  # the first call of a process, and of all, may have to load something
-_BURNT_S, _TIMES_MOST = 0.01, 3  # it computes for long beyond so many CPU seconds, and so many times what nearly all of the last calls took
-_YOUNG, _BURNT_YOUNG_S = 5, 0.25  # the first calls of a process are compared with those of others, and with this before there are any
+_LONG_S, _TIMES = 0.05, 10  # a call is long beyond this many seconds and this many times the median of the last calls
+_FIRST_S, _VERY_FIRST_S = 1.0, 2.0  # the same seconds for the first call of a process, and of all: it may have to load something
+_BURNT_S, _TIMES_MOST = 0.01, 3  # the same in CPU seconds, and times what nearly all of the last calls took
+_YOUNG, _BURNT_YOUNG_S = 5, 0.25  # the first calls of a process are compared among themselves; the bound before there are enough
 _LAST, _LAST_YOUNG = 64, 16
 _NEARLY_ALL = 0.95
-_FREE_MEMORY = 0.1  # share of the memory below which no process is started beside
+_FREE_MEMORY = 0.1  # below this share of free memory no process is started beside the others
 _FRAME = re.compile(r'File "(.*)", line (\d+) in ')  # of the module faulthandler, the innermost first
 _CALLER = 'mtpctl/rl/rewards/function.py"'
 
 
 class Usual:
-    """What the last calls of a function took, and when one takes far longer than they did. `answered`: calls of its process before it."""
+    """How long the last calls of a function took, and when a call counts as long. `answered`: earlier calls of its process."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=_LAST)
@@ -35,7 +35,7 @@ class Usual:
         self._burnt_young: deque[float] = deque(maxlen=_LAST_YOUNG)
 
     def add(self, seconds: float, burnt: float, answered: int) -> None:
-        """Note a call that is over: seconds on the clock, and of CPU."""
+        """Note a call that has ended: its seconds on the clock, and its CPU seconds (`burnt`)."""
         self._seconds.append(seconds)
         (self._burnt if answered >= _YOUNG else self._burnt_young).append(burnt)
 
@@ -45,9 +45,9 @@ class Usual:
         return max(least, _TIMES * statistics.median(self._seconds or [0.0]))
 
     def burnt_s(self, answered: int) -> float:
-        """The CPU seconds beyond which a call computes for long. By the clock any call is long on a busy machine.
+        """The CPU seconds beyond which a call is long; on a busy machine any call is long by the clock.
 
-        Where several of the last calls hung themselves, the median still tells what most take.
+        Where several of the last calls hung, the bound by the median still says what most calls take.
         """
         if answered >= _YOUNG and self._burnt:
             nearly_all = sorted(self._burnt)[int(_NEARLY_ALL * (len(self._burnt) - 1))]
@@ -58,7 +58,10 @@ class Usual:
 
 
 def place_of(pid: int, trace: int) -> str:
-    """`judge.py:12`: where a process of a plain function is, once it has written that into its file `trace`; empty before."""
+    """The line of the user's code that a process of a plain function is at, such as `judge.py:12`.
+
+    `trace`: the descriptor, in that process, of the file that it writes its stack to. Empty before it has done so.
+    """
     try:
         text = Path(f"/proc/{pid}/fd/{trace}").read_text(errors="replace")
     except OSError:  # it has ended
@@ -68,25 +71,25 @@ def place_of(pid: int, trace: int) -> str:
 
 
 def yield_cpu(pids: Iterable[int]) -> None:
-    """Have processes compute only where nobody else wants the CPU (Linux's idle policy)."""
+    """Let these processes have the CPU only while nobody else wants it (Linux's policy SCHED_IDLE)."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
 
 
 def restored(pid: int) -> bool:
-    """Give a process its priority back. False where only root may, so that it has to be replaced."""
+    """Undo `yield_cpu` for one process. Returns False where only root may do so: the process has to be replaced."""
     try:
         os.sched_setscheduler(pid, os.SCHED_OTHER, os.sched_param(0))
     except PermissionError:
         return False
-    except ProcessLookupError:  # its end is told by its socket
+    except ProcessLookupError:  # the controller learns of its end by its socket
         return True
     return True
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """What processes have computed so far, each without what it has started."""
+    """CPU seconds of these processes so far, without those of their children."""
     return sum(map(_cpu_seconds, pids))
 
 
@@ -98,7 +101,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def started_by(pid: int) -> list[int]:
-    """The processes that a process has started, and those that they have started."""
+    """Ids of all descendants of a process that are alive."""
     try:
         children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:  # it has ended
@@ -107,7 +110,7 @@ def started_by(pid: int) -> list[int]:
 
 
 def computes(pid: int) -> bool:
-    """Whether a process is computing, or would if it had a CPU."""
+    """Whether a process is running, or is ready to run and waits for a CPU."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
     except OSError:  # it has ended
@@ -115,6 +118,6 @@ def computes(pid: int) -> bool:
 
 
 def memory_left() -> bool:
-    """Whether there is memory for one process more than are needed."""
+    """Whether there is enough free memory to start one more process."""
     memory = psutil.virtual_memory()
     return bool(memory.available > _FREE_MEMORY * memory.total)
