@@ -7,6 +7,7 @@ import math
 import random
 import statistics
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,8 @@ def recorded(percent: str, step_s: float) -> History:
 
 
 def outcome(name: str, history: History, *, gpus: float = 2, seed: int = 0, wanted: int = 2) -> Outcome:
-    return Outcome(BY_NAME[name], seed, history, Placement("cuda", (Actor("trainer", 0, 0, 0, 1, gpus),), 1), wanted)
+    trainer = Actor("trainer", 0, 0, 0, 1, gpus, cards=tuple(range(ceil(gpus))))
+    return Outcome(BY_NAME[name], seed, history, Placement("cuda", (trainer,), 1), wanted)
 
 
 def row(shown: str, begins: str) -> list[str]:
