@@ -152,3 +152,8 @@ def test_the_main_job_from_random_weights_to_a_folder_that_stock_vllm_serves(
     same = [row["rollout_corr/abs_diff_same_version"] for row in rows if "rollout_corr/abs_diff_same_version" in row]
     assert same and max(same) < APART[precision], "the server's log-probs are the engine's where both have the same weights"
     assert len(json.loads(told.splitlines()[-1])) == 16
+    accepted = [row["rollout/spec_accept_rate"] for row in rows if "rollout/spec_accept_rate" in row]
+    print(
+        f"{family}, {precision} on {device}: {rows[-1]['sync/verified']:.0f} tensors compared at each sync, "
+        f"{min(accepted):.0%} to {max(accepted):.0%} of drafts accepted, {max(same):.1e} nats"
+    )
