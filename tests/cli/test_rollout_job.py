@@ -78,7 +78,8 @@ def leave_checkpoint(run: Path, name: str, version: int) -> Path:
     return checkpoint
 
 
-@pytest.mark.parametrize("adapter", [pytest.param(False, id="weights", marks=pytest.mark.slow), pytest.param(True, id="adapter")])
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [pytest.param(False, id="weights"), pytest.param(True, id="adapter")])
 def test_a_checkpoint_answers_with_its_own_weights_and_version(run: Path, tmp_path: Path, adapter: bool) -> None:
     """The model in the folder and the checkpoint are drawn from other seeds, so log-probs tell which one answered.
 

@@ -201,7 +201,7 @@ async def test_a_replica_that_dies_leaves_its_requests_to_the_others_and_comes_b
 async def test_kills_at_random_lose_nothing_and_mix_no_versions() -> None:
     """Every answer's version was current at some time between its request and its answer."""
     start, store, generator = Started(seconds=1e-5), Store(), random.Random(0)
-    server = await serve(start, 2, store, tokens_per_batch=100)
+    server = await serve(start, 2, store, tokens_per_batch=100, max_restarts=20)
     spans: list[tuple[int, int, int]] = []
 
     async def ask() -> None:

@@ -129,9 +129,11 @@ def test_a_failure_has_no_reward_where_its_group_is_to_be_dropped_and_ends_the_r
 @pytest.mark.parametrize(
     ("kind", "workers", "line"),
     [
-        ("hang", None, 4),
         ("spin", 1, 6),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("hang", 1, 4), ("spin", None, 6), ("child", None, 7))),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("hang", None, 4), ("hang", 1, 4), ("spin", None, 6), ("child", None, 7))
+        ),
     ],
 )
 def test_those_that_hang_hold_up_nobody_and_are_told_by_their_line(plain: str, kind: str, workers: int | None, line: int) -> None:
