@@ -219,12 +219,16 @@ def test_math_that_would_take_for_ever_is_wrong_and_holds_up_nobody() -> None:
 
 
 def test_once_a_call_hung_the_next_one_that_does_is_replaced_by_a_process_that_is_there_already(plain: str) -> None:
+    def children() -> set[int]:
+        return {child.pid for child in psutil.Process().children(recursive=True)}
+
     async def run() -> tuple[set[int], float, float]:
+        others = children()  # that earlier tests have left
         async with Rewarder(RewardConfig(function=plain, workers=1, timeout_s=60)) as reward:
             hanging = [asyncio.create_task(reward("spin", PROBLEM, sample()))]
             await asyncio.sleep(0)  # it is asked for first
             before = (await reward("2", PROBLEM, sample())).parts["pid"]
-            while len(there := {child.pid for child in psutil.Process().children(recursive=True)}) < 4:  # template, hanging, free, spare
+            while len(there := children() - others) < 4:  # template, hanging, free, spare
                 await asyncio.sleep(0.01)
             hanging.append(asyncio.create_task(reward("spin", PROBLEM, sample())))
             await asyncio.sleep(0)
