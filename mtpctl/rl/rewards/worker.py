@@ -133,8 +133,8 @@ def _serve(channel: socket.socket, function: RewardFunction, timeout_s: float) -
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     trace = os.memfd_create("trace")
     faulthandler.register(WHERE, trace, all_threads=False)
-    send(channel, Ready(os.getpid(), trace))
     try:
+        send(channel, Ready(os.getpid(), trace))
         if function.coroutine:
             asyncio.run(_Coroutines(channel, function, timeout_s).run())
         while True:
