@@ -74,6 +74,8 @@ class EnvironmentUse:
     """What the environment did in one response: `turns` that it answered, and the `seconds` that all calls of it took.
 
     `errors` and `timeouts` count calls that failed or outlasted the response's deadline; `failure` is the last of them in one line.
+    Of an agent, `turns` are the answers that it got, `samples` those that its trajectory became, and `rewritten` those of them that began
+    because it had changed what was said before.
     """
 
     turns: int = 0
@@ -81,6 +83,8 @@ class EnvironmentUse:
     errors: int = 0
     timeouts: int = 0
     failure: str = ""
+    samples: int = 1
+    rewritten: int = 0
 
 
 @dataclass(slots=True)
@@ -95,7 +99,7 @@ class Sample:
     `spent_s`: seconds in which an engine or an environment has worked on it, which count against its deadline. `environment` is None, and
     `environment_reward` too, where there is no environment; the latter is what the environment's own `reward()` returned at the end.
     `routes`: see `mtpctl.routes`; None where nobody recorded any. A row is of the pass in which the token behind it was sampled, and so of
-    that token's version.
+    that token's version. `earlier`: the samples that an agent's trajectory began before this one, which is its last; they have its reward.
     """
 
     prompt_id: str
@@ -116,6 +120,7 @@ class Sample:
     environment: EnvironmentUse | None = None
     environment_reward: float | None = None
     routes: Routes | None = field(default=None, compare=False)
+    earlier: list[Sample] = field(default_factory=list)
 
     if TYPE_CHECKING:
 
@@ -139,6 +144,7 @@ class Sample:
             environment: EnvironmentUse | None = None,
             environment_reward: float | None = None,
             routes: Routes | None = None,
+            earlier: list[Sample] = ...,
         ) -> None:
             """What a dataclass takes, with any iterable in the place of an array."""
 
@@ -156,6 +162,11 @@ class Sample:
     def token_ids(self) -> Ids:
         """Prompt and response, as a model reads them."""
         return self.prompt_ids + self.response_ids
+
+    @property
+    def parts(self) -> list[Sample]:
+        """All samples of the trajectory, in the order in which they began: this one alone, unless an agent began several."""
+        return [*self.earlier, self] if self.earlier else [self]
 
     @property
     def sampled(self) -> int:
@@ -225,12 +236,17 @@ class Sample:
             reward_parts=dict(self.reward_parts),
             speculation=replace(self.speculation, accepted_by_position=self.speculation.accepted_by_position[:]),
             environment=None if self.environment is None else replace(self.environment),
+            earlier=[each.copy() for each in self.earlier],
         )
 
     def to_dict(self, *, packed: bool = False) -> dict[str, object]:
         """The sample as JSON takes it: arrays as lists of numbers, or with `packed` as base64 of their bytes, which is much faster."""
         plain: dict[str, object] = {name: _plain(getattr(self, name), packed) for name in _JSON_FIELDS}
-        return plain if self.routes is None else plain | {"routes": to_json(self.routes)}
+        if self.routes is not None:
+            plain["routes"] = to_json(self.routes)
+        if self.earlier:
+            plain["earlier"] = [each.to_dict(packed=packed) for each in self.earlier]
+        return plain
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
@@ -239,12 +255,14 @@ class Sample:
         spans = [VersionSpan(**span) for span in data["version_spans"]]
         use = None if known.get("environment") is None else EnvironmentUse(**known["environment"])
         routes = None if known.get("routes") is None else from_json(known["routes"])
+        earlier = [cls.from_dict(each) for each in data.get("earlier", ())]
         whole = {"version_spans": spans, "speculation": Speculation(**data["speculation"]), "environment": use, "routes": routes}
+        whole["earlier"] = earlier
         return cls(**{**known, **whole})
 
 
 _fields_of: Callable[[Sample], tuple[object, ...]] = attrgetter(*(each.name for each in fields(Sample)))
-_JSON_FIELDS = tuple(each.name for each in fields(Sample) if each.name != "routes")
+_JSON_FIELDS = tuple(each.name for each in fields(Sample) if each.name not in ("routes", "earlier"))
 
 
 def _plain(value: object, packed: bool) -> object:

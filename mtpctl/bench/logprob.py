@@ -24,17 +24,18 @@ from mtpctl.bench.logprob_rank import BenchRank
 from mtpctl.bench.machine import Environment
 from mtpctl.families.toy import toy_config
 from mtpctl.logprob.dispatch import ServerLimits
-from mtpctl.logprob.guard import HttpBounds
 from mtpctl.logprob.protocol import Scored, ScoreRequest
 from mtpctl.logprob.rank import ReplicaConfig
 from mtpctl.logprob.replica import Replica, start_replica
-from mtpctl.logprob.serve import listen, web
+from mtpctl.logprob.serve import web
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.plan.memory import GIB
 from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.sync.store import VersionStore, default_root
+from mtpctl.web.guard import HttpBounds
+from mtpctl.web.server import listen
 
 TIMER = (
     "bare: MegatronEngine.score in the replica's process, from token lists to lists of numbers, packing included; "

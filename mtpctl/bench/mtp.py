@@ -30,9 +30,10 @@ TRAINED = ("train.rl.train_mtp=true", "sync.sections=[target, draft]")
 def drafter_arms(losses: Sequence[str], methods: Sequence[str], counts: Sequence[int], *, layers: int) -> list[Arm]:
     """An arm for each loss, draft method and number of draft tokens, all with the drafter trained and synced.
 
-    layers: MTP layers of the model; a single one is repeated for every draft token.
+    layers: MTP layers of the model; a single one is repeated for every draft token. Then the last arms are those in which it is trained
+    for the first draft token alone, by cross-entropy, with greedy drafts: what training it as it is served is measured against.
     """
-    return [
+    as_served = [
         Arm(
             f"{loss}-{method}-k{count}",
             f"{loss}, {method} drafts, k = {count}",
@@ -48,6 +49,17 @@ def drafter_arms(losses: Sequence[str], methods: Sequence[str], counts: Sequence
         for loss in losses
         for method in methods
     ]
+    plain = ("mtp.loss=ce", "mtp.repeat=1", "rollout.speculation.draft_method=greedy")
+    first_only = [
+        Arm(
+            f"first-k{count}",
+            f"ce at the first draft token alone, greedy drafts, k = {count}",
+            (*TRAINED, *plain, f"rollout.speculation.num_tokens={count}"),
+        )
+        for count in counts
+        if layers == 1 and count > 1
+    ]
+    return as_served + first_only
 
 
 TIMER = (

@@ -21,6 +21,7 @@ from mtpctl.errors import UserError
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.data import GeneratedTask, is_dataset_id
 from mtpctl.recipe.schema import Recipe
+from mtpctl.rollout.agents import playing
 from mtpctl.sync.store import VersionStore
 
 UNNAMED_SHOWN = "held-out"
@@ -73,7 +74,9 @@ async def _measured(recipe: Recipe, source: Source, store: VersionStore, prepare
     async with contextlib.AsyncExitStack() as stack:
         rewards = await start_rewards(recipe, stack, tell=say)
         pool = await stack.enter_async_context(serving(recipe, source, store, recipe.seed))
-        return await evaluate(recipe, prepared, pool, rewards, version=source.version, n=n)
+        name, context = recipe.name, prepared.context
+        agents = playing(recipe.rollout, pool, source.tokenizer, context=context, name=name, tell=say)
+        return await evaluate(recipe, prepared, await stack.enter_async_context(agents), rewards, version=source.version, n=n)
 
 
 def _checkable(recipe: Recipe) -> Recipe:

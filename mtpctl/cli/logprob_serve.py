@@ -38,7 +38,8 @@ def logprob_serve(
     overlay: Overlays = None,
 ) -> None:
     """Serve per-token log-probs, entropy and MTP scores of a model over HTTP, until Ctrl-C."""
-    from mtpctl.logprob.serve import listen, serve
+    from mtpctl.logprob.serve import serve
+    from mtpctl.web.server import listen
 
     key = _key(key_file)
     if key is None and host not in LOOPBACK:

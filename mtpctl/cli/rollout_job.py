@@ -25,6 +25,7 @@ from mtpctl.recipe.checks import validate
 from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.rewards.rewarder import Rewarder
+from mtpctl.rollout.agents import playing
 from mtpctl.rollout.environments import environment_of
 from mtpctl.rollout.installed import check_engine
 from mtpctl.rollout.offline import Progress, Prompt, answer_all, summary, wanted
@@ -195,6 +196,8 @@ def _origin(recipe: Recipe, source: Source) -> Origin:
 
 
 def _environment(rollout: RolloutBase) -> list[object]:
+    if rollout.agents_play:
+        return [rollout.agent, rollout.max_turns, rollout.agent_args]
     if rollout.environment == "single":
         return []
     return [rollout.environment, rollout.max_turns, *([rollout.environment_args] if rollout.environment_args else [])]
@@ -215,7 +218,11 @@ def _generate(
     seed = recipe.seed + 7919 * file.tally.samples
 
     async def drive(store: VersionStore) -> float:
-        async with serving(recipe, source, store, seed) as pool, Rewarder(recipe.reward, tell=say) as rewarder:
+        async with (
+            serving(recipe, source, store, seed) as pool,
+            Rewarder(recipe.reward, tell=say) as rewarder,
+            playing(recipe.rollout, pool, source.tokenizer, context=source.context, name=recipe.name, tell=say) as agents,
+        ):
 
             async def reward(text: str, sample: Sample) -> float | None:
                 outcome = await rewarder(text, problems[sample.prompt_id], sample)
@@ -223,7 +230,7 @@ def _generate(
                 return outcome.reward
 
             return await answer_all(
-                pool,
+                agents,
                 missing,
                 file,
                 recipe.rollout,

@@ -40,7 +40,7 @@ class Group:
     @property
     def oldest(self) -> int:
         """Weight version of the oldest token; for a group that is not complete, the oldest version that a token can have."""
-        versions = [span.version for sample in self.samples for span in sample.version_spans]
+        versions = [span.version for sample in self.samples for part in sample.parts for span in part.version_spans]
         return min(versions) if self.complete and versions else self.version
 
     @property

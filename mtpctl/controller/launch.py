@@ -34,6 +34,7 @@ from mtpctl.plan.placement import Placement, place
 from mtpctl.recipe.cautions import cautions_of
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
+from mtpctl.rollout.agents import playing
 from mtpctl.rollout.installed import check_engine
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.start import start_pool
@@ -318,8 +319,19 @@ class Run:
         async with contextlib.AsyncExitStack() as stack:
             log = self.directory.logs / "reward.log"
             rewards = await start_rewards(self.recipe, stack, tell=lambda line: self.telemetry.event("reward", line), log=log)
+            generator = await stack.enter_async_context(
+                playing(
+                    self.recipe.rollout,
+                    rollout,
+                    self.prepared.tokenizer,
+                    context=self.prepared.context,
+                    name=self.recipe.name,
+                    tell=lambda line: self.telemetry.event("agent", line),
+                    log=self.directory.logs / "agent.log",
+                )
+            )
             settle_heap()
-            stage = RlStage(self.recipe, self.prepared, trainer, rollout, sync, rewards, self.telemetry, self.state, scoring, revive)
+            stage = RlStage(self.recipe, self.prepared, trainer, generator, sync, rewards, self.telemetry, self.state, scoring, revive)
             if restored is not None and (restored / "buffer.jsonl").exists():
                 await stage.resume_buffer(*SampleBuffer.load(restored / "buffer.jsonl"))
             with self.waits.on("weights: the first sync"):

@@ -50,6 +50,8 @@ def environment_use(samples: list[Sample]) -> dict[str, float]:
         "environment/seconds": statistics.fmean(use.seconds for use in uses),
         "environment/errors": statistics.fmean(use.errors for use in uses),
         "environment/timeouts": statistics.fmean(use.timeouts for use in uses),
+        "environment/samples": statistics.fmean(use.samples for use in uses),
+        "environment/rewritten": sum(use.rewritten for use in uses) / sum(use.samples for use in uses),
     }
     if rewards := [sample.environment_reward for sample in samples if sample.environment_reward is not None]:
         metrics["environment/reward"] = statistics.fmean(rewards)

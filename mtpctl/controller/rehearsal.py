@@ -38,6 +38,10 @@ def try_code(recipe: Recipe, problems: ProblemSets, *, compare: bool) -> Tried:
         from mtpctl.rl.own_loss import check_loss  # which imports torch
 
         check_loss(recipe.train.rl)
+    if recipe.rollout.agent is not None:
+        from mtpctl.rl.rewards.function import AGENT, load_function
+
+        load_function(recipe.rollout.agent, recipe.rollout.agent_args, AGENT)
     environment = _try_environment(recipe, problems)
     return Tried(environment, tuple(filter(None, _try_rewards(recipe, problems, compare=compare))))
 
@@ -93,10 +97,10 @@ def _try_environment(recipe: Recipe, problems: ProblemSets) -> EnvironmentTrial 
 def _try_rewards(recipe: Recipe, problems: ProblemSets, *, compare: bool) -> list[str]:
     built_in = {field: config for field, config in recipe.rewards.items() if config.function in VERIFIERS}
     if any(config.args for config in built_in.values()):
-        from mtpctl.rl.rewards.function import load_function
+        from mtpctl.rl.rewards.function import Role, load_function
 
         for field, config in built_in.items():
-            load_function(reference_of(config.function), config.args, field)
+            load_function(reference_of(config.function), config.args, Role.reward(field))
     if len(built_in) == len(recipe.rewards) and not compare:
         return []
     from mtpctl.controller.trial import compare_answers, try_reward, try_set_rewards

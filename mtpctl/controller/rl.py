@@ -224,7 +224,7 @@ class RlStage:
 
     async def _update(self, groups: list[Group]) -> tuple[dict[str, float], float]:
         """One policy update on the groups. Returns its metrics, and the seconds that the trainer took."""
-        samples = [sample for group in groups for sample in group.samples]
+        samples = [part for group in groups for sample in group.samples for part in sample.parts]
         began = time.perf_counter()
         self.state.updating = True
         metrics = await self.trainer.rl_step(samples, self.state.version, self.payback is None or self.payback.training)

@@ -35,7 +35,7 @@ from mtpctl.sync.acceptance import AcceptanceWatch
 from mtpctl.telemetry.session import Telemetry
 
 Score = Callable[[Sample], Awaitable[Sample]]
-"""Fills in old log-probs while others are generated: the call of the log-prob server. The trainer computes those that are missing."""
+"""Fills in the sample's old log-probs while others are generated: the call of the log-prob server. The trainer computes missing ones."""
 
 BATCHES_WITHOUT_SIGNAL = 20
 """After as many batches' worth of groups in a row without signal, dynamic sampling gives up."""
@@ -168,7 +168,7 @@ class RolloutLoop:
         """Note that one of these has come."""
         self._generating -= 1
         self.clock.set("rollout", self._generating > 0)
-        self.counts.tokens += sample.sampled
+        self.counts.tokens += sum(part.sampled for part in sample.parts)
 
     def next_group(self) -> Group:
         """The group to send out next: one that was discarded or left unfinished before, else one of the next prompt."""
@@ -193,19 +193,23 @@ class RolloutLoop:
         problem = self.buffer.problem_of(sample)
         if problem is None:
             return
-        self._check_acceptance(sample)
-        # The last answer of an environment may reach beyond the context. The model has not read it, and cannot be trained on it.
-        sample.cut(self.prepared.context - len(sample.prompt_ids))
+        for part in sample.parts:
+            self._check_acceptance(part)
+            # The last answer of an environment may reach beyond the context. The model has not read it, and cannot be trained on it.
+            part.cut(self.prepared.context - len(part.prompt_ids))
         sample, outcome = await asyncio.gather(self._scored(sample), self._rewarded(sample, problem))
-        sample.reward, sample.reward_parts = outcome.reward, outcome.parts
+        for part in sample.parts:
+            part.reward, part.reward_parts = outcome.reward, outcome.parts
         group = self.buffer.add(sample)
         if group is not None:
             await self._complete(group, outcome)
 
     async def _scored(self, sample: Sample) -> Sample:
-        if self.score is not None and sample.response_ids:
-            sample = await self.score(sample)
-            self.last_progress = time.monotonic()
+        if self.score is None:
+            return sample
+        parts = [part for part in sample.parts if part.response_ids]
+        await asyncio.gather(*(self.score(part) for part in parts))
+        self.last_progress = time.monotonic()
         return sample
 
     async def _rewarded(self, sample: Sample, problem: Problem) -> Outcome:

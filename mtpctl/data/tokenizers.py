@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+_BYTE_TEMPLATE = """\
+{%- for m in messages %}{{ m.role + ': ' + (m.content or '') + ('<eos>' if m.role == 'assistant' else '\n') }}{% endfor %}
+{%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
+"""Conversations of the byte tokenizer: a line a message, and the end token behind the model's turns."""
 
 
 class Tokenizer(Protocol):
@@ -40,8 +44,8 @@ class Tokenizer(Protocol):
         """Ids of the text; with `special`, after the special tokens that the tokenizer itself puts before a prompt (bos, for some)."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids, without special tokens and without ids that the tokenizer does not know."""
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of the ids, without ids that the tokenizer does not know, and without special tokens unless `special` asks for them."""
         ...
 
     def encode_places(self, text: str) -> tuple[list[int], list[int]]:
@@ -68,6 +72,7 @@ class HfTokenizer:
             raise UserError(f"model.tokenizer: {name} names no eos_token; add one to its tokenizer_config.json")
         self.inner = inner
         self.name = name
+        self.chat_template: str = inner.chat_template if isinstance(inner.chat_template, str) else ""
         self.eos_id: int = inner.eos_token_id
         self.vocab_size: int = max(inner.get_vocab().values()) + 1
         self.special_ids: frozenset[int] = frozenset([self.eos_id, *inner.all_special_ids, *_added_specials(inner)])
@@ -79,12 +84,12 @@ class HfTokenizer:
             return ids[:-1]
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         import numpy as np
 
         # As an array: transformers looks at every number of a list, which takes longer than the decoding.
         given = np.asarray(ids, np.int64)
-        text = self.inner.decode(given[given < self.vocab_size], skip_special_tokens=True)
+        text = self.inner.decode(given[given < self.vocab_size], skip_special_tokens=not special)
         assert isinstance(text, str)
         return text
 
@@ -166,6 +171,7 @@ def make_byte_tokenizer(dest: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1 << 30,
+        "chat_template": _BYTE_TEMPLATE,
         **specials,
     }
     dest.mkdir(parents=True, exist_ok=True)

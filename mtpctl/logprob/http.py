@@ -17,7 +17,6 @@ from starlette.exceptions import HTTPException
 
 from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.errors import MtpctlError, RuntimeFailure
-from mtpctl.logprob.guard import Guard, HttpBounds, error_body
 from mtpctl.logprob.metrics import prometheus
 from mtpctl.logprob.protocol import Late, QueueFull, RequestRefused, Scored, ScoreRequest, VersionGone
 from mtpctl.logprob.schemas import (
@@ -35,6 +34,7 @@ from mtpctl.logprob.schemas import (
 )
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.routes import Routes, from_json, to_json
+from mtpctl.web.guard import Guard, HttpBounds, error_body
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import resource
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-
-import uvicorn
 
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.heap import settle_heap
 from mtpctl.cluster.local import cluster
 from mtpctl.data.tokenizers import Tokenizer
-from mtpctl.errors import ClusterResources, UserError
-from mtpctl.logprob.guard import HttpBounds, impatient
+from mtpctl.errors import ClusterResources
 from mtpctl.logprob.http import make_app
 from mtpctl.logprob.placed import start_server
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.recipe.schema import Recipe
+from mtpctl.web.guard import HttpBounds
+from mtpctl.web.server import WebServer, allow_connections
 
 Say = Callable[[str], None]
-END_S = 5
 
 
 @dataclass(frozen=True)
@@ -40,26 +35,9 @@ class Served:
     version: int = 0
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to the server's address, before anything slow is started. Raises UserError where the address is taken."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        # asyncio switches Nagle's algorithm off, which delays an answer by up to 40 ms, for sockets that name their protocol.
-        bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-        bound.listen(1024)
-    except socket.gaierror as error:
-        raise UserError(f"--host: {host} is no address of this machine ({error.strerror})") from error
-    except OSError as error:
-        raise UserError(f"--port: cannot listen on {host}:{port} ({error.strerror}); name another") from error
-    return bound
-
-
 def serve(recipe: Recipe, served: Served, bound: socket.socket, *, key: str | None, say: Say) -> None:
     """Serve until Ctrl-C or SIGTERM."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 16), hard))
+    allow_connections()
     ranks = recipe.logprob.parallel.world_size * recipe.logprob.replicas
     with cluster(recipe.cluster, cpus=0, gpus=0), contextlib.closing(bound):
         import ray
@@ -104,25 +82,6 @@ async def _serve(recipe: Recipe, served: Served, bound: socket.socket, key: str 
     say("stopped")
 
 
-def web(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, key: str | None, bounds: HttpBounds) -> uvicorn.Server:
+def web(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, key: str | None, bounds: HttpBounds) -> WebServer:
     """The web server for a log-prob server, to be run with `serve(sockets=[…])` in the latter's event loop."""
-    config = uvicorn.Config(
-        make_app(server, tokenizer, name, key=key, bounds=bounds),
-        http=impatient(bounds.header_s),
-        ws="none",
-        lifespan="off",
-        log_level=logging.ERROR,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=int(bounds.header_s),
-        timeout_graceful_shutdown=END_S,
-    )
-    return _Web(config)
-
-
-class _Web(uvicorn.Server):
-    """Ends on a signal without raising it again: the caller still has replicas to end."""
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.should_exit
-        self.should_exit = True
+    return WebServer(make_app(server, tokenizer, name, key=key, bounds=bounds))

@@ -24,6 +24,7 @@ from mtpctl.recipe.rl import clips_fit, correction_fits, loss_fits
 from mtpctl.recipe.rollout import (
     VLLM_ADAPTER_RANKS,
     SglangConfig,
+    agents_fit,
     environment_fits,
     heads_split,
     lengths_fit,
@@ -82,6 +83,7 @@ def _sections(recipe: Recipe, shape: ModelShape | None) -> Complaints:
         yield from loss_fits(train.rl)
     yield from speculation_fits(rollout)
     yield from environment_fits(rollout)
+    yield from agents_fit(rollout)
     yield from sglang_fits(rollout) if isinstance(rollout, SglangConfig) else vllm_fits(rollout)
     yield from sections_fit(recipe.sync)
     yield from data_fits(recipe.data)
@@ -141,7 +143,8 @@ def _mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
 def _answers(recipe: Recipe) -> Complaints:
     """Rows without answers, for rewards that compare a response with one: an empty response would be right."""
     data, function = recipe.data, recipe.reward.function
-    if function == FROM_ENVIRONMENT and recipe.rollout.environment == "single" and "rl" in recipe.train.stages:
+    nobody = recipe.rollout.environment == "single" and not recipe.rollout.agents_play
+    if function == FROM_ENVIRONMENT and nobody and "rl" in recipe.train.stages:
         yield "reward.function: environment takes what an environment's reward() returns, and rollout.environment is single; name one"
     if data.columns.answer is None and function in VERIFIERS and "rl" in recipe.train.stages:
         yield f"data.columns.answer: null leaves the reward {function} nothing to compare a response with; name the column"

@@ -11,7 +11,7 @@ from pydantic import Field
 from mtpctl.families.shape import ModelShape
 from mtpctl.recipe.parallel import divides
 from mtpctl.recipe.section import Complaints, Float, Fraction, HomePath, NonNegativeInt, PositiveFloat, PositiveInt, Section
-from mtpctl.user_code import is_reference
+from mtpctl.user_code import is_reference, missing_file
 
 VLLM_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks that vLLM reserves memory for; an adapter of a rank in between takes the next larger one."""
@@ -52,7 +52,20 @@ class RolloutBase(Section):
         "calculator: computes the expression inside <calc>…</calc>.",
     )
     environment_args: dict[str, object] = Field({}, description="Keyword arguments with which the environment is made.")
-    max_turns: PositiveInt = Field(8, description="Turns of the model in one response, with an environment.")
+    agent: str | None = Field(
+        None,
+        description="What works on a problem by asking the model: a function of yours, as FILE.py:NAME or MODULE:NAME, of the problem and "
+        "the base URL for an OpenAI client.",
+    )
+    agent_args: dict[str, object] = Field({}, description="Further arguments of the agent, by name.")
+    agents: PositiveInt = Field(128, description="Agents at work at once.")
+    gateway: bool = Field(False, description="Problems are worked on by agents that come over the network and ask for them.")
+    gateway_host: str = Field("127.0.0.1", min_length=1, description="Address at which agents ask the model.")
+    gateway_port: Annotated[int, Field(ge=0, le=65535)] = Field(0, description="Its port; 0: any that is free.")
+    tool_parser: str | None = Field(
+        None, description="vLLM's parser for the tool calls in an answer to an agent; default: by the chat template."
+    )
+    max_turns: PositiveInt = Field(8, description="Turns of the model in one response with an environment, answers in one of an agent.")
     dtype: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: the trainer's precision.")
     max_in_flight: PositiveInt = Field(256, description="Requests that an engine works on at once.")
     kv_cache_bytes: PositiveInt | None = Field(None, description="Bytes of each engine's KV cache; default: what gpu_memory leaves for it.")
@@ -70,6 +83,11 @@ class RolloutBase(Section):
     engine_args: dict[str, object] = Field(
         {}, description="Further options of the engine, passed on as they are; an unknown name is an error."
     )
+
+    @property
+    def agents_play(self) -> bool:
+        """Whether responses are an agent's trajectories, and not answers to a prompt."""
+        return self.agent is not None or self.gateway
 
 
 class VllmConfig(RolloutBase):
@@ -108,6 +126,21 @@ def environment_fits(rollout: RolloutBase) -> Complaints:
         near = difflib.get_close_matches(rollout.environment, names, 1)
         known = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}; name a class of your own as FILE.py:NAME"
         yield f"rollout.environment: mtpctl has no environment {rollout.environment!r}; {known}"
+
+
+def agents_fit(rollout: RolloutBase) -> Complaints:
+    """Refuse an agent that is not there, and keys of agents and environments that exclude each other."""
+    if rollout.agent is not None:
+        if not is_reference(rollout.agent):
+            yield f"rollout.agent: {rollout.agent!r} is neither FILE.py:NAME nor MODULE:NAME"
+        elif told := missing_file(rollout.agent):
+            yield f"rollout.agent: {told}"
+        if rollout.gateway:
+            yield "rollout.gateway: the run starts its own agent (rollout.agent); set one of the two"
+    elif rollout.agent_args:
+        yield "rollout.agent_args: there is no agent to be called with them; set rollout.agent, or leave them out"
+    if rollout.agents_play and rollout.environment != "single":
+        yield f"rollout.environment: {rollout.environment}, but an agent has its own; set single, or leave the agent out"
 
 
 def vllm_fits(rollout: VllmConfig) -> Complaints:

@@ -75,6 +75,8 @@ METRICS: dict[str, Metric] = {
     "environment/seconds": Metric("environment", "seconds", "Time that the environment took in a response, mean over responses."),
     "environment/errors": Metric("environment errors", "number", "Calls of the environment that failed, a response."),
     "environment/timeouts": Metric("environment too late", "number", "Calls of it that outlasted rollout.deadline_s, a response."),
+    "environment/samples": Metric("samples a trajectory", "number", "Samples that an agent's trajectory became, mean over trajectories."),
+    "environment/rewritten": Metric("rewritten", "share", "Share of the samples that began because the agent had changed what was said."),
     "environment/reward": Metric("environment reward", "number", "What the environment's own reward() gave, mean over responses."),
     "rollout_corr/kl": Metric("KL", "nats", "Estimate of KL(rollout ‖ trainer) at equal weights or nearly so."),
     "rollout_corr/k3": Metric("KL (k3)", "nats", "The same, by the estimator that is never negative."),

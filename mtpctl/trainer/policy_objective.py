@@ -72,12 +72,20 @@ class PolicyObjective:
 
 
 def advantages(table: BatchTable, config: RlConfig, *, max_tokens: int, context: int) -> list[float]:
-    """One advantage a sample of a whole update, from rewards after overlong shaping. Every rank has the table, and computes the same."""
+    """One advantage a sample of a whole update, from rewards after overlong shaping. Every rank has the table, and computes the same.
+
+    The samples of one trajectory share an advantage. In its group a trajectory counts once, with the worst of its shaped rewards.
+    """
     limits = np.minimum(max_tokens, context - table.prompts).tolist()
     rows = zip(table.rewards.tolist(), table.responses.tolist(), limits, strict=True)
-    shaped = torch.tensor([reward + overlong_penalty(length, limit, config.overlong) for reward, length, limit in rows])
-    groups, lengths = torch.from_numpy(table.groups.astype(np.int64)), torch.from_numpy(table.sampled.astype(np.int64))
-    return group_advantages(shaped, groups, config.advantage, lengths).tolist()
+    shaped = np.array([reward + overlong_penalty(length, limit, config.overlong) for reward, length, limit in rows])
+    of, count = table.trajectories, int(table.trajectories.max(initial=-1)) + 1
+    worst, groups, lengths = np.full(count, np.inf), np.zeros(count, np.int64), np.zeros(count, np.int64)
+    np.minimum.at(worst, of, shaped)
+    groups[of] = table.groups
+    np.add.at(lengths, of, table.sampled)
+    found = group_advantages(torch.from_numpy(worst).float(), torch.from_numpy(groups), config.advantage, torch.from_numpy(lengths))
+    return found[torch.from_numpy(of.astype(np.int64))].tolist()
 
 
 def scoring_sequence(sample: Sample, *, replay: bool = False) -> Sequence:

@@ -26,8 +26,9 @@ Ints = npt.NDArray[np.int32]
 class BatchTable:
     """What every rank knows of each sample of an update; the samples are ordered by group.
 
-    `groups`: the number of the sample's group. `prompts`, `responses`: their tokens. `sampled`: response tokens that the policy sampled.
-    `scored`: whether the sample has old log-probs. `minibatch`: how many samples an optimizer step takes; the last one may take fewer.
+    `groups`: the number of the sample's group; `trajectories`: that of its trajectory, which may be several samples. `prompts` and
+    `responses`: their tokens. `sampled`: response tokens that the policy sampled. `scored`: whether the sample has old log-probs.
+    `minibatch`: how many samples an optimizer step takes; the last one may take fewer.
     """
 
     rewards: npt.NDArray[np.float64]
@@ -37,6 +38,7 @@ class BatchTable:
     sampled: Ints
     scored: npt.NDArray[np.bool_]
     minibatch: int
+    trajectories: Ints
 
     @classmethod
     def of(cls, samples: Sequence[Sample], minibatches: int) -> BatchTable:
@@ -46,6 +48,7 @@ class BatchTable:
             assert sample.reward is not None, f"{sample.prompt_id} was not rewarded"
             rewards.append(sample.reward)
         numbers = {group_id: number for number, group_id in enumerate(dict.fromkeys(s.group_id for s in samples))}
+        trajectories = {each: number for number, each in enumerate(dict.fromkeys((s.group_id, s.index) for s in samples))}
         return cls(
             np.array(rewards),
             np.array([numbers[s.group_id] for s in samples], np.int32),
@@ -55,6 +58,7 @@ class BatchTable:
             np.array([s.old_logprobs is not None for s in samples]),
             # Groups restored from a checkpoint may be of another size than new ones.
             -(-len(samples) // minibatches),
+            np.array([trajectories[s.group_id, s.index] for s in samples], np.int32),
         )
 
     @property

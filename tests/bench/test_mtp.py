@@ -93,10 +93,12 @@ def test_arms_differ_in_the_mtp_layers_alone() -> None:
 
 def test_arms_by_how_the_drafter_learns_and_drafts() -> None:
     arms = drafter_arms(["ce", "tv"], ["greedy", "probabilistic"], [1, 3], layers=1)
-    assert [arm.name for arm in arms][:3] == ["ce-greedy-k1", "ce-probabilistic-k1", "tv-greedy-k1"] and len(arms) == 8
-    recipe = load_recipe("tiny_mtp", sets=list(arms[-1].sets)).recipe
+    assert [arm.name for arm in arms][:3] == ["ce-greedy-k1", "ce-probabilistic-k1", "tv-greedy-k1"] and len(arms) == 9
+    recipe = load_recipe("tiny_mtp", sets=list(arms[-2].sets)).recipe
     assert (recipe.mtp.loss, recipe.mtp.repeat) == ("tv", 3)
     assert (recipe.rollout.speculation.draft_method, recipe.rollout.speculation.num_tokens) == ("probabilistic", 3)
+    first = load_recipe("tiny_mtp", sets=list(arms[-1].sets)).recipe
+    assert (arms[-1].name, first.mtp.loss, first.mtp.repeat, first.rollout.speculation.num_tokens) == ("first-k3", "ce", 1, 3)
     (own,) = drafter_arms(["tv"], ["greedy"], [3], layers=3)
     assert "mtp.repeat=1" in own.sets
 

@@ -17,10 +17,10 @@ import torch
 import uvicorn
 
 from mtpctl.data.tokenizers import load_tokenizer
-from mtpctl.logprob.guard import HttpBounds, impatient
 from mtpctl.logprob.http import make_app
 from mtpctl.logprob.replica import Replica
 from mtpctl.logprob.server import LogprobServer
+from mtpctl.web.guard import HttpBounds, impatient
 from tests.logprob.conftest import serve
 from tests.logprob.fakes import Started
 
@@ -181,7 +181,7 @@ def test_masked_tokens_are_null_and_change_nothing_else(client: httpx.Client) ->
 
 def test_answers_are_not_held_back_until_the_client_acknowledges_their_head() -> None:
     """asyncio turns Nagle's algorithm off for sockets that say that they speak TCP, and only for those."""
-    from mtpctl.logprob.serve import listen
+    from mtpctl.web.server import listen
 
     with listen("127.0.0.1", 0) as bound:
         assert bound.proto == socket.IPPROTO_TCP

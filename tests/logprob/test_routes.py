@@ -10,13 +10,13 @@ import httpx
 import numpy as np
 import pytest
 
-from mtpctl.logprob.guard import HttpBounds
 from mtpctl.logprob.http import make_app
 from mtpctl.logprob.protocol import RequestRefused, Scored, ScoreRequest
 from mtpctl.logprob.rank import ScoreRank
 from mtpctl.logprob.replica import Replica
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.routes import Routes, RouteShape, from_json, to_json
+from mtpctl.web.guard import HttpBounds
 from tests.families.toys import TOYS, toy_folder
 from tests.logprob.conftest import LocalRanks, Loop, replica_config, serve
 from tests.trainer.tiny import drawn_routes

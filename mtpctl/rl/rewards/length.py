@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from mtpctl.errors import UserError
 from mtpctl.recipe.reward import reference_of
-from mtpctl.rl.rewards.function import RewardFunction, load_function
+from mtpctl.rl.rewards.function import RewardFunction, Role, load_function
 from mtpctl.rl.rewards.outcome import Answered, parse
 from mtpctl.samples import Sample
 
@@ -44,7 +44,7 @@ _loaded: dict[str, RewardFunction] = {}
 
 def _plain(of: str, args: Mapping[str, object]) -> RewardFunction:
     if of not in _loaded:
-        function = load_function(reference_of(of), args, "reward.args: of")
+        function = load_function(reference_of(of), args, Role.reward("reward.args: of"))
         if function.coroutine:
             raise UserError(f"reward.args: of: {of} is a coroutine, and length takes a plain function; take the penalty off in your own")
         _loaded[of] = function

@@ -23,11 +23,11 @@ from typing import cast
 
 from mtpctl.errors import RuntimeFailure
 from mtpctl.rl.rewards.frames import Channel
-from mtpctl.rl.rewards.function import Result
+from mtpctl.rl.rewards.function import Result, Role
 from mtpctl.rl.rewards.outcome import Answered, Outcome
 from mtpctl.rl.rewards.template import Template
 from mtpctl.rl.rewards.watch import Usual, computes, cpu_seconds, memory_left, place_of, restored, started_by, yield_cpu
-from mtpctl.rl.rewards.worker import WHERE, WHO, Asked, Blocking, Late, Ready
+from mtpctl.rl.rewards.worker import WHERE, WHO, Asked, Blocking, Job, Late, Ready
 from mtpctl.samples import Sample
 
 MOST_WORKERS = 16
@@ -75,10 +75,21 @@ class Pool:
     """Runs a reward function in processes of its own. `start` before the first `ask`, `close` at the end, all on one event loop."""
 
     def __init__(
-        self, reference: str, args: Mapping[str, object], *, workers: int | None, timeout_s: float, log: Path | None = None
+        self,
+        reference: str,
+        args: Mapping[str, object],
+        *,
+        workers: int | None,
+        timeout_s: float,
+        log: Path | None = None,
+        role: Role | None = None,
     ) -> None:
-        """`workers`: None for a number that follows need. `log`: where processes write what they print; default: standard error."""
-        self._reference, self._args, self._timeout_s, self._log = reference, args, timeout_s, log
+        """`workers`: None for a number that follows need. `log`: where processes write what they print; default: standard error.
+
+        `role`: what the function is for; default: the run's reward.
+        """
+        self._job = Job(reference, args, timeout_s, role or Role.reward())
+        self._reference, self._timeout_s, self._log = reference, timeout_s, log
         self._wished = workers
         self._places = workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
         self._slots = 1  # calls at once of one worker
@@ -132,7 +143,7 @@ class Pool:
     # ------------------------------------------------------------------------------------------------------- starting
 
     async def _load(self) -> Template:
-        return await Template.start(self._reference, self._args, self._timeout_s, self._log)
+        return await Template.start(self._job, self._log)
 
     def _allowed(self) -> int:
         """How many processes there may be: as many as there are places, and others for those whose calls are long."""
@@ -195,7 +206,7 @@ class Pool:
             await worker.channel.open(end)
             message = await ready
             if not isinstance(message, Ready):
-                raise RuntimeFailure(f"reward.function: no process for {self._reference} could be started; see what it wrote")
+                raise RuntimeFailure(f"{self._job.role.function}: no process for {self._reference} could be started; see what it wrote")
         except asyncio.CancelledError:
             worker.channel.close()
             raise
@@ -309,7 +320,7 @@ class Pool:
     def _too_long(self, place: str) -> str:
         """`judge.py:12: score took more than 30 s (reward.timeout_s)`: `place` is where it was then, if that is known."""
         what = f"{place}: {self._reference.rpartition(':')[2]}" if place else self._reference_shown()
-        return f"{what} took more than {self._timeout_s:g} s (reward.timeout_s)"
+        return f"{what} took more than {self._timeout_s:g} s ({self._job.role.seconds})"
 
     def _reference_shown(self) -> str:
         source, _, name = self._reference.rpartition(":")

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -31,7 +30,7 @@ class Template:
         self.process, self._control, self.loaded = process, control, loaded
 
     @classmethod
-    async def start(cls, reference: str, args: Mapping[str, object], timeout_s: float, log: Path | None) -> Template:
+    async def start(cls, job: Job, log: Path | None) -> Template:
         """Start a process and have it load the function. Raises UserError where that cannot be done."""
         ours, theirs = socket.socketpair()
         # A session of its own: Ctrl-C is the trainer's to handle. One thread for linear algebra: there are as many workers as CPUs.
@@ -55,17 +54,21 @@ class Template:
         control = ours.dup()  # the channel closes its own
         try:
             await channel.open(ours)
-            channel.send(Job(reference, args, timeout_s))
+            channel.send(job)
             loaded = await asyncio.wait_for(answered, START_S)
         except TimeoutError:
-            loaded = Loaded(refused=f"reward.function: loading {reference} took more than {START_S:g} s; do less when it is imported")
+            loaded = Loaded(
+                refused=f"{job.role.function}: loading {job.reference} took more than {START_S:g} s; do less when it is imported"
+            )
         except BaseException:
             _kill(process)
             raise
         finally:
             channel.close()
         if not isinstance(loaded, Loaded):
-            loaded = Loaded(refused=f"reward.function: the process that loaded {reference} died; see what it wrote to standard error")
+            loaded = Loaded(
+                refused=f"{job.role.function}: the process that loaded {job.reference} died; see what it wrote to standard error"
+            )
         if loaded.refused:
             control.close()
             _kill(process)

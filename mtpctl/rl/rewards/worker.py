@@ -19,13 +19,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import cast
 
 from mtpctl.errors import MtpctlError
 from mtpctl.rl.rewards.frames import receive, send
-from mtpctl.rl.rewards.function import RewardFunction, load_function
+from mtpctl.rl.rewards.function import RewardFunction, Role, load_function
 from mtpctl.rl.rewards.outcome import Answered
 from mtpctl.samples import Sample
 from mtpctl.user_code import innermost
@@ -43,11 +43,12 @@ _number: contextvars.ContextVar[int] = contextvars.ContextVar("number")
 
 @dataclass(frozen=True)
 class Job:
-    """What a template is told first: the function, its arguments, and the seconds that a call of a coroutine may take."""
+    """What a template is told first: the function, its arguments and role, and the seconds that a call of a coroutine may take."""
 
     reference: str
     args: Mapping[str, object]
     timeout_s: float
+    role: Role = field(default_factory=Role.reward)
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def main(end: int) -> None:
     control = socket.socket(fileno=end)
     job = cast(Job, receive(control))
     try:
-        function = load_function(job.reference, job.args)
+        function = load_function(job.reference, job.args, job.role)
     except MtpctlError as error:
         send(control, Loaded(refused=str(error)))
         return

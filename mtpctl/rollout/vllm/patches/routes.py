@@ -1,25 +1,24 @@
-"""Routes of experts, on a CPU as well, and sent once with the end of their response (vLLM 0.32.0).
+"""Routes of experts, which come with the end of their response (vLLM 0.32.0): on cards by `route_slots`, on a CPU from here.
 
-vLLM's workers capture which experts the target's routers choose, keep the choices of tokens whose keys and values are cached beside the
-cache, by the same hashes, and leave out those of rejected drafts. Drafters are not captured. Three things are added:
-
-- vLLM has this for its second model runner alone, and CPUs have the first one, without a prefix cache. A `Recorder` does it there.
-- vLLM's core sends each step's rows as an array a request. As with log-probs (`logprobs`), the rows of a `DEFERRED` request are kept in
-  the core and sent with its last output; of a request that is aborted, `aborts.fetch_partial_outputs` fetches them.
-- vLLM's rows carry no positions. Those that are kept must join without a gap, or the step fails.
+vLLM's workers capture which experts the target's routers choose. Drafters are not captured. vLLM has this for its second model runner
+alone, and CPUs have the first one, without a prefix cache: a `Recorder` does it there. vLLM's core sends each step's rows as an array a
+request. As with log-probs (`logprobs`), the rows of a `DEFERRED` request are kept in the core and sent with its last output; of a request
+that is aborted, `aborts.fetch_partial_outputs` fetches them. Rows that are kept must join without a gap, or the step fails.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from mtpctl.errors import UpstreamMoved
+from mtpctl.rollout.vllm.patches import route_slots
 from mtpctl.rollout.vllm.patches.assign import assign
 from mtpctl.rollout.vllm.patches.logprobs import is_deferred
+from mtpctl.rollout.vllm.patches.route_slots import SlotConnector
 from mtpctl.rollout.vllm.patches.version import require_pinned
 from mtpctl.routes import Routes
 
@@ -81,6 +80,8 @@ def install() -> bool:
     _keep_in_core(AuxOutputSchedulerConnector)
     if current_platform.is_cpu():
         _capture_on_cpus()
+    else:
+        route_slots.install()
     return True
 
 
@@ -139,11 +140,17 @@ def _join(kept: dict[str, KeptRoutes], request: Request, start: int, rows: Route
 
 def pending_of(scheduler: object, request_ids: list[str]) -> dict[str, tuple[bytes, str, tuple[int, ...]]]:
     """What is kept for these requests: bytes, type and sizes, which pass between processes. It stays kept, as log-probs do."""
-    connector: AuxOutputSchedulerConnector | None = getattr(scheduler, "aux_output_connector", None)
+    connector: Any = getattr(scheduler, "aux_output_connector", None)
     if connector is None:
         return {}
-    kept = _kept(connector)
-    found = {each: kept[each].rows for each in request_ids if each in kept}
+    if isinstance(connector, SlotConnector):
+        requests = cast("Scheduler", scheduler).requests
+        # What others have was sent with each output.
+        asked = [requests[each] for each in request_ids if each in requests and is_deferred(requests[each])]
+        found = {each.request_id: connector.pending(each) for each in asked}
+    else:
+        kept = _kept(connector)
+        found = {each: kept[each].rows for each in request_ids if each in kept}
     return {each: (rows.tobytes(), rows.dtype.name, rows.shape) for each, rows in found.items()}
 
 

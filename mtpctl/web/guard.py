@@ -52,8 +52,9 @@ def error_body(message: str, kind: str) -> dict[str, dict[str, str]]:
 class Guard:
     """An ASGI application around another one."""
 
-    def __init__(self, app: ASGIApp, bounds: HttpBounds, key: str | None) -> None:
-        self.app, self.bounds = app, bounds
+    def __init__(self, app: ASGIApp, bounds: HttpBounds, key: str | None, *, open_under: str | None = None) -> None:
+        """`key`: what clients send as a bearer token; None: nothing. `open_under`: paths that begin so need none."""
+        self.app, self.bounds, self.open_under = app, bounds, open_under
         self.key = None if key is None else key.encode()
         self.held = 0
 
@@ -76,7 +77,7 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
-        if self.key is not None and scope["path"] not in OPEN_PATHS:
+        if self.key is not None and not self._open(scope["path"]):
             given = headers.get(b"authorization", b"")
             if not hmac.compare_digest(given, b"Bearer " + self.key):
                 raise _Rejected(401, "a key is needed: send `Authorization: Bearer KEY`", **{"www-authenticate": "Bearer"})
@@ -84,8 +85,11 @@ class Guard:
         if not length.isdigit() or int(length) > self.bounds.body_bytes:
             raise self._too_large()
 
+    def _open(self, path: str) -> bool:
+        return path in OPEN_PATHS or (self.open_under is not None and path.startswith(self.open_under))
+
     def _too_large(self) -> _Rejected:
-        return _Rejected(413, f"a body may have {self.bounds.body_bytes} bytes; send the sequences in several requests")
+        return _Rejected(413, f"a body may have {self.bounds.body_bytes} bytes; send less in one request")
 
     async def _read(self, receive: Receive, body: bytearray) -> None:
         """Read the whole body into `body`; every byte of it is counted in `held`."""

@@ -1,0 +1,240 @@
+"""Agents as a `Generator`: each request is played by a user's agent against the gateway, and becomes the samples of its trajectory.
+
+The run starts the agent itself, in processes of its own (`rollout.agent`), or hands its problems to agents that come over the network
+(`rollout.gateway`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from mtpctl.cluster.deadlines import finished_before
+from mtpctl.data.problems import Problem
+from mtpctl.data.tokenizers import HfTokenizer, Tokenizer
+from mtpctl.errors import UserError
+from mtpctl.recipe.rollout import RolloutBase
+from mtpctl.rl.rewards.function import AGENT
+from mtpctl.rl.rewards.outcome import Outcome
+from mtpctl.rl.rewards.pool import Pool
+from mtpctl.rollout.gateway.answers import AnswerReader
+from mtpctl.rollout.gateway.server import Gateway, Handed
+from mtpctl.rollout.gateway.trajectory import Model, Trajectory
+from mtpctl.rollout.pool import ReplicaPool
+from mtpctl.rollout.protocol import ABORTED, DEADLINE, ENVIRONMENT_ERROR, Generator, Health, SpecStats, SpeculationState
+from mtpctl.samples import EnvironmentUse, GenerationRequest, Sample
+from mtpctl.sync.protocol import PauseMode
+from mtpctl.web.server import listen
+
+KEY = "MTPCTL_GATEWAY_KEY"
+"""The environment variable with the key that agents from outside send."""
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class Player(Protocol):
+    """Has an agent work on a trajectory until it is done; `base_url` is what its client takes."""
+
+    async def play(self, request: GenerationRequest, secret: str, gateway: Gateway) -> Outcome: ...
+
+
+class OwnAgent:
+    """The user's function `rollout.agent`, in processes beside the loop."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    async def play(self, request: GenerationRequest, secret: str, gateway: Gateway) -> Outcome:
+        return await self._pool.ask(gateway.base_url(secret), cast(Problem, request.problem), request.sample)
+
+
+class OutsideAgents:
+    """Hands problems to whoever asks the gateway for them, and waits until they say that they are done."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._waiting: asyncio.Queue[tuple[Handed, asyncio.Event]] = asyncio.Queue()
+
+    async def next(self) -> Handed | None:
+        """The next problem that is still wanted."""
+        while True:
+            handed, taken = await self._waiting.get()
+            if not handed.finished.is_set():
+                taken.set()
+                return handed
+
+    async def play(self, request: GenerationRequest, secret: str, gateway: Gateway) -> Outcome:
+        problem = cast(Problem, request.problem)
+        told: dict[str, object] = {"prompt_id": problem.prompt_id, "prompt": problem.prompt, "answer": problem.answer}
+        told |= {"messages": [dict(message) for message in problem.messages], "fields": dict(problem.fields)}
+        handed, taken, clock = gateway.hand_out(secret, told), asyncio.Event(), asyncio.get_running_loop().time
+        self._waiting.put_nowait((handed, taken))
+        try:
+            await taken.wait()  # for as long as it takes: nobody works on it yet
+            began = clock()
+            gateway.restart_clock(secret)
+            try:
+                await asyncio.wait_for(handed.finished.wait(), self._deadline_s)
+            except TimeoutError:
+                told_why = f"no agent said within {self._deadline_s:g} s that it is done (rollout.deadline_s)"
+                return Outcome(None, {}, told_why, True, clock() - began)
+            return Outcome(None, seconds=clock() - began)
+        finally:
+            handed.finished.set()
+
+
+class AgentGenerator(Generator):
+    """Plays at most `most` trajectories at once. `tell` is given one line for each way in which agents ask for what a run decides."""
+
+    def __init__(self, engines: ReplicaPool, gateway: Gateway, player: Player, most: int, tell: Callable[[str], None]) -> None:
+        self._engines, self._gateway, self._player, self._most, self._tell = engines, gateway, player, most, tell
+        self._told: set[str] = set()
+
+    async def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
+        """Generate as `Generator.generate` says; a sample of several has the others in `earlier`."""
+        done: asyncio.Queue[Sample | BaseException | None] = asyncio.Queue()
+        tasks: set[asyncio.Task[None]] = set()
+        room, outstanding = asyncio.Semaphore(self._most), 0
+
+        async def one(request: GenerationRequest) -> None:
+            try:
+                done.put_nowait(await self._played(request))
+            except Exception as error:
+                done.put_nowait(error)
+            finally:
+                room.release()
+
+        async def admit() -> None:
+            nonlocal outstanding
+            try:
+                async for request in requests:
+                    outstanding += 1
+                    tasks.add(task := asyncio.create_task(one(request)))
+                    task.add_done_callback(tasks.discard)
+                    await room.acquire()
+                done.put_nowait(None)
+            except Exception as error:
+                done.put_nowait(error)
+
+        await room.acquire()
+        admission, admitting = asyncio.create_task(admit()), True
+        try:
+            while admitting or outstanding:
+                result = await done.get()
+                if isinstance(result, BaseException):
+                    raise result
+                if result is None:
+                    admitting = False
+                    continue
+                outstanding -= 1
+                yield result
+        finally:
+            for task in (admission, *tasks):
+                task.cancel()
+
+    async def _played(self, request: GenerationRequest) -> Sample:
+        secret, trajectory = self._gateway.open(request)
+        playing = asyncio.ensure_future(self._player.play(request, secret, self._gateway))
+        outcome: Outcome | None = None
+        try:
+            if request.unwanted is None:
+                outcome = await playing
+            elif await finished_before(playing, request.unwanted):
+                outcome = playing.result()
+        finally:
+            playing.cancel()
+            samples = self._gateway.close(secret)
+        if outcome is None:
+            request.sample.finish_reason = ABORTED
+            return request.sample
+        if trajectory.changed_sampling and trajectory.changed_sampling not in self._told:
+            self._told.add(trajectory.changed_sampling)
+            self._tell(f"an agent {trajectory.changed_sampling}")
+        return _sample_of(request, trajectory, samples, outcome)
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._engines.pause(mode)
+
+    async def resume(self) -> None:
+        await self._engines.resume()
+
+    async def spec_stats(self) -> SpecStats:
+        return await self._engines.spec_stats()
+
+    async def speculate(self, drafts: int | None = None) -> list[SpeculationState]:
+        return await self._engines.speculate(drafts)
+
+    async def health(self) -> list[Health]:
+        return await self._engines.health()
+
+
+def _sample_of(request: GenerationRequest, trajectory: Trajectory, samples: list[Sample], outcome: Outcome) -> Sample:
+    """The trajectory's last sample, with the others in `earlier`; one without a response where the agent never asked the model."""
+    last = samples[-1] if samples else request.sample.copy()
+    last.earlier = samples[:-1]
+    last.environment = EnvironmentUse(
+        turns=trajectory.answers,
+        seconds=outcome.seconds,
+        errors=int(bool(outcome.error) and not outcome.timed_out),
+        timeouts=int(outcome.timed_out),
+        failure=outcome.error,
+        samples=max(len(samples), 1),
+        rewritten=trajectory.rewritten,
+    )
+    if outcome.error:
+        last.finish_reason = DEADLINE if outcome.timed_out else ENVIRONMENT_ERROR
+    last.finish_reason = last.finish_reason or "stop"
+    last.environment_reward = outcome.reward if outcome.reward is not None else trajectory.reward
+    return last
+
+
+@contextlib.asynccontextmanager
+async def playing(
+    rollout: RolloutBase,
+    engines: ReplicaPool,
+    tokenizer: Tokenizer,
+    *,
+    context: int,
+    name: str,
+    tell: Callable[[str], None],
+    log: Path | None = None,
+) -> AsyncIterator[Generator]:
+    """What generates for the recipe: the engines themselves, or where it has agents, these before the gateway to them.
+
+    `name`: what the model is called; `log`: a file for what agents print. Raises UserError for an agent that cannot be loaded, an address
+    that is taken, a tokenizer without a chat template, and a port open to others without a key.
+    """
+    if not rollout.agents_play:
+        yield engines
+        return
+    key = os.environ.get(KEY)
+    if rollout.gateway_host not in LOOPBACK and not key:
+        raise UserError(f"rollout.gateway_host: {rollout.gateway_host} is open to others; set {KEY} to a key, or take 127.0.0.1")
+    model = Model(engines.sample, tokenizer, AnswerReader(tokenizer, _calls(rollout, tokenizer)), context)
+    async with contextlib.AsyncExitStack() as stack:
+        bound = listen(rollout.gateway_host, rollout.gateway_port, fields=("rollout.gateway_host", "rollout.gateway_port"))
+        gateway = await stack.enter_async_context(Gateway(model, tokenizer, name, rollout.max_turns, bound, key=key))
+        player: Player
+        if rollout.agent is not None:
+            pool = Pool(rollout.agent, rollout.agent_args, workers=rollout.agents, timeout_s=rollout.deadline_s, log=log, role=AGENT)
+            stack.push_async_callback(pool.close)
+            await pool.start()
+            player = OwnAgent(pool)
+        else:
+            player = outside = OutsideAgents(rollout.deadline_s)
+            gateway.next_problem = outside.next
+            tell(f"agents get problems at {gateway.address}/v1/trajectories")
+        yield AgentGenerator(engines, gateway, player, rollout.agents, tell)
+
+
+def _calls(rollout: RolloutBase, tokenizer: Tokenizer) -> Any:
+    """How tool calls are read; None where the chat template shows the model no form of them."""
+    if not isinstance(tokenizer, HfTokenizer) or not tokenizer.chat_template:
+        raise UserError(f"model.tokenizer: {tokenizer.name} has no chat template, and agents send chat messages; name one that has")
+    from mtpctl.rollout.vllm.tools import load_parser, parser_for
+
+    name = rollout.tool_parser or parser_for(tokenizer.chat_template)
+    return None if name is None else load_parser(name, tokenizer.inner)

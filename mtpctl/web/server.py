@@ -1,0 +1,75 @@
+"""A web server of this package: it listens before anything slow is started, bounds its clients, and ends without ending the caller."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import resource
+import socket
+from collections.abc import Iterator
+from types import FrameType
+
+import uvicorn
+
+from mtpctl.errors import UserError
+from mtpctl.web.guard import Guard, impatient
+
+END_S = 5
+
+
+def listen(host: str, port: int, *, fields: tuple[str, str] = ("--host", "--port")) -> socket.socket:
+    """A socket bound to the server's address; port 0 takes any that is free. `fields` are what the user calls host and port.
+
+    Raises UserError where the address is taken, or none of this machine's.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        # asyncio switches Nagle's algorithm off, which delays an answer by up to 40 ms, for sockets that name their protocol.
+        bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+        bound.listen(1024)
+    except socket.gaierror as error:
+        raise UserError(f"{fields[0]}: {host} is no address of this machine ({error.strerror})") from error
+    except OSError as error:
+        raise UserError(f"{fields[1]}: cannot listen on {host}:{port} ({error.strerror}); name another") from error
+    return bound
+
+
+def allow_connections() -> None:
+    """Raise this process's limit of open files, of which every connection is one, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 16), hard))
+
+
+class WebServer(uvicorn.Server):
+    """A server for `app`, to be run with `serve(sockets=[…])`. It ends on a signal, or once `should_exit` is set.
+
+    It does not raise the signal again: the caller still has actors to end. `signals=False` leaves signals to the caller altogether.
+    """
+
+    def __init__(self, app: Guard, *, signals: bool = True) -> None:
+        header_s = app.bounds.header_s
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=impatient(header_s),
+                ws="none",
+                lifespan="off",
+                log_level=logging.ERROR,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=int(header_s),
+                timeout_graceful_shutdown=END_S,
+            )
+        )
+        self._signals = signals
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals() if self._signals else contextlib.nullcontext():
+            yield
