@@ -18,12 +18,13 @@ ABOUT = {
     "held_out.jsonl": "what is evaluated on",
     "reward.py": "what a response is worth",
     "environment.py": "the tool that replies between the model's turns",
+    "agent.py": "what works on a problem, and what its work is worth",
     "test_mytask.py": "tests of the code above",
     "README.md": "this page",
 }
 """The files of a template in the order in which they are listed; a template need not have all."""
 
-UNTIL_LOSS = {"exact": "1.4", "judge": "2.3", "tool": "0.1"}
+UNTIL_LOSS = {"agent": "1.4", "exact": "1.4", "judge": "2.3", "tool": "0.1"}
 """Where the supervised stage of each template ends: some responses are right by then, and some are not."""
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
@@ -32,11 +33,15 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 def init(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The folder to make; its name becomes the run's.")],
     template: Annotated[
-        Literal["exact", "judge", "tool"],
-        typer.Option("--template", help="exact: a reward function; judge: a reward by a judge; tool: an environment of several turns."),
+        Literal["exact", "judge", "tool", "agent"],
+        typer.Option(
+            "--template",
+            help="exact: a reward function; judge: a reward by a judge; tool: an environment of several turns; "
+            "agent: an agent that asks the model.",
+        ),
     ] = "exact",
 ) -> None:
-    """Write a task of your own that trains as it is: recipe, rows, reward, environment, tests."""
+    """Write a task of your own that trains as it is: recipe, rows, reward, environment or agent, tests."""
     from mtpctl.errors import UserError
 
     path = Path(folder).expanduser()
@@ -66,7 +71,8 @@ def contents(template: str, name: str) -> dict[str, str]:
     texts["recipe.yaml"] += (TEMPLATES / "machine.yaml").read_text(encoding="utf-8").replace("{until_loss}", UNTIL_LOSS[template])
     table = "".join(f"| `{file}` | {ABOUT[file]} |\n" for file in texts)
     readme = (TEMPLATES / "README.md").read_text(encoding="utf-8")
-    texts["README.md"] = readme.replace("{files}", table).replace("{tool}", " and the tool" if "environment.py" in texts else "")
+    tested = "the agent" if "agent.py" in texts else "the reward and the tool" if "environment.py" in texts else "the reward"
+    texts["README.md"] = readme.replace("{files}", table).replace("{tested}", tested)
     return {file: text.replace("test_mytask", _test(name)).replace("mytask", name) for file, text in texts.items()}
 
 

@@ -157,8 +157,11 @@ def check_fits_model(tokenizer: Tokenizer, vocab_size: int) -> None:
         )
 
 
-def make_byte_tokenizer(dest: Path) -> None:
-    """Write a byte-level tokenizer as a Hugging Face folder (tokenizer.json and its two configs) into `dest`."""
+def make_byte_tokenizer(dest: Path, *, chat: bool = True) -> None:
+    """Write a byte-level tokenizer as a Hugging Face folder (tokenizer.json and its two configs) into `dest`.
+
+    With `chat` it has a chat template, a line a message.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     characters = _byte_characters()
@@ -171,7 +174,7 @@ def make_byte_tokenizer(dest: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1 << 30,
-        "chat_template": _BYTE_TEMPLATE,
+        **({"chat_template": _BYTE_TEMPLATE} if chat else {}),
         **specials,
     }
     dest.mkdir(parents=True, exist_ok=True)

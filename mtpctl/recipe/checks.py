@@ -123,8 +123,6 @@ def _bytes_tokenizer(recipe: Recipe, shape: ModelShape | None) -> Complaints:
         return
     if shape is not None and shape.vocab < BYTE_VOCAB_SIZE:
         yield f"model.config.vocab_size: {shape.vocab} is too small for the byte tokenizer's {BYTE_VOCAB_SIZE} ids"
-    if recipe.data.chat_template:
-        yield "data.chat_template: the byte tokenizer has no chat template; set it to false"
 
 
 def _mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:

@@ -15,7 +15,7 @@ from mtpctl.cli.init import ABOUT, TEMPLATES
 from mtpctl.recipe import yaml12
 from tests.environment import with_tree
 
-KINDS = ["exact", "judge", "tool"]
+KINDS = ["exact", "judge", "tool", "agent"]
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def test_a_template_becomes_a_folder_with_the_tasks_name(init: Any, kind: str) -
     code, out, err = init("sums", "--template", kind)
     assert (code, err) == (0, "")
     written = {path.name for path in Path("sums").iterdir()}
-    expected = {"recipe.yaml", "rows.jsonl", "held_out.jsonl", "reward.py", "test_sums.py", "README.md"}
-    assert written == (expected | {"environment.py"} if kind == "tool" else expected)
+    code_files = {"tool": {"reward.py", "environment.py"}, "agent": {"agent.py"}}.get(kind, {"reward.py"})
+    assert written == {"recipe.yaml", "rows.jsonl", "held_out.jsonl", "test_sums.py", "README.md"} | code_files
     assert all(f"sums/{name}" in out for name in written)
     assert out.splitlines()[-1] == "next: mtpctl recipe check sums/recipe.yaml"
     assert recipe_in(Path("sums"))["name"] == "sums"
@@ -66,8 +66,8 @@ def test_its_own_tests_pass(init: Any, kind: str) -> None:
 def test_every_file_and_name_that_the_recipe_asks_for_is_there(init: Any, kind: str) -> None:
     init("sums", "--template", kind)
     recipe, folder = recipe_in(Path("sums")), Path("sums")
-    for reference in (recipe["reward"]["function"], recipe["rollout"].get("environment")):
-        if reference is not None:
+    for reference in (recipe["reward"]["function"], recipe["rollout"].get("environment"), recipe["rollout"].get("agent")):
+        if reference is not None and ":" in reference:
             file, _, name = reference.partition(":")
             assert f"def {name}(" in (folder / file).read_text() or f"class {name}" in (folder / file).read_text()
     columns = set(recipe["data"]["columns"].values())

@@ -279,7 +279,21 @@ def judge(folder: Path) -> Iterator[Task]:
     yield Task(folder / "mytask" / "recipe.yaml", holds, ("train.sft.steps=20", "train.rl.steps=2"))
 
 
-@pytest.mark.parametrize("task", [judged, coded, gsm8k, tool, judge], ids=lambda task: task.__name__)
+@contextlib.contextmanager
+def agent(folder: Path) -> Iterator[Task]:
+    """What `mtpctl init --template agent` writes, with fewer steps."""
+    mtpctl(folder, "init", "mytask", "--template", "agent")
+
+    def holds(updates: Rows, evaluations: Rows) -> None:
+        assert all(row["environment/errors"] == row["environment/timeouts"] == row["environment/rewritten"] == 0 for row in updates)
+        assert all(1 < row["environment/turns"] <= 2 for row in updates), "some answers were wrong at first"
+        assert all(row["environment/samples"] == 1 for row in updates), "the second question goes on from the first answer's tokens"
+        assert any(row["environment/reward"] > 0 for row in updates) and all(row["eval/problems"] > 0 for row in evaluations)
+
+    yield Task(folder / "mytask" / "recipe.yaml", holds, ("train.sft.steps=60", "train.rl.steps=2"))
+
+
+@pytest.mark.parametrize("task", [judged, coded, gsm8k, tool, judge, agent], ids=lambda task: task.__name__)
 def test_it_trains_with_its_drafter_and_resumes(task: Callable[[Path], contextlib.AbstractContextManager[Task]], tmp_path: Path) -> None:
     with task(tmp_path) as own:
         run_dir = tmp_path / "runs" / "own"

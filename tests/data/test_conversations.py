@@ -35,7 +35,7 @@ def tokenizer_of(folder: Path, template: str | None) -> Tokenizer:
     """The byte tokenizer with ChatML's two tokens, and a template."""
     import tokenizers
 
-    make_byte_tokenizer(folder)
+    make_byte_tokenizer(folder, chat=False)
     inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     inner.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>")])
     inner.save(str(folder / "tokenizer.json"))

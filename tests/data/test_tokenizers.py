@@ -100,9 +100,18 @@ def test_a_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "\n" not in str(caught.value)
 
 
-def test_chat_without_a_template(tokenizer: Tokenizer) -> None:
+def test_chat_without_a_template(tmp_path: Path) -> None:
+    make_byte_tokenizer(tmp_path, chat=False)
+    tokenizer = load_byte_tokenizer(tmp_path)
     with pytest.raises(UserError, match=r"data\.chat_template"):
         tokenizer.chat([{"role": "user", "content": "hi"}])
+
+
+def test_the_byte_tokenizers_conversation_is_a_line_a_message(tokenizer: Tokenizer) -> None:
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}, {"role": "tool", "content": "1"}]
+    assert tokenizer.chat_text(said) == "user: hi\nassistant: ho<eos>tool: 1\nassistant: "
+    assert tokenizer.decode(tokenizer.chat(said), special=True) == tokenizer.chat_text(said)
+    assert "<eos>" not in tokenizer.decode(tokenizer.chat(said))
 
 
 def test_a_prompt_stays_open_whatever_the_tokenizer_closes(tmp_path: Path) -> None:

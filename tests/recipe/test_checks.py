@@ -86,7 +86,6 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         (["train.checkpoint_every=5", "train.keep_checkpoints=0"], "train.checkpoint_every: 5, but train.keep_checkpoints is 0"),
         (["model.tokenizer="], "model.tokenizer: a model made from model.config has none"),
         (["model.config.vocab_size=256"], "model.config.vocab_size: 256 is too small for the byte tokenizer's 259 ids"),
-        (["data.chat_template=true"], "data.chat_template: the byte tokenizer has no chat template"),
         (["model.config.num_nextn_predict_layers=0"], "mtp.mode: isolated, but the model has no MTP layers; set mtp.mode: off"),
         (
             ["mtp.repeat=2", "model.config.num_nextn_predict_layers=2"],

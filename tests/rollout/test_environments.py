@@ -38,7 +38,7 @@ def found(name: str, **args: object) -> EnvironmentClass:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("bytes")
-    make_byte_tokenizer(folder)
+    make_byte_tokenizer(folder, chat=False)
     return load_tokenizer(folder)
 
 
