@@ -75,7 +75,7 @@ class EnvironmentUse:
 
     `errors` and `timeouts` count calls that failed or outlasted the response's deadline; `failure` is the last of them in one line.
     Of an agent, `turns` are the answers that it got, `samples` those that its trajectory became, and `rewritten` those of them that began
-    because it had changed what was said before.
+    because it had changed what was said before; 0 without an agent.
     """
 
     turns: int = 0
@@ -83,7 +83,7 @@ class EnvironmentUse:
     errors: int = 0
     timeouts: int = 0
     failure: str = ""
-    samples: int = 1
+    samples: int = 0
     rewritten: int = 0
 
 
@@ -99,7 +99,8 @@ class Sample:
     `spent_s`: seconds in which an engine or an environment has worked on it, which count against its deadline. `environment` is None, and
     `environment_reward` too, where there is no environment; the latter is what the environment's own `reward()` returned at the end.
     `routes`: see `mtpctl.routes`; None where nobody recorded any. A row is of the pass in which the token behind it was sampled, and so of
-    that token's version. `earlier`: the samples that an agent's trajectory began before this one, which is its last; they have its reward.
+    that token's version. `teacher_logprobs`: those of a teacher (`train.rl.teacher`), None without one. `earlier`: the samples that an
+    agent's trajectory began before this one, which is its last; they have its reward.
     """
 
     prompt_id: str
@@ -121,6 +122,7 @@ class Sample:
     environment_reward: float | None = None
     routes: Routes | None = field(default=None, compare=False)
     earlier: list[Sample] = field(default_factory=list)
+    teacher_logprobs: Logprobs | None = None
 
     if TYPE_CHECKING:
 
@@ -145,6 +147,7 @@ class Sample:
             environment_reward: float | None = None,
             routes: Routes | None = None,
             earlier: list[Sample] = ...,
+            teacher_logprobs: Iterable[float] | None = None,
         ) -> None:
             """What a dataclass takes, with any iterable in the place of an array."""
 
@@ -153,6 +156,8 @@ class Sample:
         self.loss_mask, self.behaviour_logprobs = mask_of(self.loss_mask), logprobs_of(self.behaviour_logprobs)
         if self.old_logprobs is not None:
             self.old_logprobs = logprobs_of(self.old_logprobs)
+        if self.teacher_logprobs is not None:
+            self.teacher_logprobs = logprobs_of(self.teacher_logprobs)
 
     def __reduce__(self) -> tuple[type[Sample], tuple[object, ...]]:
         # A dataclass with slots is pickled field by field in Python, and each sample is in several messages.
@@ -233,6 +238,7 @@ class Sample:
             behaviour_logprobs=self.behaviour_logprobs[:],
             version_spans=[replace(span) for span in self.version_spans],
             old_logprobs=None if self.old_logprobs is None else self.old_logprobs[:],
+            teacher_logprobs=None if self.teacher_logprobs is None else self.teacher_logprobs[:],
             reward_parts=dict(self.reward_parts),
             speculation=replace(self.speculation, accepted_by_position=self.speculation.accepted_by_position[:]),
             environment=None if self.environment is None else replace(self.environment),

@@ -34,6 +34,7 @@ SECTIONS = {
     "actor": "Policy update",
     "mtp": "MTP layers",
     "moe": "Mixtures of experts",
+    "teacher": "Teacher",
     "rollout": "Rollout and speculation",
     "environment": "Environments",
     "rollout_corr": "Difference of trainer and rollout engine",

@@ -24,6 +24,7 @@ from mtpctl.controller.seating import seated
 from mtpctl.controller.set_rewards import start_rewards
 from mtpctl.controller.sft import SftStage
 from mtpctl.controller.state import RunState, check_stages, resumed_from
+from mtpctl.controller.teacher import Teacher
 from mtpctl.controller.trainers import TrainerGroup, TrainerLost
 from mtpctl.controller.waits import Waits
 from mtpctl.controller.weights import WeightSync
@@ -234,6 +235,15 @@ class Run:
         stack.push_async_callback(pool.close)
         return pool
 
+    async def _teacher(self, stack: contextlib.AsyncExitStack) -> Teacher | None:
+        """The teacher, which has been asked whether its tokens are the policy's; None without one."""
+        config = self.recipe.train.rl.teacher
+        if config is None:
+            return None
+        teacher = await stack.enter_async_context(Teacher(config, self.recipe.rollout.temperature))
+        await teacher.check_tokens(self.prepared.tokenizer, [each.prompt for each in self.prepared.problems.train[:8]])
+        return teacher
+
     @contextlib.contextmanager
     def _starting(self, what: str, actors: list[str]) -> Iterator[None]:
         """Show that these actors are starting while the block runs, and log how long it took."""
@@ -330,8 +340,11 @@ class Run:
                     log=self.directory.logs / "agent.log",
                 )
             )
+            teacher = await self._teacher(stack)
             settle_heap()
-            stage = RlStage(self.recipe, self.prepared, trainer, generator, sync, rewards, self.telemetry, self.state, scoring, revive)
+            stage = RlStage(
+                self.recipe, self.prepared, trainer, generator, sync, rewards, self.telemetry, self.state, scoring, revive, teacher
+            )
             if restored is not None and (restored / "buffer.jsonl").exists():
                 await stage.resume_buffer(*SampleBuffer.load(restored / "buffer.jsonl"))
             with self.waits.on("weights: the first sync"):

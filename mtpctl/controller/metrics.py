@@ -50,12 +50,27 @@ def environment_use(samples: list[Sample]) -> dict[str, float]:
         "environment/seconds": statistics.fmean(use.seconds for use in uses),
         "environment/errors": statistics.fmean(use.errors for use in uses),
         "environment/timeouts": statistics.fmean(use.timeouts for use in uses),
-        "environment/samples": statistics.fmean(use.samples for use in uses),
-        "environment/rewritten": sum(use.rewritten for use in uses) / sum(use.samples for use in uses),
     }
+    if became := sum(use.samples for use in uses):  # of agents
+        metrics["environment/samples"] = became / len(uses)
+        metrics["environment/rewritten"] = sum(use.rewritten for use in uses) / became
     if rewards := [sample.environment_reward for sample in samples if sample.environment_reward is not None]:
         metrics["environment/reward"] = statistics.fmean(rewards)
     return metrics
+
+
+def teacher_kl(samples: list[Sample]) -> dict[str, float]:
+    """`teacher/kl`: the mean over sampled tokens of the policy's log-prob less the teacher's, an estimate of the KL. Empty without one."""
+    taught = [(sample, sample.teacher_logprobs) for sample in samples if sample.teacher_logprobs is not None]
+    if not taught:
+        return {}
+    import numpy as np
+
+    apart = 0.0
+    for sample, logprobs in taught:
+        mask = np.asarray(sample.loss_mask, np.float32)
+        apart += float(np.dot(mask, np.asarray(sample.behaviour_logprobs) - np.asarray(logprobs)))
+    return {"teacher/kl": apart / max(sum(sample.sampled for sample, _ in taught), 1)}
 
 
 def of_samples(samples: list[Sample], version: int, sync_every: int = 1, ahead: int = 0) -> dict[str, float]:
@@ -85,4 +100,4 @@ def of_samples(samples: list[Sample], version: int, sync_every: int = 1, ahead: 
         "async/staleness_updates_max": float(ahead + sync_every * max(staleness)),
         "async/partial_ratio": partial / len(samples),
     }
-    return metrics | reward_parts(samples) | speculation(samples) | environment_use(samples)
+    return metrics | teacher_kl(samples) | reward_parts(samples) | speculation(samples) | environment_use(samples)

@@ -36,7 +36,7 @@ from mtpctl.controller.keeping import Keeper
 from mtpctl.controller.metrics import of_samples
 from mtpctl.controller.payback import Measured, PayBack
 from mtpctl.controller.prepare import Prepared
-from mtpctl.controller.rollout_loop import RolloutLoop, Score
+from mtpctl.controller.rollout_loop import RolloutLoop, Score, Teach
 from mtpctl.controller.sft import check_applied
 from mtpctl.controller.stability import StabilityWatch
 from mtpctl.controller.state import RunState
@@ -68,6 +68,7 @@ class RlStage:
         state: RunState,
         score: Score | None = None,
         revive: Revive = not_revived,
+        teach: Teach | None = None,
     ) -> None:
         self.recipe, self.prepared, self.trainer, self.generator = recipe, prepared, trainer, generator
         self.sync, self.rewards, self.telemetry, self.state = sync, rewards, telemetry, state
@@ -75,7 +76,17 @@ class RlStage:
         self.clock = BusyClock()
         self.keeper = Keeper(telemetry, prepared.tokenizer, recipe.telemetry.samples)
         self.rollout = RolloutLoop(
-            recipe, prepared, generator, rewards[UNNAMED], telemetry, state, self.buffer, self.clock, score, keeper=self.keeper
+            recipe,
+            prepared,
+            generator,
+            rewards[UNNAMED],
+            telemetry,
+            state,
+            self.buffer,
+            self.clock,
+            score,
+            keeper=self.keeper,
+            teach=teach,
         )
         self.revive = revive
         self._going_back = False  # the updates since the newest checkpoint are to be made again

@@ -37,6 +37,9 @@ from mtpctl.telemetry.session import Telemetry
 Score = Callable[[Sample], Awaitable[Sample]]
 """Fills in the sample's old log-probs while others are generated: the call of the log-prob server. The trainer computes missing ones."""
 
+Teach = Callable[[Sample], Awaitable[None]]
+"""Fills in a teacher's log-probs of the sample."""
+
 BATCHES_WITHOUT_SIGNAL = 20
 """After as many batches' worth of groups in a row without signal, dynamic sampling gives up."""
 
@@ -97,10 +100,11 @@ class RolloutLoop:
         score: Score | None = None,
         *,
         keeper: Keeper,
+        teach: Teach | None = None,
     ) -> None:
         self.recipe, self.prepared, self.generator, self.reward = recipe, prepared, generator, reward
         self.telemetry, self.state, self.buffer, self.clock, self.score = telemetry, state, buffer, clock, score
-        self.keeper = keeper
+        self.keeper, self.teach = keeper, teach
         self.admission = Admission(recipe.train.rl.prompts_per_step, recipe.async_.sync_every, recipe.async_.staleness)
         self.cursor = PromptCursor(prepared.problems.train, recipe.seed, shuffle=recipe.data.shuffle)
         if state.cursor is not None:
@@ -197,7 +201,7 @@ class RolloutLoop:
             self._check_acceptance(part)
             # The last answer of an environment may reach beyond the context. The model has not read it, and cannot be trained on it.
             part.cut(self.prepared.context - len(part.prompt_ids))
-        sample, outcome = await asyncio.gather(self._scored(sample), self._rewarded(sample, problem))
+        sample, outcome, _ = await asyncio.gather(self._scored(sample), self._rewarded(sample, problem), self._taught(sample))
         for part in sample.parts:
             part.reward, part.reward_parts = outcome.reward, outcome.parts
         group = self.buffer.add(sample)
@@ -211,6 +215,11 @@ class RolloutLoop:
         await asyncio.gather(*(self.score(part) for part in parts))
         self.last_progress = time.monotonic()
         return sample
+
+    async def _taught(self, sample: Sample) -> None:
+        if self.teach is not None:
+            await asyncio.gather(*(self.teach(part) for part in sample.parts if part.response_ids))
+            self.last_progress = time.monotonic()
 
     async def _rewarded(self, sample: Sample, problem: Problem) -> Outcome:
         self._rewarding += 1
@@ -241,7 +250,7 @@ class RolloutLoop:
             )
             return
         self.counts.rewards.append(rewards)
-        if not self.recipe.train.rl.dynamic_sampling or has_signal(rewards):
+        if self.teach is not None or not self.recipe.train.rl.dynamic_sampling or has_signal(rewards):
             self._without_signal = 0
             await self.buffer.put(group)
             return

@@ -20,7 +20,7 @@ from mtpctl.recipe.model import BYTE_VOCAB_SIZE
 from mtpctl.recipe.model_source import hf_config, model_fits, model_folder, tensor_names
 from mtpctl.recipe.parallel import parallel_fits
 from mtpctl.recipe.reward import FROM_ENVIRONMENT, VERIFIERS, reward_fits
-from mtpctl.recipe.rl import clips_fit, correction_fits, loss_fits
+from mtpctl.recipe.rl import clips_fit, correction_fits, loss_fits, teacher_fits
 from mtpctl.recipe.rollout import (
     VLLM_ADAPTER_RANKS,
     SglangConfig,
@@ -79,6 +79,7 @@ def _sections(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     yield from stages_fit(train)
     yield from correction_fits(train.rl.correction)
     yield from clips_fit(train.rl)
+    yield from teacher_fits(train.rl)
     if "rl" in train.stages:
         yield from loss_fits(train.rl)
     yield from speculation_fits(rollout)

@@ -56,6 +56,15 @@ class CorrectionConfig(Section):
     high: PositiveFloat = Field(2.0, description="Upper bound of the ratio.")
 
 
+class TeacherConfig(Section):
+    """On-policy distillation: the policy samples, and learns what a teacher thinks of each of its tokens."""
+
+    url: str = Field("", description="Address of the teacher's log-prob server (mtpctl logprob-serve).")
+    coef: PositiveFloat = Field(1.0, description="Weight of the teacher's log-prob less the policy's in a token's advantage.")
+    rewards: bool = Field(True, description="Rewards count as well; false: the teacher alone.")
+    timeout_s: PositiveFloat = Field(300.0, description="Seconds that one answer of it may take, a full queue there included.")
+
+
 class RlConfig(Section):
     preset: Literal["grpo", "dapo", "dr_grpo", "reinforce++", "reinforce++_baseline", "gspo", "cispo", "sapo"] | None = Field(
         None, description="A published algorithm, whose values become the defaults of this section; keys that are given override them."
@@ -101,6 +110,7 @@ class RlConfig(Section):
     kl_estimator: Literal["k2", "k3"] = Field("k3", description="Estimator of that KL from samples; GRPO uses k3.")
     dynamic_sampling: bool = Field(True, description="Groups whose rewards are all equal are replaced by fresh ones.")
     overlong: OverlongConfig = Field(default_factory=OverlongConfig)
+    teacher: TeacherConfig | None = Field(None, description="A model whose log-probs of the policy's own tokens it learns from.")
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
 
@@ -133,6 +143,16 @@ def clips_fit(rl: RlConfig) -> Complaints:
         yield f"train.rl.clip_dual: must be above 1, or 0 for none, got {rl.clip_dual}"
     if rl.clip_dual and rl.loss in ("cispo", "sapo"):
         yield f"train.rl.clip_dual: loss: {rl.loss} has no dual clip; set it to 0"
+
+
+def teacher_fits(rl: RlConfig) -> Complaints:
+    """Refuse a teacher that is no web address, and losses that give all tokens of a response one advantage."""
+    if rl.teacher is None:
+        return
+    if not rl.teacher.url.startswith(("http://", "https://")):
+        yield f"train.rl.teacher.url: must begin with http:// or https://, got {rl.teacher.url}"
+    if rl.loss == "gspo":
+        yield "train.rl.loss: gspo weighs a response as a whole, and a teacher each of its tokens; set ppo, or leave the teacher out"
 
 
 def loss_fits(rl: RlConfig) -> Complaints:

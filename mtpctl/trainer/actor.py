@@ -211,6 +211,8 @@ class TrainerRank(WeightSource):
         reference = self._reference_logprobs(samples) if self.reference is not None else [None] * len(samples)
         context = recipe.rollout.context or self.engine.folder.shape.max_positions
         gains = advantages(table, rl, max_tokens=recipe.rollout.max_tokens, context=context)
+        if rl.teacher is not None and not rl.teacher.rewards:
+            gains = [0.0] * len(gains)
         objective = PolicyObjective(rl, max_tokens=recipe.rollout.max_tokens)
         parts = []
         # Without recomputed old log-probs the loss itself compares behaviour and trained policy. It can do so in the first minibatch
@@ -218,7 +220,9 @@ class TrainerRank(WeightSource):
         weights = None if recipe.old_logprobs == "recompute" else -1 if self.ahead else version
         for minibatch in share.minibatches:
             batch = [
-                training_sequence(samples[i], gains[share.places[i]], reference[i], weights, replay=self.replay != "off")
+                training_sequence(
+                    samples[i], gains[share.places[i]], reference[i], weights, replay=self.replay != "off", teacher=rl.teacher
+                )
                 for i in minibatch.members
             ]
             parts.append(

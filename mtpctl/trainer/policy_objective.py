@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mtpctl.kernels.policy import TokenLoss
-from mtpctl.recipe.rl import RlConfig
+from mtpctl.recipe.rl import RlConfig, TeacherConfig
 from mtpctl.rl.advantages import group_advantages
 from mtpctl.rl.losses import LossInputs, loss_denominator, loss_metrics, policy_loss, token_terms
 from mtpctl.rl.overlong import overlong_penalty
@@ -100,11 +100,19 @@ def scoring_sequence(sample: Sample, *, replay: bool = False) -> Sequence:
 
 
 def training_sequence(
-    sample: Sample, advantage: float, reference: Logprobs | None, weights: int | None = None, *, replay: bool = False
+    sample: Sample,
+    advantage: float,
+    reference: Logprobs | None,
+    weights: int | None = None,
+    *,
+    replay: bool = False,
+    teacher: TeacherConfig | None = None,
 ) -> Sequence:
     """A scored sample as the engine trains on it; with `replay` under its routes.
 
-    `weights`: the version that does, where the loss is to compare policies; -1: none's.
+    `weights`: the version that does, where the loss is to compare policies; -1: none's. `teacher`: adds to each token's advantage `coef`
+    times the teacher's log-prob less that of the policy that sampled it, of which the expectation is the negative gradient of the KL from
+    the policy to the teacher (on-policy distillation; MiniLLM, arXiv 2306.08543, and GKD, arXiv 2306.13649, at a lambda of 1).
     """
     assert sample.old_logprobs is not None, f"{sample.prompt_id} was not scored"
     tokens, spans = len(sample.response_ids), sample.version_spans
@@ -113,6 +121,8 @@ def training_sequence(
         "behaviour": np.asarray(sample.behaviour_logprobs, np.float32),
         "advantage": np.full(tokens, advantage, np.float32),
     }
+    if teacher is not None and sample.teacher_logprobs is not None:
+        columns["advantage"] += teacher.coef * (np.asarray(sample.teacher_logprobs, np.float32) - columns["behaviour"])
     if reference is not None:
         columns["reference"] = np.asarray(reference, np.float32)
     if weights is not None:

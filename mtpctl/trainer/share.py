@@ -80,8 +80,8 @@ class Share:
     """The samples of one data-parallel rank that have response tokens.
 
     `places`: their indices in the batch, ascending. `ids` holds each prompt followed by its response; the other columns over tokens hold
-    response tokens alone. `old`: old log-probs, of scored samples alone. `spans`: how many version spans a sample has, which together cover
-    its response; `span_lengths` and `span_versions` have an entry for each span.
+    response tokens alone. `old`: old log-probs, of scored samples alone; `teacher`: a teacher's, of the samples that are `taught`. `spans`:
+    how many version spans a sample has, which together cover its response; `span_lengths` and `span_versions` have an entry for each span.
     """
 
     dp_rank: int
@@ -100,6 +100,8 @@ class Share:
     span_lengths: Ints
     span_versions: Ints
     routes: list[Routes | None]
+    taught: npt.NDArray[np.bool_]
+    teacher: npt.NDArray[np.float32]
 
     @classmethod
     def of(cls, batch: Sequence[Sample], places: list[int], dp_rank: int, minibatches: list[Minibatch]) -> Share:
@@ -123,17 +125,20 @@ class Share:
             np.array([span.end - span.start for span in spans], np.int32),
             np.array([span.version for span in spans], np.int32),
             [s.routes for s in samples],
+            np.array([s.teacher_logprobs is not None for s in samples], np.bool_),
+            _joined([s.teacher_logprobs for s in samples if s.teacher_logprobs is not None], np.float32),
         )
 
     @property
     def nbytes(self) -> int:
         """Bytes of the columns that have an entry for each token, routes included."""
-        columns = (self.ids, self.mask, self.behaviour, self.old)
+        columns = (self.ids, self.mask, self.behaviour, self.old, self.teacher)
         return sum(column.nbytes for column in columns) + sum(0 if each is None else each.nbytes for each in self.routes)
 
     def samples(self) -> list[Sample]:
         """The samples, with the fields that the trainer needs. Groups and rewards are missing: they are in the table."""
-        ids, mask, behaviour, old = (_Reader(column) for column in (self.ids, self.mask, self.behaviour, self.old))
+        columns = (self.ids, self.mask, self.behaviour, self.old, self.teacher)
+        ids, mask, behaviour, old, teacher = (_Reader(column) for column in columns)
         lengths, versions = iter(self.span_lengths.tolist()), iter(self.span_versions.tolist())
         made = []
         for number, (prompt_id, index) in enumerate(self.names):
@@ -150,6 +155,8 @@ class Share:
             )
             if self.scored[number]:
                 sample.old_logprobs, sample.old_version = old.next("f", response), int(self.old_versions[number])
+            if self.taught[number]:
+                sample.teacher_logprobs = teacher.next("f", response)
             start = 0
             for _ in range(self.spans[number]):
                 end = start + next(lengths)

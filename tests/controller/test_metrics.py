@@ -57,6 +57,13 @@ def test_what_the_environment_did_is_told_a_response() -> None:
     assert not any(name.startswith("environment/") for name in of_samples([plain], version=1))
 
 
+def test_what_agents_did_is_told_a_trajectory() -> None:
+    one, two = sample((3, 1)), sample((3, 1))
+    one.environment, two.environment = EnvironmentUse(turns=4, samples=3, rewritten=1), EnvironmentUse(turns=2, samples=1)
+    metrics = of_samples([one, two], version=1)
+    assert (metrics["environment/samples"], metrics["environment/rewritten"], metrics["environment/turns"]) == (2.0, 0.25, 3.0)
+
+
 def test_acceptance_is_counted_over_drafts_and_by_position_over_steps() -> None:
     one, two = sample((3, 1)), sample((3, 1))
     one.speculation = Speculation(drafted=8, accepted=5, accepted_by_position=[3, 2], steps=4)

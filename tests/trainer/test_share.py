@@ -27,6 +27,8 @@ def drawn(count: int, *, group: int = 4, seed: int = 0, longest: int = 30) -> li
         if sample.response_ids and draw.random() < 0.5:
             sample.old_logprobs, sample.old_version = logprobs_of(-draw.random() for _ in sample.response_ids), 2
         if draw.random() < 0.5:
+            sample.teacher_logprobs = logprobs_of(-draw.random() for _ in sample.response_ids)
+        if draw.random() < 0.5:
             sample.add_routes(np.full((sample.length - 1, 2, 2), number % 8, np.uint8))
         made.append(sample)
     return made
@@ -51,6 +53,7 @@ def test_every_sample_with_a_token_reaches_one_rank_as_it_was(dp: int, minibatch
             "behaviour_logprobs",
             "version_spans",
             "old_logprobs",
+            "teacher_logprobs",
         ):
             assert getattr(sample, name) == getattr(right, name), name
         assert (sample.old_version, sample.routed) == (right.old_version, right.routed)

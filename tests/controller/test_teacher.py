@@ -1,0 +1,134 @@
+"""A teacher at a URL: its log-probs reach the samples, busy servers are asked again, and what cannot be is one line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mtpctl.controller.metrics import teacher_kl
+from mtpctl.controller.teacher import Teacher
+from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.recipe.rl import TeacherConfig
+from mtpctl.samples import Sample
+from mtpctl.trainer.policy_objective import training_sequence
+from tests.rollout.gateway.scripted import byte_tokenizer
+
+Answers = Callable[[dict[str, Any], int], tuple[int, dict[str, Any]]]
+
+
+def sample_of(logprobs: list[float], mask: list[int]) -> Sample:
+    made = Sample("p", "g", [5, 6], response_ids=range(len(mask)), loss_mask=mask, behaviour_logprobs=logprobs)
+    made.append([], [], 0)
+    return made
+
+
+@contextmanager
+def server(answers: Answers) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A log-prob server that answers with `answers`, of the body and the number of the request."""
+    asked: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _send(self, status: int, body: dict[str, Any]) -> None:
+            text = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def do_GET(self) -> None:
+            self._send(200, {"version": 0})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            asked.append(body)
+            self._send(*answers(body, len(asked) - 1))
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=made.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{made.server_address[1]}", asked
+    finally:
+        made.shutdown()
+        made.server_close()
+
+
+def scored(body: dict[str, Any], number: int) -> tuple[int, dict[str, Any]]:
+    if number == 0:
+        return 429, {"error": {"message": "the queue is full"}}
+    kept = body["mask"]
+    return 200, {"data": [{"logprobs": [-0.5 if each else None for each in kept]}]}
+
+
+def taught(url: str, *samples: Sample, **options: Any) -> None:
+    async def run() -> None:
+        async with Teacher(TeacherConfig(url=url, **options), 0.7) as teacher:
+            await asyncio.gather(*(teacher(sample) for sample in samples))
+
+    asyncio.run(run())
+
+
+def test_its_log_probs_reach_the_sample_and_the_advantages() -> None:
+    sample = sample_of([-1.0, 0.0, -2.0], [1, 0, 1])
+    sample.old_logprobs = sample.behaviour_logprobs
+    with server(scored) as (url, asked):
+        taught(f"{url}/v1/", sample)
+    assert sample.teacher_logprobs is not None and sample.teacher_logprobs.tolist() == [-0.5, 0.0, -0.5]
+    assert asked[0] == asked[1], "a full queue is asked again"
+    assert asked[1] == {"token_ids": [5, 6, 0, 1, 2], "prompt_length": 2, "mask": [1, 0, 1], "temperature": 0.7, "timeout_s": 300.0}
+    assert teacher_kl([sample]) == {"teacher/kl": pytest.approx((-0.5 - 1.5) / 2)}
+    columns = training_sequence(sample, 0.25, None, teacher=TeacherConfig(url=url, coef=2.0)).columns
+    assert np.allclose(columns["advantage"], [0.25 + 2 * 0.5, 0.25, 0.25 + 2 * 1.5])
+    assert Sample.from_dict(sample.to_dict(packed=True)) == sample and sample.copy() == sample
+
+
+def test_samples_without_a_teacher_have_no_kl() -> None:
+    assert teacher_kl([sample_of([-1.0], [1])]) == {}
+
+
+@pytest.mark.parametrize(
+    "answers, told",
+    [
+        (lambda body, number: (400, {"error": {"message": "token 300 is beyond the vocabulary"}}), "refused p/0: .*beyond the vocabulary"),
+        (lambda body, number: (503, {}), r"gave no log-probs of p/0 within 0\.5 s"),
+    ],
+)
+def test_a_teacher_that_gives_none_ends_the_run(answers: Answers, told: str) -> None:
+    with server(answers) as (url, _), pytest.raises(RuntimeFailure, match=told):
+        taught(url, sample_of([-1.0], [1]), timeout_s=0.5)
+
+
+def test_nobody_there_and_a_page_that_is_no_server() -> None:
+    with pytest.raises(UserError, match=r"train\.rl\.teacher\.url: nothing answers at http://127\.0\.0\.1:9"):
+        taught("http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_another_tokenizer_is_refused(same: bool) -> None:
+    def tokens(body: dict[str, Any], number: int) -> tuple[int, dict[str, Any]]:
+        ids = list(body["text"].encode())
+        return 200, {"data": [{"token_ids": ids[1:] if same else [each + 1 for each in ids[1:]]}]}
+
+    async def run(url: str) -> None:
+        async with Teacher(TeacherConfig(url=url), 1.0) as teacher:
+            await teacher.check_tokens(byte_tokenizer(), ["12+34=", "x"])
+
+    with server(tokens) as (url, asked):
+        if same:
+            asyncio.run(run(url))
+            assert [each["text"] for each in asked] == ["12+34="]
+        else:
+            with pytest.raises(UserError, match=r"the teacher has another tokenizer: '12\+34='"):
+                asyncio.run(run(url))

@@ -1,0 +1,61 @@
+"""Advantages of whole updates: one a trajectory, however many samples it became, and what a teacher adds to each of their tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mtpctl.recipe.rl import OverlongConfig, RlConfig, TeacherConfig
+from mtpctl.samples import Sample, logprobs_of
+from mtpctl.trainer.policy_objective import advantages, training_sequence
+from mtpctl.trainer.share import BatchTable
+
+
+def sample(group: str, index: int, reward: float, tokens: int = 4) -> Sample:
+    made = Sample("p", group, [1, 2], index)
+    made.append(list(range(tokens)), [-1.0] * tokens, 0)
+    made.reward, made.old_logprobs = reward, logprobs_of([-1.0] * tokens)
+    return made
+
+
+def gains(samples: list[Sample], **options: object) -> list[float]:
+    return advantages(BatchTable.of(samples, 1), RlConfig.model_validate(options), max_tokens=16, context=64)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "grpo_no_std", "rloo"])
+def test_a_trajectory_of_several_samples_counts_once_in_its_group(kind: str) -> None:
+    whole = [sample("g", 0, 1.0), sample("g", 1, 0.0), sample("g", 2, 0.0)]
+    split = [sample("g", 0, 1.0), sample("g", 0, 1.0), sample("g", 0, 1.0), *whole[1:]]
+    alone, together = gains(whole, advantage=kind), gains(split, advantage=kind)
+    assert together == [alone[0]] * 3 + alone[1:]
+    assert alone[0] > 0 > alone[1]
+
+
+def test_tokens_of_all_samples_of_a_trajectory_weigh_where_the_batch_is_the_baseline() -> None:
+    alone = gains([sample("g", 0, 1.0, 8), sample("g", 1, 0.0, 4)], advantage="reinforce_pp")
+    split = gains([sample("g", 0, 1.0, 3), sample("g", 0, 1.0, 5), sample("g", 1, 0.0, 4)], advantage="reinforce_pp")
+    assert split == [alone[0], *alone]
+
+
+def test_a_trajectory_is_punished_for_its_longest_sample() -> None:
+    overlong = OverlongConfig(enabled=True, buffer=8, penalty=1.0)
+    samples = [sample("g", 0, 1.0, 2), sample("g", 0, 1.0, 12), sample("g", 1, 1.0, 2)]
+    first, second, other = gains(samples, overlong=overlong, advantage="grpo_no_std")
+    assert first == second == pytest.approx(-0.25) and other == pytest.approx(0.25)
+
+
+def test_the_same_index_of_another_group_is_another_trajectory() -> None:
+    assert gains([sample("g", 0, 1.0), sample("h", 0, 0.0), sample("g", 1, 0.0), sample("h", 1, 0.0)], advantage="grpo_no_std") == [
+        0.5,
+        0.0,
+        -0.5,
+        0.0,
+    ]
+
+
+def test_a_teacher_adds_to_each_token_what_it_thinks_more_of_it_than_the_policy_did() -> None:
+    taught = sample("g", 0, 1.0, 2)
+    taught.teacher_logprobs = logprobs_of([-0.5, -3.0])
+    teacher = TeacherConfig(url="http://teacher", coef=2.0)
+    assert np.allclose(training_sequence(taught, 0.5, None, teacher=teacher).columns["advantage"], [0.5 + 2 * 0.5, 0.5 - 2 * 2.0])
+    assert np.allclose(training_sequence(taught, 0.5, None).columns["advantage"], 0.5), "only where the recipe names one"
