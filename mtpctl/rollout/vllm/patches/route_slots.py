@@ -21,6 +21,7 @@ import numpy as np
 from mtpctl.errors import UpstreamMoved
 from mtpctl.rollout.vllm.patches.assign import assign
 from mtpctl.rollout.vllm.patches.logprobs import is_deferred
+from mtpctl.rollout.vllm.patches.version import require_pinned
 from mtpctl.routes import Routes
 
 if TYPE_CHECKING:
@@ -267,7 +268,11 @@ class SlotConnector:
 
 
 def install() -> None:
-    """Put recorder and connector in the places of vLLM's, and leave room for the rows beside the KV cache."""
+    """Put recorder and connector in the places of vLLM's, and leave room for the rows beside the KV cache.
+
+    Raises UpstreamMoved for another release.
+    """
+    require_pinned(__name__)
     from vllm.v1.core.sched import scheduler as scheduling
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
