@@ -1,4 +1,4 @@
-"""`mtpctl rollout`: answer a file of prompts with the recipe's model and engines."""
+"""`mtpctl rollout`: answer a file of prompts with the recipe's model and engines, or serve them to agents."""
 
 from __future__ import annotations
 
@@ -22,9 +22,16 @@ if TYPE_CHECKING:
 
 def rollout(
     recipe: TargetArgument,
-    prompts: Annotated[Path, typer.Option("--prompts", metavar="FILE", help="JSONL or Parquet with `prompt`, and `answer` where known.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="JSONL file to write, or to complete.")],
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", metavar="FILE", help="JSONL or Parquet with `prompt`, and `answer` where known.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="JSONL file to write, or to complete.")] = None,
     n: Annotated[int, typer.Option("--n", metavar="N", help="Responses to each prompt.", min=1)] = 1,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve an OpenAI-compatible endpoint until Ctrl-C; what agents finish there goes to --out.")
+    ] = False,
+    host: Annotated[str, typer.Option("--host", help="Where --serve listens; others than loopback need MTPCTL_GATEWAY_KEY.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of --serve; 0: a free one.")] = 8339,
     sets: Sets = None,
     overlay: Overlays = None,
     start: Start = None,
@@ -33,16 +40,32 @@ def rollout(
     """Generate with the recipe's engines, from the newest weights of its run. Called again, it adds what is missing in the file."""
     from mtpctl.errors import UserError
 
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise UserError(f"--out: {out} {'is a folder' if out.is_dir() else 'lies in a folder that is not there'}; name a file to write")
+    if serve:
+        if prompts is not None:
+            raise UserError("--serve: agents bring their own prompts; leave --prompts out")
+        _serve(recipe, out, host, port, start, overlay or [], sets or [])
+        return
+    if prompts is None or out is None:
+        raise UserError(f"--{'out' if prompts else 'prompts'}: missing; name a file, or take --serve to serve agents")
     if not prompts.is_file():
         raise UserError(f"--prompts: no file {prompts}; give a .jsonl or .parquet file")
-    if out.is_dir() or not out.parent.is_dir():
-        raise UserError(f"--out: {out} {'is a folder' if out.is_dir() else 'lies in a folder that is not there'}; name a file to write")
     from mtpctl.cli.rollout_job import rollout as generate
     from mtpctl.cli.targets import target_with_weights
 
     with target_with_weights(recipe, start, overlay or [], sets or []) as target, _progress() as progress:
         found = generate(target.recipe, prompts, out, n=n, say=say, progress=progress, start=target.start)
     answer(json.dumps(found, indent=2) if as_json else _rendered(found))
+
+
+def _serve(recipe: str, out: Path | None, host: str, port: int, start: str | None, overlays: list[str], sets: list[str]) -> None:
+    from mtpctl.cli.serve_job import serve
+    from mtpctl.cli.targets import target_with_weights
+
+    with target_with_weights(recipe, start, overlays, sets) as target:
+        finished = serve(target.recipe, out, host=host, port=port, say=say, start=target.start)
+    answer(f"{finished} trajectories" + (f" in {out}" if out is not None and finished else ""))
 
 
 def _rendered(found: Summary) -> str:

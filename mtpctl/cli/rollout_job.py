@@ -124,7 +124,7 @@ def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progr
                     f"{prompt.prompt_id}: the prompt has {len(prompt.ids)} tokens and the context holds {source.context}; "
                     "shorten or remove it, or raise rollout.context"
                 )
-        file = stack.enter_context(SampleFile.open(out, _origin(recipe, source), {prompt.prompt_id: prompt.text for prompt in asked}))
+        file = stack.enter_context(SampleFile.open(out, origin_of(recipe, source), {prompt.prompt_id: prompt.text for prompt in asked}))
         missing, made_before = wanted(asked, n, file.done), (file.tally.samples, file.tally.tokens)
         seconds = 0.0
         if missing:
@@ -174,7 +174,8 @@ def source_of(recipe: Recipe, start: str | None, made: Path) -> Source:
     return Source(model_folder, tokenizer, recipe.rollout.context or model_folder.shape.max_positions, checkpoint, version)
 
 
-def _origin(recipe: Recipe, source: Source) -> Origin:
+def origin_of(recipe: Recipe, source: Source) -> Origin:
+    """What samples of this recipe and these weights come from."""
     rollout, data = recipe.rollout, recipe.data
     return Origin(
         recipe.name,
@@ -196,7 +197,7 @@ def _origin(recipe: Recipe, source: Source) -> Origin:
 
 
 def _environment(rollout: RolloutBase) -> list[object]:
-    if rollout.agents_play:
+    if rollout.agents_play:  # None: agents that come over the network
         return [rollout.agent, rollout.max_turns, rollout.agent_args]
     if rollout.environment == "single":
         return []

@@ -16,6 +16,7 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.pass_at_k import mean_pass_at_k
 from mtpctl.rl.rewards.outcome import Reward
 from mtpctl.rollout.protocol import DEADLINE, Generator
+from mtpctl.rollout.requests import request_for
 from mtpctl.samples import GenerationRequest, Sample, response_limit
 
 TakeAnswers = Callable[[Mapping[str, list[tuple[Problem, list[Sample]]]]], None]
@@ -153,18 +154,7 @@ def _request(
 
 def request_of(recipe: Recipe, prepared: Prepared, problem: Problem, *, group_id: str, index: int, seed: int | None) -> GenerationRequest:
     """The request for one response to one problem, with the sampling parameters of the recipe."""
-    rollout = recipe.rollout
     prompt = prepared.prompt_ids(problem, recipe.data)
     sample = Sample(prompt_id=problem.prompt_id, group_id=group_id, prompt_ids=prompt, index=index)
-    return GenerationRequest(
-        sample=sample,
-        max_tokens=response_limit(sample, max_tokens=rollout.max_tokens, context=prepared.context),
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        seed=seed,
-        stop=rollout.stop,
-        stop_token_ids=[prepared.tokenizer.eos_id, *rollout.stop_ids],
-        deadline_s=rollout.deadline_s,
-        problem=problem,
-    )
+    eos_id = prepared.tokenizer.eos_id
+    return request_for(recipe.rollout, sample, context=prepared.context, eos_id=eos_id, seed=seed, problem=problem)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +24,8 @@ from mtpctl.controller.scoring import ATTEMPTS, Scoring
 from mtpctl.controller.seating import seated
 from mtpctl.controller.set_rewards import start_rewards
 from mtpctl.controller.sft import SftStage
+from mtpctl.controller.start_teacher import start_teacher
 from mtpctl.controller.state import RunState, check_stages, resumed_from
-from mtpctl.controller.teacher import Teacher
 from mtpctl.controller.trainers import TrainerGroup, TrainerLost
 from mtpctl.controller.waits import Waits
 from mtpctl.controller.weights import WeightSync
@@ -35,7 +36,7 @@ from mtpctl.plan.placement import Placement, place
 from mtpctl.recipe.cautions import cautions_of
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rollout.agents import playing
+from mtpctl.rollout.agents import gateway_socket, playing
 from mtpctl.rollout.installed import check_engine
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.start import start_pool
@@ -113,6 +114,7 @@ class Run:
     placement: Placement
     seats: Seats
     revival: Revival
+    gateway: socket.socket | None = None
 
     def __init__(
         self,
@@ -136,6 +138,8 @@ class Run:
         self.store.claim()
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self.store.close)
+            if "rl" in self.recipe.train.stages and (bound := gateway_socket(self.recipe.rollout)) is not None:
+                self.gateway = stack.enter_context(contextlib.closing(bound))
             stack.callback(asyncio.create_task(self.waits.run(), name="waits").cancel)
             found = await seated(self.recipe, self.waits, self.state.stopping)
             if found is None:
@@ -235,15 +239,6 @@ class Run:
         stack.push_async_callback(pool.close)
         return pool
 
-    async def _teacher(self, stack: contextlib.AsyncExitStack) -> Teacher | None:
-        """The teacher, which has been asked whether its tokens are the policy's; None without one."""
-        config = self.recipe.train.rl.teacher
-        if config is None:
-            return None
-        teacher = await stack.enter_async_context(Teacher(config, self.recipe.rollout.temperature))
-        await teacher.check_tokens(self.prepared.tokenizer, [each.prompt for each in self.prepared.problems.train[:8]])
-        return teacher
-
     @contextlib.contextmanager
     def _starting(self, what: str, actors: list[str]) -> Iterator[None]:
         """Show that these actors are starting while the block runs, and log how long it took."""
@@ -338,9 +333,10 @@ class Run:
                     name=self.recipe.name,
                     tell=lambda line: self.telemetry.event("agent", line),
                     log=self.directory.logs / "agent.log",
+                    bound=self.gateway,
                 )
             )
-            teacher = await self._teacher(stack)
+            teacher = await start_teacher(self.recipe, self.prepared, stack, self.placement, self.seats, server, self._starting)
             settle_heap()
             stage = RlStage(
                 self.recipe, self.prepared, trainer, generator, sync, rewards, self.telemetry, self.state, scoring, revive, teacher

@@ -25,6 +25,8 @@ from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.fields import Keys
 from mtpctl.recipe.loading import dump_resolved, flatten
 from mtpctl.recipe.model_source import hf_config, path_in_full
+from mtpctl.recipe.parallel import parallel_fits
+from mtpctl.recipe.rl import TeacherConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Ids, Sample, ids_of
 from mtpctl.sync.store import VersionStore, default_root, name_of
@@ -41,7 +43,7 @@ class Prepared:
     """What all stages of a run work on. `context` bounds a prompt with its response, in tokens.
 
     `tools` are the JSON schemas that the environment has for the chat template. `unrewarded` is a warning about problems whose own solution
-    the reward function does not accept; empty without such problems.
+    the reward function does not accept; empty without such problems. `teacher`: the model of a teacher that the run serves.
     """
 
     model: HfFolder
@@ -50,6 +52,7 @@ class Prepared:
     context: int
     unrewarded: str = ""
     tools: Sequence[object] = ()
+    teacher: HfFolder | None = None
     _prompts: dict[Problem, Ids] = field(default_factory=dict, repr=False, compare=False)
     _decoder: Decoder = field(default_factory=Decoder, repr=False, compare=False)
 
@@ -97,7 +100,25 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     fit_problems(tokenizer, imitated, recipe.data, context=context, targets=True, tools=tools)
     for held_out in problems.held_out.values():
         fit_problems(tokenizer, held_out, recipe.data, context=context, tools=tools)
-    return Prepared(model, tokenizer, problems, context, "; ".join(tried.warnings), tools)
+    teacher = None
+    if "rl" in recipe.train.stages and recipe.train.rl.teacher is not None and recipe.train.rl.teacher.served:
+        teacher = _teacher_of(recipe.train.rl.teacher, tokenizer)
+    return Prepared(model, tokenizer, problems, context, "; ".join(tried.warnings), tools, teacher)
+
+
+def _teacher_of(config: TeacherConfig, tokenizer: Tokenizer) -> HfFolder:
+    from mtpctl.convert.hf_folder import HfFolder
+    from mtpctl.convert.model_weights import ModelWeights
+
+    assert config.path is not None
+    field = "train.rl.teacher.path"
+    folder = HfFolder.open(local_folder(config.path, field), field=field)
+    ModelWeights(folder.path, mtp=False)
+    if folder.shape.vocab < (needed := tokenizer.vocab_size):
+        raise UserError(f"{field}: {folder.path} has {folder.shape.vocab} tokens and the policy's tokenizer {needed}; take another teacher")
+    if wrong := next(iter(parallel_fits(config.parallel, folder.shape, "train.rl.teacher.parallel")), None):
+        raise UserError(wrong)
+    return folder
 
 
 def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
@@ -116,9 +137,7 @@ def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
         assert fields is not None, "the hub was asked"
         return create_hf_folder(fields, folder, recipe.seed)
     assert config.path is not None, "the recipe's checks let no model without path and config through"
-    if Path(config.path).is_dir():
-        return HfFolder.open(Path(config.path).absolute())
-    return HfFolder.open(_download(config.path))
+    return HfFolder.open(local_folder(config.path, "model.path"))
 
 
 def check_drawn(recipe: Recipe, run: RunDirectory) -> None:
@@ -185,17 +204,25 @@ def store_in(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:
     return VersionStore(default_root(name_of(folder), size, folder / "versions"))
 
 
-def _download(hub_id: str) -> Path:
+def local_folder(named: str, field: str) -> Path:
+    """A model folder with its whole path: that of the name, or the one that the hub gives. `field`: what the user calls it.
+
+    Raises UserError where there is neither, EnvironmentMissing where the hub does not answer.
+    """
+    return Path(named).absolute() if Path(named).is_dir() else _download(named, field)
+
+
+def _download(hub_id: str, field: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
         return Path(snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
     except RepositoryNotFoundError as error:
-        raise UserError(f"model.path: {hub_id} is neither a folder here nor a model of the hub") from error
+        raise UserError(f"{field}: {hub_id} is neither a folder here nor a model of the hub") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise EnvironmentMissing(
-            f"model.path: the hub did not give {hub_id}, and it is not in the cache; download it, or name a folder"
+            f"{field}: the hub did not give {hub_id}, and it is not in the cache; download it, or name a folder"
         ) from error
 
 

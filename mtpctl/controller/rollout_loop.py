@@ -37,8 +37,8 @@ from mtpctl.telemetry.session import Telemetry
 Score = Callable[[Sample], Awaitable[Sample]]
 """Fills in the sample's old log-probs while others are generated: the call of the log-prob server. The trainer computes missing ones."""
 
-Teach = Callable[[Sample], Awaitable[None]]
-"""Fills in a teacher's log-probs of the sample."""
+Teach = Callable[[Sample, Problem], Awaitable[None]]
+"""Fills in a teacher's log-probs of a sample of this problem."""
 
 BATCHES_WITHOUT_SIGNAL = 20
 """After as many batches' worth of groups in a row without signal, dynamic sampling gives up."""
@@ -201,7 +201,7 @@ class RolloutLoop:
             self._check_acceptance(part)
             # The last answer of an environment may reach beyond the context. The model has not read it, and cannot be trained on it.
             part.cut(self.prepared.context - len(part.prompt_ids))
-        sample, outcome, _ = await asyncio.gather(self._scored(sample), self._rewarded(sample, problem), self._taught(sample))
+        sample, outcome, _ = await asyncio.gather(self._scored(sample), self._rewarded(sample, problem), self._taught(sample, problem))
         for part in sample.parts:
             part.reward, part.reward_parts = outcome.reward, outcome.parts
         group = self.buffer.add(sample)
@@ -216,9 +216,9 @@ class RolloutLoop:
         self.last_progress = time.monotonic()
         return sample
 
-    async def _taught(self, sample: Sample) -> None:
+    async def _taught(self, sample: Sample, problem: Problem) -> None:
         if self.teach is not None:
-            await asyncio.gather(*(self.teach(part) for part in sample.parts if part.response_ids))
+            await asyncio.gather(*(self.teach(part, problem) for part in sample.parts if part.response_ids))
             self.last_progress = time.monotonic()
 
     async def _rewarded(self, sample: Sample, problem: Problem) -> Outcome:

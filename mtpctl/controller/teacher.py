@@ -1,109 +1,198 @@
-"""A teacher's log-probs of the policy's own tokens, from a log-prob server at a URL (`train.rl.teacher`)."""
+"""A teacher's log-probs of the policy's own tokens (`train.rl.teacher`), from a log-prob server in the run or at a URL."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from mtpctl.data.problems import Problem
+from mtpctl.data.prompts import encode_prompt
 from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.logprob.protocol import Late, ScoreRequest
+from mtpctl.logprob.server import LogprobServer
+from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.rl import TeacherConfig
-from mtpctl.samples import Sample, logprobs_of
+from mtpctl.samples import Ids, Logprobs, Sample, ids_of, logprobs_of
 
 if TYPE_CHECKING:
     import httpx
 
 KEY = "MTPCTL_TEACHER_KEY"
 """The environment variable with the key of the teacher's server, where it asks for one."""
+FIELD = "train.rl.teacher"
 _AT_ONCE = 32
 _BUSY = (408, 429, 502, 503, 504)
 
 
-class Teacher:
-    """Asks the teacher of each sample. `async with` it; entering it asks for the first time."""
+class Source(Protocol):
+    """Where a teacher's log-probs come from. `name` is what errors call it."""
 
-    def __init__(self, config: TeacherConfig, temperature: float) -> None:
-        """`temperature`: that of rollout, at which both distributions are compared."""
-        self._config, self._temperature = config, temperature
-        self._url = config.url.rstrip("/").removesuffix("/v1")
+    name: str
 
-    async def __aenter__(self) -> Teacher:
+    async def tokens_of(self, text: str) -> list[int] | None:
+        """The teacher's tokens of a text, without the first ones where it has more; None where it has no tokenizer."""
+
+    async def logprobs(self, sample: Sample, prompt: Ids, temperature: float, timeout_s: float) -> Logprobs:
+        """Log-probs of the sample's response behind `prompt`, 0 where the sample masks it. Raises TimeoutError, RuntimeFailure."""
+
+
+class ServedInRun:
+    """A log-prob server of the run: a teacher's own, or the policy's. `tokenizer`: the model's, None where its folder has none."""
+
+    def __init__(self, server: LogprobServer, name: str, tokenizer: Tokenizer | None) -> None:
+        self.server, self.name, self._tokenizer = server, name, tokenizer
+
+    async def tokens_of(self, text: str) -> list[int] | None:
+        return None if self._tokenizer is None else self._tokenizer.encode(text, special=True)
+
+    async def logprobs(self, sample: Sample, prompt: Ids, temperature: float, timeout_s: float) -> Logprobs:
+        request = ScoreRequest(
+            prompt + sample.response_ids,
+            len(prompt),
+            mask=sample.loss_mask.tolist(),
+            temperature=temperature,
+            caller="teacher",
+            deadline_s=timeout_s,
+            name=sample.name,
+        )
+        try:
+            return (await self.server.score(request)).logprobs
+        except Late as late:
+            raise TimeoutError from late
+
+
+class ServedAtUrl:
+    """A log-prob server at a URL. `async with` it; entering it asks for the first time."""
+
+    def __init__(self, url: str) -> None:
+        self.name = url.rstrip("/").removesuffix("/v1")
+
+    async def __aenter__(self) -> ServedAtUrl:
         """Raises UserError where there is no log-prob server at the URL, or it refuses the key."""
         import httpx
 
         key = os.environ.get(KEY)
         self._client = httpx.AsyncClient(
-            headers={"authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(self._config.timeout_s),
-            limits=httpx.Limits(max_connections=_AT_ONCE),
+            headers={"authorization": f"Bearer {key}"} if key else {}, timeout=None, limits=httpx.Limits(max_connections=_AT_ONCE)
         )
         try:
-            answer = await self._client.get(f"{self._url}/version")
-        except httpx.HTTPError as error:
+            async with asyncio.timeout(30):
+                answer = await self._client.get(f"{self.name}/version")
+        except (httpx.HTTPError, TimeoutError) as error:
             await self._client.aclose()
-            raise UserError(f"train.rl.teacher.url: nothing answers at {self._url} ({_line(error)}); start mtpctl logprob-serve") from error
+            raise UserError(f"{FIELD}.url: nothing answers at {self.name} ({_line(error)}); start mtpctl logprob-serve") from error
         if answer.status_code != 200 or "version" not in answer.text:
             await self._client.aclose()
             why = f"asks for a key: set {KEY}" if answer.status_code == 401 else f"is no log-prob server (status {answer.status_code})"
-            raise UserError(f"train.rl.teacher.url: {self._url} {why}")
+            raise UserError(f"{FIELD}.url: {self.name} {why}")
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._client.aclose()
 
-    async def check_tokens(self, tokenizer: Tokenizer, texts: Sequence[str]) -> None:
-        """Raise UserError where the teacher makes other tokens of these texts: its log-probs would be of other words."""
-        for text in texts:
-            ids = tokenizer.encode(text, special=True)
-            if len(ids) < 2:
-                continue
-            answer = await self._client.post(f"{self._url}/v1/logprobs", json={"text": text})
-            if answer.status_code == 400 and "tokenizer" in answer.text:
-                return  # It has none, and takes ids as they are.
-            theirs = _data(answer)["token_ids"] if answer.status_code == 200 else None
-            if theirs is None or theirs != ids[len(ids) - len(theirs) :]:
-                raise UserError(
-                    f"train.rl.teacher.url: the teacher has another tokenizer: {text[:40]!r} is {ids[:8]} here and {theirs and theirs[:8]} "
-                    "there; take a teacher of the same vocabulary"
-                )
-
-    async def __call__(self, sample: Sample) -> None:
-        """Fill in the teacher's log-probs of the sample's response. Raises RuntimeFailure where it gives none in time."""
-        body = {
-            "token_ids": sample.token_ids.tolist(),
-            "prompt_length": len(sample.prompt_ids),
-            "mask": sample.loss_mask.tolist(),
-            "temperature": self._temperature,
-            "timeout_s": min(self._config.timeout_s, 600.0),
-        }
-        try:
-            async with asyncio.timeout(self._config.timeout_s):
-                answer = await self._asked(body)
-        except TimeoutError as error:
-            raise RuntimeFailure(
-                f"train.rl.teacher.url: {self._url} gave no log-probs of {sample.name} within {self._config.timeout_s:g} s; "
-                "give it more replicas, or raise train.rl.teacher.timeout_s"
-            ) from error
+    async def tokens_of(self, text: str) -> list[int] | None:
+        answer = await self._client.post(f"{self.name}/v1/logprobs", json={"text": text})
+        if answer.status_code == 400 and "tokenizer" in answer.text:
+            return None
         if answer.status_code != 200:
-            raise RuntimeFailure(f"train.rl.teacher.url: {self._url} refused {sample.name}: {answer.text[:300]}")
-        sample.teacher_logprobs = logprobs_of(0.0 if value is None else value for value in _data(answer)["logprobs"])
+            raise UserError(f"{FIELD}.url: {self.name} refused {text[:40]!r}: {answer.text[:300]}")
+        found: list[int] = _data(answer)["token_ids"]
+        return found
 
-    async def _asked(self, body: dict[str, object]) -> httpx.Response:
+    async def logprobs(self, sample: Sample, prompt: Ids, temperature: float, timeout_s: float) -> Logprobs:
+        body = {
+            "token_ids": (prompt + sample.response_ids).tolist(),
+            "prompt_length": len(prompt),
+            "mask": sample.loss_mask.tolist(),
+            "temperature": temperature,
+            "timeout_s": min(timeout_s, 600.0),
+        }
+        async with asyncio.timeout(timeout_s):
+            answer = await self._asked(body)
+        if answer.status_code != 200:
+            raise RuntimeFailure(f"{FIELD}: {self.name} refused {sample.name}: {answer.text[:300]}")
+        return logprobs_of(0.0 if value is None else value for value in _data(answer)["logprobs"])
+
+    async def _asked(self, body: Mapping[str, object]) -> httpx.Response:
         import httpx
 
         wait = 0.1
         while True:
             try:
-                answer = await self._client.post(f"{self._url}/v1/logprobs", json=body)
+                answer = await self._client.post(f"{self.name}/v1/logprobs", json=body)
                 if answer.status_code not in _BUSY:
                     return answer
             except httpx.TransportError:
                 pass  # It may be starting again; the caller bounds the time.
             await asyncio.sleep(wait)
             wait = min(2 * wait, 2.0)
+
+
+class Hint:
+    """What a teacher reads in place of a problem's prompt. Call it with the problem: it gives the ids."""
+
+    def __init__(self, text: str, tokenizer: Tokenizer, data: DataConfig, tools: Sequence[object]) -> None:
+        self._text, self._tokenizer, self._data, self._tools = text, tokenizer, data, tools
+
+    def __call__(self, problem: Problem) -> Ids:
+        """Raises UserError where the hint names a column that the row has not."""
+        messages = [dict(message) for message in problem.messages]
+        asked = next((message for message in reversed(messages) if message.get("role") == "user"), None)
+        prompt = str(asked.get("content", "")) if asked is not None else problem.prompt
+        filled = self._filled(problem, prompt)
+        if asked is not None:
+            asked["content"] = filled
+        hinted = replace(problem, prompt=filled, messages=tuple(messages))
+        return ids_of(encode_prompt(self._tokenizer, hinted, self._data, self._tools))
+
+    def _filled(self, problem: Problem, prompt: str) -> str:
+        fields = {**problem.fields, "prompt": prompt, "answer": problem.answer, "solution": problem.solution or problem.answer}
+        try:
+            return string.Formatter().vformat(self._text, (), fields)
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"{FIELD}.hint: {self._text!r} cannot be filled in for {problem.prompt_id} ({error}); there are {', '.join(sorted(fields))}"
+            ) from error
+
+
+class Teacher:
+    """Fills in a teacher's log-probs of samples. `temperature`: that of rollout, at which both distributions are compared."""
+
+    def __init__(self, config: TeacherConfig, source: Source, temperature: float, hint: Hint | None = None) -> None:
+        self._config, self._source, self._temperature, self._hint = config, source, temperature, hint
+
+    async def check(self, tokenizer: Tokenizer, problems: Sequence[Problem]) -> None:
+        """Raise UserError where the teacher makes other tokens of these prompts, or the hint does not fit them."""
+        for problem in problems:
+            if self._hint is not None:
+                self._hint(problem)
+            ids = tokenizer.encode(problem.prompt, special=True)
+            if len(ids) < 2:
+                continue
+            theirs = await self._source.tokens_of(problem.prompt)
+            if theirs is not None and (not theirs or theirs != ids[len(ids) - len(theirs) :]):
+                raise UserError(
+                    f"{FIELD}: {self._source.name} has another tokenizer: {problem.prompt[:40]!r} is {ids[:8]} here and {theirs[:8]} "
+                    "there; take a teacher of the same vocabulary"
+                )
+
+    async def __call__(self, sample: Sample, problem: Problem) -> None:
+        """Fill in the teacher's log-probs of the sample's response. Raises RuntimeFailure where it gives none in time."""
+        prompt = sample.prompt_ids if self._hint is None else self._hint(problem)
+        timeout_s = self._config.timeout_s
+        try:
+            sample.teacher_logprobs = logprobs_of(await self._source.logprobs(sample, prompt, self._temperature, timeout_s))
+        except TimeoutError as error:
+            raise RuntimeFailure(
+                f"{FIELD}: {self._source.name} gave no log-probs of {sample.name} within {timeout_s:g} s; "
+                f"give it more replicas, or raise {FIELD}.timeout_s"
+            ) from error
 
 
 def _data(answer: httpx.Response) -> dict[str, Any]:

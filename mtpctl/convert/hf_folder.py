@@ -36,12 +36,15 @@ class HfFolder:
     shape: ModelShape
 
     @classmethod
-    def open(cls, path: str | Path, *, weights: bool = True) -> HfFolder:
-        """Read the config and the names of the weights; with `weights=False` the config alone, as it is."""
+    def open(cls, path: str | Path, *, weights: bool = True, field: str = "model.path") -> HfFolder:
+        """Read the config and the names of the weights; with `weights=False` the config alone, as it is.
+
+        `field`: what the user calls the path. Raises UserError for a folder that holds no model.
+        """
         folder = Path(path)
         file = folder / "config.json"
         if not file.is_file():
-            raise UserError(f"model.path: {folder} holds no config.json; name a Hugging Face model folder")
+            raise UserError(f"{field}: {folder} holds no config.json; name a Hugging Face model folder")
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:

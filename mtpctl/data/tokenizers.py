@@ -141,6 +141,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return HfTokenizer(inner, str(path))
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a model's folder has a tokenizer."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
+
+
 def load_byte_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer that `make_byte_tokenizer` wrote. It is loaded by its own class: looking for one by the model's takes seconds."""
     from transformers import PreTrainedTokenizerFast

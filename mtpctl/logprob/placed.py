@@ -14,6 +14,9 @@ from mtpctl.logprob.server import LogprobServer
 from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.protocol import Published
 
+NAMES = {"logprob": "log-prob", "teacher": "teacher"}
+"""What replicas are called, by role."""
+
 
 async def start_server(
     recipe: Recipe,
@@ -26,11 +29,12 @@ async def start_server(
     published: Published | None = None,
     checkpoint: Path | None = None,
     version: int = 0,
+    role: Literal["logprob", "teacher"] = "logprob",
 ) -> LogprobServer:
     """Start the replicas of `recipe.logprob` with the weights of the folder `model`, or of a checkpoint of it; `version` is theirs.
 
-    `cpus` and `gpus` are those of one rank. `seats`: where the ranks sit; without them Ray chooses. `published`: where restarted replicas
-    find newer weights.
+    `cpus` and `gpus` are those of one rank. `seats`: where the ranks sit, by the names of `role`; without them Ray chooses.
+    `published`: where restarted replicas find newer weights.
     """
     options = recipe.logprob
     config = ReplicaConfig(
@@ -51,12 +55,12 @@ async def start_server(
 
     async def start(index: int) -> Replica:
         # A restart needs the deadline too: after the loss of a host the cluster may have no room for it.
-        name = f"log-prob replica {index}"
+        name = f"{NAMES[role]} replica {index}"
         return await within(begin(index, name), recipe.cluster.actor_deadline_s, f"{name}, start")
 
     async def begin(index: int, name: str) -> Replica:
         anywhere: Options = {"num_cpus": cpus, "num_gpus": gpus}
-        ranks = [f"logprob-{index}" + (f".{rank}" if rank else "") for rank in range(options.parallel.world_size)]
+        ranks = [f"{role}-{index}" + (f".{rank}" if rank else "") for rank in range(options.parallel.world_size)]
         taken = None if seats is None else await seats.take(*ranks)
         replica = await start_replica(config, name=name, options=[seat.options() for seat in taken] if taken else [anywhere] * len(ranks))
         if seats is not None:

@@ -1,4 +1,4 @@
-"""Place trainer ranks, rollout engines and log-prob ranks on hosts with CPUs and GPUs.
+"""Place trainer ranks, rollout engines, log-prob ranks and a teacher's on hosts with CPUs and GPUs.
 
 Ranks are placed in order, each group on the first host that has room. Trainer ranks fill hosts from the front, each tensor-parallel group
 on one host where one can hold it; an engine never spans hosts, nor a share of a card two cards.
@@ -16,7 +16,7 @@ from mtpctl.cluster.room import Host, Room, Taken, rooms, take
 from mtpctl.errors import ClusterResources, UserError
 from mtpctl.recipe.schema import Recipe
 
-Role = Literal["trainer", "rollout", "logprob"]
+Role = Literal["trainer", "rollout", "logprob", "teacher"]
 Device = Literal["cpu", "cuda"]
 
 
@@ -157,23 +157,26 @@ def _groups(recipe: Recipe, device: Device) -> list[Group]:
             # On CPUs, scoring comes in bursts while the others wait, and claims no core of its own.
             claim = (1, server.gpus) if cuda else (0, 0.0)
             groups += [("logprob", i, server.parallel.world_size, *claim) for i in range(server.replicas)]
-    per_node = recipe.cluster.gpus_per_node
+        if (teacher := train.rl.teacher) is not None and teacher.served:
+            claim = (1, teacher.gpus) if cuda else (0, 0.0)
+            groups += [("teacher", i, teacher.parallel.world_size, *claim) for i in range(teacher.replicas)]
+    per_node, fields = recipe.cluster.gpus_per_node, {"trainer": "train", "teacher": "train.rl.teacher"}
     for role, _, ranks, _, gpus in groups:
+        field = fields.get(role, role)
         if role == "rollout" and ranks > 1 and 0 < gpus < 1:
             raise UserError(
                 f"rollout.gpus: {gpus:g} of a card for each of rollout.tp: {ranks} ranks; they take whole cards, so set it to 1"
             )
         if role != "rollout" and ranks > 1 and 0 < gpus <= 0.5:
-            field = "train" if role == "trainer" else "logprob"
             raise UserError(
                 f"{field}.gpus: {gpus:g} puts two of {field}.parallel's {ranks} ranks on one card, where NCCL does not join them; "
                 "take more than 0.5, or one rank"
             )
         if gpus > 1 and gpus % 1:
-            raise UserError(f"logprob.gpus: {gpus:g} cards cannot be handed to one rank; take a whole number, or less than 1")
+            raise UserError(f"{field}.gpus: {gpus:g} cards cannot be handed to one rank; take a whole number, or less than 1")
         if role != "trainer" and ranks * gpus > per_node:
-            field = "rollout.tp" if role == "rollout" else "logprob.parallel"
-            raise UserError(f"{field}: {ranks} ranks do not fit a host of cluster.gpus_per_node: {per_node}; lower it")
+            split = f"{field}.{'tp' if role == 'rollout' else 'parallel'}"
+            raise UserError(f"{split}: {ranks} ranks do not fit a host of cluster.gpus_per_node: {per_node}; lower it")
     return groups
 
 

@@ -20,7 +20,7 @@ from mtpctl.recipe.model import BYTE_VOCAB_SIZE
 from mtpctl.recipe.model_source import hf_config, model_fits, model_folder, tensor_names
 from mtpctl.recipe.parallel import parallel_fits
 from mtpctl.recipe.reward import FROM_ENVIRONMENT, VERIFIERS, reward_fits
-from mtpctl.recipe.rl import clips_fit, correction_fits, loss_fits, teacher_fits
+from mtpctl.recipe.rl import POLICY, clips_fit, correction_fits, loss_fits, teacher_fits
 from mtpctl.recipe.rollout import (
     VLLM_ADAPTER_RANKS,
     SglangConfig,
@@ -80,6 +80,7 @@ def _sections(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     yield from correction_fits(train.rl.correction)
     yield from clips_fit(train.rl)
     yield from teacher_fits(train.rl)
+    yield from _teacher(recipe)
     if "rl" in train.stages:
         yield from loss_fits(train.rl)
     yield from speculation_fits(rollout)
@@ -102,6 +103,17 @@ def _sections(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     yield from moe_fits(train, shape)
     if train.lora is not None:
         yield from lora_fits(train.lora, shape)
+
+
+def _teacher(recipe: Recipe) -> Complaints:
+    """A teacher that the rest of the recipe has no place for."""
+    teacher = recipe.train.rl.teacher
+    if teacher is None:
+        return
+    if teacher.path == POLICY and not recipe.logprob.standalone:
+        yield "train.rl.teacher.path: policy needs the run's log-prob server; set logprob.standalone: true"
+    if teacher.hint is not None and recipe.rollout.agents_play:
+        yield "train.rl.teacher.hint: prompts are what the agent makes of a problem, and no hint gets into them; leave it out"
 
 
 def _secrets(recipe: Recipe) -> Complaints:

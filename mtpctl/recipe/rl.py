@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from mtpctl.recipe.optimizer import OptimizerConfig
+from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.presets import PRESETS, laid_over
 from mtpctl.recipe.section import (
     Complaints,
@@ -56,13 +57,40 @@ class CorrectionConfig(Section):
     high: PositiveFloat = Field(2.0, description="Upper bound of the ratio.")
 
 
+POLICY = "policy"
+"""`train.rl.teacher.path` of a teacher that is the policy itself."""
+
+
 class TeacherConfig(Section):
     """On-policy distillation: the policy samples, and learns what a teacher thinks of each of its tokens."""
 
-    url: str = Field("", description="Address of the teacher's log-prob server (mtpctl logprob-serve).")
-    coef: PositiveFloat = Field(1.0, description="Weight of the teacher's log-prob less the policy's in a token's advantage.")
+    path: str | None = Field(
+        None,
+        description="Model folder or hub id of a teacher that the run serves itself; or policy: the policy itself, as the run's log-prob "
+        "server has it, whose prompts get the hint.",
+    )
+    url: str | None = Field(None, description="Address of the log-prob server that serves the teacher (mtpctl logprob-serve).")
+    kl: Literal["reverse", "forward"] = Field(
+        "reverse",
+        description="reverse: the KL from the policy to the teacher, which takes up the teacher's likeliest answers; forward: from the "
+        "teacher to the policy, which covers all of them.",
+    )
+    coef: PositiveFloat = Field(1.0, description="Weight of the teacher's part in a token's advantage.")
     rewards: bool = Field(True, description="Rewards count as well; false: the teacher alone.")
+    hint: str | None = Field(
+        None,
+        description="What the teacher reads in place of the prompt, such as '{prompt} (the answer is {answer})': the prompt, the answer "
+        "and the row's other columns are filled in.",
+    )
+    replicas: PositiveInt = Field(1, description="Servers of a teacher at path.")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    gpus: PositiveFloat = Field(1.0, description="GPUs of each rank of it; a fraction shares the card.")
     timeout_s: PositiveFloat = Field(300.0, description="Seconds that one answer of it may take, a full queue there included.")
+
+    @property
+    def served(self) -> bool:
+        """Whether the run starts servers for it."""
+        return self.path is not None and self.path != POLICY
 
 
 class RlConfig(Section):
@@ -146,11 +174,16 @@ def clips_fit(rl: RlConfig) -> Complaints:
 
 
 def teacher_fits(rl: RlConfig) -> Complaints:
-    """Refuse a teacher that is no web address, and losses that give all tokens of a response one advantage."""
-    if rl.teacher is None:
+    """Refuse a teacher that is nowhere or in two places, and losses that give all tokens of a response one advantage."""
+    teacher = rl.teacher
+    if teacher is None:
         return
-    if not rl.teacher.url.startswith(("http://", "https://")):
-        yield f"train.rl.teacher.url: must begin with http:// or https://, got {rl.teacher.url}"
+    if (teacher.path is None) == (teacher.url is None):
+        yield "train.rl.teacher: give one of path and url"
+    if teacher.url is not None and not teacher.url.startswith(("http://", "https://")):
+        yield f"train.rl.teacher.url: must begin with http:// or https://, got {teacher.url}"
+    if teacher.path == POLICY and teacher.hint is None:
+        yield "train.rl.teacher.hint: a policy that reads the same prompt teaches itself nothing; give it a hint"
     if rl.loss == "gspo":
         yield "train.rl.loss: gspo weighs a response as a whole, and a teacher each of its tokens; set ppo, or leave the teacher out"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -22,7 +23,7 @@ from mtpctl.rl.rewards.function import AGENT
 from mtpctl.rl.rewards.outcome import Outcome
 from mtpctl.rl.rewards.pool import Pool
 from mtpctl.rollout.gateway.answers import AnswerReader
-from mtpctl.rollout.gateway.server import Gateway, Handed
+from mtpctl.rollout.gateway.server import Anyone, Gateway, Handed
 from mtpctl.rollout.gateway.trajectory import Model, Trajectory
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, ENVIRONMENT_ERROR, Generator, Health, SpecStats, SpeculationState
@@ -191,6 +192,18 @@ def _sample_of(request: GenerationRequest, trajectory: Trajectory, samples: list
     return last
 
 
+def gateway_socket(rollout: RolloutBase) -> socket.socket | None:
+    """The socket that the gateway listens on, which is bound before anything slow is started; None for a recipe without agents.
+
+    Raises UserError for an address that is taken, and for one that is open to others without a key.
+    """
+    if not rollout.agents_play:
+        return None
+    if rollout.gateway_host not in LOOPBACK and not os.environ.get(KEY):
+        raise UserError(f"rollout.gateway_host: {rollout.gateway_host} is open to others; set {KEY} to a key, or take 127.0.0.1")
+    return listen(rollout.gateway_host, rollout.gateway_port, fields=("rollout.gateway_host", "rollout.gateway_port"))
+
+
 @contextlib.asynccontextmanager
 async def playing(
     rollout: RolloutBase,
@@ -201,22 +214,20 @@ async def playing(
     name: str,
     tell: Callable[[str], None],
     log: Path | None = None,
+    anyone: Anyone | None = None,
+    bound: socket.socket | None = None,
 ) -> AsyncIterator[Generator]:
     """What generates for the recipe: the engines themselves, or where it has agents, these before the gateway to them.
 
-    `name`: what the model is called; `log`: a file for what agents print. Raises UserError for an agent that cannot be loaded, an address
-    that is taken, a tokenizer without a chat template, and a port open to others without a key.
+    `name`: what the model is called; `log`: a file for what agents print; `anyone`: as `Gateway.anyone`; `bound`: what `gateway_socket`
+    gave earlier. Raises UserError for an agent that cannot be loaded, a tokenizer without a chat template, and as `gateway_socket` does.
     """
-    if not rollout.agents_play:
+    if (bound := bound or gateway_socket(rollout)) is None:
         yield engines
         return
-    key = os.environ.get(KEY)
-    if rollout.gateway_host not in LOOPBACK and not key:
-        raise UserError(f"rollout.gateway_host: {rollout.gateway_host} is open to others; set {KEY} to a key, or take 127.0.0.1")
     model = Model(engines.sample, tokenizer, AnswerReader(tokenizer, _calls(rollout, tokenizer)), context)
     async with contextlib.AsyncExitStack() as stack:
-        bound = listen(rollout.gateway_host, rollout.gateway_port, fields=("rollout.gateway_host", "rollout.gateway_port"))
-        gateway = await stack.enter_async_context(Gateway(model, tokenizer, name, rollout.max_turns, bound, key=key))
+        gateway = await stack.enter_async_context(Gateway(model, tokenizer, name, rollout.max_turns, bound, key=os.environ.get(KEY)))
         player: Player
         if rollout.agent is not None:
             pool = Pool(rollout.agent, rollout.agent_args, workers=rollout.agents, timeout_s=rollout.deadline_s, log=log, role=AGENT)
@@ -225,8 +236,11 @@ async def playing(
             player = OwnAgent(pool)
         else:
             player = outside = OutsideAgents(rollout.deadline_s)
-            gateway.next_problem = outside.next
-            tell(f"agents get problems at {gateway.address}/v1/trajectories")
+            gateway.next_problem, gateway.anyone = outside.next, anyone
+            if anyone is None:
+                tell(f"agents get problems at {gateway.address}/v1/trajectories")
+            else:
+                tell(f"serving {name}: {gateway.address}/v1 for single requests, POST {gateway.address}/v1/trajectories for a trajectory")
         yield AgentGenerator(engines, gateway, player, rollout.agents, tell)
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.rollout.environments import Failures
 from mtpctl.rollout.protocol import Generator
+from mtpctl.rollout.requests import request_for
 from mtpctl.rollout.sample_file import SampleFile, Tally
-from mtpctl.samples import GenerationRequest, Sample, ids_of, response_limit
+from mtpctl.samples import GenerationRequest, Sample, ids_of
 
 Reward = Callable[[str, Sample], Awaitable[float | None]]
 """Rewards one response, given as text and with its sample; None where the reward function failed on it."""
@@ -66,18 +67,8 @@ async def answer_all(
     async def requests() -> AsyncIterator[GenerationRequest]:
         for prompt, index in missing:
             sample = Sample(prompt.prompt_id, prompt.prompt_id, ids_of(prompt.ids), index=index)
-            yield GenerationRequest(
-                sample=sample,
-                max_tokens=response_limit(sample, max_tokens=rollout.max_tokens, context=context),
-                temperature=rollout.temperature,
-                top_p=rollout.top_p,
-                top_k=rollout.top_k,
-                seed=None if seed is None else (seed * 1_000_003 + prompt.number) * 65_537 + index,
-                stop=rollout.stop,
-                stop_token_ids=[eos_id, *rollout.stop_ids],
-                deadline_s=rollout.deadline_s,
-                problem=prompt.problem,
-            )
+            own = None if seed is None else (seed * 1_000_003 + prompt.number) * 65_537 + index
+            yield request_for(rollout, sample, context=context, eos_id=eos_id, seed=own, problem=prompt.problem)
 
     async def keep(sample: Sample) -> None:
         prompt, text = prompts[sample.prompt_id], decode(sample.response_ids)

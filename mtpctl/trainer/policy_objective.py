@@ -11,6 +11,7 @@ from torch import Tensor
 from mtpctl.kernels.policy import TokenLoss
 from mtpctl.recipe.rl import RlConfig, TeacherConfig
 from mtpctl.rl.advantages import group_advantages
+from mtpctl.rl.distillation import teacher_gain
 from mtpctl.rl.losses import LossInputs, loss_denominator, loss_metrics, policy_loss, token_terms
 from mtpctl.rl.overlong import overlong_penalty
 from mtpctl.rl.own_loss import loss_of
@@ -110,9 +111,8 @@ def training_sequence(
 ) -> Sequence:
     """A scored sample as the engine trains on it; with `replay` under its routes.
 
-    `weights`: the version that does, where the loss is to compare policies; -1: none's. `teacher`: adds to each token's advantage `coef`
-    times the teacher's log-prob less that of the policy that sampled it, of which the expectation is the negative gradient of the KL from
-    the policy to the teacher (on-policy distillation; MiniLLM, arXiv 2306.08543, and GKD, arXiv 2306.13649, at a lambda of 1).
+    `weights`: the version that does, where the loss is to compare policies; -1: none's. `teacher`: adds `coef` times `teacher_gain` to each
+    token's advantage.
     """
     assert sample.old_logprobs is not None, f"{sample.prompt_id} was not scored"
     tokens, spans = len(sample.response_ids), sample.version_spans
@@ -122,7 +122,9 @@ def training_sequence(
         "advantage": np.full(tokens, advantage, np.float32),
     }
     if teacher is not None and sample.teacher_logprobs is not None:
-        columns["advantage"] += teacher.coef * (np.asarray(sample.teacher_logprobs, np.float32) - columns["behaviour"])
+        columns["advantage"] += teacher.coef * teacher_gain(
+            teacher.kl, np.asarray(sample.teacher_logprobs, np.float32), columns["behaviour"]
+        )
     if reference is not None:
         columns["reference"] = np.asarray(reference, np.float32)
     if weights is not None:

@@ -90,9 +90,25 @@ def test_both_files_must_be_named(rollout: Any, missing: str) -> None:
     [
         (["--prompts", "nowhere.jsonl", "--out", "o"], "error: --prompts: no file nowhere.jsonl; give a .jsonl or .parquet file"),
         (["--prompts", "p.jsonl", "--out", "."], "error: --out: . is a folder; name a file to write"),
+        (["--prompts", "p.jsonl", "--serve"], "error: --serve: agents bring their own prompts; leave --prompts out"),
+        (["--serve", "--out", "."], "error: --out: . is a folder; name a file to write"),
         (["--prompts", "p.jsonl", "--out", "no/where"], "error: --out: no/where lies in a folder that is not there; name a file to write"),
     ],
 )
 def test_files_that_cannot_serve_are_told_before_anything_is_imported(rollout: Any, arguments: list[str], told: str) -> None:
     code, _, err, handed = rollout(found(), "tiny_mtp", *arguments)
     assert (code, err.strip(), handed) == (2, told, [])
+
+
+def test_serving_takes_an_address_and_maybe_a_file(rollout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def serve(recipe: Any, out: Path | None, **options: Any) -> int:
+        asked.append((recipe.seed, out, options["host"], options["port"], options["start"]))
+        return 3
+
+    monkeypatch.setattr("mtpctl.cli.serve_job.serve", serve)
+    code, out, _, _ = rollout(found(), "tiny_mtp", "--serve", "--port", "0", "--set", "seed=7", "--out", "o")
+    assert (code, out.strip(), asked) == (0, "3 trajectories in o", [(7, Path("o"), "127.0.0.1", 0, None)])
+    code, out, _, _ = rollout(found(), "tiny_mtp", "--serve")
+    assert (code, out.strip(), asked[1]) == (0, "3 trajectories", (0, None, "127.0.0.1", 8339, None))

@@ -1,4 +1,4 @@
-"""A teacher at a URL: its log-probs reach the samples, busy servers are asked again, and what cannot be is one line."""
+"""A teacher: its log-probs reach the samples, with a hint or without, busy servers are asked again, and what cannot be is one line."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from mtpctl.controller.metrics import teacher_kl
-from mtpctl.controller.teacher import Teacher
+from mtpctl.controller.teacher import Hint, ServedAtUrl, ServedInRun, Teacher
+from mtpctl.data.problems import Problem
 from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.logprob.protocol import Late, Scored, ScoreRequest
+from mtpctl.logprob.server import LogprobServer
+from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.rl import TeacherConfig
-from mtpctl.samples import Sample
+from mtpctl.samples import Sample, logprobs_of
 from mtpctl.trainer.policy_objective import training_sequence
 from tests.rollout.gateway.scripted import byte_tokenizer
 
@@ -72,10 +76,14 @@ def scored(body: dict[str, Any], number: int) -> tuple[int, dict[str, Any]]:
     return 200, {"data": [{"logprobs": [-0.5 if each else None for each in kept]}]}
 
 
+PROBLEM = Problem("p", "12+34=", "46", fields={"level": 3})
+
+
 def taught(url: str, *samples: Sample, **options: Any) -> None:
     async def run() -> None:
-        async with Teacher(TeacherConfig(url=url, **options), 0.7) as teacher:
-            await asyncio.gather(*(teacher(sample) for sample in samples))
+        async with ServedAtUrl(url) as source:
+            teacher = Teacher(TeacherConfig(url=url, **options), source, 0.7)
+            await asyncio.gather(*(teacher(sample, PROBLEM) for sample in samples))
 
     asyncio.run(run())
 
@@ -122,13 +130,64 @@ def test_another_tokenizer_is_refused(same: bool) -> None:
         return 200, {"data": [{"token_ids": ids[1:] if same else [each + 1 for each in ids[1:]]}]}
 
     async def run(url: str) -> None:
-        async with Teacher(TeacherConfig(url=url), 1.0) as teacher:
-            await teacher.check_tokens(byte_tokenizer(), ["12+34=", "x"])
+        async with ServedAtUrl(url) as source:
+            teacher = Teacher(TeacherConfig(url=url), source, 1.0)
+            await teacher.check(byte_tokenizer(), [PROBLEM, Problem("q", "x", "y")])
 
     with server(tokens) as (url, asked):
         if same:
             asyncio.run(run(url))
             assert [each["text"] for each in asked] == ["12+34="]
         else:
-            with pytest.raises(UserError, match=r"the teacher has another tokenizer: '12\+34='"):
+            with pytest.raises(UserError, match=r"train\.rl\.teacher: http://.* has another tokenizer: '12\+34='"):
                 asyncio.run(run(url))
+
+
+class Server:
+    """A log-prob server of the run that remembers what it was asked."""
+
+    def __init__(self, late: bool = False) -> None:
+        self.asked: list[ScoreRequest] = []
+        self.late = late
+
+    async def score(self, request: ScoreRequest) -> Scored:
+        self.asked.append(request)
+        if self.late:
+            raise Late("too late")
+        return Scored(1, logprobs_of([-0.25] * (len(request.token_ids) - request.prompt_length)), logprobs_of([]))
+
+
+def in_run(server: Server, sample: Sample, hint: str | None, problem: Problem = PROBLEM) -> None:
+    tokenizer = byte_tokenizer()
+    hinted = None if hint is None else Hint(hint, tokenizer, DataConfig(), ())
+    source = ServedInRun(cast(LogprobServer, server), "the policy", None)
+    asyncio.run(Teacher(TeacherConfig(path="policy"), source, 0.7, hinted)(sample, problem))
+
+
+def test_a_hint_stands_in_the_teachers_prompt_alone() -> None:
+    server, sample = Server(), sample_of([-1.0, -1.0], [1, 1])
+    in_run(server, sample, "{prompt} (level {level}: {answer})")
+    (asked,) = server.asked
+    assert bytes(list(asked.token_ids[: asked.prompt_length])) == b"12+34= (level 3: 46)"
+    assert list(asked.token_ids[asked.prompt_length :]) == [0, 1] and asked.temperature == 0.7
+    assert sample.prompt_ids.tolist() == [5, 6] and sample.teacher_logprobs is not None
+
+
+def test_a_hint_goes_into_the_last_message_of_the_user() -> None:
+    server, sample = Server(), sample_of([-1.0], [1])
+    messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}, {"role": "user", "content": "12+34="})
+    in_run(server, sample, "{prompt} Hint: {solution}", Problem("p", "all of it", "46", messages=messages))
+    right = byte_tokenizer().chat([*messages[:2], {"role": "user", "content": "12+34= Hint: 46"}])
+    assert list(server.asked[0].token_ids[: server.asked[0].prompt_length]) == right
+    assert messages[2]["content"] == "12+34="
+
+
+def test_a_hint_of_a_column_that_is_not_there_is_told() -> None:
+    told = r"train\.rl\.teacher\.hint: '\{nothing\}' cannot be filled in for p .*answer, level, prompt, solution"
+    with pytest.raises(UserError, match=told):
+        in_run(Server(), sample_of([-1.0], [1]), "{nothing}")
+
+
+def test_a_late_server_of_the_run_is_told_as_well() -> None:
+    with pytest.raises(RuntimeFailure, match="the policy gave no log-probs of p/0 within 300 s"):
+        in_run(Server(late=True), sample_of([-1.0], [1]), None)

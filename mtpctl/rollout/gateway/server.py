@@ -5,6 +5,7 @@ POST /t/SECRET/v1/reward             {"reward": 0.5}: the trajectory's reward
 POST /t/SECRET/v1/finish             the trajectory is over; may carry its reward as well
 GET  /t/SECRET/v1/models             the name of the model
 POST /v1/trajectories                the next problem, for agents that the run did not start, with the key of the endpoint
+POST /v1/chat/completions            an answer outside of any trajectory, of which nothing is kept, where `anyone` may ask
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -38,6 +40,8 @@ WAIT_S = 30.0
 """Seconds for which a client that asks for a problem waits for one, before it has to ask again."""
 
 NextProblem = Callable[[], Awaitable["Handed | None"]]
+Anyone = Callable[[], GenerationRequest]
+"""The settings of a request that belongs to no trajectory."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +62,18 @@ class Gateway:
         self._open: dict[str, Trajectory] = {}
         self._handed: dict[str, Handed] = {}
         self.next_problem: NextProblem | None = None
+        self.anyone: Anyone | None = None
         routes = [
             Route("/t/{secret}/v1/chat/completions", self._completions, methods=["POST"]),
             Route("/t/{secret}/v1/reward", self._rewarded, methods=["POST"]),
             Route("/t/{secret}/v1/finish", self._finished, methods=["POST"]),
             Route("/t/{secret}/v1/models", self._models),
             Route("/v1/trajectories", self._handed_out, methods=["POST"]),
+            Route("/v1/chat/completions", self._alone, methods=["POST"]),
+            Route("/v1/models", self._models),
             Route("/health", self._health),
         ]
-        app = Starlette(routes=routes, exception_handlers={MtpctlError: _refused})
+        app = Starlette(routes=routes, exception_handlers={MtpctlError: _refused, HTTPException: _not_found})
         self.app = Guard(app, HttpBounds(), key, open_under="/t/")
         self._server = WebServer(self.app, signals=False)
 
@@ -124,7 +131,19 @@ class Gateway:
         return trajectory
 
     async def _completions(self, request: Request) -> Response:
-        trajectory, asked = self._trajectory(request), _chat(await request.body())
+        return await self._answered(self._trajectory(request), _chat(await request.body()))
+
+    async def _alone(self, request: Request) -> Response:
+        if self.anyone is None:
+            raise RequestInvalid("answers are given within a trajectory; take the base URL of one, from /v1/trajectories")
+        asked = _chat(await request.body())
+        secret, trajectory = self.open(self.anyone())
+        try:
+            return await self._answered(trajectory, asked)
+        finally:
+            self.close(secret)
+
+    async def _answered(self, trajectory: Trajectory, asked: ChatRequest) -> Response:
         answers = await trajectory.answer(asked)
         completion = Completion(asked.model or self._name, answers, self._tokenizer, logprobs=asked.logprobs)
         if not asked.stream:
@@ -149,7 +168,8 @@ class Gateway:
         return JSONResponse({"finished": True})
 
     async def _models(self, request: Request) -> Response:
-        self._trajectory(request)
+        if "secret" in request.path_params:
+            self._trajectory(request)
         return JSONResponse({"object": "list", "data": [{"id": self._name, "object": "model", "owned_by": "mtpctl"}]})
 
     async def _handed_out(self, request: Request) -> Response:
@@ -173,6 +193,11 @@ async def _refused(_: Request, error: Exception) -> Response:
     status, code = (error.status, error.code) if isinstance(error, RequestInvalid) else (503, "engine_failed")
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": str(error), "type": kind, "code": code}}, status)
+
+
+async def _not_found(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse(error_body(str(error.detail), "invalid_request_error"), error.status_code)
 
 
 def _chat(body: bytes) -> ChatRequest:

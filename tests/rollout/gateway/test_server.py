@@ -147,3 +147,28 @@ def test_a_client_that_leaves_ends_its_answer() -> None:
         raise AssertionError("the engine goes on answering nobody")
 
     assert served(engine, drive) == []
+
+
+def test_single_requests_belong_to_no_trajectory() -> None:
+    async def run() -> None:
+        async with gateway_of(Scripted(lambda text, call: "yes")) as gateway, httpx.AsyncClient() as web:
+            url = f"{gateway.address}/v1/chat/completions"
+            refused = await web.post(url, json={"messages": ASK})
+            assert refused.status_code == 400 and "/v1/trajectories" in refused.json()["error"]["message"]
+            gateway.anyone = request_of
+            async with openai.AsyncOpenAI(base_url=f"{gateway.address}/v1", api_key="none") as client:
+                answer = await client.chat.completions.create(model="any", messages=ASK, n=2)
+                assert [choice.message.content for choice in answer.choices] == ["yes", "yes"]
+                assert (await client.models.list()).data[0].id == "toy"
+            assert (await web.get(f"{gateway.address}/health")).json() == {"status": "ok", "trajectories": 0}
+
+    asyncio.run(run())
+
+
+def test_paths_that_are_not_there_are_errors_as_clients_read_them() -> None:
+    async def run() -> None:
+        async with gateway_of(Scripted(lambda text, call: "yes")) as gateway, httpx.AsyncClient() as web:
+            for found in (await web.get(f"{gateway.address}/v1/embeddings"), await web.get(f"{gateway.address}/v1/trajectories")):
+                assert found.status_code in (404, 405) and found.json()["error"]["type"] == "invalid_request_error"
+
+    asyncio.run(run())
