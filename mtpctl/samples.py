@@ -99,8 +99,9 @@ class Sample:
     `spent_s`: seconds in which an engine or an environment has worked on it, which count against its deadline. `environment` is None, and
     `environment_reward` too, where there is no environment; the latter is what the environment's own `reward()` returned at the end.
     `routes`: see `mtpctl.routes`; None where nobody recorded any. A row is of the pass in which the token behind it was sampled, and so of
-    that token's version. `teacher_logprobs`: those of a teacher (`train.rl.teacher`), None without one. `earlier`: the samples that an
-    agent's trajectory began before this one, which is its last; they have its reward.
+    that token's version. `teacher_logprobs`: those of a teacher (`train.rl.teacher`), None without one; `candidates` and
+    `candidate_logprobs`: the teacher's likeliest tokens where they are asked for, equally many a response token, one after another.
+    `earlier`: the samples that an agent's trajectory began before this one, which is its last; they have its reward.
     """
 
     prompt_id: str
@@ -123,6 +124,8 @@ class Sample:
     routes: Routes | None = field(default=None, compare=False)
     earlier: list[Sample] = field(default_factory=list)
     teacher_logprobs: Logprobs | None = None
+    candidates: Ids | None = None
+    candidate_logprobs: Logprobs | None = None
 
     if TYPE_CHECKING:
 
@@ -148,6 +151,8 @@ class Sample:
             routes: Routes | None = None,
             earlier: list[Sample] = ...,
             teacher_logprobs: Iterable[float] | None = None,
+            candidates: Iterable[int] | None = None,
+            candidate_logprobs: Iterable[float] | None = None,
         ) -> None:
             """What a dataclass takes, with any iterable in the place of an array."""
 
@@ -158,6 +163,8 @@ class Sample:
             self.old_logprobs = logprobs_of(self.old_logprobs)
         if self.teacher_logprobs is not None:
             self.teacher_logprobs = logprobs_of(self.teacher_logprobs)
+        if self.candidates is not None and self.candidate_logprobs is not None:
+            self.candidates, self.candidate_logprobs = ids_of(self.candidates), logprobs_of(self.candidate_logprobs)
 
     def __reduce__(self) -> tuple[type[Sample], tuple[object, ...]]:
         # A dataclass with slots is pickled field by field in Python, and each sample is in several messages.
@@ -239,6 +246,8 @@ class Sample:
             version_spans=[replace(span) for span in self.version_spans],
             old_logprobs=None if self.old_logprobs is None else self.old_logprobs[:],
             teacher_logprobs=None if self.teacher_logprobs is None else self.teacher_logprobs[:],
+            candidates=None if self.candidates is None else self.candidates[:],
+            candidate_logprobs=None if self.candidate_logprobs is None else self.candidate_logprobs[:],
             reward_parts=dict(self.reward_parts),
             speculation=replace(self.speculation, accepted_by_position=self.speculation.accepted_by_position[:]),
             environment=None if self.environment is None else replace(self.environment),

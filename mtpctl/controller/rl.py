@@ -105,6 +105,8 @@ class RlStage:
 
     async def resume_buffer(self, complete: list[Group], unfinished: list[Group]) -> None:
         """Restore the groups of a checkpoint: complete ones wait for the trainer, the prompts of the others are sent out again."""
+        # The recipe may have another teacher now, or its first one.
+        await asyncio.gather(*(self.rollout.taught(sample, group.problem) for group in complete for sample in group.samples))
         for group in complete:
             await self.buffer.put(group)
         self.buffer.requeued = unfinished

@@ -201,7 +201,7 @@ class RolloutLoop:
             self._check_acceptance(part)
             # The last answer of an environment may reach beyond the context. The model has not read it, and cannot be trained on it.
             part.cut(self.prepared.context - len(part.prompt_ids))
-        sample, outcome, _ = await asyncio.gather(self._scored(sample), self._rewarded(sample, problem), self._taught(sample, problem))
+        sample, outcome, _ = await asyncio.gather(self._scored(sample), self._rewarded(sample, problem), self.taught(sample, problem))
         for part in sample.parts:
             part.reward, part.reward_parts = outcome.reward, outcome.parts
         group = self.buffer.add(sample)
@@ -216,7 +216,8 @@ class RolloutLoop:
         self.last_progress = time.monotonic()
         return sample
 
-    async def _taught(self, sample: Sample, problem: Problem) -> None:
+    async def taught(self, sample: Sample, problem: Problem) -> None:
+        """Have the teacher fill in what it thinks of all samples of the trajectory, where there is a teacher."""
         if self.teach is not None:
             await asyncio.gather(*(self.teach(part, problem) for part in sample.parts if part.response_ids))
             self.last_progress = time.monotonic()

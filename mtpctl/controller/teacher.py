@@ -6,7 +6,8 @@ import asyncio
 import os
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +19,7 @@ from mtpctl.logprob.protocol import Late, ScoreRequest
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.rl import TeacherConfig
-from mtpctl.samples import Ids, Logprobs, Sample, ids_of, logprobs_of
+from mtpctl.samples import Ids, Sample, ids_of, logprobs_of
 
 if TYPE_CHECKING:
     import httpx
@@ -30,6 +31,24 @@ _AT_ONCE = 32
 _BUSY = (408, 429, 502, 503, 504)
 
 
+@dataclass(frozen=True)
+class Ask:
+    """How a teacher is asked: at this temperature, for so many candidates a token, within so many seconds."""
+
+    temperature: float
+    topk: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Thought:
+    """Log-probs of the response's tokens, 0 where the sample masks them, and of each place's candidates."""
+
+    logprobs: Sequence[float]
+    ids: Sequence[Sequence[int]] = ()
+    candidates: Sequence[Sequence[float]] = ()
+
+
 class Source(Protocol):
     """Where a teacher's log-probs come from. `name` is what errors call it."""
 
@@ -38,8 +57,8 @@ class Source(Protocol):
     async def tokens_of(self, text: str) -> list[int] | None:
         """The teacher's tokens of a text, without the first ones where it has more; None where it has no tokenizer."""
 
-    async def logprobs(self, sample: Sample, prompt: Ids, temperature: float, timeout_s: float) -> Logprobs:
-        """Log-probs of the sample's response behind `prompt`, 0 where the sample masks it. Raises TimeoutError, RuntimeFailure."""
+    async def scored(self, sample: Sample, prompt: Ids, ask: Ask) -> Thought:
+        """What the teacher thinks of the sample's response behind `prompt`. Raises TimeoutError, RuntimeFailure."""
 
 
 class ServedInRun:
@@ -51,20 +70,22 @@ class ServedInRun:
     async def tokens_of(self, text: str) -> list[int] | None:
         return None if self._tokenizer is None else self._tokenizer.encode(text, special=True)
 
-    async def logprobs(self, sample: Sample, prompt: Ids, temperature: float, timeout_s: float) -> Logprobs:
+    async def scored(self, sample: Sample, prompt: Ids, ask: Ask) -> Thought:
         request = ScoreRequest(
             prompt + sample.response_ids,
             len(prompt),
             mask=sample.loss_mask.tolist(),
-            temperature=temperature,
+            temperature=ask.temperature,
+            topk=ask.topk,
             caller="teacher",
-            deadline_s=timeout_s,
+            deadline_s=ask.timeout_s,
             name=sample.name,
         )
         try:
-            return (await self.server.score(request)).logprobs
+            found = await self.server.score(request)
         except Late as late:
             raise TimeoutError from late
+        return Thought(found.logprobs, found.topk_ids, found.topk_logprobs)
 
 
 class ServedAtUrl:
@@ -105,19 +126,23 @@ class ServedAtUrl:
         found: list[int] = _data(answer)["token_ids"]
         return found
 
-    async def logprobs(self, sample: Sample, prompt: Ids, temperature: float, timeout_s: float) -> Logprobs:
+    async def scored(self, sample: Sample, prompt: Ids, ask: Ask) -> Thought:
         body = {
             "token_ids": (prompt + sample.response_ids).tolist(),
             "prompt_length": len(prompt),
             "mask": sample.loss_mask.tolist(),
-            "temperature": temperature,
-            "timeout_s": min(timeout_s, 600.0),
+            "temperature": ask.temperature,
+            "top_logprobs": ask.topk,
+            "timeout_s": min(ask.timeout_s, 600.0),
         }
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(ask.timeout_s):
             answer = await self._asked(body)
         if answer.status_code != 200:
             raise RuntimeFailure(f"{FIELD}: {self.name} refused {sample.name}: {answer.text[:300]}")
-        return logprobs_of(0.0 if value is None else value for value in _data(answer)["logprobs"])
+        found = _data(answer)
+        logprobs = [0.0 if value is None else value for value in found["logprobs"]]
+        rows = found.get("top_logprobs") or ()
+        return Thought(logprobs, [[each["id"] for each in row] for row in rows], [[each["logprob"] for each in row] for row in rows])
 
     async def _asked(self, body: Mapping[str, object]) -> httpx.Response:
         import httpx
@@ -184,15 +209,21 @@ class Teacher:
 
     async def __call__(self, sample: Sample, problem: Problem) -> None:
         """Fill in the teacher's log-probs of the sample's response. Raises RuntimeFailure where it gives none in time."""
-        prompt = sample.prompt_ids if self._hint is None else self._hint(problem)
-        timeout_s = self._config.timeout_s
+        prompt, timeout_s = sample.prompt_ids if self._hint is None else self._hint(problem), self._config.timeout_s
         try:
-            sample.teacher_logprobs = logprobs_of(await self._source.logprobs(sample, prompt, self._temperature, timeout_s))
+            found = await self._source.scored(sample, prompt, Ask(self._temperature, self._config.topk, timeout_s))
         except TimeoutError as error:
             raise RuntimeFailure(
                 f"{FIELD}: {self._source.name} gave no log-probs of {sample.name} within {timeout_s:g} s; "
                 f"give it more replicas, or raise {FIELD}.timeout_s"
             ) from error
+        sample.teacher_logprobs = logprobs_of(found.logprobs)
+        if topk := self._config.topk:
+            # Places that nobody sampled have none; no loss sees them.
+            sample.candidates = ids_of(chain.from_iterable(row or [0] * topk for row in found.ids))
+            sample.candidate_logprobs = logprobs_of(chain.from_iterable(row or [0.0] * topk for row in found.candidates))
+            if len(sample.candidates) != topk * len(sample.response_ids):
+                raise RuntimeFailure(f"{FIELD}.topk: {self._source.name} named other than {topk} candidates a token of {sample.name}")
 
 
 def _data(answer: httpx.Response) -> dict[str, Any]:

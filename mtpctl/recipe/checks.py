@@ -112,6 +112,8 @@ def _teacher(recipe: Recipe) -> Complaints:
         return
     if teacher.path == POLICY and not recipe.logprob.standalone:
         yield "train.rl.teacher.path: policy needs the run's log-prob server; set logprob.standalone: true"
+    if teacher.topk and recipe.train.parallel.cp > 1:
+        yield "train.rl.teacher.topk: candidates are compared where a response is whole; set train.parallel.cp: 1, or topk: 0"
     if teacher.hint is not None and recipe.rollout.agents_play:
         yield "train.rl.teacher.hint: prompts are what the agent makes of a problem, and no hint gets into them; leave it out"
 

@@ -61,6 +61,10 @@ POLICY = "policy"
 """`train.rl.teacher.path` of a teacher that is the policy itself."""
 
 
+MOST_CANDIDATES = 32
+"""The most tokens a place of which a teacher's probabilities are asked for."""
+
+
 class TeacherConfig(Section):
     """On-policy distillation: the policy samples, and learns what a teacher thinks of each of its tokens."""
 
@@ -75,7 +79,12 @@ class TeacherConfig(Section):
         description="reverse: the KL from the policy to the teacher, which takes up the teacher's likeliest answers; forward: from the "
         "teacher to the policy, which covers all of them.",
     )
-    coef: PositiveFloat = Field(1.0, description="Weight of the teacher's part in a token's advantage.")
+    topk: Annotated[int, Field(ge=0, le=MOST_CANDIDATES)] = Field(
+        0,
+        description="The teacher's likeliest tokens that are compared at each place, the rest taken as one; 0: the sampled token alone, "
+        "which estimates the KL.",
+    )
+    coef: PositiveFloat = Field(1.0, description="Weight of the KL in the loss; with topk: 0 of its estimate in a token's advantage.")
     rewards: bool = Field(True, description="Rewards count as well; false: the teacher alone.")
     hint: str | None = Field(
         None,
@@ -184,8 +193,8 @@ def teacher_fits(rl: RlConfig) -> Complaints:
         yield f"train.rl.teacher.url: must begin with http:// or https://, got {teacher.url}"
     if teacher.path == POLICY and teacher.hint is None:
         yield "train.rl.teacher.hint: a policy that reads the same prompt teaches itself nothing; give it a hint"
-    if rl.loss == "gspo":
-        yield "train.rl.loss: gspo weighs a response as a whole, and a teacher each of its tokens; set ppo, or leave the teacher out"
+    if rl.loss == "gspo" and not teacher.topk:
+        yield "train.rl.loss: gspo weighs a response as a whole, and a teacher each of its tokens; set ppo, or train.rl.teacher.topk"
 
 
 def loss_fits(rl: RlConfig) -> Complaints:

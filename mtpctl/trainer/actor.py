@@ -227,7 +227,7 @@ class TrainerRank(WeightSource):
             ]
             parts.append(
                 self.engine.update(
-                    batch or [stand_in(reference=self.reference is not None, weights=weights)],
+                    batch or [stand_in(reference=self.reference is not None, weights=weights, teacher=rl.teacher)],
                     objective,
                     temperature=recipe.rollout.temperature,
                     total_steps=rl.steps * rl.minibatches,

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from mtpctl.families.shape import ModelShape
+from mtpctl.kernels.candidates import Candidates, candidates
 from mtpctl.kernels.choice import ONE_PASS
 from mtpctl.kernels.draft import linear_draft_loss
 from mtpctl.kernels.draft_terms import Draft, DraftLossOut
@@ -138,6 +139,21 @@ class Head:
             dist.all_reduce(flat, group=parallel_state.get_context_parallel_group())
             sums = dict(zip(sums, flat, strict=True))
         return one.loss_sum * scale, sums
+
+    def candidates(self, state: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, ids: Tensor, temperature: float) -> Candidates:
+        """The logits of `ids` [R, k] and behind them of `labels` [R], of states, weight and rows as in `logprob`, without cp."""
+        options = self._kernel_options(weight)
+        return candidates(
+            self._gather_sequence(state)[rows],
+            weight,
+            torch.cat([ids, labels.unsqueeze(1)], 1),
+            temperature=temperature,
+            group=options["group"],
+            valid_vocab=options["valid_vocab"],
+            workspace_bytes=options["workspace_bytes"],
+            # The others leave the weight's gradient to autograd, and Megatron reads that or its buffer, not both.
+            main_grad=options["main_grad"] and self.kernels.linear_logprob in ONE_PASS,
+        )
 
     def teaches_drafts(self, *, couples_tokens: bool) -> bool:
         """Whether `loss_with_drafts` can be called: the loss makes logits once, and every token's are on the rank that drafts it."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtpctl.kernels.candidates import Candidates
 from mtpctl.kernels.policy import TokenLoss
 from mtpctl.recipe.rl import RlConfig, TeacherConfig
 from mtpctl.rl.advantages import group_advantages
@@ -17,11 +18,17 @@ from mtpctl.rl.overlong import overlong_penalty
 from mtpctl.rl.own_loss import loss_of
 from mtpctl.samples import Logprobs, Sample, VersionSpan, ids_of, logprobs_of, mask_of
 from mtpctl.trainer.batch import MicroBatch, Sequence
+from mtpctl.trainer.candidate_loss import CandidateLoss
 from mtpctl.trainer.share import BatchTable
+
+CANDIDATE, CANDIDATE_LOGPROB = "candidate_{}", "candidate_logprob_{}"
+"""Columns of a teacher's n-th likeliest token and its log-prob. Ids below 2^24 are exact in fp32, and no vocabulary is larger."""
 
 
 class PolicyObjective:
     """RL's loss over packed responses. The sequences carry the columns old, behaviour, advantage and, with a KL penalty, reference.
+
+    With a teacher's candidates it adds `coef` times the KL over them to each token's term, weighed as the term is.
 
     With a column same_weights (see `LossInputs`) it also tells how far behaviour and trained policy are apart. `max_tokens` bounds a
     response, which `aggregate: constant` divides by.
@@ -37,7 +44,29 @@ class PolicyObjective:
     def denominator(self, *, tokens: int, sequences: int) -> float:
         return float(loss_denominator(self.config, tokens=tokens, sequences=sequences, max_tokens=self.max_tokens))
 
-    def token_loss(self, micro: MicroBatch) -> TokenLoss:
+    def candidate_ids(self, micro: MicroBatch) -> Tensor | None:
+        teacher = self.config.teacher
+        if teacher is None or not teacher.topk:
+            return None
+        return torch.stack([micro.columns[CANDIDATE.format(place)] for place in range(teacher.topk)], 1).long()
+
+    def token_loss(self, micro: MicroBatch, candidates: Candidates | None = None) -> TokenLoss:
+        inner = self._policy_loss(micro)
+        teacher = self.config.teacher
+        if teacher is None or candidates is None:
+            return inner
+        named = [micro.columns[CANDIDATE_LOGPROB.format(place)] for place in range(teacher.topk)]
+        weight = teacher.coef * token_terms(self._inputs(micro, micro.columns["old"], None), self.config).aggregation
+        term = CandidateLoss(teacher.kl, candidates, torch.stack(named, 1), weight)
+
+        def taught(logprob: Tensor, entropy: Tensor | None, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            loss, sums = inner(logprob, entropy, tokens)
+            further, apart = term(logprob, tokens)
+            return loss + further, sums | {"teacher_kl": (apart * micro.mask[tokens]).sum()}
+
+        return taught
+
+    def _policy_loss(self, micro: MicroBatch) -> TokenLoss:
         def coupled(logprob: Tensor, entropy: Tensor | None, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             out = policy_loss(self._inputs(micro, logprob, entropy), self.config)
             return out.loss_sum, out.sums
@@ -89,6 +118,21 @@ def advantages(table: BatchTable, config: RlConfig, *, max_tokens: int, context:
     return found[torch.from_numpy(of.astype(np.int64))].tolist()
 
 
+def _taught(sample: Sample, teacher: TeacherConfig, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The columns that a teacher adds or changes."""
+    if not teacher.topk:
+        thought, sampled = np.asarray(sample.teacher_logprobs, np.float32), columns["behaviour"]
+        gain = teacher_gain(teacher.kl, torch.from_numpy(thought), torch.from_numpy(sampled)).numpy()
+        return {"advantage": columns["advantage"] + teacher.coef * gain}
+    assert sample.candidates is not None and sample.candidate_logprobs is not None, f"{sample.name} has no candidates"
+    ids = np.asarray(sample.candidates, np.float32).reshape(-1, teacher.topk)
+    logprobs = np.asarray(sample.candidate_logprobs, np.float32).reshape(-1, teacher.topk)
+    found: dict[str, np.ndarray] = {}
+    for place in range(teacher.topk):
+        found |= {CANDIDATE.format(place): ids[:, place].copy(), CANDIDATE_LOGPROB.format(place): logprobs[:, place].copy()}
+    return found
+
+
 def scoring_sequence(sample: Sample, *, replay: bool = False) -> Sequence:
     """A sample as the engine scores it; with `replay` under its routes."""
     return Sequence(
@@ -111,8 +155,8 @@ def training_sequence(
 ) -> Sequence:
     """A scored sample as the engine trains on it; with `replay` under its routes.
 
-    `weights`: the version that does, where the loss is to compare policies; -1: none's. `teacher`: adds `coef` times `teacher_gain` to each
-    token's advantage.
+    `weights`: the version that does, where the loss is to compare policies; -1: none's. `teacher`: with `topk` its
+    candidates become columns that `PolicyObjective` reads; else `coef` times `teacher_gain` is added to each token's advantage.
     """
     assert sample.old_logprobs is not None, f"{sample.prompt_id} was not scored"
     tokens, spans = len(sample.response_ids), sample.version_spans
@@ -122,9 +166,7 @@ def training_sequence(
         "advantage": np.full(tokens, advantage, np.float32),
     }
     if teacher is not None and sample.teacher_logprobs is not None:
-        columns["advantage"] += teacher.coef * teacher_gain(
-            teacher.kl, np.asarray(sample.teacher_logprobs, np.float32), columns["behaviour"]
-        )
+        columns |= _taught(sample, teacher, columns)
     if reference is not None:
         columns["reference"] = np.asarray(reference, np.float32)
     if weights is not None:
@@ -133,9 +175,12 @@ def training_sequence(
     return replace(scoring_sequence(sample, replay=replay), columns=columns)
 
 
-def stand_in(*, reference: bool, weights: int | None) -> Sequence:
+def stand_in(*, reference: bool, weights: int | None, teacher: TeacherConfig | None = None) -> Sequence:
     """What a rank without a sample of a minibatch lays out: two tokens that no loss sees, with the columns that the others have."""
     nothing = [0.0]
     sample = Sample("", "", ids_of([0]), response_ids=ids_of([0]), loss_mask=mask_of([0]), behaviour_logprobs=logprobs_of(nothing))
     sample.old_logprobs, sample.version_spans = logprobs_of(nothing), [VersionSpan(0, 1, 0)]
-    return training_sequence(sample, 0.0, logprobs_of(nothing) if reference else None, weights)
+    if teacher is not None:
+        sample.teacher_logprobs = logprobs_of(nothing)
+        sample.candidates, sample.candidate_logprobs = ids_of([0] * teacher.topk), logprobs_of(nothing * teacher.topk)
+    return training_sequence(sample, 0.0, logprobs_of(nothing) if reference else None, weights, teacher=teacher)

@@ -102,6 +102,9 @@ class Share:
     routes: list[Routes | None]
     taught: npt.NDArray[np.bool_]
     teacher: npt.NDArray[np.float32]
+    topk: Ints
+    candidates: Ints
+    candidate_logprobs: npt.NDArray[np.float32]
 
     @classmethod
     def of(cls, batch: Sequence[Sample], places: list[int], dp_rank: int, minibatches: list[Minibatch]) -> Share:
@@ -127,18 +130,21 @@ class Share:
             [s.routes for s in samples],
             np.array([s.teacher_logprobs is not None for s in samples], np.bool_),
             _joined([s.teacher_logprobs for s in samples if s.teacher_logprobs is not None], np.float32),
+            np.array([len(s.candidates or ()) // max(len(s.response_ids), 1) for s in samples], np.int32),
+            _joined([s.candidates for s in samples if s.candidates is not None], np.int32),
+            _joined([s.candidate_logprobs for s in samples if s.candidate_logprobs is not None], np.float32),
         )
 
     @property
     def nbytes(self) -> int:
         """Bytes of the columns that have an entry for each token, routes included."""
-        columns = (self.ids, self.mask, self.behaviour, self.old, self.teacher)
+        columns = (self.ids, self.mask, self.behaviour, self.old, self.teacher, self.candidates, self.candidate_logprobs)
         return sum(column.nbytes for column in columns) + sum(0 if each is None else each.nbytes for each in self.routes)
 
     def samples(self) -> list[Sample]:
         """The samples, with the fields that the trainer needs. Groups and rewards are missing: they are in the table."""
-        columns = (self.ids, self.mask, self.behaviour, self.old, self.teacher)
-        ids, mask, behaviour, old, teacher = (_Reader(column) for column in columns)
+        ids, mask, behaviour, old = (_Reader(column) for column in (self.ids, self.mask, self.behaviour, self.old))
+        teacher, named, likely = (_Reader(column) for column in (self.teacher, self.candidates, self.candidate_logprobs))
         lengths, versions = iter(self.span_lengths.tolist()), iter(self.span_versions.tolist())
         made = []
         for number, (prompt_id, index) in enumerate(self.names):
@@ -157,6 +163,8 @@ class Share:
                 sample.old_logprobs, sample.old_version = old.next("f", response), int(self.old_versions[number])
             if self.taught[number]:
                 sample.teacher_logprobs = teacher.next("f", response)
+            if candidates := int(self.topk[number]) * response:
+                sample.candidates, sample.candidate_logprobs = named.next("i", candidates), likely.next("f", candidates)
             start = 0
             for _ in range(self.spans[number]):
                 end = start + next(lengths)

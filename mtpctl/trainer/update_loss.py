@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from mtpctl.kernels.candidates import Candidates
 from mtpctl.kernels.draft_terms import Draft, DraftLossOut
 from mtpctl.model.gpt import Hidden
 from mtpctl.trainer.acceptance import DepthChances, acceptance_metrics, acceptance_sums
@@ -64,17 +65,20 @@ class UpdateLoss:
             )
             for depth, (state, rows) in enumerate(zip(hidden.mtp, micro.drafts, strict=True), start=1)
         ]
+        candidates = self._candidates(micro, hidden)
         loss, sums, told = self.head.loss_with_drafts(
             hidden.trunk,
             hidden.head,
             micro.rows,
             micro.labels,
             self.temperature,
-            self.objective.token_loss(micro),
+            self.objective.token_loss(micro, candidates),
             drafts,
             scale=scale,
             entropy=self.objective.needs_entropy,
         )
+        if candidates is not None:
+            loss = loss + candidates.loss() * scale
         measured = self._measured(micro)
         for depth, each in enumerate(told, start=1):
             sums |= _depth_sums(depth, each)
@@ -85,6 +89,7 @@ class UpdateLoss:
         """The trunk's loss and those of the MTP depths, one after the other."""
         # MTP first: the one-pass kernels add gradients of the head as they go, and a backward pass would add them in this order.
         parts, sums = self._drafts(micro, hidden)
+        candidates = self._candidates(micro, hidden)
         loss, found = self.head.loss(
             micro.packing,
             hidden.trunk,
@@ -92,12 +97,19 @@ class UpdateLoss:
             micro.rows,
             micro.labels,
             self.temperature,
-            self.objective.token_loss(micro),
+            self.objective.token_loss(micro, candidates),
             scale=1 / self.denominator,
             couples_tokens=self.objective.couples_tokens,
             entropy=self.objective.needs_entropy,
         )
+        if candidates is not None:
+            parts.append(candidates.loss() / self.denominator)
         return torch.stack([loss, *parts]).sum(), sums | found
+
+    def _candidates(self, micro: MicroBatch, hidden: Hidden) -> Candidates | None:
+        """The tokens, other than its own, whose log-probs the objective reads at each place."""
+        ids = self.objective.candidate_ids(micro)
+        return None if ids is None else self.head.candidates(hidden.trunk, hidden.head, micro.rows, micro.labels, ids, self.temperature)
 
     def _scale(self, depth: int) -> float:
         """What the summed loss of an MTP depth is multiplied by."""

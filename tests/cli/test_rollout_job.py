@@ -204,7 +204,7 @@ def test_another_checkpoint_does_not_go_on_with_the_file_of_the_one_before(run: 
     prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}, {"prompt": "2+2="})
     made = recipe(run)
     with SampleFile.open(
-        tmp_path / "o", rollout_job._origin(made, rollout_job.source_of(made, None, tmp_path)), {"p.jsonl:1": "1+1="}
+        tmp_path / "o", rollout_job.origin_of(made, rollout_job.source_of(made, None, tmp_path)), {"p.jsonl:1": "1+1="}
     ) as file:
         file.append(Sample("p.jsonl:1", "g", [1], response_ids=[2], finish_reason="stop"), "1+1=", "x")
     answer(made, prompts, tmp_path / "o")

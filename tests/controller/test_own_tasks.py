@@ -23,6 +23,7 @@ import psutil
 import pytest
 import yaml
 
+from mtpctl.convert.hf_folder import create_hf_folder
 from mtpctl.data.tokenizers import make_byte_tokenizer
 from tests.environment import with_tree
 from tests.rl.rewards.test_llm_judge import Judge
@@ -293,7 +294,21 @@ def agent(folder: Path) -> Iterator[Task]:
     yield Task(folder / "mytask" / "recipe.yaml", holds, ("train.sft.steps=60", "train.rl.steps=2"))
 
 
-@pytest.mark.parametrize("task", [judged, coded, gsm8k, tool, judge, agent], ids=lambda task: task.__name__)
+@contextlib.contextmanager
+def taught(folder: Path) -> Iterator[Task]:
+    """The plain template under a teacher that the run serves: a model of other random weights, whose likeliest tokens are compared."""
+    mtpctl(folder, "init", "mytask", "--template", "exact")
+    config = {**MACHINE["model"]["config"], "num_hidden_layers": 1}
+    create_hf_folder(config, folder / "teacher", seed=5)
+
+    def holds(updates: Rows, evaluations: Rows) -> None:
+        assert all(row["teacher/kl"] > 0 and row["actor/teacher_kl"] > 0 for row in updates)
+
+    sets = (f"train.rl.teacher={{path: {folder / 'teacher'}, topk: 4, hint: '{{prompt}}{{answer}}'}}", "train.sft.steps=20")
+    yield Task(folder / "mytask" / "recipe.yaml", holds, (*sets, "train.rl.steps=2"))
+
+
+@pytest.mark.parametrize("task", [judged, coded, gsm8k, tool, judge, agent, taught], ids=lambda task: task.__name__)
 def test_it_trains_with_its_drafter_and_resumes(task: Callable[[Path], contextlib.AbstractContextManager[Task]], tmp_path: Path) -> None:
     with task(tmp_path) as own:
         run_dir = tmp_path / "runs" / "own"

@@ -95,10 +95,34 @@ def test_its_log_probs_reach_the_sample_and_the_advantages() -> None:
         taught(f"{url}/v1/", sample)
     assert sample.teacher_logprobs is not None and sample.teacher_logprobs.tolist() == [-0.5, 0.0, -0.5]
     assert asked[0] == asked[1], "a full queue is asked again"
-    assert asked[1] == {"token_ids": [5, 6, 0, 1, 2], "prompt_length": 2, "mask": [1, 0, 1], "temperature": 0.7, "timeout_s": 300.0}
+    assert asked[1] == {
+        "token_ids": [5, 6, 0, 1, 2],
+        "prompt_length": 2,
+        "mask": [1, 0, 1],
+        "temperature": 0.7,
+        "top_logprobs": 0,
+        "timeout_s": 300.0,
+    }
     assert teacher_kl([sample]) == {"teacher/kl": pytest.approx((-0.5 - 1.5) / 2)}
     columns = training_sequence(sample, 0.25, None, teacher=TeacherConfig(url=url, coef=2.0)).columns
     assert np.allclose(columns["advantage"], [0.25 + 2 * 0.5, 0.25, 0.25 + 2 * 1.5])
+    assert Sample.from_dict(sample.to_dict(packed=True)) == sample and sample.copy() == sample
+
+
+def test_candidates_of_each_token_reach_the_sample_and_become_columns() -> None:
+    def named(body: dict[str, Any], number: int) -> tuple[int, dict[str, Any]]:
+        rows = [[{"id": 7, "logprob": -0.5}, {"id": 9, "logprob": -1.5}] if kept else [] for kept in body["mask"]]
+        return 200, {"data": [{"logprobs": [-0.5 if kept else None for kept in body["mask"]], "top_logprobs": rows}]}
+
+    sample = sample_of([-1.0, 0.0, -2.0], [1, 0, 1])
+    sample.old_logprobs = sample.behaviour_logprobs
+    with server(named) as (url, asked):
+        taught(url, sample, topk=2)
+    assert asked[0]["top_logprobs"] == 2
+    assert sample.candidates is not None and sample.candidates.tolist() == [7, 9, 0, 0, 7, 9]
+    columns = training_sequence(sample, 0.25, None, teacher=TeacherConfig(url=url, topk=2)).columns
+    assert columns["candidate_1"].tolist() == [9, 0, 9] and columns["candidate_logprob_0"].tolist() == [-0.5, 0, -0.5]
+    assert columns["advantage"].tolist() == [0.25] * 3, "the KL is a term of its own"
     assert Sample.from_dict(sample.to_dict(packed=True)) == sample and sample.copy() == sample
 
 
@@ -110,12 +134,13 @@ def test_samples_without_a_teacher_have_no_kl() -> None:
     "answers, told",
     [
         (lambda body, number: (400, {"error": {"message": "token 300 is beyond the vocabulary"}}), "refused p/0: .*beyond the vocabulary"),
+        (lambda body, number: (200, {"data": [{"logprobs": [-1.0], "top_logprobs": [[]] * 2}]}), "named other than 3 candidates a token"),
         (lambda body, number: (503, {}), r"gave no log-probs of p/0 within 0\.5 s"),
     ],
 )
 def test_a_teacher_that_gives_none_ends_the_run(answers: Answers, told: str) -> None:
     with server(answers) as (url, _), pytest.raises(RuntimeFailure, match=told):
-        taught(url, sample_of([-1.0], [1]), timeout_s=0.5)
+        taught(url, sample_of([-1.0], [1]), timeout_s=0.5, topk=3)
 
 
 def test_nobody_there_and_a_page_that_is_no_server() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
-import numpy as np
 import pytest
 import torch
 
-from mtpctl.rl.distillation import MOST, teacher_gain
+from mtpctl.rl.distillation import MOST, candidate_kl, teacher_gain
 
 
 @pytest.mark.parametrize("kl", ["reverse", "forward"])
@@ -19,11 +19,27 @@ def test_the_expected_policy_gradient_is_that_of_the_negative_kl(kl: Literal["re
     apart = policy - teacher
     divergence = (policy.exp() * apart).sum() if kl == "reverse" else -(teacher.exp() * apart).sum()
     (right,) = torch.autograd.grad(-divergence, logits, retain_graph=True)
-    gain = teacher_gain(kl, teacher.numpy().astype(np.float32), policy.detach().numpy().astype(np.float32))
-    (found,) = torch.autograd.grad((policy.detach().exp() * torch.from_numpy(gain) * policy).sum(), logits)
+    gain = teacher_gain(kl, teacher, policy.detach())
+    (found,) = torch.autograd.grad((policy.detach().exp() * gain * policy).sum(), logits)
     torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
 
 
 def test_tokens_that_the_policy_hardly_samples_weigh_no_more_than_the_bound() -> None:
-    gains = teacher_gain("forward", np.array([-0.1, -0.1, -5.0], np.float32), np.array([-200.0, -0.1, -0.1], np.float32))
-    assert np.allclose(gains, [MOST - 1, 0.0, np.exp(-4.9) - 1], atol=1e-5)
+    gains = teacher_gain("forward", torch.tensor([-0.1, -0.1, -5.0]), torch.tensor([-200.0, -0.1, -0.1]))
+    assert torch.allclose(gains, torch.tensor([MOST - 1, 0.0, math.exp(-4.9) - 1]), atol=1e-5)
+
+
+@pytest.mark.parametrize("kl", ["reverse", "forward"])
+def test_the_kl_over_candidates_is_at_most_the_whole_one_and_grows_with_their_number(kl: Literal["reverse", "forward"]) -> None:
+    torch.manual_seed(0)
+    policy, teacher = torch.log_softmax(torch.randn(2, 5, 40, dtype=torch.float64), -1)
+    whole = (policy.exp() * (policy - teacher)).sum(-1) if kl == "reverse" else (teacher.exp() * (teacher - policy)).sum(-1)
+    before = torch.zeros(5, dtype=torch.float64)
+    for count in (1, 4, 16, 39):
+        likely, ids = teacher.topk(count, -1)
+        apart = candidate_kl(kl, policy.gather(-1, ids), likely)
+        assert (before - 1e-9 <= apart).all() and (apart <= whole + 1e-9).all()
+        before = apart
+    torch.testing.assert_close(before, whole)
+    likely, ids = teacher.topk(4, -1)
+    assert candidate_kl(kl, likely, likely).abs().max() < 1e-12

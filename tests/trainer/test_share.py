@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from mtpctl.samples import Sample, logprobs_of
+from mtpctl.samples import Sample, ids_of, logprobs_of
 from mtpctl.trainer.share import deal
 
 
@@ -28,6 +28,9 @@ def drawn(count: int, *, group: int = 4, seed: int = 0, longest: int = 30) -> li
             sample.old_logprobs, sample.old_version = logprobs_of(-draw.random() for _ in sample.response_ids), 2
         if draw.random() < 0.5:
             sample.teacher_logprobs = logprobs_of(-draw.random() for _ in sample.response_ids)
+            if draw.random() < 0.5:
+                sample.candidates = ids_of(draw.randrange(99) for _ in range(3 * len(sample.response_ids)))
+                sample.candidate_logprobs = logprobs_of(-draw.random() for _ in range(3 * len(sample.response_ids)))
         if draw.random() < 0.5:
             sample.add_routes(np.full((sample.length - 1, 2, 2), number % 8, np.uint8))
         made.append(sample)
@@ -56,6 +59,8 @@ def test_every_sample_with_a_token_reaches_one_rank_as_it_was(dp: int, minibatch
             "teacher_logprobs",
         ):
             assert getattr(sample, name) == getattr(right, name), name
+        assert (sample.candidates or ids_of([])) == (right.candidates or ids_of([]))
+        assert (sample.candidate_logprobs or logprobs_of([])) == (right.candidate_logprobs or logprobs_of([]))
         assert (sample.old_version, sample.routed) == (right.old_version, right.routed)
         assert sample.routes is right.routes is None or np.array_equal(sample.routes, right.routes)
     assert table.rewards.tolist() == [sample.reward for sample in samples]
