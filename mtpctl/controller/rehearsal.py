@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from mtpctl.rollout.trial import EnvironmentTrial
 
 
+TRIED_HINTS = 8
+"""Rows into which a teacher's hint is filled."""
+
+
 @dataclass(frozen=True)
 class Tried:
     """What came of trying the user's code. `environment`: None where the recipe has none."""
@@ -42,6 +46,11 @@ def try_code(recipe: Recipe, problems: ProblemSets, *, compare: bool) -> Tried:
         from mtpctl.rl.rewards.function import AGENT, load_function
 
         load_function(recipe.rollout.agent, recipe.rollout.agent_args, AGENT)
+    if (teacher := recipe.train.rl.teacher) is not None and teacher.hint is not None:
+        from mtpctl.data.prompts import hinted
+
+        for problem in problems.train[:TRIED_HINTS]:
+            hinted(problem, teacher.hint)
     environment = _try_environment(recipe, problems)
     return Tried(environment, tuple(filter(None, _try_rewards(recipe, problems, compare=compare))))
 
@@ -55,7 +64,8 @@ def rehearse(recipe: Recipe) -> list[str]:
         return []
     from mtpctl.data.sets import ProblemSets
 
-    needed = recipe.rollout.environment != "single" or any(reward.function not in VERIFIERS for reward in recipe.rewards.values())
+    hint = recipe.train.rl.teacher is not None and recipe.train.rl.teacher.hint is not None
+    needed = hint or recipe.rollout.environment != "single" or any(reward.function not in VERIFIERS for reward in recipe.rewards.values())
     if not needed:
         return list(try_code(recipe, ProblemSets([], [], []), compare=False).warnings)
     from mtpctl.controller.trial import TRIED

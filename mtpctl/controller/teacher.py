@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mtpctl.data.problems import Problem
-from mtpctl.data.prompts import encode_prompt
+from mtpctl.data.prompts import encode_prompt, hinted
 from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.logprob.protocol import Late, ScoreRequest
@@ -167,23 +166,7 @@ class Hint:
 
     def __call__(self, problem: Problem) -> Ids:
         """Raises UserError where the hint names a column that the row has not."""
-        messages = [dict(message) for message in problem.messages]
-        asked = next((message for message in reversed(messages) if message.get("role") == "user"), None)
-        prompt = str(asked.get("content", "")) if asked is not None else problem.prompt
-        filled = self._filled(problem, prompt)
-        if asked is not None:
-            asked["content"] = filled
-        hinted = replace(problem, prompt=filled, messages=tuple(messages))
-        return ids_of(encode_prompt(self._tokenizer, hinted, self._data, self._tools))
-
-    def _filled(self, problem: Problem, prompt: str) -> str:
-        fields = {**problem.fields, "prompt": prompt, "answer": problem.answer, "solution": problem.solution or problem.answer}
-        try:
-            return string.Formatter().vformat(self._text, (), fields)
-        except (KeyError, IndexError, ValueError, AttributeError) as error:
-            raise UserError(
-                f"{FIELD}.hint: {self._text!r} cannot be filled in for {problem.prompt_id} ({error}); there are {', '.join(sorted(fields))}"
-            ) from error
+        return ids_of(encode_prompt(self._tokenizer, hinted(problem, self._text), self._data, self._tools))
 
 
 class Teacher:

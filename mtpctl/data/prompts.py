@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from mtpctl.data.conversations import SftSample, encode_conversation
 from mtpctl.data.problems import Message, Problem
@@ -27,6 +29,27 @@ def encode_prompt(tokenizer: Tokenizer, problem: Problem, config: DataConfig, to
 def chatted(config: DataConfig, problems: Iterable[Problem]) -> bool:
     """Whether prompts go through the chat template, because the recipe says so or because one of them is a conversation."""
     return config.chat_template or any(problem.messages for problem in problems)
+
+
+def hinted(problem: Problem, hint: str) -> Problem:
+    """The problem with the text `hint` in place of its prompt, or of its last message of the user: what `train.rl.teacher.hint` means.
+
+    In it stand the prompt, the answer, the solution and the row's other columns, in braces. Raises UserError for one that the row lacks.
+    """
+    messages = [dict(message) for message in problem.messages]
+    asked = next((message for message in reversed(messages) if message.get("role") == "user"), None)
+    prompt = str(asked.get("content", "")) if asked is not None else problem.prompt
+    fields = {**problem.fields, "prompt": prompt, "answer": problem.answer, "solution": problem.target}
+    try:
+        filled = string.Formatter().vformat(hint, (), fields)
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        there = ", ".join(sorted(fields))
+        raise UserError(
+            f"train.rl.teacher.hint: {hint!r} cannot be filled in for {problem.prompt_id} ({error}); there are {there}"
+        ) from error
+    if asked is not None:
+        asked["content"] = filled
+    return replace(problem, prompt=filled, messages=tuple(messages))
 
 
 def encode_target(tokenizer: Tokenizer, problem: Problem) -> list[int]:

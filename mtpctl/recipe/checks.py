@@ -16,7 +16,7 @@ from mtpctl.families.shape import ModelShape
 from mtpctl.recipe.cluster import address_fits
 from mtpctl.recipe.data import data_fits
 from mtpctl.recipe.evaluation import evaluation_fits
-from mtpctl.recipe.model import BYTE_VOCAB_SIZE
+from mtpctl.recipe.model import BYTE_VOCAB_SIZE, ModelConfig
 from mtpctl.recipe.model_source import hf_config, model_fits, model_folder, tensor_names
 from mtpctl.recipe.parallel import parallel_fits
 from mtpctl.recipe.reward import FROM_ENVIRONMENT, VERIFIERS, reward_fits
@@ -112,6 +112,11 @@ def _teacher(recipe: Recipe) -> Complaints:
         return
     if teacher.path == POLICY and not recipe.logprob.standalone:
         yield "train.rl.teacher.path: policy needs the run's log-prob server; set logprob.standalone: true"
+    if teacher.served and "rl" in recipe.train.stages:
+        field = "train.rl.teacher.path"
+        config = hf_config(ModelConfig.model_validate({"path": teacher.path}), fetch=False, field=field)
+        if config is not None:
+            yield from parallel_fits(teacher.parallel, shape_of(config), "train.rl.teacher.parallel")
     if teacher.topk and recipe.train.parallel.cp > 1:
         yield "train.rl.teacher.topk: candidates are compared where a response is whole; set train.parallel.cp: 1, or topk: 0"
     if teacher.hint is not None and recipe.rollout.agents_play:

@@ -31,8 +31,8 @@ def model_fits(model: ModelConfig) -> Complaints:
         yield f"model.tokenizer: there is no folder {named}; give a folder with a tokenizer, a hub id, or `bytes`"
 
 
-def model_folder(model: ModelConfig) -> Path | None:
-    """The folder that `model.path` names, None for a hub id or an inline config.
+def model_folder(model: ModelConfig, field: str = "model.path") -> Path | None:
+    """The folder that `model.path` names, which errors call `field`; None for a hub id or an inline config.
 
     Raises UserError where the path is neither a folder nor shaped like a hub id.
     """
@@ -43,7 +43,7 @@ def model_folder(model: ModelConfig) -> Path | None:
         return folder
     if HUB_ID.fullmatch(model.path) and not folder.parent.is_dir():
         return None
-    raise UserError(f"model.path: there is no folder {model.path}; give a Hugging Face folder, or a hub id such as XiaomiMiMo/MiMo-7B-RL")
+    raise UserError(f"{field}: there is no folder {model.path}; give a Hugging Face folder, or a hub id such as XiaomiMiMo/MiMo-7B-RL")
 
 
 def path_in_full(path: str | None) -> str | None:
@@ -51,10 +51,11 @@ def path_in_full(path: str | None) -> str | None:
     return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
 
 
-def hf_config(model: ModelConfig, *, fetch: bool = True) -> dict[str, object] | None:
+def hf_config(model: ModelConfig, *, fetch: bool = True, field: str = "model.path") -> dict[str, object] | None:
     """The config.json fields of the recipe's model: inline, from its folder, from `families.hub`, or from the hub.
 
-    With `fetch=False` the hub is not asked, and the result is None for a hub model that `families.hub` does not know.
+    With `fetch=False` the hub is not asked, and the result is None for a hub model that `families.hub` does not know. `field`: what errors
+    call the path.
     Raises UserError for a recipe without a model and a folder without a usable config.json, EnvironmentMissing for a hub that does not
     answer.
     """
@@ -63,13 +64,13 @@ def hf_config(model: ModelConfig, *, fetch: bool = True) -> dict[str, object] | 
         raise UserError(f"model: {said}; set model.path to a folder or hub id, or model.config to the fields of a new model")
     if model.config is not None:
         return dict(model.config)
-    folder = model_folder(model)
+    folder = model_folder(model, field)
     if folder is not None:
-        return _read(folder / "config.json")
+        return _read(folder / "config.json", field)
     assert model.path is not None
     if model.path in HUB_CONFIGS:
         return hub_config(model.path)
-    return _fetch(model.path) if fetch else None
+    return _fetch(model.path, field) if fetch else None
 
 
 def has_weights(folder: Path) -> bool:
@@ -90,26 +91,26 @@ def tensor_names(folder: Path) -> set[str]:
     return names
 
 
-def _read(path: Path) -> dict[str, object]:
+def _read(path: Path, field: str) -> dict[str, object]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError(f"model.path: {path.parent} holds no config.json; give a Hugging Face model folder") from error
+        raise UserError(f"{field}: {path.parent} holds no config.json; give a Hugging Face model folder") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"model.path: {path} cannot be read: {error}") from error
+        raise UserError(f"{field}: {path} cannot be read: {error}") from error
     except json.JSONDecodeError as error:
-        raise UserError(f"model.path: {path}:{error.lineno}: not valid JSON: {error.msg}") from error
+        raise UserError(f"{field}: {path}:{error.lineno}: not valid JSON: {error.msg}") from error
     if not isinstance(config, dict):
-        raise UserError(f"model.path: {path}:1: must hold an object")
+        raise UserError(f"{field}: {path}:1: must hold an object")
     return config
 
 
-def _fetch(hub_id: str) -> dict[str, object]:
+def _fetch(hub_id: str, field: str) -> dict[str, object]:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return _read(Path(hf_hub_download(hub_id, "config.json")))
+        return _read(Path(hf_hub_download(hub_id, "config.json")), field)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise EnvironmentMissing(f"model.path: the config of {hub_id} could not be had from the hub ({reason})") from error
+        raise EnvironmentMissing(f"{field}: the config of {hub_id} could not be had from the hub ({reason})") from error

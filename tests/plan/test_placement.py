@@ -32,6 +32,15 @@ def test_mimo_on_one_host_of_eight() -> None:
     assert [(actor.cpus, actor.gpus) for actor in placement.of("rollout")] == [(1, 1.0)] * 3
 
 
+def test_a_teacher_has_cards_of_its_own_where_the_run_serves_it() -> None:
+    teacher = "train.rl.teacher={{path: {}, hint: x, replicas: 2, gpus: 0.75}}"
+    placement = placed("train.parallel.tp=2", teacher.format("some/model"))
+    assert [(actor.name, actor.gpus) for actor in placement.of("teacher")] == [("teacher-0", 0.75), ("teacher-1", 0.75)]
+    assert not placed("train.parallel.tp=2", teacher.format("policy")).of("teacher")
+    with pytest.raises(UserError, match=r"train\.rl\.teacher\.gpus: 1\.5 cards cannot be handed to one rank"):
+        placed("train.rl.teacher={path: some/model, gpus: 1.5}")
+
+
 @pytest.mark.parametrize(("overlay", "gpus"), [("h200x2", 2), ("h200x3_lora", 3), ("h200x4", 4), ("h200x8", 8)])
 def test_overlays_fill_their_cards(overlay: str, gpus: int) -> None:
     assert place(load_recipe("mimo7b_mtp", overlays=[overlay]).recipe).gpus == gpus

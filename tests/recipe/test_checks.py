@@ -222,6 +222,39 @@ def test_what_does_not_fit(sets: list[str], message: str) -> None:
     assert told and told[0].startswith(message.split(":")[0])
 
 
+HINTED = "path: policy, hint: '{answer}'"
+
+
+@pytest.mark.parametrize(
+    ("teacher", "sets", "message"),
+    [
+        ("topk: 2", [], "train.rl.teacher: give one of path and url"),
+        ("path: policy, url: 'http://x'", ["logprob.standalone=true"], "train.rl.teacher: give one of path and url"),
+        ("url: x", [], "train.rl.teacher.url: must begin with http:// or https://, got x"),
+        ("path: policy", ["logprob.standalone=true"], "train.rl.teacher.hint: a policy that reads the same prompt teaches itself nothing"),
+        (HINTED, [], "train.rl.teacher.path: policy needs the run's log-prob server; set logprob.standalone: true"),
+        (
+            HINTED,
+            ["logprob.standalone=true", "rollout.gateway=true"],
+            "train.rl.teacher.hint: prompts are what the agent makes of a problem",
+        ),
+        ("url: 'http://x'", ["train.rl.loss=gspo"], "train.rl.loss: gspo weighs a response as a whole"),
+        ("url: 'http://x', topk: 4", ["train.parallel.cp=2"], "train.rl.teacher.topk: candidates are compared where a response is whole"),
+    ],
+)
+def test_teachers_that_do_not_fit(teacher: str, sets: list[str], message: str) -> None:
+    found = [each for each in list_complaints([f"train.rl.teacher={{{teacher}}}", *sets]) if "teacher" in each]
+    assert any(each.startswith(message) for each in found), found
+
+
+def test_a_teachers_folder_is_read(folder: Path) -> None:
+    assert not [each for each in list_complaints([f"train.rl.teacher.path={folder}"]) if "teacher" in each]
+    (wrong,) = (each for each in list_complaints([f"train.rl.teacher={{path: {folder}, parallel: {{tp: 5}}}}"]) if "teacher" in each)
+    assert wrong.startswith("train.rl.teacher.parallel.tp: 5 does not divide")
+    with pytest.raises(UserError, match=r"train\.rl\.teacher\.path: there is no folder /no/where"):
+        list_complaints(["train.rl.teacher.path=/no/where"])
+
+
 def list_complaints(sets: list[str]) -> list[str]:
     return list(complaints_of(load_recipe("tiny_mtp", sets=[*SIZES, *sets]).recipe))
 
