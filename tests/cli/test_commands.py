@@ -191,8 +191,8 @@ def test_a_card_of_unknown_size_is_not_passed_in_silence_and_this_machines_is_ta
 
 
 def test_a_hub_that_does_not_answer_is_exit_3(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(hub_id: str) -> dict[str, Any]:
-        raise EnvironmentMissing(f"model.path: the config of {hub_id} could not be had")
+    def unreachable(hub_id: str, field: str) -> dict[str, Any]:
+        raise EnvironmentMissing(f"{field}: the config of {hub_id} could not be had")
 
     monkeypatch.setattr("mtpctl.recipe.model_source._fetch", unreachable)
     told = mtpctl("train", "mimo7b_mtp", "--dry-run", "--set", "model.path=nobody/nothing")
