@@ -270,8 +270,8 @@ def _replay(recipe: Recipe) -> Complaints:
     if isinstance(rollout, SglangConfig):
         yield "train.moe.replay: rollout takes the routes of rollout.engine: vllm; set recompute, or off"
     elif not recipe.engine_gives_routes:
-        where = "on a CPU without a prefix cache" if recipe.device == "cpu" else "beside its prefix cache"
-        yield f"rollout.engine_args: vLLM keeps routes {where}; leave enable_prefix_caching out, or set train.moe.replay: off"
+        mend = "leave enable_prefix_caching out, or set train.moe.replay: off"
+        yield f"rollout.engine_args: vLLM gives routes with its prefix cache alone; {mend}"
 
 
 def _kernels(recipe: Recipe) -> Complaints:

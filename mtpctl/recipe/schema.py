@@ -95,9 +95,10 @@ class Recipe(Section):
 
     @property
     def engine_gives_routes(self) -> bool:
-        """Whether the engine tells the experts of a token: vLLM, which keeps them beside its prefix cache, on a CPU without one."""
-        cards = self.device == "cuda"
-        return isinstance(self.rollout, VllmConfig) and bool(self.rollout.engine_args.get("enable_prefix_caching", cards)) == cards
+        """Whether the engine tells the experts of a token: vLLM, on a card with its prefix cache alone."""
+        if not isinstance(self.rollout, VllmConfig):
+            return False
+        return self.device == "cpu" or bool(self.rollout.engine_args.get("enable_prefix_caching", True))
 
     @property
     def rewards(self) -> dict[str, RewardConfig]:

@@ -527,7 +527,7 @@ def test_a_bias_moves_only_where_a_router_has_one_and_all_weights_train(family: 
         ),
         (
             ["train.moe.replay=rollout", "rollout.engine_args={enable_prefix_caching: false}"],
-            "rollout.engine_args: vLLM keeps routes beside",
+            "rollout.engine_args: vLLM gives routes with its prefix cache alone",
         ),
     ],
 )

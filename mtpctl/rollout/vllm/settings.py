@@ -108,8 +108,6 @@ def engine_settings(
         args["enable_sleep_mode"] = True
     if routes:
         args["enable_return_routed_experts"] = True
-        if cpu:
-            args["async_scheduling"] = False
     if rollout.tp > 1:
         # An engine is on one host. vLLM would take Ray for its workers where its process sits in a placement group.
         args["distributed_executor_backend"] = "mp"

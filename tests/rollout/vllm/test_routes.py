@@ -168,3 +168,22 @@ def test_preempted_responses_and_prompts_in_chunks(run: Loop, tmp_path: Path) ->
         assert any(len(rows[0].tokens) < 100 for rows in logged), "a prompt was read in parts"
     finally:
         run(served.engine.shutdown())
+
+
+@pytest.mark.slow
+def test_a_cached_prompt_has_the_rows_of_the_pass_that_read_it(run: Loop, tmp_path: Path) -> None:
+    # Without drafts, for which vLLM reads the last block that it finds again: the prompt has one of 128 tokens.
+    served = Served("glm4-moe", 0, tmp_path, run, enable_prefix_caching=True)
+    first, second = prompts(2, "cached")
+    try:
+        first, second = run(served.answer(first, 24)), run(served.answer(second, 24))
+        served.check([first])
+        (steps,) = (rows for name, rows in served.log.rows.items() if name.startswith(f"{second.name}/"))
+        cached = steps[0].start
+        assert cached == 128
+        logged = served.log.routes_of(second)
+        assert first.routes is not None and second.routes is not None and len(second.routes) == len(logged)
+        assert np.array_equal(second.routes[:cached], first.routes[:cached])
+        assert all(np.array_equal(ours, row) for ours, row in zip(second.routes[cached:], logged[cached:], strict=True))
+    finally:
+        run(served.engine.shutdown())

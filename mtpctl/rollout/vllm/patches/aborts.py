@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from mtpctl.rollout.vllm.patches import logprobs as deferred_logprobs
-from mtpctl.rollout.vllm.patches import routes as kept_routes
+from mtpctl.rollout.vllm.patches import route_requests
 from mtpctl.rollout.vllm.patches.assign import assign
 from mtpctl.rollout.vllm.patches.version import require_pinned
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DraftCounts = tuple[int, list[int], int]
 """`num_spec_tokens`, `histogram` and `num_draft_tokens` of vLLM's `RequestSpecDecodeMetrics`."""
 PartialOutputs = tuple[dict[str, DraftCounts], dict[str, deferred_logprobs.Columns], dict[str, tuple[bytes, str, tuple[int, ...]]]]
-"""Draft counts, deferred log-probs and kept routes by vLLM's internal request id."""
+"""Draft counts, deferred log-probs and routes by vLLM's internal request id."""
 
 
 def install() -> bool:
@@ -43,7 +43,7 @@ def _partial_outputs(self: EngineCore, request_ids: list[str]) -> PartialOutputs
     requests = cast("Scheduler", self.scheduler).requests
     found = {each: requests[each].spec_decode_metrics for each in request_ids if each in requests}
     counts = {each: (m.num_spec_tokens, m.histogram, m.num_draft_tokens) for each, m in found.items() if m is not None}
-    return counts, deferred_logprobs.pending_of(self.scheduler, request_ids), kept_routes.pending_of(self.scheduler, request_ids)
+    return counts, deferred_logprobs.pending_of(self.scheduler, request_ids), route_requests.pending_of(self.scheduler, request_ids)
 
 
 async def fetch_partial_outputs(llm: AsyncLLM, request_ids: list[str]) -> None:
@@ -69,4 +69,4 @@ async def fetch_partial_outputs(llm: AsyncLLM, request_ids: list[str]) -> None:
             deferred_logprobs.replace(state.logprobs_processor, *columns)
     for each, rows in routes.items():
         if (state := processor.request_states.get(each)) is not None:
-            state.routed_experts_chunks = [kept_routes.as_rows(*rows)]
+            state.routed_experts_chunks = [route_requests.as_rows(*rows)]

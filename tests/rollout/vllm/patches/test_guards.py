@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from mtpctl.rollout.vllm.patches.version import PINNED
 from mtpctl.rollout.vllm.plugin import OURS
 
-NO_PATCHES = {"assign", "draft_times", "version"}
+NO_PATCHES = {"assign", "draft_times", "route_requests", "route_slots", "version"}
 FOR_CPUS = {"experts", "gemm", "packed", "rotary", "sampler", "seeds"}
 PROGRAM = """
 import asyncio, importlib, json, pkgutil, sys

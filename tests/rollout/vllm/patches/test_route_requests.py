@@ -1,4 +1,4 @@
-"""Rows that stay on the card come back at their positions: whole, in parts, after preemptions, and before an abort."""
+"""Rows that stay at slots come back at their positions: whole, in parts, after preemptions, and before an abort."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from mtpctl.errors import UpstreamMoved
 from mtpctl.rollout.vllm.patches.logprobs import DEFERRED
-from mtpctl.rollout.vllm.patches.route_slots import SlotConnector, SlotRecorder, Span, group_of, slots_of
+from mtpctl.rollout.vllm.patches.route_requests import SlotConnector, as_rows, pending_of
+from mtpctl.rollout.vllm.patches.route_slots import SlotRecorder, Span, group_of, slots_of
 
 BLOCK, BLOCKS = 4, 40
 SHAPE = (3, 2)
@@ -45,7 +46,7 @@ class Card:
         self.recorder = SlotRecorder.__new__(SlotRecorder)
         recorder: Any = self.recorder
         recorder._capturer = SimpleNamespace(device_buffer=torch.zeros((64, *SHAPE), dtype=torch.int32))
-        recorder._group, recorder._block, recorder._shape, recorder._dtype = 0, BLOCK, SHAPE, np.dtype(np.uint16)
+        recorder.group, recorder._block, recorder._shape, recorder._dtype = 0, BLOCK, SHAPE, np.dtype(np.uint16)
         recorder._rows = torch.full((BLOCKS * BLOCK, 6), -1, dtype=torch.int16)
         recorder._stream, recorder._step, recorder.slots = None, False, torch.zeros((1, 64), dtype=torch.int64)
         self.connector = SlotConnector()
@@ -163,6 +164,18 @@ def test_what_an_abort_is_given() -> None:
     )
     card.give_up(request)
     assert np.array_equal(card.connector.pending(request), rows_of(tokens[2:5]))
+
+
+def test_what_an_abort_is_given_passes_between_processes_as_bytes() -> None:
+    card = Card(4)
+    request, tokens = request_of(3), [10, 11, 12, 20]
+    card.run(request, 0, tokens[:3])
+    request.num_tokens = 4
+    others = request_of(3, deferred=False)
+    scheduler = SimpleNamespace(aux_output_connector=card.connector, requests={"r-1": request, "others": others})
+    found = pending_of(scheduler, ["r-1", "others", "gone"])
+    assert list(found) == ["r-1"] and np.array_equal(as_rows(*found["r-1"]), rows_of(tokens[:3]))
+    assert pending_of(SimpleNamespace(aux_output_connector=None), ["r-1"]) == {}
 
 
 def test_a_step_that_warms_up_writes_nothing() -> None:
