@@ -260,7 +260,7 @@ class RolloutLoop:
         await self._drop(
             group,
             f"train.rl.dynamic_sampling: {{}} groups in a row had no signal (the last rewards were all {rewards[0]:g}); "
-            "take easier or harder problems or a longer train.sft, or set it to false",
+            "read why with mtpctl samples RUN --worst; take easier or harder problems or a longer train.sft, or set it to false",
         )
 
     async def _drop(self, group: Group, told: str) -> None:
