@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from math import ceil
 from typing import Protocol
@@ -41,12 +42,13 @@ async def start_pool(
     seed: int | None = None,
     tokenizer: NamedText | None = None,
     routes: tuple[int, ...] = (),
+    tell: Callable[[str], None] = lambda line: None,
 ) -> ReplicaPool:
-    """Start the recipe's engines on the model in the folder `model`, each with a random seed of its own.
+    """Start as many engines as the recipe has at least on the model in the folder `model`, each with a random seed of its own.
 
     `seats`: where they sit; without them Ray chooses. Stop strings and environments need the `tokenizer`. `seed` replaces the recipe's.
     `routes`: the layers whose routes of experts samples are to carry. A restarted replica applies the version that the others serve, from
-    `published`, and has another seed than its predecessor.
+    `published`, and has another seed than its predecessor. `tell`: as `ReplicaPool.start` says.
 
     Raises RuntimeFailure where an engine does not start in time, UserError for what an engine cannot do.
     """
@@ -89,19 +91,24 @@ async def start_pool(
     async def begin(actor: str, name: str) -> Replica:
         options = anywhere if seats is None else (await seats.take(actor))[0].options()
         replica = await start_replica(settings(), name=name, options=options)
-        if seats is not None:
-            seats.check(actor, await replica.here())
+        try:
+            if seats is not None:
+                seats.check(actor, await replica.here())
+        except BaseException:
+            await replica.shutdown()
+            raise
         return replica
 
     # A few requests wait inside each engine, so that a place that becomes free is taken before the answer is back.
     room = rollout.max_in_flight + ceil(WAITING_SHARE * rollout.max_in_flight)
     starting = ReplicaPool.start(
         start,
-        rollout.replicas,
+        rollout.replica_range.min,
         published=published,
         max_in_flight=room,
         max_restarts=rollout.max_restarts,
         sync_deadline_s=recipe.sync.deadline_s,
         turns=turns,
+        tell=tell,
     )
     return await within(starting, recipe.cluster.actor_deadline_s, "rollout, start")
