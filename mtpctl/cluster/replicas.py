@@ -32,7 +32,7 @@ class Lifecycle[R]:
     that version cannot be had yet. It is called while no update is under way, and has `bring_up_s` seconds, since updates wait for it.
     end: end a replica that may have failed; it is cancelled after `end_s` seconds, and must leave nothing behind even then. changed:
     called when a seat was filled, left or quarantined. dead: exceptions that mean that a replica is gone. max_restarts: a seat that fails
-    more often within `FORGET_S` is quarantined. tell: is told of failures, and of what became of them, in one line each.
+    more often within `FORGET_S` is quarantined. tell: is told of failures, and what became of the seat, in one line each.
     """
 
     start: Callable[[int], Awaitable[R]]
@@ -223,13 +223,15 @@ class Replicas[R]:
         while len(seat.failed_at) <= self._lifecycle.max_restarts:
             try:
                 await self._fill(seat)
-                self.restarts += anew
+                if anew:
+                    self.restarts += 1
+                    self._lifecycle.tell(f"replica {seat.index} is back")
                 break
             except Exception as error:
                 self._failed(seat, error)
         else:
             seat.quarantined = True
-            self._lifecycle.tell(f"replica {seat.index} is in quarantine, after {len(seat.failed_at)} failures within an hour")
+            self._lifecycle.tell(f"replica {seat.index} is in quarantine: it failed {len(seat.failed_at)} time(s) within an hour")
         await self._lifecycle.changed()
 
     async def _fill(self, seat: Seat[R]) -> None:
@@ -246,7 +248,6 @@ class Replicas[R]:
             with suppress(*self._lifecycle.dead, TimeoutError):
                 await self._end(fresh)
             raise
-        self._lifecycle.tell(f"replica {seat.index} serves")
 
     async def _brought_up(self, seat: Seat[R], fresh: R) -> bool:
         async with self.updating:

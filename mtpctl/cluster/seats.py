@@ -218,6 +218,10 @@ class Seats:
                     f"{actor}: has card {found.cards[0]} of host {_named(found.node)}, and the plan has it share that of {other}"
                 )
 
+    def host(self, actor: str) -> str:
+        """The name of the host that an actor sits on."""
+        return _named(self.seats[actor].node)
+
     def told(self) -> str:
         """The actors of each host, in one line."""
         at: dict[str, list[str]] = {}

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from mtpctl.errors import UserError
 from mtpctl.families.shape import ModelShape
 from mtpctl.recipe.parallel import divides
 from mtpctl.recipe.section import Complaints, Float, Fraction, HomePath, NonNegativeInt, PositiveFloat, PositiveInt, Section
@@ -49,9 +50,9 @@ def _kind_of_replicas(value: object) -> str:
 
 
 class RolloutBase(Section):
-    replicas: Annotated[
-        Annotated[PositiveInt, Tag("number")] | Annotated[ReplicaRange, Tag("range")], Discriminator(_kind_of_replicas)
-    ] = Field(1, description="Rollout engines: a number, or {min, max} for a number that follows the hosts of the cluster.")
+    replicas: Annotated[Annotated[PositiveInt, Tag("number")] | Annotated[ReplicaRange, Tag("range")], Discriminator(_kind_of_replicas)] = (
+        Field(1, description="Rollout engines: a number, or {min, max} for a number that follows the hosts of the cluster.")
+    )
     tp: PositiveInt = Field(1, description="Tensor-parallel ranks of each engine.")
     temperature: PositiveFloat = Field(1.0, description="Sampling temperature.")
     top_p: Annotated[Float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling; below 1, training needs train.rl.correction.")
@@ -133,6 +134,18 @@ RolloutConfig = Annotated[VllmConfig | SglangConfig, Field(discriminator="engine
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM 0.32 raises lower temperatures to this one (`SamplingParams.__post_init__`)."""
+
+
+def check_scale(rollout: RolloutBase, replicas: int) -> None:
+    """Raise UserError where a run with this section may not have so many replicas while it goes on."""
+    bounds = rollout.replica_range
+    if not rollout.elastic:
+        raise UserError(
+            f"rollout.replicas: is the number {bounds.min}, which stays; start the run again with "
+            f"--set 'rollout.replicas={{min: {bounds.min}, max: {max(replicas, bounds.min)}}}', and it resumes"
+        )
+    if not bounds.min <= replicas <= bounds.max:
+        raise UserError(f"--replicas: {replicas} is not within rollout.replicas: min {bounds.min}, max {bounds.max}")
 
 
 def replicas_fit(rollout: RolloutBase) -> Complaints:

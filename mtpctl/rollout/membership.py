@@ -36,6 +36,10 @@ class Membership:
         wanted = [seat for seat in self._replicas.seats if seat.wanted]
         return [seat.index for seat in sorted(wanted, key=lambda seat: (use[seat.state], -seat.index))]
 
+    def serves(self, index: int) -> bool:
+        """Whether the replica in a seat takes requests."""
+        return self._replicas.seats[index].state == "serving"
+
     @property
     def restarts(self) -> int:
         """Replicas that were started in the place of one that failed."""
@@ -50,7 +54,7 @@ class Membership:
         await self._replicas.leave(index, self._hand_over)
 
     async def _hand_over(self, seat: Seat[Replica], replica: Replica) -> None:
-        """Abort what a replica has under way, and wait until it has come back. What has not after `HAND_OVER_S` is lost with the replica."""
+        """Abort what a replica has under way, and wait until that has come back. After `HAND_OVER_S` the rest is lost with the replica."""
         async with asyncio.timeout(HAND_OVER_S):
             while seat.busy:
                 await asyncio.sleep(0)  # for requests that are on their way

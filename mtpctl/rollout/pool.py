@@ -106,7 +106,7 @@ class ReplicaPool:
 
         `published`: where a restarted replica finds the version that the others serve; it applies that within `sync_deadline_s` before
         it serves. `turns` plays the environment between the turns of a response; None: a response is one turn. `tell` is given a line for
-        each failure of a replica, and for each that serves again.
+        each failure of a replica, and for each that is back.
         """
         replicas = await start_all(start, lambda replica: replica.shutdown(), count)
         options = {"max_in_flight": max_in_flight, "max_restarts": max_restarts}
