@@ -117,6 +117,7 @@ class ElasticRollout:
     async def _left(self, membership: Membership, index: int) -> None:
         try:
             await membership.leave(index)
+            self._tell(f"replica {index} has left")
         except Exception as error:  # It has ended all the same, and its requests go on elsewhere.
             self._tell(f"replica {index} left in disorder: {one_line(error)}")
         finally:

@@ -127,6 +127,19 @@ def place(recipe: Recipe, hosts: Sequence[Host] | None = None, *, engines: int |
     return Placement(device, tuple(actors), len({actor.host for actor in actors}))
 
 
+def most_engines(recipe: Recipe, hosts: Sequence[Host] | None) -> int:
+    """How many rollout engines these hosts have room for, of those that the recipe allows. Raises what `place` raises for the least."""
+    bounds = recipe.rollout.replica_range
+    place(recipe, hosts)
+    for engines in range(bounds.max, bounds.min, -1):
+        try:
+            place(recipe, hosts, engines=engines)
+        except ClusterResources:
+            continue
+        return engines
+    return bounds.min
+
+
 def _one_holds(hosts: Sequence[Host], ranks: int, cpus: float, gpus: float) -> bool:
     """Whether a host that is empty holds this many ranks."""
     return any(take([room], ranks, cpus, gpus) is not None for room in rooms(hosts, ranks * math.ceil(gpus)))

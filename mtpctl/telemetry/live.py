@@ -60,7 +60,8 @@ class LiveStatus:
         """The run as `mtpctl runs` lists it."""
         reward = self.metrics.get("reward/unfiltered_mean", self.metrics.get("reward/mean"))
         age, steps = max(0.0, time.time() - self._wrote), self.totals.get(self.stage)
-        return RunOverview(self.path, "running", self.stage, self.step, steps, reward, self._accuracy, age, list(self.restarts))
+        replicas = int(self.metrics["rollout/replicas"]) if "rollout/replicas" in self.metrics else None
+        return RunOverview(self.path, "running", self.stage, self.step, steps, reward, self._accuracy, age, list(self.restarts), replicas)
 
     def as_json(self) -> dict[str, object]:
         """Everything, JSON-ready."""
