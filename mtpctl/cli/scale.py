@@ -13,7 +13,7 @@ from mtpctl.cli.answers import answer
 def scale(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     replicas: Annotated[
-        int, typer.Option("--replicas", metavar="N", help="Rollout replicas to have, within rollout.replicas of the recipe.")
+        int, typer.Option("--replicas", metavar="N", min=1, help="Rollout replicas to have, within rollout.replicas of the recipe.")
     ],
 ) -> None:
     """Have a run that goes on use another number of rollout replicas. Returns once the run has taken it; they join and leave meanwhile.

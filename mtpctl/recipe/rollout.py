@@ -140,9 +140,10 @@ def check_scale(rollout: RolloutBase, replicas: int) -> None:
     """Raise UserError where a run with this section may not have so many replicas while it goes on."""
     bounds = rollout.replica_range
     if not rollout.elastic:
+        least, most = sorted((bounds.min, replicas))
         raise UserError(
-            f"rollout.replicas: is the number {bounds.min}, which stays; start the run again with "
-            f"--set 'rollout.replicas={{min: {bounds.min}, max: {max(replicas, bounds.min)}}}', and it resumes"
+            f"rollout.replicas: {bounds.min} is a number, which stays as it is; stop the run, and resume it with "
+            f"--set 'rollout.replicas={{min: {least}, max: {most}}}'"
         )
     if not bounds.min <= replicas <= bounds.max:
         raise UserError(f"--replicas: {replicas} is not within rollout.replicas: min {bounds.min}, max {bounds.max}")
