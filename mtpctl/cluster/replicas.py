@@ -23,6 +23,13 @@ FORGET_S = 3600.0
 """Seconds after which a failure no longer counts against `max_restarts`: in a run of weeks a replica may fail now and then."""
 _POLL_S = 0.02
 
+Tell = Callable[[str], None]
+"""Takes a line about replicas that failed or are back, for the log of a run."""
+
+
+def untold(line: str) -> None:
+    """Where no run keeps a log."""
+
 
 @dataclass(frozen=True)
 class Lifecycle[R]:
@@ -43,7 +50,7 @@ class Lifecycle[R]:
     max_restarts: int
     end_s: float
     bring_up_s: float
-    tell: Callable[[str], None] = lambda line: None
+    tell: Tell = untold
 
 
 @dataclass(slots=True)

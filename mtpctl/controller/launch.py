@@ -236,6 +236,7 @@ class Run:
             gpus=seat.gpus,
             seats=self.seats,
             published=self.store,
+            tell=self._tell_restart,
         )
         with self._starting("log-prob server", [f"log-prob replica {i} rank 0" for i in range(self.recipe.logprob.replicas)]):
             server = await within(starting, self.recipe.cluster.actor_deadline_s, "log-prob server, start")
@@ -256,13 +257,16 @@ class Run:
                 published=self.store,
                 tokenizer=self.prepared.tokenizer,
                 routes=routes.layers if routes is not None else (),
-                tell=lambda line: self.telemetry.event("restart", f"rollout {line}"),
+                tell=self._tell_restart,
             )
         stack.push_async_callback(pool.close)
         self.pool = pool
         if self.elastic is not None:
             await stack.enter_async_context(self.elastic.following(pool.membership, engine_claim(self.placement)))
         return pool
+
+    def _tell_restart(self, line: str) -> None:
+        self.telemetry.event("restart", line)
 
     def _replicas(self) -> ReplicaCounts | None:
         """The rollout replicas, once they are started."""

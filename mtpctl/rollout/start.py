@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import count
 from math import ceil
 from typing import Protocol
 
 from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.replicas import Tell, untold
 from mtpctl.cluster.seats import Options, Seats
 from mtpctl.plan.placement import Placement
 from mtpctl.recipe.rollout import SglangConfig
@@ -42,13 +42,13 @@ async def start_pool(
     seed: int | None = None,
     tokenizer: NamedText | None = None,
     routes: tuple[int, ...] = (),
-    tell: Callable[[str], None] = lambda line: None,
+    tell: Tell = untold,
 ) -> ReplicaPool:
     """Start as many engines as the recipe has at least on the model in the folder `model`, each with a random seed of its own.
 
     `seats`: where they sit; without them Ray chooses. Stop strings and environments need the `tokenizer`. `seed` replaces the recipe's.
     `routes`: the layers whose routes of experts samples are to carry. A restarted replica applies the version that the others serve, from
-    `published`, and has another seed than its predecessor. `tell`: as `ReplicaPool.start` says.
+    `published`, and has another seed than its predecessor. `tell`: as `ReplicaPool.start` says, with what the replicas are called.
 
     Raises RuntimeFailure where an engine does not start in time, UserError for what an engine cannot do.
     """
@@ -109,6 +109,6 @@ async def start_pool(
         max_restarts=rollout.max_restarts,
         sync_deadline_s=recipe.sync.deadline_s,
         turns=turns,
-        tell=tell,
+        tell=lambda line: tell(f"rollout {line}"),
     )
     return await within(starting, recipe.cluster.actor_deadline_s, "rollout, start")

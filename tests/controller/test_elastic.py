@@ -63,7 +63,7 @@ class World:
     said: list[str] = field(default_factory=list)
 
     async def until(self, met: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not met():
                 await asyncio.sleep(0.005)
 
@@ -99,7 +99,7 @@ def in_loop(test: Callable[[Path], Coroutine[Any, Any, None]]) -> Callable[[Path
     """Runs an asynchronous test, with a deadline."""
 
     def run(tmp_path: Path) -> None:
-        asyncio.run(asyncio.wait_for(test(tmp_path), 20))
+        asyncio.run(asyncio.wait_for(test(tmp_path), 90))
 
     run.__doc__, run.__name__ = test.__doc__, test.__name__
     return run

@@ -18,7 +18,7 @@ from tests.rollout.test_pool import MANIFESTS, Fleet, assert_all_once, collect, 
 
 
 async def until_serving(membership: Membership, count: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while membership.serving != count:
             await asyncio.sleep(0.002)
 
