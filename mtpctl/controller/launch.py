@@ -81,9 +81,11 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     text = dump_resolved(recipe)
     # Actors get absolute paths: in a cluster that the run joins their working directory is another one.
     recipe = recipe.model_copy(update={"run_dir": str(recipe.run_path.absolute())})
-    status = status_socket(recipe.telemetry)
-    with contextlib.closing(status) if status else contextlib.nullcontext(), RunDirectory.create(recipe.run_path, text) as directory:
+    with RunDirectory.create(recipe.run_path, text) as directory, contextlib.ExitStack() as open_sockets:
         try:
+            status = status_socket(recipe.telemetry)
+            if status is not None:
+                open_sockets.enter_context(contextlib.closing(status))
             prepared = prepare(recipe, directory.path)
         except MtpctlError:
             if fresh:
