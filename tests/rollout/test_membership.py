@@ -170,6 +170,22 @@ async def test_an_update_and_one_who_leaves_wait_for_each_other() -> None:
 
 
 @in_loop
+async def test_one_that_waits_for_an_update_to_leave_gets_no_request_and_is_not_started_anew_where_it_dies() -> None:
+    fleet = Fleet()
+    pool = await fleet.pool(3)
+    async with pool.quiesce():
+        leaving = [asyncio.ensure_future(pool.membership.leave(index)) for index in (0, 1)]
+        await asyncio.sleep(0)
+        assert_all_once(await collect(pool, requests(20)), 20)
+        fleet.live[0].die()
+        await pool.speculate()  # notices it
+        await asyncio.sleep(0.01)
+    await asyncio.gather(*leaving)
+    assert [len(replica.served) for replica in fleet.live] == [0, 0, 20]
+    assert [len(made) for made in fleet.made.values()] == [1, 1, 1] and all(replica.closed for replica in fleet.live[:2])
+
+
+@in_loop
 async def test_with_none_left_requests_wait_for_the_next_one() -> None:
     fleet = Fleet()
     pool = await fleet.pool(1)
