@@ -41,6 +41,7 @@ class ElasticRollout:
         self._directory, self._seats, self._state, self._waits, self._tell = directory, seats, state, waits, tell
         self._membership: Membership | None = None
         self._claim = Claim("", 0.0)
+        self._looking_for_room: asyncio.Task[None] | None = None
         self._joining = set[int]()
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._waiting = contextlib.ExitStack()
@@ -66,16 +67,17 @@ class ElasticRollout:
             yield
         finally:
             self._membership = None
-            for leaving in self._leaving.values():
-                leaving.cancel()
-            await asyncio.gather(*self._leaving.values(), return_exceptions=True)
+            under_way = [*self._leaving.values()] + ([] if self._looking_for_room is None else [self._looking_for_room])
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
 
     async def _run(self) -> None:
         try:
             while True:
                 self._answer_requests()
                 if self._membership is not None:
-                    await self._look(self._membership)
+                    self._look(self._membership)
                 await asyncio.sleep(LOOK_S)
         except Exception as error:
             self._tell(f"replicas neither join nor leave any more: {one_line(error)}")
@@ -94,7 +96,7 @@ class ElasticRollout:
             self._tell(told)
             request.answer(Answer(told))
 
-    async def _look(self, membership: Membership) -> None:
+    def _look(self, membership: Membership) -> None:
         alive, drained = living(), draining()
         for index in membership.taken:
             node = self._seats.seats[_actor(index)].node
@@ -105,7 +107,11 @@ class ElasticRollout:
         for index in [index for index in self._joining if membership.serves(index)]:
             self._tell(f"replica {index} serves")
             self._joining.remove(index)
-        await self._join(membership)
+        # Beside the looks: a place that somebody else was faster to take is refused after a while only.
+        if (looking := self._looking_for_room) is None or looking.done():
+            if looking is not None:
+                looking.result()
+            self._looking_for_room = asyncio.create_task(self._join(membership))
         self._show_wait(len(membership.taken))
 
     def _leave(self, membership: Membership, index: int, why: str) -> None:
@@ -129,8 +135,7 @@ class ElasticRollout:
         while len(membership.taken) < self.asked and not self._state.lost:
             index = next(i for i in range(self.asked + len(self._leaving)) if i not in membership.taken and i not in self._leaving)
             actor = _actor(index)
-            placed = await self._seats.add(Claim(actor, self._claim.cpus, self._claim.gpus))
-            if placed is None or self._membership is None:
+            if await self._seats.add(Claim(actor, self._claim.cpus, self._claim.gpus)) is None:
                 return
             self._tell(f"replica {index} joins, on host {self._seats.host(actor)}")
             membership.join(index)
