@@ -138,7 +138,9 @@ def test_the_same_command_resumes_and_goes_on_after_the_death_of_its_engine_and_
     start.actor("TrainerRank").kill()
     killed_at = start.step("rl")
     start.wait_for(lambda: any(line.startswith("trainer back after ") for line in start.restarts()), 120)
-    assert start.restarts()[0].startswith("trainer rank 0, ")
+    failed, back, lost, *_ = start.restarts()
+    assert failed.startswith("rollout replica 0 failed: EngineDead: ") and back == "rollout replica 0 is back"
+    assert lost.startswith("trainer rank 0, ")
     start.wait_for(lambda: start.step("rl") >= killed_at + 2)
     assert "Traceback" not in start.log.read_text()
     actors = [start.actor("TrainerRank"), start.actor("RolloutActor")]
