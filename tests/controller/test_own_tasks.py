@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -295,6 +296,44 @@ def agent(folder: Path) -> Iterator[Task]:
 
 
 @contextlib.contextmanager
+def verifiers(folder: Path) -> Iterator[Task]:
+    """An environment of the package verifiers, of several turns, with problems, held-out problems and rewards of its own."""
+    pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
+    for name in ("guess_number.py", "last_letter.py"):
+        shutil.copy(Path(__file__).parents[1] / "rollout" / "tasksets" / name, folder)
+    games = [["5"], ["3", "higher", "5"], ["7", "lower", "5", "lower", "4"], ["2", "higher", "6"]]
+    talks = [
+        [{"role": "system", "content": "Guess."}, {"role": "user", "content": "a number from 1 to 8?"}]
+        + [{"role": ("assistant", "user")[place % 2], "content": said} for place, said in enumerate(game)]
+        for game in games
+    ]
+    write_rows(folder / "games.jsonl", [{"messages": talk} for talk in talks] * 8)
+    recipe = write_recipe(
+        folder,
+        {
+            "model": {"tokenizer": "bytes"},
+            "data": {"sft_path": "games.jsonl", "taskset": {"eval_size": 2}, "chat_template": True},
+            "reward": {"function": "environment"},
+            "train": {**MACHINE["train"], "rl": {"steps": 2}},
+            "rollout": {"environment": "verifiers:guess_number", "max_tokens": 160, "max_turns": 6, "deadline_s": 120.0},
+        },
+    )
+
+    def holds(updates: Rows, evaluations: Rows) -> None:
+        assert all(row["environment/errors"] == row["environment/timeouts"] == row["environment/rewritten"] == 0 for row in updates)
+        assert all(row["environment/samples"] == 1 and row["environment/turns"] > 1 for row in updates)
+        assert all(row["reward/guessed"] == row["reward/mean"] for row in updates) and any(row["reward/mean"] > 0 for row in updates)
+        assert evaluations and all(row["eval/problems"] == 2 for row in evaluations)
+
+    def samples(rows: Rows) -> None:
+        said = {part["text"] for row in rows for part in row["parts"] if part["by"] == "environment"}
+        assert said and said <= {f"user: {word}\nassistant: " for word in ("higher", "lower")}
+        assert {row["prompt"] for row in rows} == {"system: Guess.\nuser: a number from 1 to 8?\nassistant: "}
+
+    yield Task(recipe, holds, samples=samples)
+
+
+@contextlib.contextmanager
 def taught(folder: Path) -> Iterator[Task]:
     """The plain template under a teacher that the run serves: a model of other random weights, whose likeliest tokens are compared."""
     mtpctl(folder, "init", "mytask", "--template", "exact")
@@ -308,7 +347,7 @@ def taught(folder: Path) -> Iterator[Task]:
     yield Task(folder / "mytask" / "recipe.yaml", holds, (*sets, "train.rl.steps=2"))
 
 
-@pytest.mark.parametrize("task", [judged, coded, gsm8k, tool, judge, agent, taught], ids=lambda task: task.__name__)
+@pytest.mark.parametrize("task", [judged, coded, gsm8k, tool, judge, agent, taught, verifiers], ids=lambda task: task.__name__)
 def test_it_trains_with_its_drafter_and_resumes(task: Callable[[Path], contextlib.AbstractContextManager[Task]], tmp_path: Path) -> None:
     with task(tmp_path) as own:
         run_dir = tmp_path / "runs" / "own"

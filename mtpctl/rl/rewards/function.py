@@ -40,6 +40,9 @@ class Role:
 AGENT = Role("rollout.agent", "rollout.agent_args", "rollout.deadline_s", ("problem", "base_url"), needs_reward=False)
 """An agent. The address that it asks stands in the place of the response."""
 
+EPISODE = Role("rollout.environment", "rollout.environment_args", "rollout.deadline_s", AGENT.given, needs_reward=False)
+"""What plays an environment of another package as an agent does."""
+
 Result = tuple[float | None, dict[str, float], str]
 """Reward, parts and error of one call, as they are sent from process to process."""
 

@@ -1,0 +1,238 @@
+"""Environments of the package verifiers are played as they are, against the gateway: their tasks, their turns, their rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mtpctl.data.problems import Problem
+from mtpctl.data.sets import ProblemSets, first_problems, load_held_out, load_problem_sets
+from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.recipe.data import DataConfig
+from mtpctl.recipe.evaluation import EvaluationConfig
+from mtpctl.recipe.rollout import VllmConfig
+from mtpctl.rl.rewards.outcome import Outcome
+from mtpctl.rollout import environment_reward
+from mtpctl.rollout.agent_trial import try_episodes
+from mtpctl.rollout.agents import playing
+from mtpctl.rollout.gateway.server import Gateway
+from mtpctl.rollout.pool import ReplicaPool
+from mtpctl.rollout.protocol import ENVIRONMENT_ERROR
+from mtpctl.rollout.verifiers import play
+from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.web.server import listen
+from tests.rollout.gateway.scripted import EOS, Says, Scripted, byte_tokenizer, model_of, request_of
+from tests.rollout.gateway.test_trajectory import sampled
+
+vf = pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
+
+TASKSETS = Path(__file__).parent / "tasksets"
+HERE = {"agent": {"runtime": {"type": "subprocess"}}}
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The environments of `tests/rollout/tasksets` count as installed, here and in processes that are started."""
+    monkeypatch.syspath_prepend(str(TASKSETS))
+    monkeypatch.setenv("PYTHONPATH", str(TASKSETS), prepend=":")
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
+    yield
+
+
+def rollout_of(name: str, **fields: Any) -> VllmConfig:
+    return VllmConfig.model_validate({"engine": "vllm", "environment": f"verifiers:{name}", "environment_args": HERE, **fields})
+
+
+def problem_sets(rollout: VllmConfig, **data: Any) -> ProblemSets:
+    return load_problem_sets(DataConfig.model_validate({"taskset": data} if data else {}), 0, stages=["rl"], rollout=rollout)
+
+
+def played(rollout: VllmConfig, problems: list[Problem], says: Says, *, context: int = 4096, max_tokens: int = 400) -> dict[str, Sample]:
+    """What comes of the problems, by their ids."""
+
+    async def asked() -> AsyncIterator[GenerationRequest]:
+        for number, problem in enumerate(problems):
+            request = GenerationRequest(Sample(problem.prompt_id, f"g{number}", [1]), max_tokens, stop_token_ids=[EOS], deadline_s=120.0)
+            request.problem = problem
+            yield request
+
+    async def run() -> dict[str, Sample]:
+        engines = cast(ReplicaPool, Engines(Scripted(says)))
+        async with playing(rollout, engines, byte_tokenizer(), context=context, name="toy", tell=lambda line: None) as generator:
+            return {sample.prompt_id: sample async for sample in generator.generate(asked())}
+
+    return asyncio.run(run())
+
+
+class Engines:
+    """A pool as far as agents know it."""
+
+    def __init__(self, engine: Scripted) -> None:
+        self.sample = engine
+
+
+def text(sample: Sample) -> str:
+    return byte_tokenizer().decode(sample.response_ids, special=True)
+
+
+def test_tasks_are_problems_and_their_rewards_the_samples() -> None:
+    rollout = rollout_of("last_letter")
+    problems = problem_sets(rollout).train
+    data = {"idx": 1, "prompt": "last letter of tiger:", "answer": "r"}
+    assert problems[1] == Problem("last_letter/train/1", "last letter of tiger:", "r", fields=data)
+    found = played(rollout, problems[:3], lambda before, call: "n" if "lemon" in before else "a long answer")
+    lemon, tiger = found["last_letter/train/2"], found["last_letter/train/1"]
+    assert (lemon.environment_reward, lemon.reward_parts) == (1.25, {"right": 1.0, "short": 1.0, "letters": 1.0})
+    assert (tiger.environment_reward, tiger.reward_parts) == (0.0, {"right": 0.0, "short": 0.0, "letters": 13.0})
+    assert text(lemon) == "n<eos>" and bytes(sampled(lemon)[:-1]) == b"n" and not lemon.earlier
+    assert environment_reward.score("n", problems[2], lemon) == {"reward": 1.25, "right": 1.0, "short": 1.0, "letters": 1.0}
+
+
+def test_turns_of_the_environment_are_masked_in_one_sample() -> None:
+    guesses = {"1 to 8?": "5", "lower": "2", "higher": "3"}
+
+    def says(before: str, call: int) -> str:
+        return guesses[max(guesses, key=before.rfind)]
+
+    rollout = rollout_of("guess_number", environment_args={})
+    problems = problem_sets(rollout, eval_size=2)
+    assert [problem.prompt for problem in problems.evaluation] == ["number 1", "number 2"]  # a task whose user opens has no prompt
+    found = played(rollout, problems.train[:2], says)
+    three = found["guess_number/train/2"]
+    assert three.environment_reward == 1.0 and not three.earlier
+    assert text(three) == "5<eos>user: lower\nassistant: 2<eos>user: higher\nassistant: 3<eos>"
+    assert bytes(token for token in sampled(three) if token < 256) == b"523"
+    assert three.environment is not None and (three.environment.turns, three.environment.rewritten) == (3, 0)
+    four = found["guess_number/train/3"]  # higher than 3, and 3 again: until its turns are over
+    assert four.environment_reward == 0.0 and four.environment is not None and four.environment.turns == 6
+
+
+def test_an_episode_ends_with_its_turns_and_is_rewarded() -> None:
+    rollout = rollout_of("guess_number", environment_args={}, max_turns=2)
+    found = played(rollout, problem_sets(rollout).train[4:6], lambda before, call: "5" if "higher" in before else "2")
+    five, six = found["guess_number/train/4"], found["guess_number/train/5"]
+    assert five.environment is not None and six.environment is not None
+    assert (five.environment.turns, five.environment_reward, five.finish_reason) == (2, 1.0, "stop")
+    assert (six.environment.turns, six.environment_reward, six.finish_reason) == (2, 0.0, "stop")
+
+
+def test_a_trajectory_without_room_counts_as_nothing_and_as_no_failure() -> None:
+    rollout = rollout_of("guess_number", environment_args={})
+    (sample,) = played(rollout, problem_sets(rollout).train[4:5], lambda before, call: "2", max_tokens=20).values()
+    assert (sample.environment_reward, sample.finish_reason) == (0.0, "stop")
+    assert sample.environment is not None and not sample.environment.errors and sample.environment.turns
+
+
+def test_an_episode_that_fails_is_told() -> None:
+    args = {"agent": {**HERE["agent"], "harness": {"id": "last_letter", "fails": True}}}
+    rollout = rollout_of("last_letter", environment_args=args)
+    problems = problem_sets(rollout).train
+    (sample,) = played(rollout, problems[:1], lambda before, call: "d").values()
+    assert sample.finish_reason == ENVIRONMENT_ERROR and sample.environment is not None
+    assert "HarnessError: " in sample.environment.failure and "the harness is broken" in sample.environment.failure
+    with pytest.raises(UserError, match=r"rollout\.environment: verifiers:last_letter: .*the harness is broken.*last_letter/train/0"):
+        try_episodes(rollout, problems)
+
+
+def test_the_trial_plays_three_problems_with_their_own_answers() -> None:
+    rollout = rollout_of("last_letter")
+    try_episodes(rollout, problem_sets(rollout).train)
+    bad = rollout_of("last_letter", environment_args={"agent": {"runtime": {"type": "prime"}}})
+    with pytest.raises(EnvironmentMissing, match=r"rollout\.environment_args: agent plays in a sandbox of Prime Intellect"):
+        try_episodes(bad, problem_sets(bad).train[:1])
+
+
+def test_what_is_held_out() -> None:
+    plain = rollout_of("last_letter")
+    sets = problem_sets(plain, train_size=4, eval_size=3)
+    assert [problem.answer for problem in sets.evaluation] == ["d", "r", "n"]
+    assert [problem.answer for problem in sets.train] == ["d", "r", "c", "r"]
+    other = rollout_of("last_letter", environment_eval_args={"taskset": {"split": "test"}})
+    sets = problem_sets(other, eval_size=2)
+    assert len(sets.train) == 8 and [problem.prompt_id for problem in sets.evaluation] == ["last_letter/eval/0", "last_letter/eval/1"]
+    assert sets.evaluation[0].prompt == "last letter of glass:"
+    assert load_held_out(DataConfig(), 0, EvaluationConfig(), other).evaluation == problem_sets(other).evaluation
+    first = first_problems(DataConfig(), 0, EvaluationConfig(), 3, other)
+    assert [len(first[role]) for role in ("train", "eval")] == [3, 3]
+    with pytest.raises(UserError, match=r"data\.taskset\.eval_size: 8 of the 8 tasks"):
+        problem_sets(plain, eval_size=8)
+
+
+def test_tasks_without_end_need_a_size() -> None:
+    rollout = rollout_of("last_letter", environment_args={**HERE, "taskset": {"endless": True}})
+    with pytest.raises(UserError, match=r"data\.taskset\.train_size: verifiers:last_letter has tasks without end"):
+        problem_sets(rollout)
+    sets = problem_sets(rollout, train_size=20, eval_size=5)
+    assert (len(sets.train), len(sets.evaluation)) == (20, 5)
+
+
+@pytest.mark.parametrize(
+    "name, fields, told",
+    [
+        ("nothing_here", {}, r"rollout\.environment: verifiers:nothing_here: .*not found"),
+        ("last_letter", {"environment_args": {"taskset": {"splt": "x"}}}, r"rollout\.environment_args\.taskset\.splt: "),
+        ("last_letter", {"environment_args": {"taskset": {"split": "x"}}}, r"rollout\.environment: verifiers:last_letter: KeyError: 'x'"),
+        ("last_letter", {"environment_eval_args": {"taskset": {"split": 3}}}, r"rollout\.environment_eval_args\.taskset\.split: "),
+    ],
+)
+def test_mistakes_are_one_line_with_their_key(name: str, fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(Exception, match=told):
+        problem_sets(rollout_of(name, **fields))
+
+
+def test_a_seat_that_is_not_trained_needs_a_model_of_its_own() -> None:
+    seats = {"assistant": HERE["agent"], "user": {**HERE["agent"], "harness": {"id": "last_letter"}}}
+    rollout = rollout_of("last_letter", environment_args={"id": "user-sim", **seats})
+    (sample,) = played(rollout, problem_sets(rollout).train[:1], lambda before, call: "d").values()
+    assert sample.environment is not None and "user is not to be trained, and asks the policy" in sample.environment.failure
+
+
+def test_several_plays_in_one_episode_are_refused() -> None:
+    rollout = rollout_of("last_letter", environment_args={"id": "best-of-n", "n": 2, **HERE})
+    (sample,) = played(rollout, problem_sets(rollout).train[:1], lambda before, call: "d").values()
+    assert sample.environment is not None and "the policy plays 2 times in one episode" in sample.environment.failure
+
+
+def test_no_client_stays_of_an_episode_that_is_over() -> None:
+    from verifiers.v1.clients.eval import EvalClient
+
+    problem = problem_sets(rollout_of("last_letter")).train[0]
+
+    async def run() -> int:
+        async with Gateway(model_of(Scripted(lambda before, call: "d")), byte_tokenizer(), "toy", 8, listen("127.0.0.1", 0)) as gateway:
+            for _ in range(6):
+                secret, _trajectory = gateway.open(request_of())
+                assert (await play(problem, gateway.base_url(secret), "last_letter", HERE, {}, 8))["reward"] == 1.25
+                gateway.close(secret)
+            gc.collect()
+            return sum(isinstance(each, EvalClient) for each in gc.get_objects())
+
+    assert asyncio.run(run()) <= 1
+
+
+def test_rows_of_a_file_are_tasks_too(tmp_path: Path) -> None:
+    rollout = rollout_of("last_letter")
+    row = Problem("rows.jsonl:1", "last letter of mango:", "o", fields={"name": "mango"})
+    (sample,) = played(rollout, [row], lambda before, call: "o").values()
+    assert sample.environment_reward == 1.25
+
+
+def test_an_outcome_keeps_the_names_of_metrics_apart() -> None:
+    from types import SimpleNamespace as Made
+
+    from mtpctl.rollout.verifiers import outcome_of
+
+    agent = Made(name="agent", trainable=True, config=Made(client=Made(base_url="here")))
+    rewards = {"mean": Made(score=0.5), "unscored": None}
+    trace = Made(agent=agent, ok=True, last_error=None, reward=0.5, rewards=rewards, metrics={"reward": 2.0})
+    found = outcome_of(Made(traces=[trace], errors=[]), "here")
+    assert found == {"reward": 0.5, "mean_": 0.5, "reward_": 2.0}
+    from mtpctl.rl.rewards.outcome import parse
+
+    assert Outcome(*parse(found)).reward == 0.5
