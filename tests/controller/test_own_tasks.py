@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -288,11 +289,32 @@ def agent(folder: Path) -> Iterator[Task]:
 
     def holds(updates: Rows, evaluations: Rows) -> None:
         assert all(row["environment/errors"] == row["environment/timeouts"] == row["environment/rewritten"] == 0 for row in updates)
-        assert all(1 < row["environment/turns"] <= 2 for row in updates), "some answers were wrong at first"
-        assert all(row["environment/samples"] == 1 for row in updates), "the second question goes on from the first answer's tokens"
-        assert any(row["environment/reward"] > 0 for row in updates) and all(row["eval/problems"] > 0 for row in evaluations)
+        assert all(row["reward/calls"] > 0 for row in updates), "tools were called"
+        assert all(row["environment/samples"] == 1 for row in updates), "each answer goes on from the tokens of the ones before"
+        assert all(row["eval/problems"] > 0 for row in evaluations)
 
-    yield Task(folder / "mytask" / "recipe.yaml", holds, ("train.sft.steps=60", "train.rl.steps=2"))
+    def samples(rows: Rows) -> None:
+        said = [part["text"] for row in rows for part in row["parts"] if part["by"] == "environment"]
+        assert said and all(re.fullmatch(r"(tool: .*\n)+assistant: ", text) for text in said)
+
+    yield Task(folder / "mytask" / "recipe.yaml", holds, ("train.sft.steps=120", "train.rl.steps=2"), samples)
+
+
+@contextlib.contextmanager
+def coding(folder: Path) -> Iterator[Task]:
+    """What `mtpctl init --template coding` writes, with fewer steps."""
+    mtpctl(folder, "init", "mytask", "--template", "coding")
+
+    def holds(updates: Rows, evaluations: Rows) -> None:
+        assert all(row["environment/errors"] == row["environment/timeouts"] == row["environment/rewritten"] == 0 for row in updates)
+        assert all(1 < row["environment/turns"] <= 2 and row["environment/samples"] == 1 for row in updates)
+        assert any(row["reward/passed"] > 0 for row in updates), "programs that the model wrote pass their hidden tests"
+
+    def samples(rows: Rows) -> None:
+        said = [part["text"] for row in rows for part in row["parts"] if part["by"] == "environment"]
+        assert said and all(re.fullmatch(r"user: .*, not '.*':\nassistant: ", text) for text in said)
+
+    yield Task(folder / "mytask" / "recipe.yaml", holds, ("train.sft.steps=100", "train.rl.steps=2"), samples)
 
 
 @contextlib.contextmanager
@@ -347,7 +369,7 @@ def taught(folder: Path) -> Iterator[Task]:
     yield Task(folder / "mytask" / "recipe.yaml", holds, (*sets, "train.rl.steps=2"))
 
 
-@pytest.mark.parametrize("task", [judged, coded, gsm8k, tool, judge, agent, taught, verifiers], ids=lambda task: task.__name__)
+@pytest.mark.parametrize("task", [judged, coded, gsm8k, tool, judge, agent, coding, taught, verifiers], ids=lambda task: task.__name__)
 def test_it_trains_with_its_drafter_and_resumes(task: Callable[[Path], contextlib.AbstractContextManager[Task]], tmp_path: Path) -> None:
     with task(tmp_path) as own:
         run_dir = tmp_path / "runs" / "own"
