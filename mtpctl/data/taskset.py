@@ -29,7 +29,7 @@ TRAIN, HELD_OUT = "train", "eval"
 
 def require_verifiers() -> None:
     """Raise EnvironmentMissing where verifiers is not installed here, or is another release."""
-    install = f"pip install 'verifiers=={RELEASE}', or mtpctl with the extra [verifiers]"
+    install = f"uv pip install verifiers=={RELEASE} (mtpctl's extra [verifiers])"
     try:
         found = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError as error:

@@ -356,6 +356,25 @@ def verifiers(folder: Path) -> Iterator[Task]:
 
 
 @contextlib.contextmanager
+def documented(folder: Path) -> Iterator[Task]:
+    """The whole example of docs/verifiers.md, which verifiers' harness `null` plays in a process for each episode."""
+    pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
+    page = (Path(__file__).parents[2] / "docs" / "verifiers.md").read_text().partition("## A whole example")[2]
+    blocks = dict(re.findall(r"^```(python|yaml)\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE))
+    (folder / "letters.py").write_text(blocks["python"])
+    (folder / "letters.yaml").write_text(blocks["yaml"])
+    mtpctl(folder, "init", "words")
+
+    def holds(updates: Rows, evaluations: Rows) -> None:
+        assert all(row["environment/errors"] == row["environment/timeouts"] == 0 for row in updates)
+        assert all(row["environment/turns"] == 1 and row["reward/letters"] > 0 for row in updates)
+        assert all(row["reward/right"] == row["reward/mean"] for row in updates) and any(row["reward/right"] > 0 for row in updates)
+        assert evaluations and all(row["eval/problems"] == 16 for row in evaluations)
+
+    yield Task(folder / "letters.yaml", holds, ("train.rl.steps=2",))
+
+
+@contextlib.contextmanager
 def taught(folder: Path) -> Iterator[Task]:
     """The plain template under a teacher that the run serves: a model of other random weights, whose likeliest tokens are compared."""
     mtpctl(folder, "init", "mytask", "--template", "exact")
@@ -369,7 +388,7 @@ def taught(folder: Path) -> Iterator[Task]:
     yield Task(folder / "mytask" / "recipe.yaml", holds, (*sets, "train.rl.steps=2"))
 
 
-@pytest.mark.parametrize("task", [judged, coded, gsm8k, tool, judge, agent, coding, taught, verifiers], ids=lambda task: task.__name__)
+@pytest.mark.parametrize("task", [judged, coded, gsm8k, tool, judge, agent, coding, taught, verifiers, documented], ids=lambda task: task.__name__)
 def test_it_trains_with_its_drafter_and_resumes(task: Callable[[Path], contextlib.AbstractContextManager[Task]], tmp_path: Path) -> None:
     with task(tmp_path) as own:
         run_dir = tmp_path / "runs" / "own"

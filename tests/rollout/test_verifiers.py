@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -111,6 +112,22 @@ def test_turns_of_the_environment_are_masked_in_one_sample() -> None:
     assert three.environment is not None and (three.environment.turns, three.environment.rewritten) == (3, 0)
     four = found["guess_number/train/3"]  # higher than 3, and 3 again: until its turns are over
     assert four.environment_reward == 0.0 and four.environment is not None and four.environment.turns == 6
+
+
+@pytest.mark.slow
+def test_tools_are_called_in_the_environments_own_servers_by_the_harness_null() -> None:
+    def says(before: str, call: int) -> str:
+        asked = before.partition("user: ")[2].partition("=")[0].partition("+")
+        sum_of = json.dumps({"name": "sums_add", "arguments": {"first": int(asked[0]), "second": int(asked[2])}})
+        return before.rpartition("tool: ")[2].partition("\n")[0] if "tool: " in before else f"<tool_call>{sum_of}</tool_call>"
+
+    seat = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+    rollout = rollout_of("sums_tool", environment_args={"agent": seat}, tool_parser="hermes")
+    found = played(rollout, problem_sets(rollout).train[:2], says)
+    for number, sample in enumerate(found[f"sums_tool/train/{each}"] for each in range(2)):
+        assert sample.environment is not None and not sample.environment.failure
+        assert (sample.environment_reward, sample.environment.turns, sample.environment.rewritten) == (1.0, 2, 0)
+        assert text(sample).endswith(f"</tool_call><eos>tool: {21 + 2 * number}\nassistant: {21 + 2 * number}<eos>")
 
 
 def test_an_episode_ends_with_its_turns_and_is_rewarded() -> None:
