@@ -44,9 +44,9 @@ async def start_pool(
 ) -> ReplicaPool:
     """Start the recipe's engines on the model in the folder `model`, each with a random seed of its own.
 
-    `seats`: where they sit; without them Ray chooses. Stop strings, environments and agents need the `tokenizer`. `seed` replaces the recipe's.
-    `routes`: the layers whose routes of experts samples are to carry. A restarted replica applies the version that the others serve, from
-    `published`, and has another seed than its predecessor.
+    `seats`: where they sit; without them Ray chooses. Stop strings, environments and agents need the `tokenizer`. `seed` replaces the
+    recipe's. `routes`: the layers whose routes of experts samples are to carry. A restarted replica applies the version that the others
+    serve, from `published`, and has another seed than its predecessor.
 
     Raises RuntimeFailure where an engine does not start in time, UserError for what an engine cannot do.
     """

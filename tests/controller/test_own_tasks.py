@@ -388,7 +388,9 @@ def taught(folder: Path) -> Iterator[Task]:
     yield Task(folder / "mytask" / "recipe.yaml", holds, (*sets, "train.rl.steps=2"))
 
 
-@pytest.mark.parametrize("task", [judged, coded, gsm8k, tool, judge, agent, coding, taught, verifiers, documented], ids=lambda task: task.__name__)
+@pytest.mark.parametrize(
+    "task", [judged, coded, gsm8k, tool, judge, agent, coding, taught, verifiers, documented], ids=lambda task: task.__name__
+)
 def test_it_trains_with_its_drafter_and_resumes(task: Callable[[Path], contextlib.AbstractContextManager[Task]], tmp_path: Path) -> None:
     with task(tmp_path) as own:
         run_dir = tmp_path / "runs" / "own"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 from openai import AsyncOpenAI
 
@@ -21,7 +22,7 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-FUNCTIONS = {"double": double, "add": add}
+FUNCTIONS: dict[str, Callable[..., int]] = {"double": double, "add": add}
 
 
 def schema(name: str, *numbers: str) -> dict:
@@ -55,6 +56,7 @@ async def run(problem: Problem, base_url: str, turns: int = 4) -> dict[str, floa
         if not answer.tool_calls:
             return {"reward": float((answer.content or "").strip() == problem.answer), "calls": calls}
         for call in answer.tool_calls:
+            assert call.type == "function", "the gateway knows no others"
             calls += 1
             content = result(call.function.name, call.function.arguments)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": content})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import Any
 
 from openai import AsyncOpenAI
 
@@ -24,16 +26,15 @@ async def printed(session: Session, code: str) -> str:
     return "it took too long" if output.timed_out else (output.text.strip().splitlines() or ["nothing"])[-1][-SHOWN:]
 
 
-async def run(
-    problem: Problem, base_url: str, tries: int = 2, mended: float = 0.5, isolation: Isolation = "required"
-) -> dict[str, float]:
+async def run(problem: Problem, base_url: str, tries: int = 2, mended: float = 0.5, isolation: Isolation = "required") -> dict[str, float]:
     """Work on one problem: at most `tries` programs, each run on the row's example. Code that passes the row's hidden tests is worth 1.
 
     `mended` is what it is worth after an example that went wrong. `isolation`: `none` runs code also where no walls can be had.
     """
     client, sandbox = CLIENT.with_options(base_url=base_url), shared(isolation)
     messages: list = [{"role": "user", "content": problem.prompt}]
-    session, code, worth, example = sandbox.session(LIMITS), "", 1.0, problem.fields
+    example: Mapping[str, Any] = problem.fields
+    session, code, worth = sandbox.session(LIMITS), "", 1.0
     try:
         for left in reversed(range(tries)):
             answer = (await client.chat.completions.create(model="policy", messages=messages)).choices[0].message
@@ -46,6 +47,6 @@ async def run(
             messages += [answer.model_dump(exclude_none=True), {"role": "user", "content": said}]
     finally:
         session.close()
-    verdict = await asyncio.to_thread(sandbox.judge, code, list(example["tests"]), limits=LIMITS)
+    verdict = await asyncio.to_thread(sandbox.judge, code, example["tests"], limits=LIMITS)
     passed = float(verdict.passed == 1.0)
     return {"reward": passed * worth, "passed": passed, "mended": passed * (worth < 1.0)}
