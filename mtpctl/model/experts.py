@@ -17,9 +17,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
+from mtpctl.kernels.grouped import Stack
 from mtpctl.model.dispatch import Exchange, Order, by_expert, shares_of_rows
 from mtpctl.model.layers import GatedMlp
-from mtpctl.model.lora import GroupedLayer, grouped_layer
+from mtpctl.model.lora import GroupedLayer
 from mtpctl.model.recompute import gated_product, recomputed
 
 
@@ -54,10 +55,14 @@ class Experts(SequentialMLP):
         with recomputed(product, partial(gated_product, both.detach(), shares.detach())):
             return self._linear("linear_fc2", product, ends)
 
+    def stacks(self) -> list[Stack]:
+        """The weights whose gradients go into their buffers past autograd; none before the first pass."""
+        return [layer.weights for layer in self._layers.values() if layer.weights.buffered]
+
     def _linear(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         layer = self._layers.get(name)
         if layer is None:
-            layer = self._layers[name] = grouped_layer([getattr(expert, name) for expert in reversed(self.local_experts)])
+            layer = self._layers[name] = GroupedLayer([getattr(expert, name) for expert in reversed(self.local_experts)])
         return layer(rows, ends)
 
 

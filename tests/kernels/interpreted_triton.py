@@ -130,8 +130,9 @@ def test_what_the_kernels_cannot_take_is_refused() -> None:
         linear_logprob(torch.randn(2, 8).half(), torch.randn(9, 8).half(), labels, topk=2, implementation="triton")
 
 
+@pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("counts", [[5, 0, 40, 17, 3, 0], [16], [0, 0, 1]])
-def test_weight_gradients_are_added_group_by_group(counts: list[int]) -> None:
+def test_weight_gradients_are_put_into_the_buffers_group_by_group(counts: list[int], replaces: bool) -> None:
     """Widths and groups that fill no tile, groups without rows, buffers that lie apart at equal distances."""
     from mtpctl.kernels.grouped_triton import add_weight_grads, refusal
 
@@ -142,8 +143,10 @@ def test_weight_gradients_are_added_group_by_group(counts: list[int]) -> None:
     into = before.clone()
     places = into[:, : m * n].unflatten(1, (m, n))
     assert refusal(grad, x, places) is None
-    add_weight_grads(places, grad, x, torch.tensor(counts).cumsum(0).to(torch.int32))
+    add_weight_grads(places, grad, x, torch.tensor(counts).cumsum(0).to(torch.int32), replaces=replaces)
     right = before.clone()
+    if replaces:
+        right[:, : m * n] = 0.0
     for e, (a, b) in enumerate(zip(grad.float().split(counts), x.float().split(counts), strict=True)):
         right[e, : m * n] += (a.t() @ b).flatten()
     assert relative(into, right) < 1e-6
