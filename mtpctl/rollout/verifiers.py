@@ -21,6 +21,8 @@ MODEL, NO_KEY = "policy", "MTPCTL_NO_KEY"
 
 _environments: dict[bool, asyncio.Future[Any]] = {}
 """Environments that are served by this process: the one of held-out problems, and the one of all others."""
+_serving: set[asyncio.Task[None]] = set()
+"""The tasks that serve them."""
 
 
 async def play(
@@ -45,11 +47,8 @@ async def _served(name: str, args: Mapping[str, object], more: Mapping[str, obje
     held_out = held_out and bool(more)
     if (serving := _environments.get(held_out)) is None:
         serving = _environments[held_out] = asyncio.get_running_loop().create_future()
-        _environments_kept.add(asyncio.create_task(_serve(name, args, more, max_turns, serving)))
+        _serving.add(asyncio.create_task(_serve(name, args, more, max_turns, serving)))
     return await asyncio.shield(serving)
-
-
-_environments_kept: set[asyncio.Task[None]] = set()
 
 
 async def _serve(name: str, args: Mapping[str, object], more: Mapping[str, object], max_turns: int, serving: asyncio.Future[Any]) -> None:

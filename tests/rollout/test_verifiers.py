@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.metadata
 import json
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -238,6 +239,19 @@ def test_rows_of_a_file_are_tasks_too(tmp_path: Path) -> None:
     row = Problem("rows.jsonl:1", "last letter of mango:", "o", fields={"name": "mango"})
     (sample,) = played(rollout, [row], lambda before, call: "o").values()
     assert sample.environment_reward == 1.25
+
+
+@pytest.mark.parametrize("found", [None, "0.3.1"])
+def test_without_the_package_the_line_to_install_it_is_told(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(EnvironmentMissing, match=r"rollout\.environment: .*; uv pip install verifiers==0\.4\.0") as caught:
+        problem_sets(rollout_of("last_letter"))
+    assert caught.value.exit_code == 3 and (found or "not installed") in str(caught.value)
 
 
 def test_an_outcome_keeps_the_names_of_metrics_apart() -> None:
