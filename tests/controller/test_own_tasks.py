@@ -314,7 +314,8 @@ def coding(folder: Path) -> Iterator[Task]:
         said = [part["text"] for row in rows for part in row["parts"] if part["by"] == "environment"]
         assert said and all(re.fullmatch(r"user: .*, not '.*':\nassistant: ", text) for text in said)
 
-    yield Task(folder / "mytask" / "recipe.yaml", holds, ("train.sft.steps=100", "train.rl.steps=2"), samples)
+    sets = ("train.sft.steps=150", "train.sft.until_loss=0.2", "train.rl.steps=2", "train.rl.prompts_per_step=8")
+    yield Task(folder / "mytask" / "recipe.yaml", holds, sets, samples)
 
 
 @contextlib.contextmanager
