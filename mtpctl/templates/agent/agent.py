@@ -1,4 +1,4 @@
-"""The agent of mytask: the model works a sum out with two tools, which it calls through the ordinary OpenAI client."""
+"""The agent of mytask: the model has two tools, which it calls through the ordinary OpenAI client."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def result(name: str, arguments: str) -> str:
         return f"error: {error}"
 
 
-async def run(problem: Problem, base_url: str, turns: int = 4) -> dict[str, float]:
+async def run(problem: Problem, base_url: str, turns: int = 3) -> dict[str, float]:
     """Work on one problem; hundreds of calls are under way at once. `base_url` is that of an OpenAI client, and this problem's alone.
 
     Returns what trains, `reward`; every other key is logged as `reward/KEY`. A plain float would do as well.

@@ -14,7 +14,7 @@ from agent import result, run
 
 from mtpctl.data.problems import Problem
 
-PROBLEM = Problem("rows.jsonl:1", "double 8 plus 5:", "21")
+PROBLEM = Problem("rows.jsonl:1", "add 16 5:", "21")
 
 
 def call(name: str, **arguments: int) -> dict:
@@ -54,10 +54,10 @@ def model(*answers: str | dict) -> Iterator[tuple[str, list]]:
 @pytest.mark.parametrize(
     ("answers", "reward", "calls"),
     [
-        ([call("double", a=8), call("add", a=16, b=5), "21"], 1.0, 2),
+        ([call("add", a=16, b=5), "21"], 1.0, 1),
         ([" 21"], 1.0, 0),
-        ([call("double", a=8), "20"], 0.0, 1),
-        ([call("double", a=8)] * 4, 0.0, 4),
+        ([call("double", a=8), call("add", a=16, b=4), "20"], 0.0, 2),
+        ([call("double", a=8)] * 3, 0.0, 3),
     ],
 )
 def test_rewards_are_as_meant(answers: list, reward: float, calls: int) -> None:
@@ -70,7 +70,7 @@ def test_the_model_reads_what_its_calls_gave() -> None:
     with model(call("double", a=8), "16") as (base_url, asked):
         asyncio.run(run(PROBLEM, base_url))
     question, answer, tool = asked[1]
-    assert question == {"role": "user", "content": "double 8 plus 5:"} and answer["tool_calls"][0]["function"]["name"] == "double"
+    assert question == {"role": "user", "content": "add 16 5:"} and answer["tool_calls"][0]["function"]["name"] == "double"
     assert tool == {"role": "tool", "tool_call_id": "1", "content": "16"}
 
 
