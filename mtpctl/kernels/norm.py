@@ -3,8 +3,8 @@
     rms_norm(x, w)          x / rms(x) · w                      rms(x) = sqrt(mean x² + eps)
     gated_rms_norm(x, z, w) x / rms(x) · w · silu(z)
 
-On a card both run in flash-linear-attention's kernels where it is installed. They compute in fp32 and round once, and at the width of a
-head they take less than half the time of PyTorch's.
+On a card flash-linear-attention's kernels run what has the width of a head, where they are installed. They compute in fp32 and round
+once, and take less than half the time of PyTorch's there; on wider rows they take as long, and more of the host.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ try:
     from fla.modules.norm.layernorm import rms_norm as _fla_norm
 except ImportError:
     _fla_norm = _fla_gated_norm = None
+
+
+NARROW = 256
+"""Columns up to which kernels take a norm."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -37,4 +41,4 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
 def _by_kernels(x: Tensor) -> bool:
     """Whether kernels take it. They have no rows to start with where there is none."""
-    return x.is_cuda and _fla_norm is not None and x.numel() > 0
+    return x.is_cuda and _fla_norm is not None and x.shape[-1] <= NARROW and x.numel() > 0

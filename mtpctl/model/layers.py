@@ -21,11 +21,12 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
+from mtpctl.kernels.gated import gated_product
 from mtpctl.kernels.norm import gated_rms_norm, rms_norm
 from mtpctl.kernels.rotary import rotated
 from mtpctl.model.draft_attention import joined_attention
 from mtpctl.model.packing import Packing
-from mtpctl.model.recompute import gated_product, recomputed
+from mtpctl.model.recompute import recomputed
 
 
 def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:

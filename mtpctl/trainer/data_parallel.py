@@ -9,6 +9,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from torch import Tensor
 
+from mtpctl.compat import router_counters
 from mtpctl.kernels.grouped import Stack
 from mtpctl.model.experts import Experts
 from mtpctl.trainer.offload import allocate, release
@@ -61,7 +62,8 @@ class Gradients:
         for experts in self._experts:
             for stack in experts.stacks():
                 stack.zero_unreplaced()
-        finalize_model_grads(model, None, **options)
+        with router_counters.not_sought():
+            finalize_model_grads(model, None, **options)
 
     def _parts_beside(self, replaced: list[Stack]) -> list[Tensor]:
         """The buffers without the places of these weights' gradients."""
