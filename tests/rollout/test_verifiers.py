@@ -8,25 +8,25 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import ProblemSets, first_problems, load_held_out, load_problem_sets
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import EnvironmentMissing, RuntimeFailure, UserError
 from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.evaluation import EvaluationConfig
 from mtpctl.recipe.rollout import VllmConfig
 from mtpctl.rl.rewards.outcome import Outcome
-from mtpctl.rollout import environment_reward
+from mtpctl.rollout import environment_reward, verifiers
 from mtpctl.rollout.agent_trial import try_episodes
 from mtpctl.rollout.agents import playing
 from mtpctl.rollout.gateway.server import Gateway
 from mtpctl.rollout.pool import ReplicaPool
-from mtpctl.rollout.protocol import ENVIRONMENT_ERROR
-from mtpctl.rollout.verifiers import play
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.web.server import listen
 from tests.rollout.gateway.scripted import EOS, Says, Scripted, byte_tokenizer, model_of, request_of
@@ -79,6 +79,31 @@ class Engines:
         self.sample = engine
 
 
+@dataclass
+class Episode:
+    """What an episode came to, the samples of its trajectory, and how many answers it had."""
+
+    outcome: dict[str, float]
+    samples: list[Sample]
+    answers: int
+
+
+def episodes(rollout: VllmConfig, problem: Problem, says: Says, *, count: int = 1, turns: int = 8, **request: Any) -> list[Episode]:
+    """Episodes of a problem, one after another, played in this process: it has imported verifiers already."""
+
+    async def run() -> list[Episode]:
+        (_, args), found = rollout.started_agent or ("", {}), []
+        async with Gateway(model_of(Scripted(says)), byte_tokenizer(), "toy", turns, listen("127.0.0.1", 0)) as gateway:
+            for _ in range(count):
+                secret, trajectory = gateway.open(request_of(**request))
+                outcome = await verifiers.play(problem, gateway.base_url(secret), **cast(Any, args))
+                found.append(Episode(outcome, gateway.close(secret), trajectory.answers))
+        return found
+
+    with mock.patch.object(verifiers, "_environments", {}):
+        return asyncio.run(run())
+
+
 def text(sample: Sample) -> str:
     return byte_tokenizer().decode(sample.response_ids, special=True)
 
@@ -105,14 +130,13 @@ def test_turns_of_the_environment_are_masked_in_one_sample() -> None:
     rollout = rollout_of("guess_number", environment_args={})
     problems = problem_sets(rollout, eval_size=2)
     assert [problem.prompt for problem in problems.evaluation] == ["number 1", "number 2"]  # a task whose user opens has no prompt
-    found = played(rollout, problems.train[:2], says)
-    three = found["guess_number/train/2"]
-    assert three.environment_reward == 1.0 and not three.earlier
-    assert text(three) == "5<eos>user: lower\nassistant: 2<eos>user: higher\nassistant: 3<eos>"
-    assert bytes(token for token in sampled(three) if token < 256) == b"523"
-    assert three.environment is not None and (three.environment.turns, three.environment.rewritten) == (3, 0)
-    four = found["guess_number/train/3"]  # higher than 3, and 3 again: until its turns are over
-    assert four.environment_reward == 0.0 and four.environment is not None and four.environment.turns == 6
+    (three,) = episodes(rollout, problems.train[0], says)
+    (sample,) = three.samples
+    assert three.outcome == {"reward": 1.0, "guessed": 1.0} and three.answers == 3
+    assert text(sample) == "5<eos>user: lower\nassistant: 2<eos>user: higher\nassistant: 3<eos>"
+    assert bytes(token for token in sampled(sample) if token < 256) == b"523"
+    (four,) = episodes(rollout, problems.train[1], says)  # higher than 3, and 3 again: until its turns are over
+    assert four.outcome["reward"] == 0.0 and four.answers == 6 and len(four.samples) == 1
 
 
 @pytest.mark.slow
@@ -133,27 +157,23 @@ def test_tools_are_called_in_the_environments_own_servers_by_the_harness_null() 
 
 def test_an_episode_ends_with_its_turns_and_is_rewarded() -> None:
     rollout = rollout_of("guess_number", environment_args={}, max_turns=2)
-    found = played(rollout, problem_sets(rollout).train[4:6], lambda before, call: "5" if "higher" in before else "2")
-    five, six = found["guess_number/train/4"], found["guess_number/train/5"]
-    assert five.environment is not None and six.environment is not None
-    assert (five.environment.turns, five.environment_reward, five.finish_reason) == (2, 1.0, "stop")
-    assert (six.environment.turns, six.environment_reward, six.finish_reason) == (2, 0.0, "stop")
+    problems = problem_sets(rollout).train
+    for problem, reward in ((problems[4], 1.0), (problems[5], 0.0)):
+        (found,) = episodes(rollout, problem, lambda before, call: "5" if "higher" in before else "2", turns=2)
+        assert (found.outcome["reward"], found.answers) == (reward, 2)
 
 
 def test_a_trajectory_without_room_counts_as_nothing_and_as_no_failure() -> None:
     rollout = rollout_of("guess_number", environment_args={})
-    (sample,) = played(rollout, problem_sets(rollout).train[4:5], lambda before, call: "2", max_tokens=20).values()
-    assert (sample.environment_reward, sample.finish_reason) == (0.0, "stop")
-    assert sample.environment is not None and not sample.environment.errors and sample.environment.turns
+    assert episodes(rollout, problem_sets(rollout).train[4], lambda before, call: "2", max_tokens=20)[0].outcome == {"reward": 0.0}
 
 
 def test_an_episode_that_fails_is_told() -> None:
     args = {"agent": {**HERE["agent"], "harness": {"id": "last_letter", "fails": True}}}
     rollout = rollout_of("last_letter", environment_args=args)
     problems = problem_sets(rollout).train
-    (sample,) = played(rollout, problems[:1], lambda before, call: "d").values()
-    assert sample.finish_reason == ENVIRONMENT_ERROR and sample.environment is not None
-    assert "HarnessError: " in sample.environment.failure and "the harness is broken" in sample.environment.failure
+    with pytest.raises(RuntimeFailure, match=r"^HarnessError: .*the harness is broken"):
+        episodes(rollout, problems[0], lambda before, call: "d")
     with pytest.raises(UserError, match=r"rollout\.environment: verifiers:last_letter: .*the harness is broken.*last_letter/train/0"):
         try_episodes(rollout, problems)
 
@@ -207,38 +227,29 @@ def test_mistakes_are_one_line_with_their_key(name: str, fields: dict[str, Any],
 def test_a_seat_that_is_not_trained_needs_a_model_of_its_own() -> None:
     seats = {"assistant": HERE["agent"], "user": {**HERE["agent"], "harness": {"id": "last_letter"}}}
     rollout = rollout_of("last_letter", environment_args={"id": "user-sim", **seats})
-    (sample,) = played(rollout, problem_sets(rollout).train[:1], lambda before, call: "d").values()
-    assert sample.environment is not None and "user is not to be trained, and asks the policy" in sample.environment.failure
+    with pytest.raises(UserError, match="user is not to be trained, and asks the policy"):
+        episodes(rollout, problem_sets(rollout).train[0], lambda before, call: "d")
 
 
 def test_several_plays_in_one_episode_are_refused() -> None:
     rollout = rollout_of("last_letter", environment_args={"id": "best-of-n", "n": 2, **HERE})
-    (sample,) = played(rollout, problem_sets(rollout).train[:1], lambda before, call: "d").values()
-    assert sample.environment is not None and "the policy plays 2 times in one episode" in sample.environment.failure
+    with pytest.raises(UserError, match="the policy plays 2 times in one episode"):
+        episodes(rollout, problem_sets(rollout).train[0], lambda before, call: "d")
 
 
 def test_no_client_stays_of_an_episode_that_is_over() -> None:
     from verifiers.v1.clients.eval import EvalClient
 
-    problem = problem_sets(rollout_of("last_letter")).train[0]
-
-    async def run() -> int:
-        async with Gateway(model_of(Scripted(lambda before, call: "d")), byte_tokenizer(), "toy", 8, listen("127.0.0.1", 0)) as gateway:
-            for _ in range(6):
-                secret, _trajectory = gateway.open(request_of())
-                assert (await play(problem, gateway.base_url(secret), "last_letter", HERE, {}, 8))["reward"] == 1.25
-                gateway.close(secret)
-            gc.collect()
-            return sum(isinstance(each, EvalClient) for each in gc.get_objects())
-
-    assert asyncio.run(run()) <= 1
-
-
-def test_rows_of_a_file_are_tasks_too(tmp_path: Path) -> None:
     rollout = rollout_of("last_letter")
+    found = episodes(rollout, problem_sets(rollout).train[0], lambda before, call: "d", count=6)
+    gc.collect()
+    assert [each.outcome["reward"] for each in found] == [1.25] * 6
+    assert sum(isinstance(each, EvalClient) for each in gc.get_objects()) <= 1
+
+
+def test_rows_of_a_file_are_tasks_too() -> None:
     row = Problem("rows.jsonl:1", "last letter of mango:", "o", fields={"name": "mango"})
-    (sample,) = played(rollout, [row], lambda before, call: "o").values()
-    assert sample.environment_reward == 1.25
+    assert episodes(rollout_of("last_letter"), row, lambda before, call: "o")[0].outcome["reward"] == 1.25
 
 
 @pytest.mark.parametrize("found", [None, "0.3.1"])
