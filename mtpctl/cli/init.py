@@ -25,7 +25,7 @@ ABOUT = {
 }
 """The files of a template in the order in which they are listed; a template need not have all."""
 
-UNTIL_LOSS = {"agent": "0.04", "coding": "0.4", "exact": "1.4", "judge": "2.3", "tool": "0.1"}
+UNTIL_LOSS = {"agent": "0.1", "coding": "0.4", "exact": "1.4", "judge": "2.3", "tool": "0.1"}
 """Where the supervised stage of each template ends: some responses are right by then, and some are not."""
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
