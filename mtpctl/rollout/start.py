@@ -46,9 +46,10 @@ async def start_pool(
 ) -> ReplicaPool:
     """Start as many engines as the recipe has at least on the model in the folder `model`, each with a random seed of its own.
 
-    `seats`: where they sit; without them Ray chooses. Stop strings and environments need the `tokenizer`. `seed` replaces the recipe's.
-    `routes`: the layers whose routes of experts samples are to carry. A restarted replica applies the version that the others serve, from
-    `published`, and has another seed than its predecessor. `tell`: as `ReplicaPool.start` says, with what the replicas are called.
+    `seats`: where they sit; without them Ray chooses. Stop strings, environments and agents need the `tokenizer`. `seed` replaces the
+    recipe's. `routes`: the layers whose routes of experts samples are to carry. A restarted replica applies the version that the others
+    serve, from `published`, and has another seed than its predecessor. `tell`: as `ReplicaPool.start` says, with what the replicas are
+    called.
 
     Raises RuntimeFailure where an engine does not start in time, UserError for what an engine cannot do.
     """
@@ -59,8 +60,8 @@ async def start_pool(
     starts = count()
     environment = environment_of(rollout)
     turns, named = None, None
-    if rollout.stop or environment:
-        assert tokenizer is not None, "stop strings and environments read and write text"
+    if rollout.stop or environment or rollout.agents_play:
+        assert tokenizer is not None, "stop strings, which agents send too, and environments read and write text"
         named = tokenizer.name
     if environment and tokenizer:
         turns = Turns(environment, tokenizer, rollout.max_turns, ChatReplies(tokenizer))
