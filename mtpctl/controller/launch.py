@@ -94,7 +94,8 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
         # Only now, so that a recipe that is refused is not recorded as one that ran.
         directory.record(text)
         before = Resumed(resumed["stage"], resumed["step"], resumed["ended"])
-        with Telemetry(directory, recipe.telemetry, plain, totals=totals, resumed=before) as telemetry:
+        early = ["sft"] if recipe.train.sft.until_loss else []
+        with Telemetry(directory, recipe.telemetry, plain, totals=totals, early=early, resumed=before) as telemetry:
             if prepared.unrewarded:
                 telemetry.event("data", prepared.unrewarded)
             with cluster(recipe.cluster, cpus=cpus, gpus=gpus, logs=directory.logs):

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -83,10 +83,14 @@ class Telemetry:
         plain: bool = False,
         *,
         totals: Mapping[str, int] | None = None,
+        early: Collection[str] = (),
         resumed: Resumed = Resumed(),
         console: Console | None = None,
     ) -> None:
-        """`totals`: the number of steps of each phase, in order. `plain`: lines instead of the panel, also on a terminal."""
+        """`totals`: the number of steps of each phase, in order. `early`: phases that may end before their last step.
+
+        `plain`: lines instead of the panel, also on a terminal.
+        """
         self._console = Console() if console is None else console
         self._run_dir = run_dir
         self._lock = threading.Lock()
@@ -111,16 +115,16 @@ class Telemetry:
         self._samples = SampleLog(run_dir.samples, self._file.session, tables)
         self._display: Display
         if plain or not self._console.is_terminal:
-            self._display = PlainLines(self._console, totals or {})
+            self._display = PlainLines(self._console, totals or {}, early=early)
         else:
-            panel = LivePanel(self._console, name, totals or {})
+            panel = LivePanel(self._console, name, totals or {}, early=early)
             going_on = next((phase for phase in totals or {} if phase not in resumed.ended), resumed.stage)
             panel.resume(resumed.kept(history), going_on)
             self._display = panel
 
         run_dir.logs.mkdir(exist_ok=True)
         self._log_file = open_log(run_dir.logs / "run.log")
-        self._log = PlainLines(Console(file=self._log_file, no_color=True), totals or {}, dated=True)
+        self._log = PlainLines(Console(file=self._log_file, no_color=True), totals or {}, early=early, dated=True)
 
     def log(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
         """Log metrics of a step, whose values `float` converts. Raises RuntimeFailure where the disk is full."""
