@@ -226,7 +226,7 @@ def _together(recipe: Recipe, remedies: Sequence[Remedy], shortfall: Shortfall) 
 def _cards(recipe: Recipe) -> float:
     cards = recipe.train.parallel.world_size * recipe.train.gpus
     if "rl" in recipe.train.stages:
-        cards += recipe.rollout.replicas * recipe.rollout.tp * engine_share(recipe)
+        cards += recipe.rollout.replica_range.min * recipe.rollout.tp * engine_share(recipe)
         cards += recipe.logprob.replicas * recipe.logprob.parallel.world_size * recipe.logprob.gpus if recipe.logprob.standalone else 0
     return cards
 

@@ -18,6 +18,7 @@ from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.telemetry.history import History, Row, load_history
+from mtpctl.telemetry.live import LiveStatus
 from mtpctl.telemetry.metrics_file import MetricsFile
 from mtpctl.telemetry.panel import Display, LivePanel, PlainLines
 from mtpctl.telemetry.run_directory import RunDirectory
@@ -72,7 +73,7 @@ class Telemetry:
     """Writes metrics and events to `metrics.jsonl`, `logs/run.log`, the other sinks and the screen. Safe to call from several threads.
 
     Steps are counted within their phase. A step may be logged in parts, such as an evaluation after the update: `load_history` merges
-    them.
+    them. `live`: how the run is doing, for a status page.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Telemetry:
         recipe = yaml12.parse(run_dir.recipe.read_text(encoding="utf-8"), str(run_dir.recipe)).value
         settings: dict[str, object] = recipe if isinstance(recipe, dict) else {}
         history = load_history(run_dir.path)
+        self.live = LiveStatus(run_dir.path, totals or {}, History(resumed.kept(history), history.events))
         check_packages(config)
         if config.tensorboard:
             self._sinks.append(TensorBoardSink(run_dir.tensorboard, settings))
@@ -134,6 +136,7 @@ class Telemetry:
             with self._room():
                 self._log.row(step, values, phase)
             self._display.row(step, values, phase)
+            self.live.row(step, values, phase)
 
     def event(self, kind: str, message: str) -> None:
         """Log an event beside the steps, of a kind such as `resume` or `alarm`."""
@@ -142,11 +145,13 @@ class Telemetry:
             with self._room():
                 self._log.event(kind, message)
             self._display.event(kind, message)
+            self.live.event(kind, message)
 
     def waiting(self, what: Sequence[str]) -> None:
         """Show what the run waits for, a line each; an empty list for nothing. It is not recorded."""
         with self._lock:
             self._display.waiting(what)
+            self.live.waiting = list(what)
 
     @contextlib.contextmanager
     def _room(self) -> Iterator[None]:

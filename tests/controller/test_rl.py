@@ -341,6 +341,28 @@ def test_a_batch_may_take_as_long_as_it_likes_while_its_responses_come_in(tmp_pa
     assert len(world.batches) == 1
 
 
+def test_nor_is_a_run_ended_for_what_it_is_known_to_wait_for(tmp_path: Path) -> None:
+    """Such as a host for its engines, of which something else tells."""
+    recipe, world = with_deadline(recipe_of(steps=1, staleness=0.0), 0.2), World()
+    there = asyncio.Event()
+
+    class Waiting(FakeGenerator):
+        async def wait(self, sample: Sample) -> None:
+            await there.wait()
+
+    async def scenario() -> None:
+        stage = stage_of(recipe, world, tmp_path, generator=Waiting(world, lambda s: str(s.index)))
+        running = asyncio.ensure_future(stage.run())
+        for _ in range(20):
+            await asyncio.sleep(0.05)
+            stage.rollout.progressed()
+        there.set()
+        await asyncio.wait_for(running, 20)
+
+    asyncio.run(scenario())
+    assert len(world.batches) == 1
+
+
 def test_a_rollout_from_which_nothing_comes_any_more_ends_the_run_and_says_how_far_it_was(tmp_path: Path) -> None:
     recipe, world = with_deadline(recipe_of(steps=1, staleness=0.0), 0.2), World()
 
