@@ -16,15 +16,15 @@ def scale(
         int, typer.Option("--replicas", metavar="N", min=1, help="Rollout replicas to have, within rollout.replicas of the recipe.")
     ],
 ) -> None:
-    """Have a run that goes on use another number of rollout replicas. Returns once the run has taken it; they join and leave meanwhile.
+    """Have a run that goes on use another number of rollout replicas. Returns once the run has taken it; replicas join or leave after that.
 
-    The number holds until the next mtpctl scale, or until the run is started again: then it has as many as there is room for.
+    The number holds until the next mtpctl scale, or until the run is started again: then it has as many replicas as there is room for.
     """
     from mtpctl.cli.targets import load_target
     from mtpctl.errors import UserError
     from mtpctl.recipe.rollout import check_scale
-    from mtpctl.telemetry.requests import ask
     from mtpctl.telemetry.run_directory import RunDirectory
+    from mtpctl.telemetry.scale_requests import ask
 
     directory = RunDirectory(run)
     if not directory.recipe.is_file():
@@ -33,7 +33,7 @@ def scale(
     if "rl" not in recipe.train.stages:
         raise UserError(f"RUN: {run} has no rollout replicas; its train.stages are {', '.join(recipe.train.stages)}")
     check_scale(recipe.rollout, replicas)
-    found = ask(directory, replicas)
-    if found.refused:
-        raise UserError(found.told)
-    answer(found.told)
+    reply = ask(directory, replicas)
+    if reply.refused:
+        raise UserError(reply.told)
+    answer(reply.told)

@@ -42,7 +42,7 @@ def ray_hosts() -> list[RayHost]:
 
 
 def draining() -> set[str]:
-    """Ids of the hosts that Ray was told to drain: they are alive, and will be taken away."""
+    """Ids of the hosts that are being drained: they are alive, and will be taken away soon."""
     from ray._private.state import state
 
     return set(state.get_draining_nodes())

@@ -27,8 +27,8 @@ Tell = Callable[[str], None]
 """Takes a line about replicas that failed or are back, for the log of a run."""
 
 
-def untold(line: str) -> None:
-    """Where no run keeps a log."""
+def tell_nobody(line: str) -> None:
+    """A `Tell` for callers that keep no log: drops the line."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,15 @@ class Lifecycle[R]:
     max_restarts: int
     end_s: float
     bring_up_s: float
-    tell: Tell = untold
+    tell: Tell = tell_nobody
 
 
 @dataclass(slots=True)
 class Seat[R]:
     """The place of one replica; `replica` is None while none serves there.
 
-    wanted: whether a replica is to be there. One that was asked to leave has updates until it is taken out, but gets no work any more.
+    wanted: whether a replica is to be there. A replica that was asked to leave still takes part in updates until it has left, but gets no
+    further work.
     busy: requests under way, counted by the owner of the seats. failed_at: times of the failures within `FORGET_S`, on the clock of
     `time.monotonic`. fills: how many replicas came after the first.
     """
@@ -128,7 +129,7 @@ class Replicas[R]:
             seat.restarting = asyncio.create_task(self._restart(seat, replica))
 
     def join(self, index: int) -> None:
-        """Have a replica start in the seat of this index, which is a vacant one or the next new one. Failures of before are forgotten."""
+        """Have a replica start in a seat, which is vacant or the next new one. Earlier failures of the seat are forgotten."""
         assert not self._closed and index <= len(self.seats)
         if index == len(self.seats):
             self.seats.append(Seat(index, None, wanted=False))
@@ -140,8 +141,8 @@ class Replicas[R]:
     async def leave(self, index: int, hand_over: Callable[[Seat[R], R], Awaitable[None]]) -> None:
         """Vacate a seat, whether a replica serves there, is being started or was quarantined. This is no failure.
 
-        A replica that serves gets no more work at once, and takes part in an update that is under way. Then `hand_over` has it give up what
-        it still has to do, and it is ended.
+        A replica that serves gets no further work from now on. It takes part in an update that is under way; then `hand_over` has it give
+        back the work that it still has, and it is ended.
         """
         seat = self.seats[index]
         seat.wanted = False

@@ -127,7 +127,7 @@ class Seats:
                 self.seats[claim.actor] = Seat(claim, bundle.node, group, planned)
 
     async def add(self, claim: Claim) -> Seat | None:
-        """A seat beyond the plan for an actor that joins, or the one that it had before and that is kept. None where there is no room."""
+        """Reserve a seat for an actor that joins a run under way, or return the seat that it still has. None where there is no room."""
         kept = self.seats.get(claim.actor)
         if kept is not None and kept.node in living() - draining():
             return kept
@@ -143,7 +143,7 @@ class Seats:
         return self.seats[claim.actor]
 
     def give_up(self, actor: str) -> None:
-        """Free the place of an actor that has left, for whoever wants it. A reservation that others share stays, and so does its seat."""
+        """Free the place of an actor that has left. A reservation that it shares with other actors stays, and so does its seat."""
         self.found.pop(actor, None)
         if (seat := self.seats.get(actor)) is None:
             return

@@ -1,7 +1,7 @@
-"""Finish gradients without looking for routers' counters among all modules.
+"""Keeps megatron-core from resetting the counters of its own routers at the end of an update.
 
-Upstream's last step of an update zeroes counters of its own routers, which it seeks in every module of the model. Routers here keep their
-counts elsewhere (`mtpctl.model.router`); with hundreds of experts a layer the search takes the host longer than a layer takes a card.
+megatron-core looks for these counters in every module of the model. The routers here keep their counts elsewhere (`mtpctl.model.router`),
+so it finds none; with hundreds of experts a layer the search takes the host longer than a layer takes a card.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def not_sought() -> Iterator[None]:
-    """Leave that step out inside the block. Raises RuntimeError where upstream no longer has it under this name."""
+def without_counter_reset() -> Iterator[None]:
+    """Have `finalize_model_grads` leave the reset out while the block runs. Raises RuntimeError where megatron-core has renamed it."""
     module = vars(importlib.import_module("megatron.core.distributed.finalize_model_grads"))
     if "reset_model_temporary_tensors" not in module:
         raise RuntimeError("megatron-core no longer zeroes routers' counters by reset_model_temporary_tensors")

@@ -1,8 +1,8 @@
-"""Keeps as many rollout replicas as are asked for, as far as hosts have room, while a run goes on (`rollout.replicas: {min, max}`).
+"""Keeps a run at the number of rollout replicas that is asked for, as far as hosts have room (`rollout.replicas: {min, max}`).
 
-A look every second: answer what `mtpctl scale` asks, have replicas leave whose host is gone or is being drained, have those leave that are
-too many, and where some are missing have one join on each place that a host has for it. Replicas join and leave beside the loop, which
-learns of it by the pool's capacity alone.
+Once a second the controller answers requests of `mtpctl scale`, has those replicas leave whose host is gone or is being drained and those
+that are too many, and has replicas join on hosts with room where some are missing. The training loop goes on meanwhile; all that changes
+for it is how many responses the pool takes at once.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from mtpctl.controller.waits import Waits
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import RolloutBase, check_scale
 from mtpctl.rollout.membership import Membership
-from mtpctl.telemetry.requests import Answer, forget_requests, take_requests
 from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.scale_requests import Answer, forget_requests, take_requests
 
 LOOK_S = 1.0
+"""Seconds between two looks at requests and hosts."""
 
 
 class ElasticRollout:
-    """Takes requests while it is `watching`, and has replicas follow them while it is `following` a pool.
+    """Answers requests inside of `watching`, and has replicas join and leave a pool inside of `following`.
 
     `asked`: the number of replicas to have; at first as many as the recipe allows.
-    `on_wait` is called at each look at which fewer than `rollout.replicas.min` replicas have a host: what waits for responses must not take
-    that for a failure. While the trainer is started anew no replica joins, so that what is free is the trainer's.
+    `on_wait` is called once a second while fewer than `rollout.replicas.min` replicas have a host, so that the loop, which waits for their
+    responses, does not take them for stuck. While the trainer is restarted no replica joins: the trainer needs the room that is free.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class ElasticRollout:
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Look every second while the block runs. Raises at its end what looking raised."""
+        """Look once a second while the block runs. An error of a look is raised at the end of the block."""
         forget_requests(self._directory)
         task = asyncio.create_task(self._run(), name="elastic rollout")
         try:
@@ -107,7 +108,7 @@ class ElasticRollout:
         for index in [index for index in self._joining if membership.serves(index)]:
             self._tell(f"replica {index} serves")
             self._joining.remove(index)
-        # Beside the looks: a place that somebody else was faster to take is refused after a while only.
+        # In a task of its own: where somebody else was faster, it takes Ray a while to refuse a place.
         if (looking := self._looking_for_room) is None or looking.done():
             if looking is not None:
                 looking.result()
@@ -124,14 +125,14 @@ class ElasticRollout:
         try:
             await membership.leave(index)
             self._tell(f"replica {index} has left")
-        except Exception as error:  # It has ended all the same, and its requests go on elsewhere.
+        except Exception as error:  # The replica has ended all the same, and its requests go on elsewhere.
             self._tell(f"replica {index} left in disorder: {one_line(error)}")
         finally:
             del self._leaving[index]
             self._seats.give_up(_actor(index))
 
     async def _join(self, membership: Membership) -> None:
-        """Have as many replicas join as are missing, until no host has room for another one."""
+        """Have replicas join until none is missing, or no host has room for another one."""
         while len(membership.taken) < self.asked and not self._state.lost:
             index = next(i for i in range(self.asked + len(self._leaving)) if i not in membership.taken and i not in self._leaving)
             actor = _actor(index)
@@ -142,7 +143,7 @@ class ElasticRollout:
             self._joining.add(index)
 
     def _show_wait(self, placed: int) -> None:
-        """Show that the run waits for hosts as long as fewer than the least number of replicas have one."""
+        """Show that the run waits for hosts while fewer than `rollout.replicas.min` replicas have one."""
         least = self.rollout.replica_range.min
         if placed < least:
             self.on_wait()

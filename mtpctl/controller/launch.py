@@ -70,7 +70,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     place(recipe, None if recipe.cluster.address is None else [Host(float("inf"), float("inf"))])
     cpus = gpus = 0.0
     if recipe.cluster.address is None:
-        # No host joins a cluster that the run starts itself: an engine without room there would never start.
+        # No host ever joins a cluster that the run starts itself, so it has to have room for all engines from the start.
         most = place(recipe, engines=recipe.rollout.replica_range.max)
         cpus, gpus = most.cpus, most.gpus
     check_room(recipe.cluster, cpus=cpus, gpus=gpus)
@@ -159,7 +159,7 @@ class Run:
                 self.gateway = stack.enter_context(contextlib.closing(bound))
             stack.callback(asyncio.create_task(self.waits.run(), name="waits").cancel)
             if self.status is not None:
-                await stack.enter_async_context(serving(status_app(self.telemetry.live, self._replicas), self.status))
+                await stack.enter_async_context(serving(status_app(self.telemetry.live, self._replica_counts), self.status))
                 self.telemetry.event("start", f"status page: {address_of(self.status)}")
             found = await seated(self.recipe, self.waits, self.state.stopping)
             if found is None:
@@ -271,13 +271,13 @@ class Run:
     def _tell_restart(self, line: str) -> None:
         self.telemetry.event("restart", line)
 
-    def _replicas(self) -> ReplicaCounts | None:
-        """The rollout replicas, once they are started."""
+    def _replica_counts(self) -> ReplicaCounts | None:
+        """What the status page says of rollout replicas; None until they are started."""
         if self.pool is None:
             return None
-        bounds, found = self.recipe.rollout.replica_range, self.pool.membership
+        bounds, membership = self.recipe.rollout.replica_range, self.pool.membership
         asked = bounds.max if self.elastic is None else self.elastic.asked
-        return ReplicaCounts(found.serving, asked, bounds.min, bounds.max, found.restarts)
+        return ReplicaCounts(membership.serving, asked, bounds.min, bounds.max, membership.restarts)
 
     @contextlib.contextmanager
     def _starting(self, what: str, actors: list[str]) -> Iterator[None]:

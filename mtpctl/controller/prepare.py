@@ -199,7 +199,7 @@ def _without_folder(value: object) -> object:
 def store_in(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:
     """The version store of a run in `folder`. Called when Ray is connected, which knows whether readers are on other hosts.
 
-    Where engines may join on hosts that are not there yet, it is in `folder`.
+    Where replicas may join on hosts that the cluster does not have yet, the store is in `folder`, which those hosts see.
     """
     if recipe.rollout.elastic and recipe.cluster.address is not None:
         return VersionStore(folder / "versions")

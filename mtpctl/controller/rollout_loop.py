@@ -119,7 +119,7 @@ class RolloutLoop:
         self._rewarding = 0
 
     def progressed(self) -> None:
-        """Note that generation has not stopped, or waits for what is known to be missing."""
+        """Note that generation goes on, or that it waits for something that the run shows: it is not stuck."""
         self.last_progress = time.monotonic()
 
     def take_counts(self) -> RolloutCounts:

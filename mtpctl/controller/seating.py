@@ -55,7 +55,7 @@ def _wanted(bundle: Planned, hosts: list[RayHost]) -> Bundle:
 
 
 def engine_claim(placement: Placement) -> Claim:
-    """What a rollout engine takes, with all its ranks."""
+    """The CPUs and GPUs that one rollout engine takes, with all its ranks."""
     return claims_of(tuple(actor for actor in placement.of("rollout") if actor.index == 0))[0]
 
 

@@ -1,4 +1,4 @@
-"""The run over HTTP, from what is held in memory: a status page, the same as JSON, and metrics for Prometheus (`telemetry.http`)."""
+"""Serves the state of a run over HTTP: a status page, the same as JSON, and metrics for Prometheus (`telemetry.http`)."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ from mtpctl.web.prometheus import MEDIA_TYPE, Series, text_of
 from mtpctl.web.server import listen
 
 REFRESH_S = 5
-"""Seconds after which a browser asks for the page again."""
+"""Seconds after which a browser loads the page again."""
 
 Replicas = Callable[[], ReplicaCounts | None]
 """Counts the rollout replicas; None before there are any."""
 
 
 def status_socket(telemetry: TelemetryConfig) -> socket.socket | None:
-    """The socket of the status page; None for a recipe without one. Raises UserError where the address is taken or not this machine's."""
+    """The bound socket of the status page; None for a recipe without `telemetry.http`.
+
+    Raises UserError where the address is taken, or is not one of this machine.
+    """
     address = telemetry.http_address
     return None if address is None else listen(*address, fields=("telemetry.http", "telemetry.http"))
 
 
 def status_app(live: LiveStatus, replicas: Replicas) -> Guard:
-    """The ASGI application."""
+    """The ASGI application with the routes `/`, `/status.json` and `/metrics`."""
 
     async def shown(_: Request) -> Response:
         return HTMLResponse(render(live, replicas()), headers={"refresh": str(REFRESH_S)})
@@ -51,7 +54,7 @@ def status_app(live: LiveStatus, replicas: Replicas) -> Guard:
 
 
 def _series(live: LiveStatus, counts: ReplicaCounts | None) -> Iterator[Series]:
-    """How far the run is, its replicas, and the newest value of each metric."""
+    """What `/metrics` has: the progress of the run, its replicas, and the newest value of each metric."""
     found = live.overview()
     labels = {"run": live.path.name, "stage": found.stage}
     yield Series("run_step", "gauge", "Updates that are done.", found.step, labels)
@@ -63,7 +66,7 @@ def _series(live: LiveStatus, counts: ReplicaCounts | None) -> Iterator[Series]:
         yield Series("run_replicas_serving", "gauge", "Rollout replicas that serve.", counts.serving)
         yield Series("run_replicas_asked", "gauge", "Rollout replicas that are asked for.", counts.asked)
         yield Series("run_replica_restarts_total", "counter", "Rollout replicas that took the place of one that failed.", counts.restarts)
-    # Two names that differ in other characters alone would be one series with two values, which Prometheus refuses.
+    # Names that differ only in characters such as `/` become one name. Prometheus refuses a series with two values, so one of them is kept.
     named = {re.sub(r"\W", "_", name, flags=re.ASCII): (name, value) for name, value in list(live.metrics.items())}
     for name, (metric, value) in named.items():
         yield Series(name, "gauge", describe(metric).meaning or metric, value)

@@ -1,7 +1,8 @@
-"""Problems that come with an environment of the package verifiers: its tasks.
+"""The tasks of an environment of the package verifiers, as problems.
 
-A task is data and behaviour. The data is what a problem carries, so the process that plays an episode makes the task of it again, as
-verifiers' own server does, and loads no dataset. The package is an extra of mtpctl's, and is imported when a recipe names it.
+A task of verifiers is data with code. A problem carries the data; the process that plays an episode makes the task from it again, as
+verifiers' own server does, so that it loads no dataset. The package is an extra of mtpctl, and is imported only where a recipe names one of
+its environments.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from mtpctl.recipe.rollout import RolloutBase
 
 FIELD, ARGS, EVAL_ARGS = "rollout.environment", "rollout.environment_args", "rollout.environment_eval_args"
 RELEASE = "0.4.0"
-"""The release of verifiers whose sources this was written against."""
+"""The only release of verifiers that is taken: this module uses parts of it that may change."""
 TRAIN, HELD_OUT = "train", "eval"
-"""The middle of a problem's id, `NAME/train/17`."""
+"""The middle part of a problem's id, as in `NAME/train/17`."""
 
 
 def require_verifiers() -> None:
@@ -38,10 +39,11 @@ def require_verifiers() -> None:
         raise EnvironmentMissing(f"{FIELD}: verifiers {found} is installed, and mtpctl works with {RELEASE}; {install}")
 
 
-def environment_config(name: str, args: Mapping[str, object], more: Mapping[str, object], field: str = ARGS) -> Any:
-    """The configuration of the environment `name`: `args`, the block `env` of verifiers' own configurations, with `more` laid over it.
+def environment_config(name: str, args: Mapping[str, object], overrides: Mapping[str, object], field: str = ARGS) -> Any:
+    """The configuration of the environment `name`, from `args`, which are the block `env` of verifiers' own configurations.
 
-    Raises EnvironmentMissing where its package is not installed, UserError for what it does not take.
+    `overrides` are merged into `args`. `field`: the recipe key that an error names. Raises EnvironmentMissing where the environment's
+    package is not installed, and UserError for arguments that it does not take.
     """
     require_verifiers()
     import verifiers.v1 as vf
@@ -49,7 +51,7 @@ def environment_config(name: str, args: Mapping[str, object], more: Mapping[str,
 
     if os.getcwd() not in sys.path:  # as for code of the user's own
         sys.path.append(os.getcwd())
-    tree = deep_merge(deep_merge(dict(args), dict(more)), {"taskset": {"id": name}})
+    tree = deep_merge(deep_merge(dict(args), dict(overrides)), {"taskset": {"id": name}})
     try:
         return vf.resolve_env_config(tree)
     except ModuleNotFoundError as error:
@@ -62,7 +64,7 @@ def environment_config(name: str, args: Mapping[str, object], more: Mapping[str,
 
 
 def check_runtimes(rollout: RolloutBase) -> None:
-    """Raise EnvironmentMissing where a seat plays in Prime Intellect's sandboxes, which is verifiers' default, and no login is here."""
+    """Raise EnvironmentMissing where a seat plays in Prime Intellect's sandboxes, verifiers' default, and no API key for them is set."""
     assert rollout.verifiers is not None, "the recipe names an environment of verifiers"
     config = environment_config(rollout.verifiers, rollout.environment_args, {})
     from verifiers.v1.configs.agent import agent_config_fields
@@ -78,9 +80,9 @@ def check_runtimes(rollout: RolloutBase) -> None:
             )
 
 
-def tasks(name: str, args: Mapping[str, object], more: Mapping[str, object]) -> tuple[Iterator[Any], bool]:
-    """The environment's tasks, one after another, and whether they end. Raises as `environment_config` does."""
-    config = environment_config(name, args, more, EVAL_ARGS if more else ARGS)
+def tasks(name: str, args: Mapping[str, object], overrides: Mapping[str, object]) -> tuple[Iterator[Any], bool]:
+    """The tasks of the environment `name`, one after another, and whether there is an end to them. Raises as `environment_config` does."""
+    config = environment_config(name, args, overrides, EVAL_ARGS if overrides else ARGS)
     from verifiers.v1.utils.loaders import load_taskset
 
     try:
@@ -90,32 +92,35 @@ def tasks(name: str, args: Mapping[str, object], more: Mapping[str, object]) -> 
         raise UserError(f"{FIELD}: verifiers:{name}: {_told(error)}") from error
 
 
-def brought_problems(rollout: RolloutBase, sizes: TasksetConfig | None, limit: int | None = None) -> tuple[list[Problem], list[Problem]]:
-    """Training problems and held-out ones of the recipe's environment, as `data.taskset` says; of each the first `limit`, where given.
+def environment_problems(
+    rollout: RolloutBase, sizes: TasksetConfig | None, limit: int | None = None
+) -> tuple[list[Problem], list[Problem]]:
+    """The training problems and the held-out problems of the recipe's environment.
 
-    Raises UserError for an environment without tasks or without an end, and for one that holds all of them out.
+    `sizes`: the recipe's `data.taskset`. `limit`: how many of each are enough; None for all. Raises UserError for an environment without
+    tasks, for one whose tasks have no end where no size is set, and where every task would be held out.
     """
     name, sizes = rollout.verifiers, sizes or TasksetConfig()
     assert name is not None, "the recipe names an environment of verifiers"
-    apart, held = bool(rollout.environment_eval_args), sizes.eval_size or 0
-    first = 0 if apart else held
+    separate, held_out = bool(rollout.environment_eval_args), sizes.eval_size or 0
+    first = 0 if separate else held_out
     train = _problems(rollout, name, TRAIN, first + sizes.train_size if sizes.train_size else None, first + limit if limit else None)
-    if apart:
+    if separate:
         return train, _problems(rollout, name, HELD_OUT, sizes.eval_size, limit)
-    if len(train) <= held:
-        raise UserError(f"data.taskset.eval_size: {held} of the {len(train)} tasks of verifiers:{name} are all; lower it")
-    return train[held:], train[:held]
+    if len(train) <= held_out:
+        raise UserError(f"data.taskset.eval_size: {held_out} of the {len(train)} tasks of verifiers:{name} are all; lower it")
+    return train[held_out:], train[:held_out]
 
 
 def _problems(rollout: RolloutBase, name: str, role: str, most: int | None, limit: int | None) -> list[Problem]:
-    """At most `most` of the tasks; `limit` of them are enough."""
+    """The tasks as problems: at most `most`, and no more than `limit`; None is no bound."""
     found, ends = tasks(name, rollout.environment_args, rollout.environment_eval_args if role == HELD_OUT else {})
     size = "train_size" if role == TRAIN else "eval_size"
     if not ends and most is None and limit is None:
         raise UserError(f"data.taskset.{size}: verifiers:{name} has tasks without end; set how many there are")
     bounds = [bound for bound in (most, limit) if bound is not None]
     try:
-        problems = [problem_of(task, f"{name}/{role}/{number}") for number, task in enumerate(islice(found, min(bounds, default=None)))]
+        problems = [as_problem(task, f"{name}/{role}/{number}") for number, task in enumerate(islice(found, min(bounds, default=None)))]
     except MtpctlError:
         raise
     except Exception as error:  # the author's own code
@@ -125,8 +130,11 @@ def _problems(rollout: RolloutBase, name: str, role: str, most: int | None, limi
     return problems
 
 
-def problem_of(task: Any, prompt_id: str) -> Problem:
-    """A task as a problem, whose fields are the task's data. One that its user opens has no prompt: its name stands for it."""
+def as_problem(task: Any, prompt_id: str) -> Problem:
+    """A task as a problem with the task's data as its fields.
+
+    A task that a simulated user opens has no prompt; its name, or `prompt_id`, stands in for it.
+    """
     fields = task.data.model_dump(mode="json", exclude_defaults=True)
     answer = fields.get("answer")
     prompt = task.data.prompt_text or task.data.name or prompt_id
@@ -134,7 +142,7 @@ def problem_of(task: Any, prompt_id: str) -> Problem:
 
 
 def task_data(problem: Problem) -> dict[str, object]:
-    """The data of the problem's task: its fields, and of a row from a file its prompt and its answer as well."""
+    """The data from which the problem's task is made: its fields, and its prompt and answer too where it comes from a file of rows."""
     given: dict[str, object] = {"prompt": [dict(message) for message in problem.messages] or problem.prompt}
     if problem.answer != NO_ANSWER:
         given["answer"] = problem.answer
@@ -143,7 +151,7 @@ def task_data(problem: Problem) -> dict[str, object]:
 
 
 def is_held_out(problem: Problem, name: str) -> bool:
-    """Whether the problem is one of the environment's that are held out."""
+    """Whether the problem is a held-out task of the environment `name`."""
     return problem.prompt_id.startswith(f"{name}/{HELD_OUT}/")
 
 

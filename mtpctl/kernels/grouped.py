@@ -33,15 +33,15 @@ ROW_BYTES = 16
 class Stack:
     """The weights of a grouped linear layer: E parameters of one shape [out, in], in the order of the groups.
 
-    Where they lie is looked up again only when they have moved: for a layer of hundreds of weights that takes the host longer than their
-    products take a card.
+    The addresses of the parameters are read again only where these have moved. For a layer of hundreds of weights, reading them takes the
+    host longer than the products take a card.
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.weights = tuple(weights)
         self.replaces = False
-        """Whether the next gradients replace what the weights' buffers hold, and are not added to it."""
-        self._values, self._gradients = _Place(), _Place()
+        """Whether the next gradients replace what the weights' buffers hold. Otherwise they are added to it."""
+        self._values, self._gradients = _StackedView(), _StackedView()
 
     @property
     def whole(self) -> Tensor:
@@ -66,7 +66,7 @@ class Stack:
     def add_gradients(self, grad: Tensor, x: Tensor, ends: Tensor) -> None:
         """Add the sum of outer products over each group's rows, grad [R, out] and x [R, in], to the weights' buffers.
 
-        Where `replaces` is set it takes the place of what they hold, once.
+        Where `replaces` is set, the sum replaces what the buffers hold, and `replaces` is unset.
         """
         replaces, self.replaces = self.replaces, False
         first, last = _buffer(self.weights[0]), _buffer(self.weights[-1])
@@ -81,22 +81,22 @@ class Stack:
         else:
             whole.add_(_outer_products(grad, x, ends))
 
-    def zero_unreplaced(self) -> None:
-        """Zero the buffers where `replaces` is still set: no gradients came, so what they hold is of an earlier update."""
+    def zero_stale_gradients(self) -> None:
+        """Zero the buffers where no gradients came since `replaces` was set: what they hold is of an earlier update."""
         if self.replaces:
             self.replaces = False
             torch._foreach_zero_(self.buffers)
 
 
-class _Place:
-    """Tensors that lie at equal distances, as one."""
+class _StackedView:
+    """Remembers the one tensor [E, …] that views E tensors at equal distances in memory, until they move."""
 
     def __init__(self) -> None:
         self._ends: tuple[int, int] | None = None
         self._view: Tensor | None = None
 
     def of(self, first: Tensor, last: Tensor, every: Callable[[], Sequence[Tensor]]) -> Tensor:
-        """`stacked(every())`, looked up only where the first or the last of them lies elsewhere than before."""
+        """`stacked(every())`, which is made again only where the first or the last of these tensors has moved."""
         ends = first.data_ptr(), last.data_ptr()
         if self._view is not None and ends == self._ends:
             return self._view

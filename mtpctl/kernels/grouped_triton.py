@@ -110,7 +110,10 @@ def refusal(grad: Tensor, x: Tensor, into: Tensor) -> str | None:
 
 
 def add_weight_grads(into: Tensor, grad: Tensor, x: Tensor, ends: Tensor, *, replaces: bool) -> None:
-    """Add the sum of outer products of each group's rows, grad [R, M] and x [R, N], to into [E, M, N] fp32, or put it there."""
+    """Add the sum of the outer products of each group's rows, grad [R, M] and x [R, N], to `into` [E, M, N] fp32.
+
+    With `replaces` the sum replaces what `into` holds. `ends` [E]: as in `mtpctl.kernels.grouped.grouped_linear`.
+    """
     groups, m, n = into.shape
     t = Tiles()
     with on_device_of(x):

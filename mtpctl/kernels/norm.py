@@ -1,10 +1,10 @@
-"""Root-mean-square norms (arXiv 1910.07467) over the last dimension, one kernel each on a card:
+"""Root-mean-square norms (arXiv 1910.07467) over the last dimension:
 
     rms_norm(x, w)          x / rms(x) · w                      rms(x) = sqrt(mean x² + eps)
     gated_rms_norm(x, z, w) x / rms(x) · w · silu(z)
 
-On a card flash-linear-attention's kernels run what has the width of a head, where they are installed. They compute in fp32 and round
-once, and take less than half the time of PyTorch's there; on wider rows they take as long, and more of the host.
+Where flash-linear-attention is installed, its kernels compute the norms of rows as wide as an attention head, on a card. They compute in
+fp32, round once, and take less than half the time of PyTorch's. On wider rows they take as long as PyTorch's, and more of the host's time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ except ImportError:
 
 
 NARROW = 256
-"""Columns up to which kernels take a norm."""
+"""Columns of the widest rows whose norms flash-linear-attention's kernels compute."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., n], weight [n] → x's shape and dtype."""
+    """x / rms(x) · weight, in the shape and dtype of x [..., n]; weight [n]."""
     if _by_kernels(x):
         found: Tensor = _fla_norm(x, weight, None, eps=eps)
         return found
@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x and gate [..., n], weight [n] → x's shape and dtype."""
+    """x / rms(x) · weight · silu(gate), in the shape and dtype of x [..., n]; gate [..., n], weight [n]."""
     if _by_kernels(x):
         found: Tensor = _fla_gated_norm(x, gate, weight, None, eps=eps)
         return found
@@ -40,5 +40,5 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
 
 def _by_kernels(x: Tensor) -> bool:
-    """Whether kernels take it. They have no rows to start with where there is none."""
+    """Whether flash-linear-attention's kernels compute the norms of these rows. They cannot be started for no rows at all."""
     return x.is_cuda and _fla_norm is not None and x.shape[-1] <= NARROW and x.numel() > 0

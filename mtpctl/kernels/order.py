@@ -1,7 +1,7 @@
-"""The order in which rows of tokens are sorted by expert, a row for each token at each of its experts.
+"""Sorts the rows of a mixture of experts by expert. A token has one row for each of its experts.
 
-Ranks follow each other, and within a rank the last expert comes first, as its weights lie (`mtpctl.model.experts`). On a card three
-kernels make it; nothing waits for the card.
+The rows of the first rank's experts come first, then those of the next rank. Within a rank the rows of the last expert come first, since
+its weights lie first in memory (`mtpctl.model.experts`). On a card three kernels compute the order, and the host does not wait for them.
 
 Shape legend: T tokens, k experts a token, E experts in all, R = T k rows.
 """
@@ -16,8 +16,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ExpertOrder:
-    """row_of [T, k]: where a token's rows are; token_of and expert_of [R]: whose a row is, and at which expert; counts [E]: each expert's
-    rows, in the order. All int32."""
+    """Where each token's rows are among the sorted rows. All tensors are int32.
+
+    row_of [T, k]: the places of a token's rows. token_of and expert_of [R]: the token and the expert of each row. counts [E]: the number of
+    rows of each expert, in the order in which the rows are sorted.
+    """
 
     row_of: Tensor
     token_of: Tensor
@@ -26,7 +29,10 @@ class ExpertOrder:
 
 
 def expert_order(routes: Tensor, k: int, ranks: int) -> ExpertOrder:
-    """routes [T, E] bool, k of them set for each token; `ranks` share the experts evenly."""
+    """The order of the rows that `routes` [T, E] asks for, a bool for each token and expert, of which each token has exactly k set.
+
+    `ranks`: the expert-parallel ranks, each of which has E / ranks consecutive experts.
+    """
     if routes.is_cuda:
         from mtpctl.kernels import order_triton
 

@@ -1,8 +1,10 @@
 # mypy: disallow-untyped-defs=False
 # (what is inside a Triton kernel has no Python types)
-"""Triton kernels that sort the rows of tokens by expert: count by block of tokens, sum the counts up, place each row.
+"""Triton kernels that sort the rows of tokens by expert, in three steps.
 
-Columns are experts in the order of the rows: column c of a rank is its c-th expert from behind.
+`count_rows` counts the rows of each expert in each block of tokens, `sum_counts` sums these counts over the blocks, and `place_rows` writes
+the place of each row. Columns are experts in the order of the rows: column c of a rank is the c-th of its experts, counted from the last.
+The shape legend is that of `mtpctl.kernels.order`.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ from torch import Tensor
 from mtpctl.kernels.triton_backend import on_device_of
 
 ELEMENTS = 8192
-"""Tokens times experts that one program takes."""
+"""Tokens times experts that one program of `count_rows` and `place_rows` takes."""
 SUMMED = 32
-"""Columns that one program of the sums takes."""
+"""Columns that one program of `sum_counts` takes."""
 
 
 @triton.jit
 def _taken(routes_ptr, tokens, experts, local, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
-    """1 where a token of this program's block visits the expert of a column, and these experts' numbers."""
+    """Which tokens of this program's block visit the expert of each column (1, else 0), and the experts of the columns."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, EXPERTS)
     expert = (column // local) * local + (local - 1 - column % local)
@@ -48,7 +50,7 @@ def count_rows(
 
 @triton.jit
 def sum_counts(
-    counts_ptr,  # int32 [blocks, E]: becomes the rows in earlier blocks
+    counts_ptr,  # int32 [blocks, E]: rows in each block on entry, rows in all earlier blocks on return
     total_ptr,  # int32 [E]
     blocks,
     experts,
@@ -96,7 +98,7 @@ def place_rows(
 
 
 def expert_order(routes: Tensor, k: int, ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """routes [T, E] bool → row_of [T, k], token_of [R], expert_of [R], counts [E], all int32."""
+    """`mtpctl.kernels.order.expert_order` on a card: row_of [T, k], token_of [R], expert_of [R] and counts [E]."""
     tokens, experts = routes.shape
     width = triton.next_power_of_2(experts)
     block = max(1, ELEMENTS // width)

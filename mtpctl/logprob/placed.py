@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from mtpctl.cluster.deadlines import within
-from mtpctl.cluster.replicas import Tell, untold
+from mtpctl.cluster.replicas import Tell, tell_nobody
 from mtpctl.cluster.seats import Options, Seats
 from mtpctl.logprob.dispatch import ServerLimits
 from mtpctl.logprob.rank import ReplicaConfig
@@ -31,12 +31,12 @@ async def start_server(
     checkpoint: Path | None = None,
     version: int = 0,
     role: Literal["logprob", "teacher"] = "logprob",
-    tell: Tell = untold,
+    tell: Tell = tell_nobody,
 ) -> LogprobServer:
     """Start the replicas of `recipe.logprob` with the weights of the folder `model`, or of a checkpoint of it; `version` is theirs.
 
     `cpus` and `gpus` are those of one rank. `seats`: where the ranks sit, by the names of `role`; without them Ray chooses.
-    `published`: where restarted replicas find newer weights. `tell`: as `LogprobServer.start` says, with what the replicas are called.
+    `published`: where restarted replicas find newer weights. `tell`: as in `LogprobServer.start`; its lines begin with the replicas' role.
     """
     options = recipe.logprob
     config = ReplicaConfig(

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
-from mtpctl.cluster.replicas import Lifecycle, Replicas, Tell, start_all, untold
+from mtpctl.cluster.replicas import Lifecycle, Replicas, Tell, start_all, tell_nobody
 from mtpctl.logprob.dispatch import Dispatcher, ServerLimits
 from mtpctl.logprob.protocol import Bounds, Late, QueueFull, ReplicaDead, Scored, ScoreRequest
 from mtpctl.logprob.queue import Waiting
@@ -29,7 +29,7 @@ class LogprobServer:
     """Replicas behind one queue. Build with `await LogprobServer.start(…)`, and end with `await server.close()`."""
 
     def __init__(
-        self, replicas: list[Replica], start: Starter, published: Published | None, limits: ServerLimits, tell: Tell = untold
+        self, replicas: list[Replica], start: Starter, published: Published | None, limits: ServerLimits, tell: Tell = tell_nobody
     ) -> None:
         self.bounds: Bounds = replicas[0].bounds
         self.version = max(replica.version for replica in replicas)
@@ -53,7 +53,7 @@ class LogprobServer:
 
     @classmethod
     async def start(
-        cls, start: Starter, count: int, limits: ServerLimits, *, published: Published | None = None, tell: Tell = untold
+        cls, start: Starter, count: int, limits: ServerLimits, *, published: Published | None = None, tell: Tell = tell_nobody
     ) -> LogprobServer:
         """Start `count` replicas with `start(index)`, all at once.
 

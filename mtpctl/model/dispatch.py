@@ -43,7 +43,7 @@ class Order:
 
 
 def shares_of_rows(shares: Tensor, order: ExpertOrder) -> Tensor:
-    """shares [T, E] → [R]: each row's share in the sum of its token."""
+    """The share [R] of each row in the sum of its token, from shares [T, E] by token and expert."""
     found: Tensor = _SharesOfRows.apply(shares, order.token_of, order.expert_of)
     return found
 

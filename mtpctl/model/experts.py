@@ -17,9 +17,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
-from mtpctl.kernels.gated import gated_product
 from mtpctl.kernels.grouped import Stack
 from mtpctl.kernels.order import expert_order
+from mtpctl.kernels.swiglu import swiglu
 from mtpctl.model.dispatch import Exchange, Order, shares_of_rows
 from mtpctl.model.layers import GatedMlp
 from mtpctl.model.lora import GroupedLayer
@@ -53,12 +53,12 @@ class Experts(SequentialMLP):
         """rows [R, H], shares [R] of a row in its token's sum, ends [E] int32: where the rows of the last expert, the one before it, …
         end. → [R, H]."""
         both = self._linear("linear_fc1", rows, ends)
-        product = gated_product(both, shares)
-        with recomputed(product, partial(gated_product, both.detach(), shares.detach())):
+        product = swiglu(both, shares)
+        with recomputed(product, partial(swiglu, both.detach(), shares.detach())):
             return self._linear("linear_fc2", product, ends)
 
     def stacks(self) -> list[Stack]:
-        """The weights whose gradients go into their buffers past autograd; none before the first pass."""
+        """The weights whose gradients are added to their buffers past autograd. None are known before the first forward pass."""
         return [layer.weights for layer in self._layers.values() if layer.weights.buffered]
 
     def _linear(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:

@@ -21,9 +21,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
-from mtpctl.kernels.gated import gated_product
 from mtpctl.kernels.norm import gated_rms_norm, rms_norm
 from mtpctl.kernels.rotary import rotated
+from mtpctl.kernels.swiglu import swiglu
 from mtpctl.model.draft_attention import joined_attention
 from mtpctl.model.packing import Packing
 from mtpctl.model.recompute import recomputed
@@ -61,7 +61,7 @@ class RMSNorm(torch.nn.Module):
         return rms_norm(x.contiguous(), self._weight_of_norm(), self.eps)
 
     def gated(self, x: Tensor, gate: Tensor) -> Tensor:
-        """The norm times silu(gate), which has x's shape."""
+        """The norm of x times silu(gate); x and gate have the same shape."""
         return gated_rms_norm(x, gate, self._weight_of_norm(), self.eps)
 
     def _weight_of_norm(self) -> Tensor:
@@ -93,9 +93,9 @@ class GatedMlp(MLP):
 
     def forward(self, hidden_states: Tensor, /, per_token_scale: Tensor | None = None, **_: object) -> tuple[Tensor, Tensor | None]:
         both, _bias = self.linear_fc1(hidden_states)
-        product = gated_product(both, per_token_scale)
+        product = swiglu(both, per_token_scale)
         scale = None if per_token_scale is None else per_token_scale.detach()
-        with recomputed(product, partial(gated_product, both.detach(), scale)):
+        with recomputed(product, partial(swiglu, both.detach(), scale)):
             result: tuple[Tensor, Tensor | None] = self.linear_fc2(product)
         return result
 

@@ -133,7 +133,7 @@ class LoraReplicatedLinear(ReplicatedLinear):
 
 
 class GroupedLayer:
-    """The linear layers of many experts as one grouped product, their adapters' parts added where they have some."""
+    """The linear layers of many experts as one grouped product, with their LoRA adapters where they have some."""
 
     def __init__(self, linears: Sequence[_Linear]) -> None:
         self.weights = Stack([linear.weight for linear in linears])
@@ -144,7 +144,7 @@ class GroupedLayer:
             self._low = a, b, adapters[0].scale
 
     def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """rows [R, in], sorted by expert, and the ends of their groups [E] → [R, out]."""
+        """The outputs [R, out] of rows [R, in] that are sorted by expert; `ends` [E] int32: where each expert's rows end."""
         out = grouped_linear(rows, ends, self.weights)
         if self._low is None:
             return out

@@ -23,7 +23,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_r
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from mtpctl.kernels.gating import router_logits
+from mtpctl.kernels.router_logits import router_logits
 
 
 class Choice:

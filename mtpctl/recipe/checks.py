@@ -90,7 +90,7 @@ def _sections(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     yield from agents_fit(rollout)
     yield from sglang_fits(rollout) if isinstance(rollout, SglangConfig) else vllm_fits(rollout)
     yield from sections_fit(recipe.sync)
-    yield from data_fits(recipe.data, brought=rollout.verifiers is not None)
+    yield from data_fits(recipe.data, environment_has_tasks=rollout.verifiers is not None)
     yield from evaluation_fits(recipe.evaluation, recipe.data, recipe.rollout)
     yield from reward_fits(recipe.reward, recipe.data.checker)
     yield from address_fits(recipe.cluster)

@@ -41,13 +41,13 @@ class GeneratedTask(Section):
 
 
 class TasksetConfig(Section):
-    """Problems that come with the environment: how many, and which are held out."""
+    """How many of the problems that an environment brings a run uses, and which of them are held out."""
 
     train_size: PositiveInt | None = Field(None, description="Training problems, at most; needed where there is no end to them.")
     eval_size: PositiveInt | None = Field(
         None,
-        description="Held-out problems, at most: of those by rollout.environment_eval_args, or without these of the others, which are not "
-        "trained on then; default: all of the former, none of the latter.",
+        description="Held-out problems, at most. With rollout.environment_eval_args the tasks by these are held out, by default all; "
+        "without, so many of the first tasks, by default none, which are not trained on.",
     )
 
 
@@ -96,11 +96,14 @@ def path_fits(path: str, field: str) -> Complaints:
         yield f"{field}: there is no file {path}; {f'did you mean {near}?' if near else kinds}"
 
 
-def data_fits(data: DataConfig, *, brought: bool = False) -> Complaints:
-    """Refuse files that are missing, and keys that exclude or need each other. `brought`: the environment has problems of its own."""
-    if data.taskset is not None and (not brought or data.path or data.task):
+def data_fits(data: DataConfig, *, environment_has_tasks: bool = False) -> Complaints:
+    """Refuse files that are missing, and keys that exclude or need each other.
+
+    `environment_has_tasks`: the recipe's environment brings problems of its own, so that the section may name none.
+    """
+    if data.taskset is not None and (not environment_has_tasks or data.path or data.task):
         yield "data.taskset: is for problems of rollout.environment: verifiers:NAME, without data.path and data.task; leave it out"
-    if (data.path is None) == (data.task is None) and not (brought and data.path is None):
+    if (data.path is None) == (data.task is None) and not (environment_has_tasks and data.path is None):
         said = "both path and task are given" if data.path else "there is nothing to train on"
         yield f"data: {said}; set data.path to a file, a folder or a dataset's id, or data.task.name to a generated task"
     if data.system_prompt is not None and not data.chat_template:

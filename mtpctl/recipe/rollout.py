@@ -48,7 +48,7 @@ class ReplicaRange(Section):
 
 
 def _kind_of_replicas(value: object) -> str:
-    """Which of the two forms of `rollout.replicas` a value is meant to have."""
+    """Which form of `rollout.replicas` a value has: the tag of its type in the annotation of the key."""
     return "range" if isinstance(value, (dict, ReplicaRange)) else "number"
 
 
@@ -73,7 +73,7 @@ class RolloutBase(Section):
         {}, description="Keyword arguments with which the environment is made; of verifiers: its configuration, the block env."
     )
     environment_eval_args: dict[str, object] = Field(
-        {}, description="Of verifiers: what of environment_args is otherwise for held-out problems, such as a split."
+        {}, description="Of verifiers: what is merged into environment_args for held-out problems, such as another split."
     )
     agent: str | None = Field(
         None,
@@ -158,7 +158,7 @@ LOWEST_TEMPERATURE = 0.01
 
 
 def check_scale(rollout: RolloutBase, replicas: int) -> None:
-    """Raise UserError where a run with this section may not have so many replicas while it goes on."""
+    """Check that a run with this section may be scaled to so many replicas. Raises UserError where it may not."""
     bounds = rollout.replica_range
     if not rollout.elastic:
         least, most = sorted((bounds.min, replicas))
@@ -171,7 +171,7 @@ def check_scale(rollout: RolloutBase, replicas: int) -> None:
 
 
 def replicas_fit(rollout: RolloutBase) -> Complaints:
-    """Refuse a range that no number is in."""
+    """Refuse a `rollout.replicas` whose min is above its max."""
     given = rollout.replica_range
     if given.min > given.max:
         yield f"rollout.replicas: min: {given.min} is more than max: {given.max}; raise max, or lower min"

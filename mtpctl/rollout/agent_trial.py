@@ -1,4 +1,4 @@
-"""Plays an environment of verifiers on a few problems before anything is started, with a stand-in for the model."""
+"""Tries an environment of verifiers on a few problems before any engine is started, with a stand-in for the model."""
 
 from __future__ import annotations
 
@@ -20,29 +20,32 @@ from mtpctl.rollout.trial import TRIED
 from mtpctl.samples import GenerationRequest, Sample
 
 CONTEXT = 1 << 20
+"""Tokens of the stand-in's context: more than any prompt of the trial has."""
 TRIAL_S = 180.0
-"""Seconds that an episode may take in the trial, in which a harness may have to be installed first."""
-SAYS = "I do not know."
+"""Seconds that an episode of the trial may take, since its harness may have to be installed first."""
+NO_IDEA = "I do not know."
+"""What the stand-in says to a problem without an answer."""
 
 
 class StandIn:
-    """In the place of the engines: gives the problem's answer to whatever is asked, where it has one."""
+    """Takes the place of the engines. It answers every request with the answer of the problem, or `NO_IDEA`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     async def sample(self, request: GenerationRequest) -> Sample:
         sample, problem = request.sample.copy(), cast(Problem, request.problem)
-        ids = [*self._tokenizer.encode(problem.answer or SAYS), self._tokenizer.eos_id]
+        ids = [*self._tokenizer.encode(problem.answer or NO_IDEA), self._tokenizer.eos_id]
         sample.append(ids, [-1.0] * len(ids), 0)
         sample.finish_reason = "stop"
         return sample
 
 
 def try_episodes(rollout: RolloutBase, problems: Sequence[Problem]) -> None:
-    """Play the first problems. Raises UserError where none of their episodes ends well, with what the first one ended with.
+    """Play an episode of each of the first `TRIED` problems.
 
-    Raises EnvironmentMissing where a seat would play in a place that cannot be had.
+    Raises UserError with the first error where every episode failed, and EnvironmentMissing where a seat would play in a sandbox that
+    cannot be had.
     """
     check_runtimes(rollout)
     failures = asyncio.run(_failures(rollout, problems[:TRIED]))

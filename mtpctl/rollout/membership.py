@@ -1,7 +1,8 @@
 """Which replicas a pool has, and how they join it and leave it while it generates.
 
-A replica that joins takes the version that the others serve, and only then gets requests. One that leaves gets none any more; what it has
-under way is aborted and goes on elsewhere with its tokens, as responses do that an update aborts.
+A replica that joins first takes the version that the others serve, and then gets requests. A replica that leaves gets no further requests.
+Its responses under way are aborted and continued on other replicas with the tokens that they have, like responses that a weight update
+aborts.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from mtpctl.cluster.replicas import Replicas, Seat
 from mtpctl.rollout.actor import Replica
 
 HAND_OVER_S = 60.0
-"""Seconds in which a replica that leaves returns what it has under way."""
+"""Seconds in which a replica that leaves must return its responses under way."""
 ABORTING_S = 1.0
-"""Seconds after which a replica that leaves is told again to abort its responses: a request may have been on its way to it."""
+"""Seconds after which a replica that leaves is told again to abort its responses, since a request may have been on its way to it."""
 
 
 class Membership:
-    """The seats of a pool, by their index. `room` is notified where a replica has answered."""
+    """The seats of a pool, by index. `room`: the condition that the pool notifies when a response comes back."""
 
     def __init__(self, replicas: Replicas[Replica], room: asyncio.Condition) -> None:
         self._replicas, self._room = replicas, room
@@ -31,7 +32,10 @@ class Membership:
 
     @property
     def taken(self) -> list[int]:
-        """The seats in which a replica serves, is being started, or failed too often; first those that are missed least."""
+        """The seats in which a replica serves, is being started or is in quarantine, in the order in which they are to be vacated.
+
+        Quarantined seats come first, then those that start a replica, then those that serve; of these the newest seat first.
+        """
         use = {"quarantined": 0, "restarting": 1, "serving": 2}
         wanted = [seat for seat in self._replicas.seats if seat.wanted]
         return [seat.index for seat in sorted(wanted, key=lambda seat: (use[seat.state], -seat.index))]
@@ -54,7 +58,10 @@ class Membership:
         await self._replicas.leave(index, self._hand_over)
 
     async def _hand_over(self, seat: Seat[Replica], replica: Replica) -> None:
-        """Abort what a replica has under way, and wait until that has come back. After `HAND_OVER_S` the rest is lost with the replica."""
+        """Abort the replica's responses, and wait until they have come back. Raises TimeoutError after `HAND_OVER_S`.
+
+        The pool then continues the remaining ones from the tokens that they had when they were sent.
+        """
         async with asyncio.timeout(HAND_OVER_S):
             while seat.busy:
                 await asyncio.sleep(0)  # for requests that are on their way

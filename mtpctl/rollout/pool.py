@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from mtpctl.cluster.deadlines import finished_before
-from mtpctl.cluster.replicas import Lifecycle, Replicas, Seat, Tell, start_all, untold
+from mtpctl.cluster.replicas import Lifecycle, Replicas, Seat, Tell, start_all, tell_nobody
 from mtpctl.errors import RuntimeFailure
 from mtpctl.rollout.actor import Replica
 from mtpctl.rollout.membership import Membership
@@ -56,7 +56,7 @@ class ReplicaPool:
         max_restarts: int,
         sync_deadline_s: float,
         turns: Turns | None = None,
-        tell: Tell = untold,
+        tell: Tell = tell_nobody,
     ) -> None:
         self._replicas = Replicas(
             replicas,
@@ -100,7 +100,7 @@ class ReplicaPool:
         max_restarts: int = 3,
         sync_deadline_s: float = 120.0,
         turns: Turns | None = None,
-        tell: Tell = untold,
+        tell: Tell = tell_nobody,
     ) -> ReplicaPool:
         """Start `count` replicas with `start(index)`, all at once.
 

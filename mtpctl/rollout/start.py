@@ -7,7 +7,7 @@ from math import ceil
 from typing import Protocol
 
 from mtpctl.cluster.deadlines import within
-from mtpctl.cluster.replicas import Tell, untold
+from mtpctl.cluster.replicas import Tell, tell_nobody
 from mtpctl.cluster.seats import Options, Seats
 from mtpctl.plan.placement import Placement
 from mtpctl.recipe.rollout import SglangConfig
@@ -42,14 +42,14 @@ async def start_pool(
     seed: int | None = None,
     tokenizer: NamedText | None = None,
     routes: tuple[int, ...] = (),
-    tell: Tell = untold,
+    tell: Tell = tell_nobody,
 ) -> ReplicaPool:
     """Start as many engines as the recipe has at least on the model in the folder `model`, each with a random seed of its own.
 
     `seats`: where they sit; without them Ray chooses. Stop strings, environments and agents need the `tokenizer`. `seed` replaces the
     recipe's. `routes`: the layers whose routes of experts samples are to carry. A restarted replica applies the version that the others
-    serve, from `published`, and has another seed than its predecessor. `tell`: as `ReplicaPool.start` says, with what the replicas are
-    called.
+    serve, from `published`, and has another seed than its predecessor. `tell`: as in `ReplicaPool.start`; its lines begin
+    with `rollout replica`.
 
     Raises RuntimeFailure where an engine does not start in time, UserError for what an engine cannot do.
     """

@@ -1,7 +1,7 @@
-"""Plays environments of the package verifiers against the gateway: the agent behind `rollout.environment: verifiers:NAME`.
+"""The agent behind `rollout.environment: verifiers:NAME`: plays episodes of environments of the package verifiers.
 
-verifiers runs an episode of one task: a harness, in a process or a container, asks the model through verifiers' own proxy, and the task
-rewards what came of it. The proxy is pointed at the trajectory's base URL, so that the gateway keeps what was sampled.
+In an episode, a harness works on one task: a program in a process or a container, which asks the model through a proxy that verifiers runs.
+Then the task gives its rewards. The proxy passes requests on to the trajectory's base URL, so the gateway records what was sampled.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from mtpctl.rl.rewards.outcome import TAKEN
 from mtpctl.rollout.gateway.messages import OVER_BUDGET, OVER_CONTEXT
 
 MODEL, NO_KEY = "policy", "MTPCTL_NO_KEY"
-"""What the model is called in requests, and the environment variable of its key, which the base URL makes unnecessary."""
+"""The model's name in requests, and the environment variable from which verifiers reads a key. The base URL makes one unnecessary."""
 
 _environments: dict[bool, asyncio.Future[Any]] = {}
-"""Environments that are served by this process: the one of held-out problems, and the one of all others."""
+"""The environments that this process serves: True has that of held-out problems, False that of all others."""
 _serving: set[asyncio.Task[None]] = set()
-"""The tasks that serve them."""
+"""The asyncio tasks that serve them, kept from being garbage-collected."""
 
 
 async def play(
     problem: Problem, base_url: str, name: str, args: Mapping[str, object], eval_args: Mapping[str, object], max_turns: int
 ) -> dict[str, float]:
-    """An episode of the problem's task. Returns its reward, with the task's rewards and metrics by their names.
+    """Play an episode of the problem's task. Returns its `reward`, and the task's own rewards and metrics by name.
 
-    Raises UserError for an environment that cannot be trained in, RuntimeFailure where the episode failed.
+    `base_url`: the trajectory's, as agents get it. `name`, `args` and `eval_args`: the recipe's environment and its arguments.
+    `max_turns`: answers that the policy may give. Raises UserError for an environment that cannot be trained in, and RuntimeFailure where
+    the episode failed.
     """
     import verifiers.v1 as vf
 
@@ -42,22 +44,25 @@ async def play(
     return outcome_of(await environment.run_episode(task, vf.ModelContext(model=MODEL, client=client)), base_url)
 
 
-async def _served(name: str, args: Mapping[str, object], more: Mapping[str, object], max_turns: int, held_out: bool) -> Any:
-    """The environment, whose shared tools run from its first episode until this process ends."""
-    held_out = held_out and bool(more)
+async def _served(name: str, args: Mapping[str, object], overrides: Mapping[str, object], max_turns: int, held_out: bool) -> Any:
+    """The environment, served from its first episode on until this process ends, with the tools that its episodes share."""
+    held_out = held_out and bool(overrides)
     if (serving := _environments.get(held_out)) is None:
         serving = _environments[held_out] = asyncio.get_running_loop().create_future()
-        _serving.add(asyncio.create_task(_serve(name, args, more, max_turns, serving)))
+        _serving.add(asyncio.create_task(_serve(name, args, overrides, max_turns, serving)))
     return await asyncio.shield(serving)
 
 
-async def _serve(name: str, args: Mapping[str, object], more: Mapping[str, object], max_turns: int, serving: asyncio.Future[Any]) -> None:
+async def _serve(
+    name: str, args: Mapping[str, object], overrides: Mapping[str, object], max_turns: int, serving: asyncio.Future[Any]
+) -> None:
     import verifiers.v1 as vf
 
     try:
-        environment: Any = vf.load_environment(_bounded(environment_config(name, args, more), max_turns))
+        environment: Any = vf.load_environment(_bounded(environment_config(name, args, overrides), max_turns))
         async with environment.serving():
-            # A shared proxy would keep a client for each base URL, and every trajectory has its own: without one, a run brings its proxy.
+            # A proxy that episodes share would keep a client for each base URL, and every trajectory has its own base URL. Without a shared
+            # proxy, each episode starts one.
             environment._interception = None
             serving.set_result(environment)
             await asyncio.Event().wait()
@@ -68,7 +73,7 @@ async def _serve(name: str, args: Mapping[str, object], more: Mapping[str, objec
 
 
 def _bounded(config: Any, max_turns: int) -> Any:
-    """The configuration, whose seats end after `max_turns` answers by themselves, so that what they did by then is rewarded."""
+    """The configuration with `max_turns` for the seats that set none. A seat that reaches it ends by itself, and is rewarded."""
     from verifiers.v1.configs.agent import agent_config_fields
 
     seats = {seat: each for seat, each in agent_config_fields(config).items() if each.max_turns is None}
@@ -76,7 +81,7 @@ def _bounded(config: Any, max_turns: int) -> Any:
 
 
 def outcome_of(episode: Any, base_url: str) -> dict[str, float]:
-    """The reward of an episode, and its parts. Raises as `play` does."""
+    """The `reward` of an episode, and its parts by name. Raises as `play` does."""
     asked = [trace for trace in episode.traces if trace.agent.config.client.base_url == base_url]
     for trace in asked:
         if not trace.agent.trainable:

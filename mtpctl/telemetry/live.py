@@ -1,4 +1,4 @@
-"""How a run is doing while it goes on, held in memory: what `mtpctl status` reads from files, and what the status page shows."""
+"""The state of a run that goes on, held in memory for its status page. `mtpctl status` reads the same from the run directory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from mtpctl.telemetry.metrics_file import plain
 from mtpctl.telemetry.runs import RunOverview
 
 EVENTS = 30
-"""Events that are kept, the newest."""
+"""The newest events, at most so many, are kept."""
 TROUBLE = ("error", "alarm", "restart")
-"""Kinds of events that tell of something that went wrong."""
+"""Kinds of events that the page lists as errors."""
 
 
 class LiveStatus:
-    """What telemetry was told last. `metrics`: the newest value of each metric of the stage under way; `waiting`: what is waited for."""
+    """The newest of what telemetry was given.
+
+    metrics: the newest value of each metric of the stage under way. waiting: what the run waits for, a line each. events: the newest
+    events. restarts: a line for each restart of the trainer or of a replica.
+    """
 
     def __init__(self, path: Path, totals: Mapping[str, int], history: History) -> None:
-        """`totals`: the number of steps of each stage; `history`: that of earlier starts, as far as the run goes on from it."""
+        """`path`: the run directory. `totals`: the number of steps of each stage. `history`: rows and events of earlier starts of the run,
+        without the steps that are done again."""
         self.path, self.totals = path, totals
         self.stage, self.step, self.metrics = "", 0, dict[str, float]()
         self.waiting: Sequence[str] = ()
@@ -36,7 +41,7 @@ class LiveStatus:
             self._wrote = row.time
 
     def row(self, step: int, metrics: Mapping[str, float], stage: str) -> None:
-        """A step was logged, or a part of one."""
+        """Take in the metrics of a step, or a part of them."""
         if stage != self.stage:
             self.stage, self.step, self.metrics = stage, step, {}
         self.step, self._wrote = max(self.step, step), time.time()
@@ -44,7 +49,7 @@ class LiveStatus:
         self._accuracy = metrics.get("eval/accuracy", self._accuracy)
 
     def event(self, kind: str, message: str) -> None:
-        """Something happened beside the steps."""
+        """Take in an event."""
         event = Event(time.time(), kind, message)
         self.events.append(event)
         if kind == "restart":
@@ -53,7 +58,7 @@ class LiveStatus:
             self._trouble.append(event)
 
     def trouble(self) -> list[Event]:
-        """The newest events that tell of something that went wrong."""
+        """The newest events of the kinds `TROUBLE`."""
         return list(self._trouble)
 
     def overview(self) -> RunOverview:
@@ -64,7 +69,7 @@ class LiveStatus:
         return RunOverview(self.path, "running", self.stage, self.step, steps, reward, self._accuracy, age, list(self.restarts), replicas)
 
     def as_json(self) -> dict[str, object]:
-        """Everything, JSON-ready."""
+        """All of it as values that JSON can hold."""
         found = self.overview()
         return asdict(found) | {
             "path": str(self.path),

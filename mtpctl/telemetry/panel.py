@@ -82,7 +82,7 @@ class Pace:
         return max(0.0, (self._totals[phase] - last) * per_step - (self._clock() - ended))
 
     def told(self, phase: str, about: str = "") -> str:
-        """The time that is left, in words: `4 min 00 s` behind `about`, or `at most 4 min 00 s`; empty where it is not known."""
+        """`about` and the time left, such as `4 min 00 s`; `at most …` for a phase that may end early; empty where it is not known."""
         left = self.left(phase)
         return "" if left is None else f"{'at most ' if phase in self._early else about}{format_duration(left)}"
 

@@ -25,7 +25,7 @@ class RunOverview:
     """One run: its progress (`step` of `steps` in `stage`), the newest reward and accuracy of RL, seconds since its last metric.
 
     `restarts`: what became of trainers and replicas that were lost, the newest line last. `replicas`: rollout replicas that served at the
-    newest sync.
+    newest weight sync; None before the first.
     """
 
     path: Path

@@ -15,7 +15,10 @@ from mtpctl.telemetry.page import page
 
 @dataclass(frozen=True)
 class ReplicaCounts:
-    """Rollout replicas: those that serve, those asked for, the bounds of both, and how many took the place of one that failed."""
+    """How many rollout replicas serve, how many are asked for, and how many were restarted after a failure.
+
+    least and most: the bounds on the number (`rollout.replicas`), which are equal where the recipe has a plain number.
+    """
 
     serving: int
     asked: int
@@ -24,12 +27,13 @@ class ReplicaCounts:
     restarts: int
 
     def told(self) -> str:
+        """In words: `2 of 3 (1 to 4) serve, 0 started anew`."""
         bounds = "" if self.least == self.most else f" ({self.least} to {self.most})"
         return f"{self.serving} of {self.asked}{bounds} serve, {self.restarts} started anew"
 
 
 def render(live: LiveStatus, replicas: ReplicaCounts | None) -> str:
-    """The page."""
+    """The page as HTML. `replicas`: None before the engines are started."""
     found = live.overview()
     of = "" if found.steps is None else f" of {found.steps}"
     facts = [
@@ -40,7 +44,7 @@ def render(live: LiveStatus, replicas: ReplicaCounts | None) -> str:
         ("held-out accuracy", "–" if found.accuracy is None else format_value(found.accuracy, "share")),
         ("newest row", f"{format_duration(found.age_s)} ago"),
         ("rollout replicas", "–" if replicas is None else replicas.told()),
-        ("restarts of the trainer", found.restarts[-1] if found.restarts else "none"),
+        ("last restart", found.restarts[-1] if found.restarts else "none"),
     ]
     metrics = ((name, format_value(value, describe(name).unit), describe(name).meaning) for name, value in sorted(live.metrics.items()))
     trouble, events = live.trouble(), list(live.events)

@@ -18,8 +18,9 @@ from mtpctl.trainer.offload import allocate, release
 class Gradients:
     """The fp32 buffers of all gradients, which the pipeline schedule reduces after its last backward pass.
 
-    The gradients of an update's first micro-batch replace what the buffers of experts hold; all else is zeroed before and added to. For a
-    mixture of experts that spares most of a pass over the buffers, which are larger than all that a micro-batch computes with.
+    The first gradients of experts' weights in an update replace what their buffers hold. The buffers of all other weights are zeroed at
+    the start of an update, and all gradients are added to them. In a mixture of experts nearly all gradients are those of experts, so this
+    saves writing zeros to buffers that are larger than anything else that a micro-batch reads, and reading these zeros back.
     """
 
     def __init__(self, module: MegatronModule, config: TransformerConfig, *, distributed_optimizer: bool) -> None:
@@ -33,20 +34,20 @@ class Gradients:
         self._experts = [part for part in module.modules() if isinstance(part, Experts)]
         of_experts = {weight for experts in self._experts for weight in experts.parameters()}
         self._others = [weight for weight in self.model.params_with_grad if weight not in of_experts]
-        self._zeroed: list[Tensor] = []
-        self._zeroed_for: tuple[int, ...] = ()
+        self._others_gradients: list[Tensor] = []
+        self._others_key: tuple[int, ...] = ()
 
     @property
     def _buffers(self) -> list[Tensor]:
         return [buffer.grad_data for buffer in [*self.model.buffers, *self.model.expert_parallel_buffers]]
 
     def clear(self) -> None:
-        """Begin an update: what the buffers hold no longer counts."""
+        """Begin an update: forget the gradients of the last one. Allocates the buffers where `release` has freed them."""
         allocate(self._buffers)
         replaced = [stack for experts in self._experts for stack in experts.stacks()]
         for stack in replaced:
             stack.replaces = True
-        for part in self._parts_beside(replaced):
+        for part in self._gradients_of_others(replaced):
             part.zero_()
         for weight in self._others:
             weight.grad_added_to_main_grad = False  # what the head's kernels set; experts' gradients never reach megatron-core's hook
@@ -61,23 +62,23 @@ class Gradients:
         """megatron-core's gradient reductions without its division by tokens, since losses are divided by global counts already."""
         for experts in self._experts:
             for stack in experts.stacks():
-                stack.zero_unreplaced()
-        with router_counters.not_sought():
+                stack.zero_stale_gradients()
+        with router_counters.without_counter_reset():
             finalize_model_grads(model, None, **options)
 
-    def _parts_beside(self, replaced: list[Stack]) -> list[Tensor]:
-        """The buffers without the places of these weights' gradients."""
+    def _gradients_of_others(self, replaced: list[Stack]) -> list[Tensor]:
+        """The parts of the buffers outside of the gradients of these weights, found again only where the buffers have moved."""
         buffers = self._buffers
-        now = (len(replaced), *(buffer.data_ptr() for buffer in buffers))
-        if now != self._zeroed_for:
+        key = (len(replaced), *(buffer.data_ptr() for buffer in buffers))
+        if key != self._others_key:
             places = sorted((grad.data_ptr(), grad.nbytes) for stack in replaced for grad in stack.buffers)
-            self._zeroed = [part for buffer in buffers for part in _beside(buffer, places)]
-            self._zeroed_for = now
-        return self._zeroed
+            self._others_gradients = [part for buffer in buffers for part in _outside(buffer, places)]
+            self._others_key = key
+        return self._others_gradients
 
 
-def _beside(buffer: Tensor, places: Iterable[tuple[int, int]]) -> list[Tensor]:
-    """The parts of a flat buffer outside of these places (address, bytes), which are in order."""
+def _outside(buffer: Tensor, places: Iterable[tuple[int, int]]) -> list[Tensor]:
+    """The parts of a flat buffer outside of these places, each an address and a number of bytes, sorted by address."""
     start, size = buffer.data_ptr(), buffer.element_size()
     inside = [((at - start) // size, nbytes // size) for at, nbytes in places if 0 <= at - start < buffer.nbytes]
     ends = [0, *(at + length for at, length in inside)]

@@ -1,4 +1,4 @@
-"""Prometheus' text format, version 0.0.4."""
+"""Writes metrics in Prometheus' text format, version 0.0.4."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MEDIA_TYPE = "text/plain; version=0.0.4"
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One value with its name, kind and help."""
+    """One value of a metric: its name without prefix, its kind, a line of help, and labels that tell it from other values."""
 
     name: str
     kind: Literal["counter", "gauge"]
@@ -22,7 +22,7 @@ class Series:
 
 
 def text_of(prefix: str, series: Iterable[Series]) -> str:
-    """All series, each with its help and kind; `prefix` is put before every name."""
+    """The text that Prometheus reads. `prefix` is put before every name; each name may be there once."""
     lines: list[str] = []
     for each in series:
         labels = ",".join(f'{label}="{_escaped(value, quotes=True)}"' for label, value in each.labels.items())

@@ -16,10 +16,11 @@ from mtpctl.errors import UserError
 from mtpctl.web.guard import Guard, impatient
 
 END_S = 5
+"""Seconds that requests under way have to finish when a server ends."""
 
 
 def listen(host: str, port: int, *, fields: tuple[str, str] = ("--host", "--port")) -> socket.socket:
-    """A socket bound to the server's address; port 0 takes any that is free. `fields` are what the user calls host and port.
+    """A listening socket at this address; port 0 takes any that is free. `fields`: the options or recipe keys of host and port, for errors.
 
     Raises UserError where the address is taken, or none of this machine's.
     """
@@ -45,7 +46,7 @@ def allow_connections() -> None:
 
 @contextlib.asynccontextmanager
 async def serving(app: Guard, bound: socket.socket) -> AsyncIterator[None]:
-    """Serve `app` in the caller's event loop while the block runs, and close the socket then. Signals are left to the caller."""
+    """Serve `app` on `bound` in the caller's event loop while the block runs; then close the socket. Signals are left to the caller."""
     allow_connections()
     server = WebServer(app, signals=False)
     task = asyncio.create_task(server.serve(sockets=[bound]), name="web server")
@@ -59,7 +60,7 @@ async def serving(app: Guard, bound: socket.socket) -> AsyncIterator[None]:
 
 
 def address_of(bound: socket.socket) -> str:
-    """`http://HOST:PORT`."""
+    """The URL of a bound socket, `http://HOST:PORT`."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mtpctl.recipe.loading import dump_resolved, load_recipe
-from mtpctl.telemetry.requests import Answer, take_requests
 from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.scale_requests import Answer, take_requests
 from tests.cli.test_commands import mtpctl as mtpctl
 
 ELASTIC = "rollout.replicas={min: 2, max: 4}"

@@ -13,7 +13,7 @@ UPSTREAM = importlib.import_module("megatron.core.distributed.finalize_model_gra
 
 def test_the_search_is_left_out_within_the_block_alone() -> None:
     before = UPSTREAM.reset_model_temporary_tensors
-    with pytest.raises(KeyError), router_counters.not_sought():
+    with pytest.raises(KeyError), router_counters.without_counter_reset():
         assert UPSTREAM.reset_model_temporary_tensors(None, [object()]) is None
         raise KeyError
     assert UPSTREAM.reset_model_temporary_tensors is before
@@ -21,5 +21,5 @@ def test_the_search_is_left_out_within_the_block_alone() -> None:
 
 def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(UPSTREAM, "reset_model_temporary_tensors")
-    with pytest.raises(RuntimeError, match="no longer zeroes routers' counters"), router_counters.not_sought():
+    with pytest.raises(RuntimeError, match="no longer zeroes routers' counters"), router_counters.without_counter_reset():
         pass

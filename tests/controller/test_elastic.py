@@ -17,8 +17,8 @@ from mtpctl.controller.state import RunState
 from mtpctl.controller.waits import Waits
 from mtpctl.recipe.rollout import ReplicaRange, VllmConfig
 from mtpctl.rollout.pool import ReplicaPool
-from mtpctl.telemetry.requests import ask
 from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.scale_requests import ask
 from tests.rollout.fake_replica import FakeReplica
 from tests.rollout.test_pool import Fleet, assert_all_once, collect, requests
 

@@ -188,14 +188,14 @@ def test_rows_are_ordered_by_expert(monkeypatch: pytest.MonkeyPatch, tokens: int
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("shape", [(3, 2, 24), (5, 3000), (0, 8)])
 def test_gated_products_and_their_gradients(shape: tuple[int, ...], scaled: bool) -> None:
-    from mtpctl.kernels import gated_triton
-    from mtpctl.kernels.gated import _gradients, _product
+    from mtpctl.kernels import swiglu_triton
+    from mtpctl.kernels.swiglu import _gradients, _product
 
     torch.manual_seed(0)
     both, grad = torch.randn(*shape[:-1], 2 * shape[-1], dtype=HALF), torch.randn(shape, dtype=HALF)
     scale = torch.rand(shape[:-1]) if scaled else None
     exact = both.double(), None if scale is None else scale.double()
-    assert relative(gated_triton.product(both, scale).double(), _product(*exact)) < 1e-3
-    for found, right in zip(gated_triton.gradients(grad, both, scale), _gradients(grad.double(), *exact), strict=True):
+    assert relative(swiglu_triton.product(both, scale).double(), _product(*exact)) < 1e-3
+    for found, right in zip(swiglu_triton.gradients(grad, both, scale), _gradients(grad.double(), *exact), strict=True):
         assert (found is None) == (right is None)
         assert found is None or relative(found.double(), right) < 1e-3

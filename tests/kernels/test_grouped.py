@@ -76,11 +76,11 @@ def test_buffers_that_no_gradient_replaced_are_zeroed() -> None:
         weight.main_grad = torch.full_like(weight, torch.nan).detach()  # type: ignore[attr-defined]
     stack = Stack(weights)
     stack.replaces = True
-    stack.zero_unreplaced()
+    stack.zero_stale_gradients()
     assert all(not buffer.any() for buffer in stack.buffers)
     grouped_linear(x, ends, stack).sum().backward()
     before = [buffer.clone() for buffer in stack.buffers]
-    stack.zero_unreplaced()
+    stack.zero_stale_gradients()
     assert any(buffer.any() for buffer in before)
     assert all(torch.equal(buffer, held) for buffer, held in zip(stack.buffers, before, strict=True))
 

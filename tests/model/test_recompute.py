@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mtpctl.kernels.gated import gated_product
+from mtpctl.kernels.swiglu import swiglu
 from mtpctl.model.recompute import recomputed
 from tests.model.kept import Kept
 
@@ -50,8 +50,8 @@ def test_what_is_recomputed_is_not_kept():
 def test_the_gated_product_keeps_its_arguments_alone():
     both, weight = torch.randn(64, 32, requires_grad=True), torch.randn(8, 16, requires_grad=True)
     with Kept(both, weight) as memory:
-        product = gated_product(both)
-        with recomputed(product, lambda: gated_product(both.detach())):
+        product = swiglu(both)
+        with recomputed(product, lambda: swiglu(both.detach())):
             out = product @ weight.T
         del product
     assert memory.bytes == out.nbytes

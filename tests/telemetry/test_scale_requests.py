@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from mtpctl.errors import RuntimeFailure, UserError
-from mtpctl.telemetry import requests
-from mtpctl.telemetry.requests import Answer, ask, forget_requests, take_requests
+from mtpctl.telemetry import scale_requests
 from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.scale_requests import Answer, ask, forget_requests, take_requests
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_run_that_does_not_go_on_is_not_asked(run: RunDirectory) -> None:
 
 
 def test_a_run_that_does_not_answer_is_told_and_does_not_get_the_request_later(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "ANSWER_S", 0.1)
+    monkeypatch.setattr(scale_requests, "ANSWER_S", 0.1)
     with pytest.raises(RuntimeFailure, match=r"no answer within 0\.1 s; look into logs/run\.log"):
         ask(run, 2)
     assert not list(take_requests(run))

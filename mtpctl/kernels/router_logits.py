@@ -1,8 +1,8 @@
-"""The scores of a router: logits in fp32 of states and weights in half precision.
+"""A router's logits in fp32, from states and weights in half precision, without copying the states to fp32.
 
-A product of two bf16 numbers is exact in fp32, so the logits are those of operands that were widened first, but for the order of their
-sums; no wide copy of the states is made. The gradient of the logits is fp32. On a card it is taken as the sum of two half numbers, which
-keeps 16 of its bits where the gradients that come of it keep 8.
+The product of two bf16 numbers is exact in fp32. So the logits equal those of operands that were converted to fp32 first, except for the
+order in which the products are added up. The gradient of the logits is fp32. For its products on a card it is split into the sum of two
+half-precision numbers, which keeps 16 bits of it; the gradients that are computed from it keep 8.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from mtpctl.kernels.autograd import AutogradContext
 
 
 def router_logits(states: Tensor, weight: Tensor) -> Tensor:
-    """states [..., H], weight [E, H] → fp32 [..., E]. Gradients are in the dtypes of states and weight."""
+    """The logits [..., E] of E experts in fp32, from states [..., H] and the router's weight [E, H], both of one dtype.
+
+    The gradients have the dtypes of states and weight.
+    """
     found: Tensor = _RouterLogits.apply(states, weight)
     return found
 

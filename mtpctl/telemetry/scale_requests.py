@@ -1,7 +1,9 @@
-"""Requests to a run that goes on, by files in its run directory: whoever can write there may ask, from any host that sees it.
+"""How `mtpctl scale` asks a run for another number of rollout replicas: through files in the run directory.
 
-requests/ID.json      {"replicas": 3}               written by who asks, removed by the run once it has read it
-requests/ID.answer    {"told": "…", "refused": false}   written by the run, removed by who asked
+Whoever can write there may ask, from any host that sees the directory.
+
+requests/ID.json      {"replicas": 3}                   written by the command, removed by the run once it has read it
+requests/ID.answer    {"told": "…", "refused": false}   written by the run, removed by the command
 """
 
 from __future__ import annotations
@@ -17,39 +19,39 @@ from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.telemetry.run_directory import RunDirectory, write_whole
 
 ANSWER_S = 60.0
-"""Seconds that a run has to answer: it looks every second, unless its loop is busy."""
+"""Seconds that a run has to answer. It looks for requests every second, but its event loop may be busy."""
 LOOK_S = 0.2
 """Seconds between two looks for an answer."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the run says to a request, in one line, and whether it refuses it."""
+    """The run's answer: a line for the user, and whether the request is refused."""
 
     told: str
     refused: bool = False
 
 
 @dataclass(frozen=True)
-class Request:
+class ScaleRequest:
     """A number of rollout replicas that somebody asks for."""
 
     file: Path
     replicas: int
 
     def answer(self, answer: Answer) -> None:
-        """Tell it to who has asked."""
+        """Write the answer for the command that waits for it."""
         write_whole(self.file.with_suffix(".answer"), json.dumps(asdict(answer)))
 
 
 def forget_requests(run: RunDirectory) -> None:
-    """Remove what was asked of an earlier start of the run. Called by the run when it starts."""
+    """Remove requests to an earlier start of the run. Called by the run when it starts."""
     for file in _files(run, "*"):
         file.unlink(missing_ok=True)
 
 
-def take_requests(run: RunDirectory) -> Iterator[Request]:
-    """The requests that are there, the oldest first. Called by the run; each is given once, and files that are none are removed."""
+def take_requests(run: RunDirectory) -> Iterator[ScaleRequest]:
+    """The requests that are there, the oldest first. Called by the run; removes each request, and files that cannot be read as one."""
     for file in _files(run, "*.json"):
         try:
             replicas = json.loads(file.read_text(encoding="utf-8"))["replicas"]
@@ -57,7 +59,7 @@ def take_requests(run: RunDirectory) -> Iterator[Request]:
             replicas = None
         file.unlink(missing_ok=True)
         if type(replicas) is int:
-            yield Request(file, replicas)
+            yield ScaleRequest(file, replicas)
 
 
 def _files(run: RunDirectory, pattern: str) -> list[Path]:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpctl.kernels.gated import gated_product
+from mtpctl.kernels.swiglu import swiglu
 
 
 def plain(both: Tensor, scale: Tensor | None) -> Tensor:
@@ -20,8 +20,8 @@ def test_gradient_of_the_gated_product(scaled: bool) -> None:
     torch.manual_seed(0)
     both = torch.randn(3, 1, 10, dtype=torch.float64, requires_grad=True)
     scale = torch.rand(3, 1, dtype=torch.float64, requires_grad=True) if scaled else None
-    assert torch.equal(gated_product(both, scale), plain(both, scale))
-    assert torch.autograd.gradcheck(gated_product, (both, scale))
+    assert torch.equal(swiglu(both, scale), plain(both, scale))
+    assert torch.autograd.gradcheck(swiglu, (both, scale))
 
 
 @pytest.mark.gpu
@@ -35,7 +35,7 @@ def test_a_card_rounds_once(dtype: torch.dtype, bound: float, shape: tuple[int, 
     upstream = torch.randn(shape, device="cuda", dtype=dtype)
     leaves = [both] if scale is None else [both, scale]
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    found, right = gated_product(*leaves), plain(exact[0], exact[1] if scaled else None)
+    found, right = swiglu(*leaves), plain(exact[0], exact[1] if scaled else None)
     assert found.dtype == dtype and found.shape == shape
     found_grads, right_grads = torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(right, exact, upstream.double())
     for mine, theirs in zip([found, *found_grads], [right, *right_grads], strict=True):
