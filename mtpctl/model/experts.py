@@ -50,11 +50,13 @@ class Experts(SequentialMLP):
         self._layers: dict[str, GroupedLayer] = {}  # made at the first pass, when adapters are attached
 
     def run(self, rows: Tensor, ends: Tensor, shares: Tensor) -> Tensor:
-        """rows [R, H], shares [R] of a row in its token's sum, ends [E] int32: where the rows of the last expert, the one before it, …
-        end. → [R, H]."""
-        both = self._linear("linear_fc1", rows, ends)
-        product = swiglu(both, shares)
-        with recomputed(product, partial(swiglu, both.detach(), shares.detach())):
+        """The experts' outputs [R, H] of rows [R, H], which are sorted from the last expert of the rank to its first.
+
+        shares [R]: the share of each row in its token's sum. ends [E] int32: where the rows of each expert end, in that order.
+        """
+        gate_up = self._linear("linear_fc1", rows, ends)
+        product = swiglu(gate_up, shares)
+        with recomputed(product, partial(swiglu, gate_up.detach(), shares.detach())):
             return self._linear("linear_fc2", product, ends)
 
     def stacks(self) -> list[Stack]:

@@ -92,10 +92,10 @@ class GatedMlp(MLP):
     """SwiGLU between two linear layers. Gate and up-projection are kept for the backward pass, which recomputes their product."""
 
     def forward(self, hidden_states: Tensor, /, per_token_scale: Tensor | None = None, **_: object) -> tuple[Tensor, Tensor | None]:
-        both, _bias = self.linear_fc1(hidden_states)
-        product = swiglu(both, per_token_scale)
+        gate_up, _bias = self.linear_fc1(hidden_states)
+        product = swiglu(gate_up, per_token_scale)
         scale = None if per_token_scale is None else per_token_scale.detach()
-        with recomputed(product, partial(swiglu, both.detach(), scale)):
+        with recomputed(product, partial(swiglu, gate_up.detach(), scale)):
             result: tuple[Tensor, Tensor | None] = self.linear_fc2(product)
         return result
 

@@ -1,6 +1,6 @@
 """Recomputing the inputs of matrix products in the backward pass, where elementwise work makes them.
 
-A linear layer keeps its input for its weight's gradient. Where that input is a norm's output or a gated product, autograd keeps the
+A linear layer keeps its input for its weight's gradient. Where that input is a norm's output or the product of SwiGLU, autograd keeps the
 norm's or product's own inputs as well, and one of the two is enough: the elementwise work is repeated in the backward pass, at the speed
 of memory. No matrix product or attention is repeated.
 """
