@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from mtpctl.cluster.deadlines import within
@@ -17,6 +18,7 @@ from mtpctl.cluster.local import check_room, cluster
 from mtpctl.cluster.room import Host
 from mtpctl.cluster.seats import Seats
 from mtpctl.controller.buffer import SampleBuffer
+from mtpctl.controller.copies import Copies, check_copies, copies_of, fetch_if_lost
 from mtpctl.controller.prepare import Prepared, changed_old_logprobs, changed_task, check_drawn, prepare, store_in
 from mtpctl.controller.revival import Revival
 from mtpctl.controller.rl import RlStage
@@ -51,12 +53,17 @@ INTERRUPTED = 130
 def run(recipe: Recipe, *, plain: bool = False) -> int:
     """Train as the recipe says. Returns the exit code: 0, or 130 after a stop that was asked for."""
     totals: dict[str, int] = {stage: getattr(recipe.train, stage).steps for stage in recipe.train.stages}
+    check_copies(recipe)
+    tell = partial(print, flush=True)
+    fetched = fetch_if_lost(recipe, tell)
     earlier = RunDirectory(recipe.run_path)
     checkpoint, resumed = resumed_from(earlier.checkpoints, recipe.train)
     if checkpoint is not None and set(totals) <= set(resumed["ended"]):
         another = changed_task(recipe, earlier)
         mend = _for_another_task(another) if another else _to_go_on(recipe, resumed["stage"])
         show_ended(earlier, f"{earlier.path} has ended, {checkpoint.name}; {mend}")
+        if (copies := copies_of(recipe, earlier, tell)) is not None:
+            asyncio.run(copies.finish())
         return 0
     if "rl" in recipe.train.stages:
         check_engine(recipe)
@@ -83,6 +90,8 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
         directory.record(text)
         before = Resumed(resumed["stage"], resumed["step"], resumed["ended"])
         with Telemetry(directory, recipe.telemetry, plain, totals=totals, resumed=before) as telemetry:
+            if fetched:
+                telemetry.event("copy", fetched)
             if prepared.unrewarded:
                 telemetry.event("data", prepared.unrewarded)
             with cluster(recipe.cluster, cpus=cpus, gpus=gpus, logs=directory.logs):
@@ -141,6 +150,9 @@ class Run:
             if "rl" in self.recipe.train.stages and (bound := gateway_socket(self.recipe.rollout)) is not None:
                 self.gateway = stack.enter_context(contextlib.closing(bound))
             stack.callback(asyncio.create_task(self.waits.run(), name="waits").cancel)
+            if (copies := copies_of(self.recipe, self.directory, lambda line: self.telemetry.event("copy", line))) is not None:
+                self.state.copies = copies
+                stack.push_async_callback(self._copied, copies)
             found = await seated(self.recipe, self.waits, self.state.stopping)
             if found is None:
                 return False
@@ -174,6 +186,11 @@ class Run:
                 self.telemetry.event("stop", f"stopped in {self.state.stage} at step {self.state.step}; {kept}")
                 return False
         return True
+
+    async def _copied(self, copies: Copies) -> None:
+        """Wait until the newest checkpoint is copied too."""
+        with self.waits.on(f"checkpoints: copying to {copies.store.url}"):
+            await copies.finish()
 
     async def _rescue(self, trainer: TrainerGroup) -> None:
         """Save the updates of a stage that has failed as a checkpoint, where the trainer can still write it."""

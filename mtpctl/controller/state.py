@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from mtpctl.checkpoint.pointer import newest, pointer_of
 from mtpctl.cluster.deadlines import within
@@ -20,6 +20,9 @@ from mtpctl.data.cursor import CursorState
 from mtpctl.errors import UserError
 from mtpctl.recipe.train import TrainConfig
 from mtpctl.telemetry.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from mtpctl.controller.copies import Copies
 
 _FILE = "run.json"
 Waiting = Callable[[str], contextlib.AbstractContextManager[object]]
@@ -138,7 +141,7 @@ class RunState:
     stop is asked for: stages return at their next step. While `updating`, the weights may be ahead of `step`; while `lost`, there is no
     trainer with those of `step`. `saved` is the step of the
     newest checkpoint, or 0, and `saved_at` the time when it was written, on the clock of `time.monotonic`. `waiting` shows what is waited
-    for.
+    for. `copies` copies the checkpoints that are published, if the recipe asks for it.
     """
 
     root: Path
@@ -160,6 +163,7 @@ class RunState:
     saved_at: float = field(default_factory=time.monotonic)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     waiting: Waiting = contextlib.nullcontext
+    copies: Copies | None = None
     _buffer_written: asyncio.Future[None] | None = None
 
     @property
@@ -246,6 +250,10 @@ class RunState:
         self.saved_at = time.monotonic()
         return path
 
+    def copy_metrics(self) -> dict[str, float]:
+        """What became of the copies of checkpoints since the last call; empty where none are made."""
+        return {} if self.copies is None else self.copies.metrics()
+
     async def rescue(self, trainer: TrainerGroup) -> Path | None:
         """Take a checkpoint of a stage that has failed.
 
@@ -275,7 +283,10 @@ class RunState:
             whole = await trainer.call("finish_save", wait)
         if whole:
             path, step = self.saving, self.saved
-            await trainer.call("publish_checkpoint", str(path), self.train.keep_checkpoints)
+            needed = [] if self.copies is None else self.copies.needed
+            await trainer.call("publish_checkpoint", str(path), self.train.keep_checkpoints, needed)
+            if self.copies is not None:
+                self.copies.take(path)
             self.saving = None
             if self.buffer is not None:
                 self.buffer.saved(step)

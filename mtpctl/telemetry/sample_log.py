@@ -211,7 +211,7 @@ def _whole(path: Path) -> bool:
 
 
 def read_samples(run_dir: Path) -> list[SampleRow]:
-    """The samples of a run in the order of their steps; of a step that was done again, after a resume or without it, those of the last time.
+    """The samples of a run in the order of their steps; of a step that was done again, by a resume or not, those of the last time.
 
     A line that was not written completely is left out. Raises UserError for any other line that is no row.
     """
