@@ -22,6 +22,7 @@ FIRST_S, MOST_S = 1.0, 60.0
 END_S = 300.0
 """Seconds for which a run that ends goes on trying where the store fails."""
 FETCH_TRIES = 5
+LOOK_S = 0.05
 
 Tell = Callable[[str], None]
 
@@ -74,7 +75,8 @@ class Copies:
         with self._changed:
             self._ending = time.monotonic() + END_S
             self._changed.notify_all()
-        await asyncio.to_thread(self._thread.join)
+        while self._thread.is_alive():  # `to_thread` would make a second Ctrl-C wait for it.
+            await asyncio.sleep(LOOK_S)
         if self._error is not None:
             raise self._error
         if self._behind:
