@@ -22,7 +22,7 @@ from mtpctl.controller.copies import Copies, check_copies, copies_of, fetch_if_l
 from mtpctl.controller.prepare import Prepared, changed_old_logprobs, changed_task, check_drawn, prepare, store_in
 from mtpctl.controller.revival import Revival
 from mtpctl.controller.rl import RlStage
-from mtpctl.controller.scoring import ATTEMPTS, Scoring
+from mtpctl.controller.scoring import Scoring
 from mtpctl.controller.seating import seated
 from mtpctl.controller.set_rewards import start_rewards
 from mtpctl.controller.sft import SftStage
@@ -32,7 +32,7 @@ from mtpctl.controller.trainers import TrainerGroup, TrainerLost
 from mtpctl.controller.waits import Waits
 from mtpctl.controller.weights import WeightSync
 from mtpctl.errors import MtpctlError, RuntimeFailure
-from mtpctl.logprob.placed import start_server
+from mtpctl.logprob.placed import answer_deadline, start_server
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.plan.placement import Placement, place
 from mtpctl.recipe.cautions import cautions_of
@@ -327,10 +327,12 @@ class Run:
             await trainer.call("restore", str(checkpoint))
 
     async def _rl(self, trainer: TrainerGroup, rollout: ReplicaPool, server: LogprobServer | None, restored: Path | None) -> None:
-        # All attempts of a sample end before the run gives up waiting for its batch.
-        deadline_s = min(600.0, self.recipe.cluster.step_deadline_s / (ATTEMPTS + 1))
         replay = self.recipe.replay(self.prepared.model.shape)
-        scoring = None if server is None else Scoring(server, self.recipe.rollout.temperature, deadline_s, replay=replay)
+        scoring = (
+            None
+            if server is None
+            else Scoring(server, self.recipe.rollout.temperature, answer_deadline(self.recipe.cluster), replay=replay)
+        )
         beside = dict if scoring is None else scoring.metrics
         sync = WeightSync(self.recipe, trainer, rollout, server, self.store.root, metrics=beside)
 

@@ -51,7 +51,8 @@ class LogprobServer:
     @classmethod
     async def start(cls, start: Starter, count: int, limits: ServerLimits, *, published: Published | None = None) -> LogprobServer:
         """Start `count` replicas with `start(index)`, all at once. `published`: where a restarted one finds newer weights."""
-        return cls(await start_all(start, Replica.end, count), start, published, limits)
+        replicas = await start_all(start, Replica.end, count, dead=(ReplicaDead,), max_restarts=limits.max_restarts)
+        return cls(replicas, start, published, limits)
 
     # ------------------------------------------------------------------------------------------------------- requests
 

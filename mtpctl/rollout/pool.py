@@ -98,7 +98,7 @@ class ReplicaPool:
         `published`: where a restarted replica finds the version that the others serve; it applies that within `sync_deadline_s` before
         it serves. `turns` plays the environment between the turns of a response; None: a response is one turn.
         """
-        replicas = await start_all(start, lambda replica: replica.shutdown(), count)
+        replicas = await start_all(start, lambda replica: replica.shutdown(), count, dead=(EngineDead,), max_restarts=max_restarts)
         options = {"max_in_flight": max_in_flight, "max_restarts": max_restarts}
         return cls(replicas, start, published, **options, sync_deadline_s=sync_deadline_s, turns=turns)
 

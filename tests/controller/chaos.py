@@ -49,6 +49,7 @@ SETTINGS = (
     "train.keep_checkpoints=2",
     "train.max_restarts=1000",
     "rollout.max_restarts=1000",
+    "logprob.max_restarts=1000",
     "rollout.max_tokens=40",
     "rollout.deadline_s=20",
     "sync.deadline_s=20",
