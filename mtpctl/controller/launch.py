@@ -172,7 +172,7 @@ class Run:
             starting = asyncio.create_task(self._start_actors(stack)) if "rl" in self.recipe.train.stages else None
             try:
                 await self._stages(trainer, starting)
-            except RuntimeFailure:
+            except MtpctlError:
                 await self._rescue(trainer)
                 raise
             finally:

@@ -234,7 +234,10 @@ def read_samples(run_dir: Path) -> list[SampleRow]:
 
 
 def _without_repeats(rows: list[SampleRow]) -> list[SampleRow]:
-    """Without what a later session did again, and without updates and evaluations that were lost with a trainer and made again."""
+    """Without what a later session did again, and without updates and evaluations that were lost with a trainer and made again.
+
+    A group that was dropped before the update at which a later session began may have been dropped before the checkpoint: it stays.
+    """
     begins: dict[int, int] = {}
     done: dict[tuple[int, str, str], int] = {}
     again = _made_again(rows)
@@ -246,9 +249,8 @@ def _without_repeats(rows: list[SampleRow]) -> list[SampleRow]:
 
     def stands(row: SampleRow) -> bool:
         session, step = row.get("session", 0), row["step"]
-        if done[step, row["kind"], row["set"]] > session:
-            return False
-        if row["kind"] != "dropped" and again.get((session, row.get("batch", 0)), step + 1) <= step:
+        made_again = done[step, row["kind"], row["set"]] > session or again[_place(row)] <= step
+        if made_again and row["kind"] != "dropped":
             return False
         return not any(later > session and begin < step for later, begin in begins.items())
 
@@ -257,14 +259,14 @@ def _without_repeats(rows: list[SampleRow]) -> list[SampleRow]:
 
 def _made_again(rows: list[SampleRow]) -> dict[tuple[int, int], int]:
     """For each session and batch the least step that a later batch of the session trained: what was trained from there on was lost."""
-
-    def place(row: SampleRow) -> tuple[int, int]:
-        return row.get("session", 0), row.get("batch", 0)
-
-    trained = {place(row): row["step"] for row in rows if row["kind"] == "update"}
+    trained = {_place(row): row["step"] for row in rows if row["kind"] == "update"}
     least: dict[tuple[int, int], int] = {}
     later: dict[int, int] = {}  # of each session, from its last batch back
-    for session, batch in sorted(set(map(place, rows)), reverse=True):
+    for session, batch in sorted(set(map(_place, rows)), reverse=True):
         least[session, batch] = later.setdefault(session, sys.maxsize)
         later[session] = min(later[session], trained.get((session, batch), sys.maxsize))
     return least
+
+
+def _place(row: SampleRow) -> tuple[int, int]:
+    return row.get("session", 0), row.get("batch", 0)

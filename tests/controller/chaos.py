@@ -72,7 +72,7 @@ FILLS = ("fill memory", "fill disk")
 """Events that need a mount namespace."""
 HOST_KINDS = (*("host gone" for _ in range(4)), *(f"kill {whom}" for whom in (TRAINER, ROLLOUT, LOGPROB)), "command killed")
 """Events of a run over several hosts."""
-ENDS = {"command killed": {-signal.SIGKILL}, "command ended": {130, -signal.SIGTERM}, "fill disk": {5}, "fill memory": {5}}
+ENDS = {"command killed": {-signal.SIGKILL}, "command ended": {130, -signal.SIGTERM}, "fill disk": {5}, "fill memory": {3, 5}}
 """The exit codes with which the command may end after an event, to be started again. It goes on by itself after all others."""
 LONG_S = {TRAINER: 190.0, ROLLOUT: 120.0, LOGPROB: 120.0}
 """Longer than the deadlines of calls to these actors in the settings above."""
@@ -365,3 +365,9 @@ def events_asked() -> int:
 
 def seed_asked() -> int:
     return int(os.environ.get("MTPCTL_CHAOS_SEED", "0"))
+
+
+def kinds_asked(kinds: Sequence[str]) -> Sequence[str]:
+    """The kinds of events that a test makes happen."""
+    asked = os.environ.get("MTPCTL_CHAOS_KINDS")
+    return asked.split(",") if asked else kinds

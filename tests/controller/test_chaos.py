@@ -1,7 +1,8 @@
 """The main job under random events: actors killed and stopped, the command killed, disk and shared memory full.
 
 What has to hold is checked from the records that each run leaves: `metrics.jsonl`, `samples/` and the last checkpoint. How many events
-there are, and which, say the variables `MTPCTL_CHAOS_EVENTS` and `MTPCTL_CHAOS_SEED`; docs/benchmarks/chaos.md has what came of many.
+there are, and which, say the variables `MTPCTL_CHAOS_EVENTS`, `MTPCTL_CHAOS_SEED` and `MTPCTL_CHAOS_KINDS` (separated by commas).
+docs/benchmarks/chaos.md has what came of many.
 """
 
 from __future__ import annotations
@@ -24,7 +25,20 @@ from mtpctl.checkpoint.pointer import newest
 from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.telemetry.history import load_history
 from mtpctl.telemetry.sample_log import SampleRow, read_samples
-from tests.controller.chaos import FILLS, HOST_KINDS, KINDS, SERVER, Disturbed, Hosts, drawn, events_asked, hosts, seed_asked, space
+from tests.controller.chaos import (
+    FILLS,
+    HOST_KINDS,
+    KINDS,
+    SERVER,
+    Disturbed,
+    Hosts,
+    drawn,
+    events_asked,
+    hosts,
+    kinds_asked,
+    seed_asked,
+    space,
+)
 from tests.environment import with_tree
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
@@ -42,7 +56,9 @@ def run(folder: Path, events: int, sets: Sequence[str], *, seed: int, steps: int
     # Actors on other hosts would not see its disk.
     with space(folder, wanted=on is None) as place:
         kinds = HOST_KINDS if on is not None else (*KINDS, *FILLS) if place.works else KINDS
-        disturbed = Disturbed(folder, [*sets, f"train.rl.steps={steps}"], drawn(seed, events, steps - 2, kinds), place, seed, on)
+        disturbed = Disturbed(
+            folder, [*sets, f"train.rl.steps={steps}"], drawn(seed, events, steps - 2, kinds_asked(kinds)), place, seed, on
+        )
         try:
             disturbed.drive(5 * MINUTE_S + 1.5 * MINUTE_S * events)
         finally:

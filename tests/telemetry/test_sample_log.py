@@ -85,6 +85,17 @@ def test_of_a_step_that_a_resumed_run_did_again_the_later_samples_stand(tmp_path
     ]
 
 
+def test_what_was_dropped_just_before_a_resume_stays(tmp_path: Path) -> None:
+    """The checkpoint may have been taken after it."""
+    for session in (1, 2):
+        log = SampleLog(tmp_path / "samples", session)
+        log.write([row(4, f"session {session}", "dropped")])
+        log.write([row(5, f"session {session}", "dropped")])
+        log.close()
+    found = [(each["step"], response_text(each)) for each in read_samples(tmp_path)]
+    assert found == [(4, "session 1"), (4, "session 2"), (5, "session 2")]
+
+
 def test_of_updates_that_were_lost_with_a_trainer_and_made_again_the_later_samples_stand(tmp_path: Path) -> None:
     """What was dropped meanwhile was not lost."""
     log = SampleLog(tmp_path / "samples", 1)
