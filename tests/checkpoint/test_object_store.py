@@ -46,7 +46,7 @@ def test_what_is_put_is_read_listed_and_removed(store: ObjectStore, tmp_path: Pa
 
 
 def test_a_bucket_that_is_not_there_is_the_users_mistake(server: S3Server) -> None:
-    told = r"train.checkpoint_copy: there is no bucket for s3://elsewhere/run \(The specified bucket does not exist\); make it, or name"
+    told = r"train.checkpoint_copy: there is no place s3://elsewhere/run \(The specified bucket does not exist\); make the bucket"
     with pytest.raises(UserError, match=told):
         ObjectStore("s3://elsewhere/run").check()
 
