@@ -163,10 +163,12 @@ def test_a_deterministic_run_ends_with_the_weights_of_one_that_nothing_disturbed
 
 
 def test_hosts_that_go_lose_and_double_nothing(tmp_path: Path) -> None:
+    """Two data-parallel trainer ranks, an engine and a log-prob replica over four hosts; the trainer goes on with one rank if need be."""
     events, seed = events_asked(), seed_asked()
     steps = STEPS_AN_EVENT * events
     with hosts(3) as three:
-        found, how = run(tmp_path / "hosts", events, SERVER, seed=seed, steps=steps, on=three)
+        sets = (*SERVER, "train.parallel.dp=2", "train.min_dp=1")
+        found, how = run(tmp_path / "hosts", events, sets, seed=seed, steps=steps, on=three)
     report(found, how)
     check_versions(found, check_every_prompt(found, steps))
     check_restarts(found)
