@@ -125,10 +125,9 @@ class Space:
     def fill(self, folder: str | Path) -> Path:
         """Take all room in the file system of a folder. Returns the file that takes it."""
         file = self.seen(Path(folder)) / "filler"
-        with file.open("wb") as opened, suppress(OSError):
+        with file.open("wb", buffering=0) as opened, suppress(OSError):
             while True:
                 opened.write(bytes(1 << 16))
-                opened.flush()
         return file
 
     def close(self) -> None:
