@@ -1,7 +1,8 @@
 """Disturbs a run of `mtpctl train` at random, and starts the command again where it ended: for the tests of `test_chaos`.
 
 The run is the whole main job at toy size, with a log-prob server. Each event has a progress at which it is due, in updates of both stages,
-and a moment to wait for then: any, a sync, or a save. Seed and recipe give the events, which are recorded with what became of them.
+and a moment to wait for then: any, a sync, or a save. Seed and recipe give the events, which are recorded with what became of them. Another
+kind of event is a case of `Disturbed.happen` and a name among the kinds.
 
 A mount namespace of its own gives the run a small disk and a small shared memory, so that both can be filled. Where the machine does not
 allow that, those events are left out.
