@@ -8,8 +8,8 @@ are added to the fp32 buffers (`main_grad`) in one step, past autograd, whose bo
 card. Weights that lie otherwise are copied into one tensor first.
 
 The products are `torch.nn.functional.grouped_mm`, which needs rows at multiples of 16 bytes; other widths are multiplied expert by expert.
-On a card a kernel of ours adds weight gradients to the buffers, which spares writing and reading them once more. Group borders stay on
-the device: nothing here waits for it.
+On a card a kernel of ours adds weight gradients to the buffers, which spares writing and reading them once more; an update's first
+micro-batch replaces what they hold, which spares zeroing and reading them. Group borders stay on the device: nothing here waits for it.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class Stack:
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.weights = tuple(weights)
+        self.replaces = False
+        """Whether the next gradients replace what the weights' buffers hold, and are not added to it."""
         self._values, self._gradients = _Place(), _Place()
 
     @property
@@ -56,16 +58,34 @@ class Stack:
         """What autograd has to know of: all weights, or one that stands for them where gradients go past it."""
         return self.weights[:1] if self.buffered else self.weights
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The weights' gradient buffers, fp32 and of the weights' shape."""
+        return [_buffer(weight) for weight in self.weights]
+
     def add_gradients(self, grad: Tensor, x: Tensor, ends: Tensor) -> None:
-        """Add the sum of outer products over each group's rows, grad [R, out] and x [R, in], to the weights' buffers."""
+        """Add the sum of outer products over each group's rows, grad [R, out] and x [R, in], to the weights' buffers.
+
+        Where `replaces` is set it takes the place of what they hold, once.
+        """
+        replaces, self.replaces = self.replaces, False
         first, last = _buffer(self.weights[0]), _buffer(self.weights[-1])
-        whole = self._gradients.of(first, last, lambda: [_buffer(weight) for weight in self.weights])
+        whole = self._gradients.of(first, last, lambda: self.buffers)
         if whole.data_ptr() != first.data_ptr():  # a copy: they lie apart
-            torch._foreach_add_([_buffer(weight) for weight in self.weights], list(_outer_products(grad, x, ends).unbind()))
+            apart, found = self.buffers, list(_outer_products(grad, x, ends).unbind())
+            torch._foreach_copy_(apart, found) if replaces else torch._foreach_add_(apart, found)
         elif x.is_cuda and _triton().refusal(grad, x, whole) is None:
-            _triton().add_weight_grads(whole, grad, x, ends)
+            _triton().add_weight_grads(whole, grad, x, ends, replaces=replaces)
+        elif replaces:
+            whole.copy_(_outer_products(grad, x, ends))
         else:
             whole.add_(_outer_products(grad, x, ends))
+
+    def zero_unreplaced(self) -> None:
+        """Zero the buffers where `replaces` is still set: no gradients came, so what they hold is of an earlier update."""
+        if self.replaces:
+            self.replaces = False
+            torch._foreach_zero_(self.buffers)
 
 
 class _Place:

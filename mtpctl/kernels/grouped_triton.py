@@ -1,6 +1,6 @@
 # mypy: disallow-untyped-defs=False
 # (what is inside a Triton kernel has no Python types)
-"""Triton kernels of mixtures of experts: weight gradients added to fp32 buffers where those lie, and the sums of tokens' rows.
+"""Triton kernels of mixtures of experts: weight gradients put into fp32 buffers where those lie, and the sums of tokens' rows.
 
 Shape legend: R rows, E groups of them, M and N the widths of a weight, T tokens, k rows of each, H hidden size.
 """
@@ -42,6 +42,7 @@ def add_outer_products(
     stride,
     m,
     n,
+    REPLACES: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -54,7 +55,7 @@ def add_outer_products(
     start = 0
     if e > 0:
         start = tl.load(ends_ptr + e - 1)
-    if end > start:
+    if REPLACES or end > start:
         z = tl.zeros((BM, BN), dtype=tl.float32)
         whole = (end - start) // BK
         for step in range(whole):
@@ -73,7 +74,9 @@ def add_outer_products(
         column = column0 + tl.arange(0, BN)
         inside = (row < m)[:, None] & (column < n)[None, :]
         place = into_ptr + e.to(tl.int64) * stride + row[:, None] * n + column[None, :]
-        tl.store(place, tl.load(place, mask=inside, other=0.0) + z, mask=inside)
+        if not REPLACES:
+            z += tl.load(place, mask=inside, other=0.0)
+        tl.store(place, z, mask=inside)
 
 
 @triton.jit
@@ -106,8 +109,8 @@ def refusal(grad: Tensor, x: Tensor, into: Tensor) -> str | None:
     return None
 
 
-def add_weight_grads(into: Tensor, grad: Tensor, x: Tensor, ends: Tensor) -> None:
-    """Add the sum of outer products of each group's rows, grad [R, M] and x [R, N], to into [E, M, N] fp32."""
+def add_weight_grads(into: Tensor, grad: Tensor, x: Tensor, ends: Tensor, *, replaces: bool) -> None:
+    """Add the sum of outer products of each group's rows, grad [R, M] and x [R, N], to into [E, M, N] fp32, or put it there."""
     groups, m, n = into.shape
     t = Tiles()
     with on_device_of(x):
@@ -119,6 +122,7 @@ def add_weight_grads(into: Tensor, grad: Tensor, x: Tensor, ends: Tensor) -> Non
             into.stride(0),
             m,
             n,
+            REPLACES=replaces,
             BM=t.bm,
             BN=t.bn,
             BK=t.bk,

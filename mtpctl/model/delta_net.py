@@ -55,8 +55,7 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
         out = run(heads, packed_seq_params.whole)
         if self.cp_size > 1:
             out = to_tokens(out, packed_seq_params, self.pg_collection.cp)
-        out = self.out_norm(out) * F.silu(gate.float()).view_as(out)
-        return self.out_proj(out.to(mixed.dtype).flatten(1)[:, None])
+        return self.out_proj(self.out_norm.gated(out, gate.reshape(out.shape)).flatten(1)[:, None])
 
     @property
     def _widths(self) -> list[int]:

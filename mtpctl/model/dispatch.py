@@ -12,6 +12,7 @@ Shape legend: T tokens, k experts a token, E experts in all, L experts a rank, P
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from mtpctl.kernels.autograd import AutogradContext
 from mtpctl.kernels.grouped import row_sums
+from mtpctl.kernels.order import ExpertOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,27 +42,10 @@ class Order:
         return tokens
 
 
-def by_expert(routes: Tensor, k: int, ranks: int) -> tuple[Order, Tensor, Tensor]:
-    """The order by rank and, within a rank, by expert from the last to the first; routes [T, E] bool with k experts a token.
-
-    Returns it with each token's experts [T, k], and the number of rows of each expert [E] in that order.
-    """
-    total = routes.shape[1]
-    backwards = torch.arange(total, device=routes.device).view(ranks, -1).flip(1).flatten()
-    # Where a token's choice falls in the order; at most one row of a token is in each column.
-    chosen = routes.index_select(1, backwards)
-    columns = chosen.to(torch.int8).topk(k, dim=1).indices.sort(dim=1).values
-    # Along the last dimension: along the first, a card's cumsum is slower than the whole layer's products.
-    nth = chosen.t().to(torch.int32, memory_format=torch.contiguous_format).cumsum(1, dtype=torch.int32).t()
-    counts = nth[-1]
-    row_of = (nth + (counts.cumsum(0, dtype=torch.int32) - counts - 1)).gather(1, columns)
-    return _order(row_of), backwards[columns], counts
-
-
-def shares_of_rows(shares: Tensor, experts: Tensor, order: Order) -> Tensor:
-    """shares [T, E], experts [T, k] → [R]: each row's share in the sum of its token."""
-    chosen = shares.gather(1, experts).flatten()
-    return torch.empty_like(chosen).scatter(0, order.row_of.flatten().long(), chosen)
+def shares_of_rows(shares: Tensor, order: ExpertOrder) -> Tensor:
+    """shares [T, E] → [R]: each row's share in the sum of its token."""
+    found: Tensor = _SharesOfRows.apply(shares, order.token_of, order.expert_of)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +84,6 @@ class Exchange:
         return found
 
 
-def _order(row_of: Tensor) -> Order:
-    count, k = row_of.shape
-    numbers = torch.arange(count, dtype=torch.int32, device=row_of.device)[:, None].expand(-1, k)
-    token_of = torch.empty(count * k, dtype=torch.int32, device=row_of.device)
-    return Order(row_of, token_of.scatter_(0, row_of.flatten().long(), numbers.flatten()))
-
-
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, tokens: Tensor, token_of: Tensor, row_of: Tensor) -> Tensor:
@@ -128,3 +106,22 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, None, None]:
         (token_of,) = ctx.saved_tensors
         return grads[0].index_select(0, token_of), None, None
+
+
+class _SharesContext(AutogradContext, Protocol):
+    shape: torch.Size
+
+
+class _SharesOfRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _SharesContext, shares: Tensor, token_of: Tensor, expert_of: Tensor) -> Tensor:
+        ctx.save_for_backward(token_of, expert_of)
+        ctx.shape = shares.shape
+        return shares[token_of, expert_of]
+
+    @staticmethod
+    def backward(ctx: _SharesContext, *grads: Tensor) -> tuple[Tensor, None, None]:
+        # No two rows are of one token and one expert, so nothing is added up.
+        grad = grads[0].new_zeros(ctx.shape)
+        grad[ctx.saved_tensors] = grads[0]
+        return grad, None, None

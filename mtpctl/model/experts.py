@@ -17,10 +17,13 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
-from mtpctl.model.dispatch import Exchange, Order, by_expert, shares_of_rows
+from mtpctl.kernels.gated import gated_product
+from mtpctl.kernels.grouped import Stack
+from mtpctl.kernels.order import expert_order
+from mtpctl.model.dispatch import Exchange, Order, shares_of_rows
 from mtpctl.model.layers import GatedMlp
-from mtpctl.model.lora import GroupedLayer, grouped_layer
-from mtpctl.model.recompute import gated_product, recomputed
+from mtpctl.model.lora import GroupedLayer
+from mtpctl.model.recompute import recomputed
 
 
 class SharedExperts(SharedExpertMLP, GatedMlp):
@@ -54,10 +57,14 @@ class Experts(SequentialMLP):
         with recomputed(product, partial(gated_product, both.detach(), shares.detach())):
             return self._linear("linear_fc2", product, ends)
 
+    def stacks(self) -> list[Stack]:
+        """The weights whose gradients go into their buffers past autograd; none before the first pass."""
+        return [layer.weights for layer in self._layers.values() if layer.weights.buffered]
+
     def _linear(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         layer = self._layers.get(name)
         if layer is None:
-            layer = self._layers[name] = grouped_layer([getattr(expert, name) for expert in reversed(self.local_experts)])
+            layer = self._layers[name] = GroupedLayer([getattr(expert, name) for expert in reversed(self.local_experts)])
         return layer(rows, ends)
 
 
@@ -93,11 +100,11 @@ class MixtureOfExperts(MoELayer):
 
     def _routed(self, tokens: Tensor, shares: Tensor, routes: Tensor) -> Tensor:
         """tokens [T, H], shares and routes [T, E] → the sum of what each token's experts on all ranks give [T, H]."""
-        order, experts, counts = by_expert(routes, self.config.moe_router_topk, self.ep_group.size())
-        of_rows = shares_of_rows(shares, experts, order)
+        sorted_rows = expert_order(routes, self.config.moe_router_topk, self.ep_group.size())
+        order, of_rows = Order(sorted_rows.row_of, sorted_rows.token_of), shares_of_rows(shares, sorted_rows)
         if self.ep_group.size() == 1:
-            return order.sum(self._run(tokens, of_rows, order, counts))
-        exchange = Exchange.plan(counts, self.ep_group)
+            return order.sum(self._run(tokens, of_rows, order, sorted_rows.counts))
+        exchange = Exchange.plan(sorted_rows.counts, self.ep_group)
         received, of_received = exchange.forth(order.gather(tokens)), exchange.forth(of_rows)
         found = self._run(received, of_received[exchange.order.token_of], exchange.order, exchange.counts)
         return order.sum(exchange.back(exchange.order.sum(found)))

@@ -21,10 +21,12 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
+from mtpctl.kernels.gated import gated_product
+from mtpctl.kernels.norm import gated_rms_norm, rms_norm
 from mtpctl.kernels.rotary import rotated
 from mtpctl.model.draft_attention import joined_attention
 from mtpctl.model.packing import Packing
-from mtpctl.model.recompute import gated_product, recomputed
+from mtpctl.model.recompute import recomputed
 
 
 def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
@@ -36,9 +38,8 @@ def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
     return weight
 
 
-def _rms_norm(x: Tensor, weight: Tensor, config: TransformerConfig, eps: float) -> Tensor:
-    scale = 1.0 + weight if config.layernorm_zero_centered_gamma else weight
-    return F.rms_norm(x, (weight.shape[0],), scale, eps)
+def _scale(weight: Tensor, config: TransformerConfig) -> Tensor:
+    return 1.0 + weight if config.layernorm_zero_centered_gamma else weight
 
 
 class RMSNorm(torch.nn.Module):
@@ -56,9 +57,15 @@ class RMSNorm(torch.nn.Module):
         self.weight = _norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = copy_to_tensor_model_parallel_region(self.weight) if self.of_own_heads else self.weight
         # Keys are a view into one tensor of queries, keys and values; saving the view would keep that whole tensor.
-        return _rms_norm(x.contiguous(), weight, self.config, self.eps)
+        return rms_norm(x.contiguous(), self._weight_of_norm(), self.eps)
+
+    def gated(self, x: Tensor, gate: Tensor) -> Tensor:
+        """The norm times silu(gate), which has x's shape."""
+        return gated_rms_norm(x, gate, self._weight_of_norm(), self.eps)
+
+    def _weight_of_norm(self) -> Tensor:
+        return _scale(copy_to_tensor_model_parallel_region(self.weight) if self.of_own_heads else self.weight, self.config)
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
@@ -78,7 +85,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
             return super().forward(normed, *args, **kwargs)
 
     def _normed(self, x: Tensor) -> Tensor:
-        return _rms_norm(x, self.layer_norm_weight, self.config, self.config.layernorm_epsilon)
+        return rms_norm(x, _scale(self.layer_norm_weight, self.config), self.config.layernorm_epsilon)
 
 
 class GatedMlp(MLP):

@@ -16,7 +16,7 @@ none, since no inference engine puts adapters on its drafter: their own weights 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -132,24 +132,24 @@ class LoraReplicatedLinear(ReplicatedLinear):
         return torch.add(out, F.linear(F.linear(x, self.adapter.lora_a), self.adapter.lora_b), alpha=self.adapter.scale), bias
 
 
-type GroupedLayer = Callable[[Tensor, Tensor], Tensor]
-"""A linear layer of many experts: rows [R, in], sorted by expert, and the ends of their groups [E] → [R, out]."""
-
-
-def grouped_layer(linears: Sequence[_Linear]) -> GroupedLayer:
+class GroupedLayer:
     """The linear layers of many experts as one grouped product, their adapters' parts added where they have some."""
-    weights = Stack([linear.weight for linear in linears])
-    adapters: list[Adapter] = [linear.adapter for linear in linears if isinstance(linear, _Adapted)]
-    if not adapters:
-        return lambda rows, ends: grouped_linear(rows, ends, weights)
-    a, b = Stack([adapter.lora_a for adapter in adapters]), Stack([adapter.lora_b for adapter in adapters])
-    scale = adapters[0].scale
 
-    def adapted(rows: Tensor, ends: Tensor) -> Tensor:
-        low = grouped_linear(rows, ends, a)
-        return torch.add(grouped_linear(rows, ends, weights), grouped_linear(low, ends, b), alpha=scale)
+    def __init__(self, linears: Sequence[_Linear]) -> None:
+        self.weights = Stack([linear.weight for linear in linears])
+        adapters: list[Adapter] = [linear.adapter for linear in linears if isinstance(linear, _Adapted)]
+        self._low: tuple[Stack, Stack, float] | None = None
+        if adapters:
+            a, b = Stack([adapter.lora_a for adapter in adapters]), Stack([adapter.lora_b for adapter in adapters])
+            self._low = a, b, adapters[0].scale
 
-    return adapted
+    def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """rows [R, in], sorted by expert, and the ends of their groups [E] → [R, out]."""
+        out = grouped_linear(rows, ends, self.weights)
+        if self._low is None:
+            return out
+        a, b, scale = self._low
+        return torch.add(out, grouped_linear(grouped_linear(rows, ends, a), ends, b), alpha=scale)
 
 
 type _Linear = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear

@@ -9,13 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-from mtpctl.kernels.autograd import AutogradContext
 
 
 @contextmanager
@@ -38,50 +34,3 @@ def recomputed(value: Tensor, compute: Callable[[], Tensor]) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
-
-
-class _GatedProduct(torch.autograd.Function):
-    """silu(gate) · up · scale, which keeps only its arguments for the backward pass."""
-
-    @staticmethod
-    def forward(ctx: AutogradContext, both: Tensor, scale: Tensor | None) -> Tensor:
-        ctx.save_for_backward(both, scale)
-        product = _compiled(_product) if _compiles(both) else _product
-        return product(both, scale)
-
-    @staticmethod
-    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
-        both, scale = ctx.saved_tensors
-        product_backward = _compiled(_product_backward) if _compiles(both) else _product_backward
-        return product_backward(grads[0], both, scale)
-
-
-def gated_product(both: Tensor, scale: Tensor | None = None) -> Tensor:
-    """both [..., 2 F]: gate, then up; scale [...], or None for 1 → silu(gate) · up · scale [..., F] (SwiGLU, arXiv 2002.05202)."""
-    return _GatedProduct.apply(both, scale)
-
-
-def _product(both: Tensor, scale: Tensor | None) -> Tensor:
-    gate, up = both.chunk(2, dim=-1)
-    product = F.silu(gate) * up
-    return product if scale is None else (product * scale[..., None]).to(both.dtype)
-
-
-def _product_backward(grad: Tensor, both: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    gate, up = both.chunk(2, dim=-1)
-    share = gate.sigmoid()
-    scale_grad = None
-    if scale is not None:
-        scale_grad = (grad.to(scale.dtype) * (gate * share * up)).sum(-1)
-        grad = grad * scale[..., None]
-    gate_grad = grad * up * (share * (1 + gate * (1 - share)))
-    return torch.cat([gate_grad, grad * (gate * share)], dim=-1).to(both.dtype), scale_grad
-
-
-# Not compiled at import, where torch would import its compiler: a CPU never asks for it.
-_compiled = cache(torch.compile)
-
-
-def _compiles(like: Tensor) -> bool:
-    """Whether to run one compiled kernel: on a card. A CPU runs the operations one by one, and so does an expert that no token visits."""
-    return like.is_cuda and like.numel() > 0

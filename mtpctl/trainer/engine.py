@@ -29,13 +29,13 @@ from mtpctl.model.parallel import summed
 from mtpctl.model.weights import draw_weights
 from mtpctl.recipe.optimizer import OptimizerConfig
 from mtpctl.routes import RouteShape
-from mtpctl.trainer import data_parallel
 from mtpctl.trainer.balance import Balance
 from mtpctl.trainer.batch import MicroBatch, Sequence
 from mtpctl.trainer.config import EngineConfig
+from mtpctl.trainer.data_parallel import Gradients
 from mtpctl.trainer.head import Head
 from mtpctl.trainer.objective import Objective, Sums
-from mtpctl.trainer.offload import HostMemory, allocate, release
+from mtpctl.trainer.offload import HostMemory
 from mtpctl.trainer.optimizer import Optimizer
 from mtpctl.trainer.optimizer_state import set_step
 from mtpctl.trainer.passes import MicroBatchLoss, Passes, micro_batches, passes_of, run_passes
@@ -91,7 +91,8 @@ class MegatronEngine:
         self.optimizer: Optimizer | None = None
         self.model: MtpModel | DistributedDataParallel = model
         if config.train:
-            self.model = data_parallel.wrap(model, self.transformer, distributed_optimizer=config.distributed_optimizer)
+            self.gradients = Gradients(model, self.transformer, distributed_optimizer=config.distributed_optimizer)
+            self.model = self.gradients.model
         self.host = HostMemory(self.module.parameters()) if config.offload.params else None
         self.balance = Balance(model, config.moe.bias_update)
         self.head = Head(config.kernels, folder.shape, config.parallel, sequence_parallel=self.transformer.sequence_parallel)
@@ -182,7 +183,7 @@ class MegatronEngine:
                 metrics |= self.balance.finish(applied=result.applied)
         if self.config.offload.grads:
             self.optimizer.inner.zero_grad()
-            release(data_parallel.gradients(self.model))
+            self.gradients.release()
         metrics |= {"actor/grad_norm": result.grad_norm} | ({"mtp/grad_norm": result.mtp_grad_norm} if trains_mtp else {})
         if not result.applied:
             metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -227,8 +228,7 @@ class MegatronEngine:
         self.balance.begin(totals.tokens)
         if not self.model.training:  # going over thousands of experts takes its time
             self.model.train()
-        allocate(data_parallel.gradients(self.model))
-        self.model.zero_grad_buffer()
+        self.gradients.clear()
         return loss.metrics(self._run(micros, loss, forward_only=False)) | {"perf/tokens": float(totals.tokens)}
 
     # ------------------------------------------------------------------------------------------------------- scoring

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from mtpctl.kernels.logprob import linear_logprob
+from mtpctl.kernels.order import ExpertOrder, plain_expert_order
 from mtpctl.kernels.policy import linear_policy_loss
 from tests.kernels.agreement import Case, assert_agrees, relative, scored
 from tests.kernels.draft_agreement import DraftCase, assert_sweep_agrees
+from tests.kernels.routes import drawn_routes
+from tests.kernels.test_order import assert_same
 
 HALF = torch.float16
 # Columns 203 and tiles of 64: a last tile that is not full. Workspaces: nothing kept, some columns kept, all kept.
@@ -130,8 +133,9 @@ def test_what_the_kernels_cannot_take_is_refused() -> None:
         linear_logprob(torch.randn(2, 8).half(), torch.randn(9, 8).half(), labels, topk=2, implementation="triton")
 
 
+@pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("counts", [[5, 0, 40, 17, 3, 0], [16], [0, 0, 1]])
-def test_weight_gradients_are_added_group_by_group(counts: list[int]) -> None:
+def test_weight_gradients_are_put_into_the_buffers_group_by_group(counts: list[int], replaces: bool) -> None:
     """Widths and groups that fill no tile, groups without rows, buffers that lie apart at equal distances."""
     from mtpctl.kernels.grouped_triton import add_weight_grads, refusal
 
@@ -142,8 +146,10 @@ def test_weight_gradients_are_added_group_by_group(counts: list[int]) -> None:
     into = before.clone()
     places = into[:, : m * n].unflatten(1, (m, n))
     assert refusal(grad, x, places) is None
-    add_weight_grads(places, grad, x, torch.tensor(counts).cumsum(0).to(torch.int32))
+    add_weight_grads(places, grad, x, torch.tensor(counts).cumsum(0).to(torch.int32), replaces=replaces)
     right = before.clone()
+    if replaces:
+        right[:, : m * n] = 0.0
     for e, (a, b) in enumerate(zip(grad.float().split(counts), x.float().split(counts), strict=True)):
         right[e, : m * n] += (a.t() @ b).flatten()
     assert relative(into, right) < 1e-6
@@ -167,3 +173,29 @@ def test_rotated_states(heads: int, half: int, width: int) -> None:
         exact = plainly_rotated(states.double(), angles.cos().double(), angles.sin().double() * (-1 if back else 1))
         found = rotary_triton.rotated(states, angles.cos(), angles.sin(), back=back)
         assert found.dtype == HALF and (found.double() - exact).abs().max() <= 2**-10 * exact.abs().max()
+
+
+@pytest.mark.parametrize(("tokens", "experts", "k", "ranks"), [(41, 6, 2, 3), (300, 96, 3, 2), (1, 8, 8, 1)])
+def test_rows_are_ordered_by_expert(monkeypatch: pytest.MonkeyPatch, tokens: int, experts: int, k: int, ranks: int) -> None:
+    """Over several blocks of tokens, and several programs of the sums."""
+    from mtpctl.kernels import order_triton
+
+    monkeypatch.setattr(order_triton, "ELEMENTS", 1024)
+    routes = drawn_routes(tokens, experts, k)
+    assert_same(ExpertOrder(*order_triton.expert_order(routes, k, ranks)), plain_expert_order(routes, k, ranks))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("shape", [(3, 2, 24), (5, 3000), (0, 8)])
+def test_gated_products_and_their_gradients(shape: tuple[int, ...], scaled: bool) -> None:
+    from mtpctl.kernels import gated_triton
+    from mtpctl.kernels.gated import _gradients, _product
+
+    torch.manual_seed(0)
+    both, grad = torch.randn(*shape[:-1], 2 * shape[-1], dtype=HALF), torch.randn(shape, dtype=HALF)
+    scale = torch.rand(shape[:-1]) if scaled else None
+    exact = both.double(), None if scale is None else scale.double()
+    assert relative(gated_triton.product(both, scale).double(), _product(*exact)) < 1e-3
+    for found, right in zip(gated_triton.gradients(grad, both, scale), _gradients(grad.double(), *exact), strict=True):
+        assert (found is None) == (right is None)
+        assert found is None or relative(found.double(), right) < 1e-3

@@ -54,6 +54,37 @@ def test_gradients_are_added_to_the_buffers_of_weights_that_have_some(regular: b
         torch.testing.assert_close(buffer, wanted + 1)
 
 
+@pytest.mark.parametrize("regular", [True, False])
+def test_the_first_gradients_replace_what_the_buffers_hold_and_later_ones_are_added(regular: bool) -> None:
+    x, ends, weights = problem(torch.float32, 12, 20, COUNTS)
+    whole = torch.full((len(COUNTS), 20, 12 + 4), torch.nan)
+    buffers = [row[:, :12] for row in whole] if not regular else list(torch.full((len(COUNTS), 20, 12), torch.nan))
+    for weight, buffer in zip(weights, buffers, strict=True):
+        weight.main_grad = buffer  # type: ignore[attr-defined]
+    right = torch.autograd.grad(one_by_one(x, COUNTS, weights).sum(), weights)
+    stack = Stack(weights)
+    stack.replaces = True
+    for times in (1, 2):
+        grouped_linear(x, ends, stack).sum().backward()
+        for buffer, wanted in zip(buffers, right, strict=True):
+            torch.testing.assert_close(buffer, times * wanted)
+
+
+def test_buffers_that_no_gradient_replaced_are_zeroed() -> None:
+    x, ends, weights = problem(torch.float32, 12, 20, COUNTS)
+    for weight in weights:
+        weight.main_grad = torch.full_like(weight, torch.nan).detach()  # type: ignore[attr-defined]
+    stack = Stack(weights)
+    stack.replaces = True
+    stack.zero_unreplaced()
+    assert all(not buffer.any() for buffer in stack.buffers)
+    grouped_linear(x, ends, stack).sum().backward()
+    before = [buffer.clone() for buffer in stack.buffers]
+    stack.zero_unreplaced()
+    assert any(buffer.any() for buffer in before)
+    assert all(torch.equal(buffer, held) for buffer, held in zip(stack.buffers, before, strict=True))
+
+
 def test_weights_that_are_frozen_get_no_gradient_and_the_rows_do() -> None:
     x, ends, weights = problem(torch.float32, 12, 20, COUNTS)
     grouped_linear(x, ends, Stack([weight.detach() for weight in weights])).sum().backward()

@@ -62,7 +62,7 @@ def plain_gradients(folder: HfFolder, moe: MoeConfig, mtp: MtpConfig) -> dict[st
         micros = made._micro_batches(BATCH, made.depths)
         assert len(micros) > 2
         made.model.train()
-        made.model.zero_grad_buffer()
+        made.gradients.clear()
         for micro in micros:
             for router, x, routes in (routed := routed_by(made, micro)):
                 times = sum(other is router for other, *_ in routed)

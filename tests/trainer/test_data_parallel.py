@@ -1,0 +1,73 @@
+"""Gradient buffers: what they hold of an earlier update reaches no later one, whether it is zeroed or replaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.trainer.engine import MegatronEngine
+from mtpctl.trainer.objective import NextToken
+from tests.families.toys import TOYS, toy_folder
+from tests.trainer.tiny import GENTLE, assert_close, engine, gradients, sequences
+
+FEW = 21
+"""Tokens of a micro-batch: several an update, and some experts without a row."""
+
+
+def folder(path: Path, family: str, **fields: object) -> HfFolder:
+    return HfFolder.open(toy_folder(TOYS[family] | fields, path, 0, "fp32"))
+
+
+def poisoned(made: MegatronEngine) -> None:
+    """An update that leaves gradients behind, and then NaN wherever gradients lie."""
+    made.forward_backward(sequences(seed=3), NextToken())
+    for parameter in made.module.parameters():
+        parameter.main_grad.fill_(torch.nan)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+@pytest.mark.parametrize("tokens", [FEW, 4096])
+@pytest.mark.parametrize("family", ["glm4-moe", "mimo"])
+def test_an_update_after_another_has_the_gradients_of_a_first_one(
+    tmp_path: Path, family: str, tokens: int, distributed_optimizer: bool
+) -> None:
+    found = []
+    for again in (False, True):
+        options = {"tokens_per_microbatch": tokens, "distributed_optimizer": distributed_optimizer}
+        with engine(folder(tmp_path / f"{again}", family), mtp=MtpConfig(mode="joint"), **options) as made:
+            made.set_optimizer(GENTLE)
+            if again:
+                poisoned(made)
+            made.forward_backward(sequences(), NextToken())
+            found.append(gradients(made))
+    assert_close(found[1], found[0], 1e-7)
+
+
+def test_experts_of_layers_that_rest_have_no_gradient(tmp_path: Path) -> None:
+    with engine(folder(tmp_path / "model", "glm4-moe"), mtp=MtpConfig(mode="isolated")) as made:
+        made.set_optimizer(GENTLE)
+        poisoned(made)
+        made.forward_backward(sequences(), NextToken(), train_mtp=False)
+        grads = {name: p.main_grad for name, p in made.module.named_parameters()}
+    resting: dict[str, Tensor] = {name: grad for name, grad in grads.items() if name.startswith("mtp.")}
+    assert any(".experts." in name for name in resting)
+    assert all(not grad.any() for grad in resting.values())
+    assert all(torch.isfinite(grad).all() for grad in grads.values())
+
+
+def test_most_of_a_mixture_is_replaced_and_not_zeroed(tmp_path: Path) -> None:
+    with engine(folder(tmp_path / "model", "glm4-moe", moe_intermediate_size=64), mtp=MtpConfig(mode="joint")) as made:
+        made.set_optimizer(GENTLE)
+        sizes = []
+        for _ in range(2):
+            made.forward_backward(sequences(), NextToken())
+            made.gradients.clear()
+            sizes.append(sum(part.numel() for part in made.gradients._zeroed))
+        experts = sum(p.numel() for name, p in made.module.named_parameters() if ".local_experts." in name)
+        whole = sum(p.numel() for p in made.module.parameters())
+    assert sizes[0] == sizes[1] == whole - experts
