@@ -57,7 +57,6 @@ SETTINGS = (
     "sync.verify=always",
     "cluster.step_deadline_s=180",
     "telemetry.samples=1000",
-    "telemetry.tensorboard=false",
     "data.task={name: addition, max_digits: 2, train_size: 5000, eval_size: 8}",
 )
 SERVER = ("logprob.standalone=true",)
