@@ -177,6 +177,14 @@ class Save:
                 error = failure
         _agree(self.path, error)
 
+    def abandon(self) -> None:
+        """Wait for the thread, in place of `finish`, and leave nothing of the checkpoint."""
+        if self._thread is not None:
+            self._thread.join()
+        checkpoint_queue.clear()
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
 
 def _replace(path: Path, whole: Path) -> None:
     """Rename `whole` to `path`. A folder that is there already is renamed first and deleted last, since deleting takes seconds during

@@ -307,6 +307,10 @@ class TrainerRank(WeightSource):
         self.saving.finish()
         return True
 
+    def abandon_save(self) -> None:
+        """Leave nothing of the checkpoint that is being written."""
+        self.saving.abandon()
+
     def restore(self, path: str) -> None:
         """Load a checkpoint: the model, and the optimizer's state if a stage has begun."""
         self.engine.restore(Path(path))
