@@ -23,6 +23,8 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_r
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from mtpctl.kernels.gating import router_logits
+
 
 class Choice:
     """The experts of one pass: the router's own, or those that `given` [T, k] names where `routed` [T] is set.
@@ -78,6 +80,13 @@ class Router(TopKRouter):
         self.tokens = tokens
         self.load.zero_()
         self.replayed.zero_()
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Tokens' states [T, 1, H] → logits [T, 1, E] in fp32."""
+        if self.bias is not None or self.config.moe_router_dtype != "fp32":
+            logits: Tensor = super().gating(input)
+            return logits
+        return router_logits(input, self.weight)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [T, 1, E]; padding_mask [T], set where a token only fills up the row → each expert's share in a token's sum and whether

@@ -13,9 +13,11 @@ import torch
 from tests.families.toys import SERVED, TOYS, toy_folder
 from tests.rollout.vllm.engine_drafts import DRAFTS, Drafting
 
-BOUND = {"fp32": 1e-5, "bf16": 0.1}
-"""Of the largest logit's difference in fp32. In bf16, in which vLLM's linear attention runs on a CPU, of the difference's norm to the
-logits', which rounding alone makes some percent of over a few layers."""
+LARGEST = 1e-5
+"""Difference of any logit in fp32."""
+ROUNDING = 1.5
+"""In bf16, in which vLLM's linear attention runs on a CPU: how far the engine may be from the trainer in fp32, in times of how far the
+trainer in bf16 is. Rounding alone makes several percent of the logits' norm over a few layers of linear attention."""
 CASES = [
     pytest.param(family, precision, marks=[] if (family, precision) == ("mimo", "fp32") else pytest.mark.slow)
     for family, precision in SERVED
@@ -51,12 +53,19 @@ def test_depths_are_the_drafts_of_the_engine(family: str, precision: str, tmp_pa
     assert len(draftings) > 5
     for each in draftings:
         assert ids[each.position + 1] == each.token
-    found = trained(folder, ids, draftings, precision, tmp_path)
-    worst = [0.0] * DRAFTS
-    for each, depths in zip(draftings, found, strict=True):
-        for depth, (mine, theirs) in enumerate(zip(depths, each.logits, strict=True)):
-            difference = mine[: len(theirs)] - theirs[: len(mine)]
-            off = difference.abs().max() if precision == "fp32" else difference.norm() / theirs.norm()
-            worst[depth] = max(worst[depth], float(off))
-    print(family, precision, [f"{each:.2g}" for each in worst])
-    assert max(worst) <= BOUND[precision], worst
+    exact = trained(folder, ids, draftings, "fp32", tmp_path)
+    served = [torch.stack([each.logits[depth] for each in draftings]).float() for depth in range(DRAFTS)]
+    if precision == "fp32":
+        off = [float((mine - theirs).abs().max()) for mine, theirs in shared(exact, served)]
+        assert max(off) <= LARGEST, off
+        return
+    off = [float((mine - theirs).norm() / mine.norm()) for mine, theirs in shared(exact, served)]
+    rounded = trained(folder, ids, draftings, precision, tmp_path)
+    own = [float((mine - theirs).norm() / mine.norm()) for mine, theirs in shared(exact, list(rounded.unbind(1)))]
+    print(family, "engine", [f"{each:.1%}" for each in off], "trainer", [f"{each:.1%}" for each in own])
+    assert all(mine <= ROUNDING * theirs for mine, theirs in zip(off, own, strict=True)), (off, own)
+
+
+def shared(exact: torch.Tensor, others: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each depth the exact logits and the others, over the part of the vocabulary that both have, padded or not."""
+    return [(mine[:, : theirs.shape[1]], theirs[:, : mine.shape[1]]) for mine, theirs in zip(exact.unbind(1), others, strict=True)]
