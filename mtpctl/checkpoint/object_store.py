@@ -9,9 +9,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import fsspec
-from fsspec.registry import known_implementations
-
 from mtpctl.errors import EnvironmentMissing, RuntimeFailure, UserError
 
 FIELD = "train.checkpoint_copy"
@@ -39,12 +36,16 @@ class ObjectStore:
 
     def __init__(self, url: str) -> None:
         """Raises UserError for a scheme that fsspec does not know, EnvironmentMissing where the scheme's package is not installed."""
+        # Here, since few runs have a store.
+        from fsspec.core import url_to_fs
+        from fsspec.registry import known_implementations
+
         self.url = url.rstrip("/")
         scheme = url.partition("://")[0]
         # Listings are not kept: another machine may write here. A local folder makes the folders of its files by itself.
         options = {"auto_mkdir": True} if scheme == "file" else {"use_listings_cache": False}
         try:
-            self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
+            self._files, self._root = url_to_fs(self.url, **options)
         except ImportError as error:
             package = known_implementations[scheme]["class"].partition(".")[0]
             told = f"{scheme}:// needs the package {package}, which is not installed; install it, or remove the key"

@@ -107,9 +107,12 @@ def full_disk() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        # TensorBoard's threads end by the error that they hand on: in this test, and not in the next one.
+        for thread in threading.enumerate():
+            if getattr(thread, "exception", None) is not None:
+                thread.join(10)
 
 
-# TensorBoard's thread ends by the error that it hands on.
 broken_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
