@@ -106,12 +106,13 @@ class CopyWriter:
         self.store.write(f"{CHECKPOINTS}/{pointer_of(checkpoint).name}", checkpoint.name.encode())
         kept = sorted(others, key=lambda other: others[other].number, reverse=True)[: self.keep - 1]
         self._drop_all_but({checkpoint.name, *kept})
+        self._read = {file: known for file, known in self._read.items() if file.exists()}
         return sent
 
     def _folder(self, name: str, number: int) -> int:
         """Copy a folder, unless it is there as it is here. Returns the bytes that were sent."""
         files = {file.relative_to(self.run_dir / name).as_posix(): file for file in _files(self.run_dir / name)}
-        here = Listing(number, {relative: self._entry(file) for relative, file in files.items()})
+        here = Listing(number, {relative: self._known(file) for relative, file in files.items()})
         marker = f"{name}/{_LISTING}"
         try:
             there = _listing(self.store, name)
@@ -126,13 +127,13 @@ class CopyWriter:
                 self.store.put(files[relative], f"{name}/{relative}")
                 self._sent[f"{name}/{relative}"] = entry
                 count += entry.size
-        if changed := [relative for relative, file in files.items() if self._entry(file) != here.files[relative]]:
+        if changed := [relative for relative, file in files.items() if self._known(file) != here.files[relative]]:
             self._sent.pop(f"{name}/{changed[0]}")
             raise OSError(f"{files[changed[0]]} was replaced while it was copied")
         self.store.write(marker, here.to_json())
         return count
 
-    def _entry(self, file: Path) -> Entry:
+    def _known(self, file: Path) -> Entry:
         stat = file.stat()
         stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
         if (known := self._read.get(file)) is None or known[0] != stamp:
