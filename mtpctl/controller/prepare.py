@@ -197,7 +197,12 @@ def _without_folder(value: object) -> object:
 
 
 def store_in(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:
-    """The version store of a run in `folder`. Called when Ray is connected, which knows whether readers are on other hosts."""
+    """The version store of a run in `folder`. Called when Ray is connected, which knows whether readers are on other hosts.
+
+    Where engines may join on hosts that are not there yet, it is in `folder`.
+    """
+    if recipe.rollout.elastic and recipe.cluster.address is not None:
+        return VersionStore(folder / "versions")
     size = count_parameters(shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
     return VersionStore(default_root(name_of(folder), size, folder / "versions"))
 

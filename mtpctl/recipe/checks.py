@@ -28,6 +28,7 @@ from mtpctl.recipe.rollout import (
     environment_fits,
     heads_split,
     lengths_fit,
+    replicas_fit,
     sglang_fits,
     speculation_fits,
     vllm_fits,
@@ -83,6 +84,7 @@ def _sections(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     yield from _teacher(recipe)
     if "rl" in train.stages:
         yield from loss_fits(train.rl)
+    yield from replicas_fit(rollout)
     yield from speculation_fits(rollout)
     yield from environment_fits(rollout)
     yield from agents_fit(rollout)
@@ -309,6 +311,8 @@ def _deterministic(recipe: Recipe) -> Complaints:
     """Engines whose answers a run with `async.deterministic` could not repeat."""
     if not recipe.async_.deterministic:
         return
+    if recipe.rollout.elastic:
+        yield "rollout.replicas: replicas that come and go rule out async.deterministic; give a number in place of min and max"
     if recipe.rollout.speculation.auto:
         yield "rollout.speculation.auto: switches by measured speed, which async.deterministic rules out; set auto: false"
     if recipe.rollout.speculation.num_tokens and recipe.rollout.speculation.draft_method == "probabilistic":

@@ -6,8 +6,9 @@ import difflib
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
+from mtpctl.errors import UserError
 from mtpctl.families.shape import ModelShape
 from mtpctl.recipe.parallel import divides
 from mtpctl.recipe.section import Complaints, Float, Fraction, HomePath, NonNegativeInt, PositiveFloat, PositiveInt, Section
@@ -39,8 +40,22 @@ class SpeculationConfig(Section):
     )
 
 
+class ReplicaRange(Section):
+    min: PositiveInt = Field(1, description="Rollout engines that a run is planned with; it waits for room for them.")
+    max: PositiveInt = Field(
+        1, description="Rollout engines, at most: those beyond min join while the run goes on, where hosts have room, and leave with them."
+    )
+
+
+def _kind_of_replicas(value: object) -> str:
+    """Which of the two forms of `rollout.replicas` a value is meant to have."""
+    return "range" if isinstance(value, (dict, ReplicaRange)) else "number"
+
+
 class RolloutBase(Section):
-    replicas: PositiveInt = Field(1, description="Rollout engines.")
+    replicas: Annotated[Annotated[PositiveInt, Tag("number")] | Annotated[ReplicaRange, Tag("range")], Discriminator(_kind_of_replicas)] = (
+        Field(1, description="Rollout engines: a number, or {min, max} for a number that follows the hosts of the cluster.")
+    )
     tp: PositiveInt = Field(1, description="Tensor-parallel ranks of each engine.")
     temperature: PositiveFloat = Field(1.0, description="Sampling temperature.")
     top_p: Annotated[Float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling; below 1, training needs train.rl.correction.")
@@ -93,6 +108,16 @@ class RolloutBase(Section):
     )
 
     @property
+    def elastic(self) -> bool:
+        """Whether the number of engines may change while a run goes on."""
+        return isinstance(self.replicas, ReplicaRange)
+
+    @property
+    def replica_range(self) -> ReplicaRange:
+        """The least and the most engines; both are the number where the recipe has one."""
+        return self.replicas if isinstance(self.replicas, ReplicaRange) else ReplicaRange(min=self.replicas, max=self.replicas)
+
+    @property
     def agents_play(self) -> bool:
         """Whether responses are an agent's trajectories, and not answers to a prompt."""
         return self.agent is not None or self.gateway or self.verifiers is not None
@@ -130,6 +155,26 @@ RolloutConfig = Annotated[VllmConfig | SglangConfig, Field(discriminator="engine
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM 0.32 raises lower temperatures to this one (`SamplingParams.__post_init__`)."""
+
+
+def check_scale(rollout: RolloutBase, replicas: int) -> None:
+    """Raise UserError where a run with this section may not have so many replicas while it goes on."""
+    bounds = rollout.replica_range
+    if not rollout.elastic:
+        least, most = sorted((bounds.min, replicas))
+        raise UserError(
+            f"rollout.replicas: {bounds.min} is a number, which stays as it is; stop the run, and resume it with "
+            f"--set 'rollout.replicas={{min: {least}, max: {most}}}'"
+        )
+    if not bounds.min <= replicas <= bounds.max:
+        raise UserError(f"--replicas: {replicas} is not within rollout.replicas: min {bounds.min}, max {bounds.max}")
+
+
+def replicas_fit(rollout: RolloutBase) -> Complaints:
+    """Refuse a range that no number is in."""
+    given = rollout.replica_range
+    if given.min > given.max:
+        yield f"rollout.replicas: min: {given.min} is more than max: {given.max}; raise max, or lower min"
 
 
 def speculation_fits(rollout: RolloutBase) -> Complaints:

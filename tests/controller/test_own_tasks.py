@@ -150,10 +150,9 @@ def write_recipe(folder: Path, tree: dict[str, Any]) -> Path:
 
 
 @contextlib.contextmanager
-def judging() -> Iterator[str]:
-    """The URL of a judge whose first reply is that it is busy, and of which every other one has a score of its own."""
-    draw = random.Random(0)
-    server = Judge((503, "busy"), *((200, f"Score: {draw.random():.2f}") for _ in range(10_000)))
+def judging(*script: tuple[int, str]) -> Iterator[str]:
+    """The URL of a judge that replies by this script of statuses and texts."""
+    server = Judge(*script)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -176,7 +175,9 @@ def judged(folder: Path) -> Iterator[Task]:
     write_rows(folder / "chat.jsonl", chat)
     write_rows(folder / "held.jsonl", chat[:3])
     write_rows(folder / "gsm8k.jsonl", [{"question": QUESTION.format(n, 2), "answer": f"{n} * 2\n#### {2 * n}"} for n in range(1, 4)])
-    with judging() as url:
+    draw = random.Random(0)
+    scores = [(200, f"Score: {draw.random():.2f}") for _ in range(10_000)]
+    with judging((503, "busy"), *scores) as url:
         recipe = write_recipe(
             folder,
             {
@@ -277,9 +278,13 @@ def judge(folder: Path) -> Iterator[Task]:
     mtpctl(folder, "init", "mytask", "--template", "judge")
 
     def holds(updates: Rows, evaluations: Rows) -> None:
-        assert all(row["reward/errors"] == 0 for row in updates)
+        assert all(row["reward/errors"] == 0 and 0.2 < row["reward/mean"] < 0.9 for row in updates), "the server's grades, and no others"
 
-    yield Task(folder / "mytask" / "recipe.yaml", holds, ("train.sft.steps=20", "train.rl.steps=2"))
+    draw = random.Random(0)
+    grades = [(200, str(draw.randint(2, 9))) for _ in range(10_000)]
+    with judging(*grades) as url:
+        sets = (f"reward.args={{url: '{url}', model: any}}", "train.sft.steps=20", "train.rl.steps=2")
+        yield Task(folder / "mytask" / "recipe.yaml", holds, sets)
 
 
 @contextlib.contextmanager

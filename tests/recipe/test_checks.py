@@ -206,6 +206,11 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         (["train.parallel.ep=2"], "train.parallel.ep: the model has no experts"),
         (["train.min_dp=2"], "train.min_dp: 2 is more than train.parallel.dp: 1; lower it"),
         (["logprob={standalone: true, parallel: {tp: 8}}"], "logprob.parallel.tp: 8 does not divide"),
+        (["rollout.replicas={min: 3, max: 2}"], "rollout.replicas: min: 3 is more than max: 2; raise max, or lower min"),
+        (
+            ["rollout.replicas={min: 1, max: 2}", "async.deterministic=true"],
+            "rollout.replicas: replicas that come and go rule out async.deterministic; give a number",
+        ),
         (["rollout.tp=3"], "rollout.tp: 3 does not divide 4 attention heads"),
         (["rollout.engine_args.hf_token=abc"], "rollout.engine_args.hf_token: secrets do not belong in a recipe"),
         (
