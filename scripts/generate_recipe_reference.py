@@ -44,7 +44,7 @@ def page() -> str:
 
 def _section(model: type[BaseModel], path: tuple[str, ...], title: str, about: str) -> Iterator[str]:
     keys = children(model, path)
-    values = [key for key in keys.values() if not key.models]
+    values = [key for key in keys.values() if not key.models or key.valued]
     if values:
         yield from (f"## {title}", "")
         if about:
@@ -60,7 +60,7 @@ def _section(model: type[BaseModel], path: tuple[str, ...], title: str, about: s
 
 
 def _below(key: Key) -> Iterator[str]:
-    about = key.field.description or ""
+    about = "" if key.valued else key.field.description or ""
     if type(None) in getattr(key.field.annotation, "__args__", ()):
         about = f"{about} Default: none.".strip()
     if len(key.models) == 1:

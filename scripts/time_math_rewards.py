@@ -3,7 +3,7 @@
     scripts/time_math_rewards.py [--answers 3000] [--turns 3]
 
 One JSON line a measurement: answers a second on the clock, and the CPU seconds that all workers took for each right answer until the last
-of them was there. The second figure tells the same on a machine that does other work as well.
+of them was there, and those of the controller. CPU seconds tell the same on a machine that does other work as well.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ async def measure(answers: int, every: int) -> dict[str, float]:
     sample = Sample("rows.jsonl:1", "0", [1])
     async with Rewarder(RewardConfig(function="math")) as reward:
         await asyncio.gather(*(reward(*asked(answers + number), sample) for number in range(WARM)))
-        spent, began = _workers_cpu(), time.monotonic()
+        spent, own, began = _workers_cpu(), time.process_time(), time.monotonic()
         right, hanging = [], []
         for number in range(answers):
             if every and number % every == every // 2:
                 hanging.append(asyncio.create_task(reward(HANGS, asked(number)[1], sample)))
             right.append(asyncio.create_task(reward(*asked(number), sample)))
         wrong = sum(outcome.reward != 1.0 for outcome in await asyncio.gather(*right))
-        seconds, spent = time.monotonic() - began, _workers_cpu() - spent
+        seconds, spent, own = time.monotonic() - began, _workers_cpu() - spent, time.process_time() - own
         for task in hanging:
             task.cancel()
     return {
@@ -52,6 +52,7 @@ async def measure(answers: int, every: int) -> dict[str, float]:
         "hanging": len(hanging),
         "answers_per_s": round(answers / seconds),
         "cpu_ms_per_answer": round(1e3 * spent / answers, 2),
+        "controller_ms_per_answer": round(1e3 * own / answers, 2),
         "wrong": wrong,
         "load": round(os.getloadavg()[0], 1),
     }

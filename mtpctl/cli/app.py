@@ -28,6 +28,7 @@ COMMANDS = {
     "report": ("report:report", "Write an HTML page of one run or of several."),
     "runs": ("runs:runs", "List the runs below a folder."),
     "status": ("status:status", "Tell how a run is doing."),
+    "scale": ("scale:scale", "Change the rollout replicas of a run that goes on."),
     "samples": ("samples:samples", "Print what the model wrote."),
     "sync-weights": ("sync_weights:sync_weights", "Sync weights to engines by hand, and time it."),
     "doctor": ("doctor:doctor", "Check versions, devices and log-probs."),

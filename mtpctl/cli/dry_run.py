@@ -18,7 +18,7 @@ from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters
 from mtpctl.plan.fitting import Misfit, card_needed, changed, misfits
 from mtpctl.plan.memory import GIB, engine_memory, logprob_memory, trainer_memory
-from mtpctl.plan.placement import Actor, Placement, place
+from mtpctl.plan.placement import Actor, Placement, most_engines, place
 from mtpctl.plan.routes import route_bytes
 from mtpctl.plan.wire import base_weight_bytes, section_buckets
 from mtpctl.recipe.cautions import cautions_of
@@ -37,7 +37,8 @@ Sizes = Mapping[str, int | None]
 class Plan:
     """What can be known about a run before it starts. `source`: where the size of the cards is from; sizes are bytes.
 
-    `hosts`: names of the hosts by their numbers, where the cluster is there already. `errors` would end the run before anything is trained.
+    `hosts`: names of the hosts by their numbers, where the cluster is there already. `engines`: rollout engines that there is room for, of
+    those that the recipe allows. `errors` would end the run before anything is trained.
     """
 
     recipe: Recipe
@@ -45,6 +46,7 @@ class Plan:
     source: str
     placement: Placement | None
     hosts: list[str]
+    engines: int
     misfits: list[Misfit]
     data: list[str]
     cautions: list[str]
@@ -104,7 +106,13 @@ def dry_run(recipe: Recipe) -> Plan:
     recipe, source = _with_card(recipe)
     trials = _Trials()
     names = trials(partial(_joined, recipe)) if recipe.cluster.address is not None else None
-    placement = trials(partial(place, recipe, [host for _, host in names] if names else None))
+    hosts = [host for _, host in names] if names else None
+    placement = trials(partial(place, recipe, hosts))
+    engines = recipe.rollout.replica_range.min
+    if placement is not None and "rl" in recipe.train.stages:
+        engines = most_engines(recipe, hosts)
+        if recipe.cluster.address is None:
+            trials(partial(place, recipe, engines=recipe.rollout.replica_range.max))
     if "rl" in recipe.train.stages:
         trials(partial(check_engine, recipe))
         if recipe.rollout.engine == "vllm":
@@ -122,6 +130,7 @@ def dry_run(recipe: Recipe) -> Plan:
         source,
         placement,
         [name for name, _ in names or []],
+        engines,
         unfit,
         data=list(map(str, looked or [])),
         cautions=[*cautions_of(recipe), *(warnings or [])],
@@ -192,6 +201,7 @@ def as_json(plan: Plan) -> dict[str, object]:
             "cpus": placement.cpus,
             "gpus": placement.gpus,
             "names": plan.hosts,
+            "engines": {**recipe.rollout.replica_range.model_dump(), "room": plan.engines},
             "actors": [
                 {"name": a.name, "role": _role(recipe, a), "host": a.host, "cpus": a.cpus, "gpus": a.gpus} for a in placement.actors
             ],
@@ -219,6 +229,10 @@ def render(plan: Plan) -> str:
     ]
     if plan.placement is not None:
         lines += _placement_lines(recipe, plan.placement, plan.hosts)
+        if plan.rl and recipe.rollout.elastic:
+            bounds = recipe.rollout.replica_range
+            told = f"{bounds.min} are planned, and up to {bounds.max} join; now there is room for {plan.engines}"
+            lines.append(f"           rollout engines: {told}")
     lines.append("memory     estimates, without CUDA context and allocator slack")
     for rank, sizes in plan.memory.items():
         parts = ", ".join(f"{name.replace('_', ' ')} {_size(name, value)}" for name, value in sizes.items() if value)

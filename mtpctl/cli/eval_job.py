@@ -45,7 +45,7 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, say: Say, start: str | No
     """
     recipe = with_merged_sync(recipe)
     validate(_checkable(recipe))
-    problems = load_held_out(recipe.data, recipe.seed, recipe.evaluation)
+    problems = load_held_out(recipe.data, recipe.seed, recipe.evaluation, recipe.rollout)
     if not problems.held_out:
         raise UserError("evaluation.sets: the recipe has no held-out problems; name a set, or data.eval_path")
     check_sandbox(recipe)
@@ -82,7 +82,7 @@ async def _measured(recipe: Recipe, source: Source, store: VersionStore, prepare
 def _checkable(recipe: Recipe) -> Recipe:
     """The recipe for its checks: nothing is trained, so it needs nothing to train on, and held-out rows need no others beside them."""
     recipe, data = without_training(recipe), recipe.data
-    if data.path is not None or data.task is not None:
+    if data.path is not None or data.task is not None or recipe.rollout.verifiers is not None:
         return recipe
     held_out = data.eval_path if data.eval_path and is_dataset_id(data.eval_path) else None
     return recipe.model_copy(update={"data": data.model_copy(update={"task": GeneratedTask(), "eval_path": held_out})})

@@ -15,6 +15,7 @@ TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
 ABOUT = {
     "recipe.yaml": "the run: data, reward, model, training",
     "rows.jsonl": "what is trained on, one problem a line",
+    "talks.jsonl": "conversations that are imitated first",
     "held_out.jsonl": "what is evaluated on",
     "reward.py": "what a response is worth",
     "environment.py": "the tool that replies between the model's turns",
@@ -24,7 +25,7 @@ ABOUT = {
 }
 """The files of a template in the order in which they are listed; a template need not have all."""
 
-UNTIL_LOSS = {"agent": "1.4", "exact": "1.4", "judge": "2.3", "tool": "0.1"}
+UNTIL_LOSS = {"agent": "0.1", "coding": "0.4", "exact": "1.4", "judge": "2.3", "tool": "0.1"}
 """Where the supervised stage of each template ends: some responses are right by then, and some are not."""
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
@@ -33,11 +34,11 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 def init(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The folder to make; its name becomes the run's.")],
     template: Annotated[
-        Literal["exact", "judge", "tool", "agent"],
+        Literal["exact", "judge", "tool", "agent", "coding"],
         typer.Option(
             "--template",
             help="exact: a reward function; judge: a reward by a judge; tool: an environment of several turns; "
-            "agent: an agent that asks the model.",
+            "agent: an agent whose model calls two tools; coding: an agent whose model writes, runs and mends Python.",
         ),
     ] = "exact",
 ) -> None:

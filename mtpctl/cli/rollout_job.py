@@ -197,7 +197,7 @@ def origin_of(recipe: Recipe, source: Source) -> Origin:
 
 
 def _environment(rollout: RolloutBase) -> list[object]:
-    if rollout.agents_play:  # None: agents that come over the network
+    if rollout.agents_play and rollout.verifiers is None:  # None: agents that come over the network
         return [rollout.agent, rollout.max_turns, rollout.agent_args]
     if rollout.environment == "single":
         return []

@@ -60,7 +60,8 @@ def _rendered(row: SampleRow) -> str:
         bar = "  " if part["by"] == "model" else "  │ "
         lines += [bar + line for line in part["text"].splitlines() or [""]]
     if row["answer"]:
-        lines.append(f"  wanted: {row['answer']}")
+        first, *others = row["answer"].splitlines() or [""]
+        lines += [f"  wanted: {first}", *(f"          {line}" for line in others)]
     if row["note"]:
         lines.append(f"  {row['note']}")
     return "\n".join(map(_harmless, lines))

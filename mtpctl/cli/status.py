@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def status(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")], as_json: Json = False) -> None:
-    """Tell the state of a run, its step, how long ago it wrote, and what became of trainers that were lost."""
+    """Tell the state of a run, its step, how long ago it wrote, and what became of trainers and replicas that were lost."""
     from mtpctl.errors import UserError
     from mtpctl.telemetry.run_directory import RunDirectory
     from mtpctl.telemetry.runs import describe_run
@@ -35,5 +35,6 @@ def _rendered(found: RunOverview) -> str:
     step = f", {found.stage} step {found.step}{of}" if found.stage else ""
     reward = "" if found.reward is None else f", reward {found.reward:.3f}"
     accuracy = "" if found.accuracy is None else f", held-out accuracy {found.accuracy:.3f}"
-    lines = [f"{found.path}: {found.state}{step}{reward}{accuracy}; wrote {format_duration(found.age_s)} ago"]
+    replicas = "" if found.replicas is None else f", {found.replicas} rollout replica(s)"
+    lines = [f"{found.path}: {found.state}{step}{reward}{accuracy}{replicas}; wrote {format_duration(found.age_s)} ago"]
     return "\n".join([*lines, *(f"restart: {line}" for line in found.restarts)])

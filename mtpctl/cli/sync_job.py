@@ -120,7 +120,7 @@ async def _sync(
         served = ServedEngines(engines)
         sync = WeightSync(recipe, trainer, served if pool is None else pool, server, store.root)
         first = served.version + 1 if engines else 1
-        targets = len(engines) or recipe.rollout.replicas + (recipe.logprob.replicas if server is not None else 0)
+        targets = len(engines) or recipe.rollout.replica_range.min + (recipe.logprob.replicas if server is not None else 0)
         return [await _one(sync, version, verify or version == first, targets) for version in range(first, first + repeat)]
 
 

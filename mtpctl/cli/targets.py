@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -58,8 +59,8 @@ def run_of(target: str | Path) -> Path | None:
 def load_target(target: str | Path, overlays: Sequence[str] = (), sets: Sequence[str] = ()) -> Target:
     """The recipe that `target` stands for, with overlays and sets on top.
 
-    A run's directory is the one that it lies in now, so that a run that was moved resumes. Raises UserError as `load_recipe` does, and for
-    a folder that is no run.
+    A run's directory is the one that it lies in now, so that a run that was moved or copied resumes. Raises UserError as `load_recipe`
+    does, and for a folder that is no run.
     """
     from mtpctl.recipe.loading import flatten, load_recipe
 
@@ -71,8 +72,7 @@ def load_target(target: str | Path, overlays: Sequence[str] = (), sets: Sequence
         return Target(load_recipe(target, overlays=overlays, sets=sets))
     source = _recipe_of(run)
     had = load_recipe(source)
-    # The recorded directory stays as it is written where it still names this place.
-    here = [] if had.recipe.run_path.absolute() == run else [f"run_dir={json.dumps(_moved(had.recipe, run), ensure_ascii=False)}"]
+    here = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in _placed(had.recipe, run).items()]
     if (began := _began_from(had.recipe, run)) is not None:
         here.append(f"model.path={json.dumps(began, ensure_ascii=False)}")
     loaded = load_recipe(source, overlays=overlays, sets=[*here, *sets])
@@ -141,11 +141,21 @@ def has_checkpoint(run: Path) -> bool:
     return newest(run / "checkpoints") is not None
 
 
-def _moved(recipe: Recipe, run: Path) -> str:
-    """`run_dir` of a run that was moved, with `{name}` where the recipe had it and it still fits."""
-    if recipe.run_dir.endswith("{name}") and run.name == recipe.name:
-        return f"{run.parent}/{{name}}"
-    return str(run)
+def _placed(recipe: Recipe, run: Path) -> dict[str, str]:
+    """The keys that name the place of a run that was moved or copied; none where its recipe still does.
+
+    Where `{name}` was the last part of the directory it stays so, under the folder's name: then `--set name=NAME` makes another run.
+    """
+    from mtpctl.recipe.schema import NAMES
+
+    if recipe.run_path.absolute() == run:
+        return {}
+    if Path(recipe.run_dir).name != "{name}" or not re.fullmatch(NAMES, run.name):
+        return {"run_dir": str(run)}
+    keys = {} if run.name == recipe.name else {"name": run.name}
+    if recipe.model_copy(update=keys).run_path.absolute() != run:
+        keys["run_dir"] = f"{run.parent}/{{name}}"
+    return keys
 
 
 def _began_from(recipe: Recipe, run: Path) -> str | None:

@@ -82,7 +82,8 @@ def _asked(
     found = load_whole(named, overlay, sets)
     place = found.recipe.run_path
     if run_of(place) is not None:
-        raise UserError(f"--from: {place} holds a run that has begun already; name a new one with --set name=NAME or --set run_dir=FOLDER")
+        by_name = "--set name=NAME or " if "{name}" in found.recipe.run_dir else ""
+        raise UserError(f"--from: {place} holds a run that has begun already; name a new one with {by_name}--set run_dir=FOLDER")
     return Target(load_whole(named, overlay, [*sets, *beginning.sets(converted)]).loaded, found.run, changed=found.changed), beginning
 
 

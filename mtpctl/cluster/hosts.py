@@ -10,7 +10,10 @@ from mtpctl.cluster.room import Host
 
 @dataclass(frozen=True, slots=True)
 class RayHost:
-    """A host by its id in Ray: all its CPUs and GPUs (`whole`), and those that nobody has reserved (`free`)."""
+    """A host by its id in Ray: all its CPUs and GPUs (`whole`), and those that nobody has reserved (`free`).
+
+    Nothing is free on a host that is being drained, where Ray starts nothing any more.
+    """
 
     node: str
     whole: Host
@@ -27,15 +30,22 @@ def ray_hosts() -> list[RayHost]:
     import ray
     from ray._private.state import available_resources_per_node
 
-    free = available_resources_per_node()
+    free, leaving = available_resources_per_node(), draining()
     alive = sorted((node for node in ray.nodes() if node["Alive"]), key=_order)
     addresses = [str(node["NodeManagerAddress"]) for node in alive]
     found = []
     for node, address in zip(alive, addresses, strict=True):
         key = str(node["NodeID"])
         name = address if addresses.count(address) == 1 else f"{address}/{key[:6]}"
-        found.append(RayHost(key, _host(node["Resources"], name), _host(free.get(key, {}), name)))
+        found.append(RayHost(key, _host(node["Resources"], name), _host({} if key in leaving else free.get(key, {}), name)))
     return found
+
+
+def draining() -> set[str]:
+    """Ids of the hosts that Ray was told to drain: they are alive, and will be taken away."""
+    from ray._private.state import state
+
+    return set(state.get_draining_nodes())
 
 
 def living() -> set[str]:

@@ -2,7 +2,7 @@
 
 The rollout pool and the log-prob server use it: they give replicas their work, and say in a `Lifecycle` how a replica is started, updated
 to the weights of the others, and ended. A replica that fails is ended and another one is started in its seat, so it must hold nothing that
-may not be lost.
+may not be lost. A replica may also be asked to leave, which is no failure, and another one may join in its seat, or in a new one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,13 @@ FORGET_S = 3600.0
 """Seconds after which a failure no longer counts against `max_restarts`: in a run of weeks a replica may fail now and then."""
 _POLL_S = 0.02
 
+Tell = Callable[[str], None]
+"""Takes a line about replicas that failed or are back, for the log of a run."""
+
+
+def untold(line: str) -> None:
+    """Where no run keeps a log."""
+
 
 @dataclass(frozen=True)
 class Lifecycle[R]:
@@ -31,8 +38,8 @@ class Lifecycle[R]:
     start: start a replica for the seat of this index. bring_up: update a fresh replica to the version of the others; returns False where
     that version cannot be had yet. It is called while no update is under way, and has `bring_up_s` seconds, since updates wait for it.
     end: end a replica that may have failed; it is cancelled after `end_s` seconds, and must leave nothing behind even then. changed:
-    called when a seat was filled or quarantined. dead: exceptions that mean that a replica is gone. max_restarts: a seat that fails more
-    often within `FORGET_S` is quarantined.
+    called when a seat was filled, left or quarantined. dead: exceptions that mean that a replica is gone. max_restarts: a seat that fails
+    more often within `FORGET_S` is quarantined. tell: is told of failures, and what became of the seat, in one line each.
     """
 
     start: Callable[[int], Awaitable[R]]
@@ -43,12 +50,14 @@ class Lifecycle[R]:
     max_restarts: int
     end_s: float
     bring_up_s: float
+    tell: Tell = untold
 
 
 @dataclass(slots=True)
 class Seat[R]:
     """The place of one replica; `replica` is None while none serves there.
 
+    wanted: whether a replica is to be there. One that was asked to leave has updates until it is taken out, but gets no work any more.
     busy: requests under way, counted by the owner of the seats. failed_at: times of the failures within `FORGET_S`, on the clock of
     `time.monotonic`. fills: how many replicas came after the first.
     """
@@ -61,10 +70,13 @@ class Seat[R]:
     quarantined: bool = False
     fills: int = 0
     restarting: asyncio.Task[None] | None = None
+    wanted: bool = True
 
     @property
-    def state(self) -> Literal["serving", "restarting", "quarantined"]:
-        """Whether a replica serves in the seat, is being restarted, or failed too often."""
+    def state(self) -> Literal["serving", "restarting", "quarantined", "vacant"]:
+        """Whether a replica serves in the seat, is being started, failed too often, or is not wanted there."""
+        if not self.wanted:
+            return "vacant"
         return "serving" if self.replica is not None else "quarantined" if self.quarantined else "restarting"
 
 
@@ -117,18 +129,54 @@ class Replicas[R]:
         return [(seat, seat.replica) for seat in self.seats if seat.replica is not None and where(seat.replica)]
 
     def hopeless(self) -> str:
-        """The reason of each seat where all are quarantined, so that nothing will serve again; else empty."""
-        if not all(seat.quarantined for seat in self.seats):
+        """The reason of each seat where all that are wanted are quarantined, so that nothing will serve again; else empty."""
+        wanted = [seat for seat in self.seats if seat.wanted]
+        if not all(seat.quarantined for seat in wanted):
             return ""
-        return "; ".join(f"{seat.index}: {seat.reason}" for seat in self.seats)
+        return "; ".join(f"{seat.index}: {seat.reason}" for seat in wanted)
 
     def lost(self, seat: Seat[R], replica: R, error: Exception) -> None:
         """Restart a replica that failed. Further reports of the same replica do nothing."""
         if seat.replica is not replica or self._closed:
             return
         seat.replica = None
-        self._failed(seat, error)
-        seat.restarting = asyncio.create_task(self._restart(seat, replica))
+        if seat.wanted:  # `leave` ends one that was asked to.
+            self._failed(seat, error)
+            seat.restarting = asyncio.create_task(self._restart(seat, replica))
+
+    def join(self, index: int) -> None:
+        """Have a replica start in the seat of this index, which is a vacant one or the next new one. Failures of before are forgotten."""
+        assert not self._closed and index <= len(self.seats)
+        if index == len(self.seats):
+            self.seats.append(Seat(index, None, wanted=False))
+        seat = self.seats[index]
+        assert seat.state == "vacant" and seat.replica is None
+        seat.wanted, seat.quarantined, seat.failed_at, seat.reason = True, False, [], ""
+        seat.restarting = asyncio.create_task(self._fill_or_give_up(seat))
+
+    async def leave(self, index: int, hand_over: Callable[[Seat[R], R], Awaitable[None]]) -> None:
+        """Vacate a seat, whether a replica serves there, is being started or was quarantined. This is no failure.
+
+        A replica that serves gets no more work at once, and takes part in an update that is under way. Then `hand_over` has it give up what
+        it still has to do, and it is ended.
+        """
+        seat = self.seats[index]
+        seat.wanted = False
+        if seat.restarting is not None and not seat.restarting.done():
+            seat.restarting.cancel()
+            await asyncio.gather(seat.restarting, return_exceptions=True)
+        leaving = seat.replica
+        async with self.updating:
+            seat.replica = None
+        try:
+            if leaving is not None:
+                with suppress(*self._lifecycle.dead, TimeoutError):
+                    await hand_over(seat, leaving)
+        finally:
+            if leaving is not None:
+                with suppress(*self._lifecycle.dead, TimeoutError):
+                    await self._end(leaving)
+        await self._lifecycle.changed()
 
     @asynccontextmanager
     async def fixed_members(self) -> AsyncIterator[None]:
@@ -192,14 +240,22 @@ class Replicas[R]:
         with suppress(Exception):
             # Errors of ending it do not matter: it has failed, for the reason that the seat has.
             await self._end(dead)
+        await self._fill_or_give_up(seat, anew=True)
+
+    async def _fill_or_give_up(self, seat: Seat[R], *, anew: bool = False) -> None:
+        """Start replicas for a seat until one serves, or quarantine it after too many failures. `anew`: in the place of one that failed."""
         while len(seat.failed_at) <= self._lifecycle.max_restarts:
             try:
                 await self._fill(seat)
+                if anew:
+                    self.restarts += 1
+                    self._lifecycle.tell(f"replica {seat.index} is back")
                 break
             except Exception as error:
                 self._failed(seat, error)
         else:
             seat.quarantined = True
+            self._lifecycle.tell(f"replica {seat.index} is in quarantine: it failed {len(seat.failed_at)} time(s) within an hour")
         await self._lifecycle.changed()
 
     async def _fill(self, seat: Seat[R]) -> None:
@@ -216,7 +272,6 @@ class Replicas[R]:
             with suppress(*self._lifecycle.dead, TimeoutError):
                 await self._end(fresh)
             raise
-        self.restarts += 1
 
     async def _brought_up(self, seat: Seat[R], fresh: R) -> bool:
         async with self.updating:
@@ -235,3 +290,4 @@ class Replicas[R]:
         now = time.monotonic()
         seat.failed_at = [*(then for then in seat.failed_at if now - then < FORGET_S), now]
         seat.reason = one_line(error)
+        self._lifecycle.tell(f"replica {seat.index} failed: {seat.reason}")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypedDict
 
-from mtpctl.cluster.hosts import living, ray_hosts
+from mtpctl.cluster.hosts import draining, living, ray_hosts
 from mtpctl.cluster.room import rooms, take
 from mtpctl.errors import RuntimeFailure
 
@@ -53,11 +53,15 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """The place of one actor. group: its reservation, common to actors that share a card; None for an actor without CPUs and GPUs."""
+    """The place of one actor. group: its reservation, common to actors that share a card; None for an actor without CPUs and GPUs.
+
+    planned: whether the run's plan has it. Cards of other seats are Ray's choice among those with a share left.
+    """
 
     claim: Claim
     node: str
     group: PlacementGroup | None
+    planned: bool = True
 
     def options(self) -> Options:
         """Ray's options for an actor that sits here."""
@@ -100,7 +104,7 @@ class Seats:
 
     # ---------------------------------------------------------------------------------------------------- reserving
 
-    async def reserve(self, bundles: Sequence[Bundle]) -> None:
+    async def reserve(self, bundles: Sequence[Bundle], *, planned: bool = True) -> None:
         """Reserve all bundles or none. Raises Occupied where Ray has no room for one of them."""
         from ray.util.placement_group import placement_group
 
@@ -120,7 +124,35 @@ class Seats:
             raise
         for bundle, group in zip(bundles, groups, strict=True):
             for claim in bundle.claims:
-                self.seats[claim.actor] = Seat(claim, bundle.node, group)
+                self.seats[claim.actor] = Seat(claim, bundle.node, group, planned)
+
+    async def add(self, claim: Claim) -> Seat | None:
+        """A seat beyond the plan for an actor that joins, or the one that it had before and that is kept. None where there is no room."""
+        kept = self.seats.get(claim.actor)
+        if kept is not None and kept.node in living() - draining():
+            return kept
+        self.give_up(claim.actor)
+        hosts = ray_hosts()
+        taken = take(rooms(host.free for host in hosts), 1, claim.cpus, claim.gpus)
+        if taken is None:
+            return None
+        try:
+            await self.reserve([Bundle(hosts[taken[0]].node, (claim,))], planned=False)
+        except Occupied:
+            return None
+        return self.seats[claim.actor]
+
+    def give_up(self, actor: str) -> None:
+        """Free the place of an actor that has left, for whoever wants it. A reservation that others share stays, and so does its seat."""
+        self.found.pop(actor, None)
+        if (seat := self.seats.get(actor)) is None:
+            return
+        shared = any(other.group is seat.group for name, other in self.seats.items() if name != actor and other.group is not None)
+        if shared and seat.node in living():
+            return
+        if not shared:
+            _remove([seat.group])
+        del self.seats[actor]
 
     # ------------------------------------------------------------------------------------------------------- seating
 
@@ -150,7 +182,7 @@ class Seats:
                 bundles += [Bundle(hosts[taken[0]].node, (claim,)) for claim in claims]
             gone = [self.seats[actor].group for actor in lost]
             try:
-                await self.reserve(bundles)
+                await self.reserve(bundles, planned=False)
             except Occupied:
                 return None
             _remove(gone)
@@ -175,6 +207,8 @@ class Seats:
         for other, its in self.found.items():
             if other == actor or its.node != found.node:
                 continue
+            if not (seat.planned and self.seats[other].planned):
+                continue
             shared = sorted({*its.cards} & {*found.cards})
             mates = seat.group is not None and self.seats[other].group is seat.group
             if shared and not mates:
@@ -183,6 +217,10 @@ class Seats:
                 raise RuntimeFailure(
                     f"{actor}: has card {found.cards[0]} of host {_named(found.node)}, and the plan has it share that of {other}"
                 )
+
+    def host(self, actor: str) -> str:
+        """The name of the host that an actor sits on."""
+        return _named(self.seats[actor].node)
 
     def told(self) -> str:
         """The actors of each host, in one line."""

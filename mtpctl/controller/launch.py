@@ -19,15 +19,17 @@ from mtpctl.cluster.room import Host
 from mtpctl.cluster.seats import Seats
 from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.controller.copies import Copies, check_copies, copies_of, fetch_if_lost
+from mtpctl.controller.elastic import ElasticRollout
 from mtpctl.controller.prepare import Prepared, changed_old_logprobs, changed_task, check_drawn, prepare, store_in
 from mtpctl.controller.revival import Revival
 from mtpctl.controller.rl import RlStage
 from mtpctl.controller.scoring import Scoring
-from mtpctl.controller.seating import seated
+from mtpctl.controller.seating import engine_claim, seated
 from mtpctl.controller.set_rewards import start_rewards
 from mtpctl.controller.sft import SftStage
 from mtpctl.controller.start_teacher import start_teacher
 from mtpctl.controller.state import RunState, check_stages, resumed_from
+from mtpctl.controller.status_http import status_app, status_socket
 from mtpctl.controller.trainers import TrainerGroup, TrainerLost
 from mtpctl.controller.waits import Waits
 from mtpctl.controller.weights import WeightSync
@@ -46,6 +48,8 @@ from mtpctl.routes import RouteShape
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.session import Resumed, Telemetry, show_ended
 from mtpctl.telemetry.sinks import check_packages
+from mtpctl.telemetry.status_page import ReplicaCounts
+from mtpctl.web.server import address_of, serving
 
 INTERRUPTED = 130
 
@@ -69,8 +73,12 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
         check_engine(recipe)
     check_packages(recipe.telemetry)
     # Which hosts a cluster has, and what is free of them, is known only after joining it: here its hosts count as boundless.
-    placement = place(recipe, None if recipe.cluster.address is None else [Host(float("inf"), float("inf"))])
-    cpus, gpus = (placement.cpus, placement.gpus) if recipe.cluster.address is None else (0.0, 0.0)
+    place(recipe, None if recipe.cluster.address is None else [Host(float("inf"), float("inf"))])
+    cpus = gpus = 0.0
+    if recipe.cluster.address is None:
+        # No host joins a cluster that the run starts itself: an engine without room there would never start.
+        most = place(recipe, engines=recipe.rollout.replica_range.max)
+        cpus, gpus = most.cpus, most.gpus
     check_room(recipe.cluster, cpus=cpus, gpus=gpus)
     fresh = not recipe.run_path.exists()
     check_stages(earlier.checkpoints, recipe.train.stages)
@@ -79,8 +87,11 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     text = dump_resolved(recipe)
     # Actors get absolute paths: in a cluster that the run joins their working directory is another one.
     recipe = recipe.model_copy(update={"run_dir": str(recipe.run_path.absolute())})
-    with RunDirectory.create(recipe.run_path, text) as directory:
+    with RunDirectory.create(recipe.run_path, text) as directory, contextlib.ExitStack() as open_sockets:
         try:
+            status = status_socket(recipe.telemetry)
+            if status is not None:
+                open_sockets.enter_context(contextlib.closing(status))
             prepared = prepare(recipe, directory.path)
         except MtpctlError:
             if fresh:
@@ -89,13 +100,14 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
         # Only now, so that a recipe that is refused is not recorded as one that ran.
         directory.record(text)
         before = Resumed(resumed["stage"], resumed["step"], resumed["ended"])
-        with Telemetry(directory, recipe.telemetry, plain, totals=totals, resumed=before) as telemetry:
+        early = ["sft"] if recipe.train.sft.until_loss else []
+        with Telemetry(directory, recipe.telemetry, plain, totals=totals, early=early, resumed=before) as telemetry:
             if fetched:
                 telemetry.event("copy", fetched)
             if prepared.unrewarded:
                 telemetry.event("data", prepared.unrewarded)
             with cluster(recipe.cluster, cpus=cpus, gpus=gpus, logs=directory.logs):
-                finished = asyncio.run(Run(recipe, prepared, directory, telemetry, changed).drive())
+                finished = asyncio.run(Run(recipe, prepared, directory, telemetry, changed, status).drive())
                 if finished:
                     telemetry.print_summary()
     return 0 if finished else INTERRUPTED
@@ -118,12 +130,15 @@ class Run:
     """The actors of one run, where they sit, and the order in which its stages use them.
 
     `changed`: how RL by this recipe differs from RL in the run so far, which the line of the resume says; empty where it does not.
+    `status`: the socket of the status page, where there is one.
     """
 
     placement: Placement
     seats: Seats
     revival: Revival
     gateway: socket.socket | None = None
+    pool: ReplicaPool | None = None
+    elastic: ElasticRollout | None = None
 
     def __init__(
         self,
@@ -132,9 +147,10 @@ class Run:
         directory: RunDirectory,
         telemetry: Telemetry,
         changed: str = "",
+        status: socket.socket | None = None,
     ) -> None:
         self.recipe, self.prepared, self.directory, self.telemetry = recipe, prepared, directory, telemetry
-        self.changed = changed
+        self.changed, self.status = changed, status
         self.waits = Waits(telemetry.waiting, directory.logs)
         self.state = RunState(directory.checkpoints, recipe.train, waiting=self.waits.on)
         self.store = store_in(directory.path, recipe, prepared.model.shape)
@@ -150,6 +166,9 @@ class Run:
             if "rl" in self.recipe.train.stages and (bound := gateway_socket(self.recipe.rollout)) is not None:
                 self.gateway = stack.enter_context(contextlib.closing(bound))
             stack.callback(asyncio.create_task(self.waits.run(), name="waits").cancel)
+            if self.status is not None:
+                await stack.enter_async_context(serving(status_app(self.telemetry.live, self._replicas), self.status))
+                self.telemetry.event("start", f"status page: {address_of(self.status)}")
             if (copies := copies_of(self.recipe, self.directory, lambda line: self.telemetry.event("copy", line))) is not None:
                 self.state.copies = copies
                 stack.push_async_callback(self._copied, copies)
@@ -158,6 +177,10 @@ class Run:
                 return False
             self.placement, self.seats = found
             self.telemetry.event("start", f"places: {self.seats.told()}")
+            if "rl" in self.recipe.train.stages and self.recipe.rollout.elastic:
+                told = partial(self.telemetry.event, "rollout")
+                self.elastic = ElasticRollout(self.recipe.rollout, self.directory, self.seats, self.state, self.waits, told)
+                await stack.enter_async_context(self.elastic.watching())
             trainer = TrainerGroup(self.recipe, self.placement, self.seats)
             self.revival = Revival(
                 self.recipe,
@@ -232,6 +255,7 @@ class Run:
             gpus=seat.gpus,
             seats=self.seats,
             published=self.store,
+            tell=self._tell_restart,
         )
         with self._starting("log-prob server", [f"log-prob replica {i} rank 0" for i in range(self.recipe.logprob.replicas)]):
             server = await within(starting, self.recipe.cluster.actor_deadline_s, "log-prob server, start")
@@ -241,7 +265,7 @@ class Run:
     async def _start_rollout(self, stack: contextlib.AsyncExitStack) -> ReplicaPool:
         folder, shape = str(self.prepared.model.path), self.prepared.model.shape
         routes = RouteShape.of(shape) if self.recipe.replay(shape) == "rollout" else None
-        replicas = [f"rollout replica {i}" for i in range(self.recipe.rollout.replicas)]
+        replicas = [f"rollout replica {i}" for i in range(self.recipe.rollout.replica_range.min)]
         with self._starting(f"rollout, {len(replicas)} replica(s)", replicas):
             pool = await start_pool(
                 self.recipe,
@@ -252,9 +276,24 @@ class Run:
                 published=self.store,
                 tokenizer=self.prepared.tokenizer,
                 routes=routes.layers if routes is not None else (),
+                tell=self._tell_restart,
             )
         stack.push_async_callback(pool.close)
+        self.pool = pool
+        if self.elastic is not None:
+            await stack.enter_async_context(self.elastic.following(pool.membership, engine_claim(self.placement)))
         return pool
+
+    def _tell_restart(self, line: str) -> None:
+        self.telemetry.event("restart", line)
+
+    def _replicas(self) -> ReplicaCounts | None:
+        """The rollout replicas, once they are started."""
+        if self.pool is None:
+            return None
+        bounds, found = self.recipe.rollout.replica_range, self.pool.membership
+        asked = bounds.max if self.elastic is None else self.elastic.asked
+        return ReplicaCounts(found.serving, asked, bounds.min, bounds.max, found.restarts)
 
     @contextlib.contextmanager
     def _starting(self, what: str, actors: list[str]) -> Iterator[None]:
@@ -333,7 +372,10 @@ class Run:
             if server is None
             else Scoring(server, self.recipe.rollout.temperature, answer_deadline(self.recipe.cluster), replay=replay)
         )
-        beside = dict if scoring is None else scoring.metrics
+
+        def beside() -> dict[str, float]:
+            return {"rollout/replicas": float(rollout.membership.serving)} | ({} if scoring is None else scoring.metrics())
+
         sync = WeightSync(self.recipe, trainer, rollout, server, self.store.root, metrics=beside)
 
         async def revive(lost: TrainerLost, *, anew: bool = False) -> None:
@@ -360,6 +402,8 @@ class Run:
             stage = RlStage(
                 self.recipe, self.prepared, trainer, generator, sync, rewards, self.telemetry, self.state, scoring, revive, teacher
             )
+            if self.elastic is not None:
+                self.elastic.on_wait = stage.rollout.progressed
             if restored is not None and (restored / "buffer.jsonl").exists():
                 await stage.resume_buffer(*SampleBuffer.load(restored / "buffer.jsonl"))
             with self.waits.on("weights: the first sync"):

@@ -77,7 +77,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     from mtpctl.convert.model_weights import ModelWeights
 
     # What is read in a moment comes first, and with it the most common mistakes.
-    problems = load_problem_sets(recipe.data, recipe.seed, recipe.evaluation, stages=recipe.train.stages)
+    problems = load_problem_sets(recipe.data, recipe.seed, recipe.evaluation, stages=recipe.train.stages, rollout=recipe.rollout)
     tried = try_code(recipe, problems, compare=True)
     model = model_of(recipe, run_dir)
     if "rl" in recipe.train.stages and recipe.rollout.engine == "vllm":
@@ -187,7 +187,8 @@ def changed_task(recipe: Recipe, run: RunDirectory) -> list[str]:
         return []
     before = flatten(yaml12.parse(run.recipe.read_text(encoding="utf-8"), str(run.recipe)).value)
     now = flatten(yaml12.parse(dump_resolved(recipe), "the recipe").value)
-    asked = [key for key in now if key[0] in ("data", "reward") or key[:2] in (("rollout", "environment"), ("rollout", "environment_args"))]
+    environment = {("rollout", name) for name in ("environment", "environment_args", "environment_eval_args")}
+    asked = [key for key in now if key[0] in ("data", "reward") or key[:2] in environment]
     return [".".join(key) for key in asked if _without_folder(now[key]) != _without_folder(before.get(key))]
 
 
@@ -196,7 +197,12 @@ def _without_folder(value: object) -> object:
 
 
 def store_in(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:
-    """The version store of a run in `folder`. Called when Ray is connected, which knows whether readers are on other hosts."""
+    """The version store of a run in `folder`. Called when Ray is connected, which knows whether readers are on other hosts.
+
+    Where engines may join on hosts that are not there yet, it is in `folder`.
+    """
+    if recipe.rollout.elastic and recipe.cluster.address is not None:
+        return VersionStore(folder / "versions")
     size = count_parameters(shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
     return VersionStore(default_root(name_of(folder), size, folder / "versions"))
 

@@ -46,6 +46,10 @@ def try_code(recipe: Recipe, problems: ProblemSets, *, compare: bool) -> Tried:
         from mtpctl.rl.rewards.function import AGENT, load_function
 
         load_function(recipe.rollout.agent, recipe.rollout.agent_args, AGENT)
+    if recipe.rollout.verifiers is not None:
+        from mtpctl.rollout.agent_trial import try_episodes
+
+        try_episodes(recipe.rollout, problems.train)
     if (teacher := recipe.train.rl.teacher) is not None and teacher.hint is not None:
         from mtpctl.data.prompts import hinted
 
@@ -71,7 +75,7 @@ def rehearse(recipe: Recipe) -> list[str]:
     from mtpctl.controller.trial import TRIED
     from mtpctl.data.sets import first_problems
 
-    first = first_problems(recipe.data, recipe.seed, recipe.evaluation, TRIED)
+    first = first_problems(recipe.data, recipe.seed, recipe.evaluation, TRIED, recipe.rollout)
     named = {name: first[f"eval/{name}"] for name in recipe.evaluation.sets}
     warnings = list(try_code(recipe, ProblemSets(first["train"], first.get("eval", []), [], named), compare=False).warnings)
     if not first["train"]:
@@ -80,7 +84,7 @@ def rehearse(recipe: Recipe) -> list[str]:
 
 
 def _try_environment(recipe: Recipe, problems: ProblemSets) -> EnvironmentTrial | None:
-    if recipe.rollout.environment == "single":
+    if recipe.rollout.environment == "single" or recipe.rollout.verifiers is not None:
         return None
     from mtpctl.data.prompts import chatted
     from mtpctl.rollout.environments import environment_of

@@ -219,7 +219,7 @@ class RlStage:
         """
         deadline = self.recipe.cluster.step_deadline_s
         # The wait begins now: how long ago the last response arrived while the trainer was busy does not count.
-        self.rollout.last_progress = time.monotonic()
+        self.rollout.progressed()
         task = asyncio.ensure_future(work)
         try:
             while (left := self.rollout.last_progress + deadline - time.monotonic()) > 0:
@@ -367,10 +367,6 @@ class RlStage:
         """Log the metrics of all held-out sets under `step`; nothing without held-out problems."""
         began = time.perf_counter()
 
-        def progressed() -> None:
-            # Engines that are busy with held-out problems have not stopped working.
-            self.rollout.last_progress = time.monotonic()
-
         metrics = await evaluate(
             self.recipe,
             self.prepared,
@@ -379,7 +375,8 @@ class RlStage:
             version=version,
             asked=self.rollout.asked,
             sampled=self.rollout.answered,
-            progressed=progressed,
+            # Engines that are busy with held-out problems have not stopped working.
+            progressed=self.rollout.progressed,
             answered=lambda answers: self.keeper.evaluated(step, answers),
         )
         if not metrics:

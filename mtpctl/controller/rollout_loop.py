@@ -118,6 +118,10 @@ class RolloutLoop:
         self._generating = 0  # responses
         self._rewarding = 0
 
+    def progressed(self) -> None:
+        """Note that generation has not stopped, or waits for what is known to be missing."""
+        self.last_progress = time.monotonic()
+
     def take_counts(self) -> RolloutCounts:
         """What was counted since the last call."""
         taken, self.counts = self.counts, RolloutCounts()
@@ -138,7 +142,7 @@ class RolloutLoop:
         # Each sample has its own task, so that none waits for the scores of another one.
         async with asyncio.TaskGroup() as tasks, contextlib.aclosing(self.generator.generate(self._requests())) as samples:
             async for sample in samples:
-                self.last_progress = time.monotonic()
+                self.progressed()
                 self.answered(sample)
                 if (failure := self._failures.first(sample)) is not None:
                     self.telemetry.event("environment", failure)
@@ -213,14 +217,14 @@ class RolloutLoop:
             return sample
         parts = [part for part in sample.parts if part.response_ids]
         await asyncio.gather(*(self.score(part) for part in parts))
-        self.last_progress = time.monotonic()
+        self.progressed()
         return sample
 
     async def taught(self, sample: Sample, problem: Problem) -> None:
         """Have the teacher fill in what it thinks of all samples of the trajectory, where there is a teacher."""
         if self.teach is not None:
             await asyncio.gather(*(self.teach(part, problem) for part in sample.parts if part.response_ids))
-            self.last_progress = time.monotonic()
+            self.progressed()
 
     async def _rewarded(self, sample: Sample, problem: Problem) -> Outcome:
         self._rewarding += 1
@@ -230,7 +234,7 @@ class RolloutLoop:
         finally:
             self._rewarding -= 1
             self.clock.set("reward", self._rewarding > 0)
-        self.last_progress = time.monotonic()
+        self.progressed()
         self.counts.add(outcome)
         return outcome
 
@@ -260,7 +264,7 @@ class RolloutLoop:
         await self._drop(
             group,
             f"train.rl.dynamic_sampling: {{}} groups in a row had no signal (the last rewards were all {rewards[0]:g}); "
-            "take easier or harder problems or a longer train.sft, or set it to false",
+            "read why with mtpctl samples RUN --worst; take easier or harder problems or a longer train.sft, or set it to false",
         )
 
     async def _drop(self, group: Group, told: str) -> None:

@@ -54,6 +54,11 @@ def _wanted(bundle: Planned, hosts: list[RayHost]) -> Bundle:
     return Bundle(hosts[bundle.host].node, claims_of(bundle.actors))
 
 
+def engine_claim(placement: Placement) -> Claim:
+    """What a rollout engine takes, with all its ranks."""
+    return claims_of(tuple(actor for actor in placement.of("rollout") if actor.index == 0))[0]
+
+
 def claims_of(actors: tuple[Actor, ...]) -> tuple[Claim, ...]:
     """A claim for each Ray actor. All ranks of an engine are one claim, since they are processes of one actor."""
     found: dict[str, Claim] = {}

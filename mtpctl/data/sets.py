@@ -13,6 +13,7 @@ from mtpctl.data.tasks import generate
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.evaluation import EvaluationConfig
+from mtpctl.recipe.rollout import RolloutBase
 
 UNNAMED = ""
 """The name of the held-out set of the section `data`: its metrics are `eval/…` without one."""
@@ -40,18 +41,26 @@ class ProblemSets:
 
 
 def load_problem_sets(
-    config: DataConfig, seed: int, evaluation: EvaluationConfig | None = None, *, stages: Sequence[str] = ("sft", "rl")
+    config: DataConfig,
+    seed: int,
+    evaluation: EvaluationConfig | None = None,
+    *,
+    stages: Sequence[str] = ("sft", "rl"),
+    rollout: RolloutBase | None = None,
 ) -> ProblemSets:
     """Read or generate the problems of the recipe's `data` and `evaluation` sections, for a run of these stages.
 
     The supervised stage trains on the problems of RL unless the section names others. Of problems generated for it those that are held out
-    are dropped. Raises UserError where the section names neither files nor a task, or both, and what reading the files raises.
+    are dropped. With neither files nor a task they are those of the environment of `rollout`, where it has some. Raises UserError where
+    there are none, or the section names both, and what reading the files raises.
     """
     rows = rows_of(config, evaluation, stages)
     if config.task is not None:
         if config.path is not None or config.eval_path is not None:
             raise UserError("data.task: problems are generated or read, not both; remove data.task or data.path")
         train, held_out = generate(config.task, seed)
+    elif _brought(config, rollout):
+        train, held_out = _problems_of(config, rollout)
     elif config.path is None:
         raise UserError("data.path: name a file, a folder or a dataset's id, or generate problems with data.task")
     else:
@@ -68,12 +77,16 @@ def load_problem_sets(
     return ProblemSets(train, held_out, supervised, dict(_named(rows, evaluation)))
 
 
-def first_problems(config: DataConfig, seed: int, evaluation: EvaluationConfig, limit: int) -> dict[str, list[Problem]]:
-    """The first problems of `data.path` or of the generated task, as `train`, and of held-out sets, as `eval` and `eval/NAME`.
+def first_problems(
+    config: DataConfig, seed: int, evaluation: EvaluationConfig, limit: int, rollout: RolloutBase | None = None
+) -> dict[str, list[Problem]]:
+    """The first problems to train on, as `train`, and of held-out sets, as `eval` and `eval/NAME`.
 
     No more rows are read than that, and the hub is not asked: a dataset that is not in the cache has none.
     """
     found = {"train": generate(config.task, seed)[0][:limit]} if config.task is not None else {}
+    if _brought(config, rollout):
+        found = dict(zip(("train", "eval"), _problems_of(config, rollout, limit), strict=True))
     for role, rows in rows_of(config, evaluation, ("rl",)).items():
         if role != "sft":
             try:
@@ -83,11 +96,25 @@ def first_problems(config: DataConfig, seed: int, evaluation: EvaluationConfig, 
     return found
 
 
-def load_held_out(config: DataConfig, seed: int, evaluation: EvaluationConfig) -> ProblemSets:
+def load_held_out(config: DataConfig, seed: int, evaluation: EvaluationConfig, rollout: RolloutBase | None = None) -> ProblemSets:
     """The held-out problems alone, of which there may be none. Raises as `load_problem_sets` does."""
     rows = rows_of(config, evaluation, ("rl",))
     held_out = generate(config.task, seed)[1] if config.task is not None else rows["eval"].read() if "eval" in rows else []
+    if _brought(config, rollout):
+        held_out = _problems_of(config, rollout)[1]
     return ProblemSets([], held_out, [], dict(_named(rows, evaluation)))
+
+
+def _brought(config: DataConfig, rollout: RolloutBase | None) -> bool:
+    """Whether the problems come with the environment."""
+    return config.path is None and config.task is None and rollout is not None and rollout.verifiers is not None
+
+
+def _problems_of(config: DataConfig, rollout: RolloutBase | None, limit: int | None = None) -> tuple[list[Problem], list[Problem]]:
+    from mtpctl.data.taskset import brought_problems
+
+    assert rollout is not None, "which names the environment"
+    return brought_problems(rollout, config.taskset, limit)
 
 
 def rows_of(config: DataConfig, evaluation: EvaluationConfig | None, stages: Sequence[str]) -> dict[str, Rows]:

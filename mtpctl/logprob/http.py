@@ -35,6 +35,7 @@ from mtpctl.logprob.schemas import (
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.routes import Routes, from_json, to_json
 from mtpctl.web.guard import Guard, HttpBounds, error_body
+from mtpctl.web.prometheus import MEDIA_TYPE
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -101,7 +102,7 @@ def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, k
 
     @api.get("/metrics")
     async def metrics() -> Response:
-        return PlainTextResponse(prometheus(server), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(prometheus(server), media_type=MEDIA_TYPE)
 
     @api.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:

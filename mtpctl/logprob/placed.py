@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.replicas import Tell, untold
 from mtpctl.cluster.seats import Options, Seats
 from mtpctl.logprob.dispatch import ServerLimits
 from mtpctl.logprob.rank import ReplicaConfig
@@ -44,11 +45,12 @@ async def start_server(
     checkpoint: Path | None = None,
     version: int = 0,
     role: Literal["logprob", "teacher"] = "logprob",
+    tell: Tell = untold,
 ) -> LogprobServer:
     """Start the replicas of `recipe.logprob` with the weights of the folder `model`, or of a checkpoint of it; `version` is theirs.
 
     `cpus` and `gpus` are those of one rank. `seats`: where the ranks sit, by the names of `role`; without them Ray chooses.
-    `published`: where restarted replicas find newer weights.
+    `published`: where restarted replicas find newer weights. `tell`: as `LogprobServer.start` says, with what the replicas are called.
     """
     options = recipe.logprob
     config = ReplicaConfig(
@@ -89,4 +91,4 @@ async def start_server(
         max_restarts=options.max_restarts,
         sync_deadline_s=recipe.sync.deadline_s,
     )
-    return await LogprobServer.start(start, options.replicas, limits, published=published)
+    return await LogprobServer.start(start, options.replicas, limits, published=published, tell=lambda line: tell(f"{NAMES[role]} {line}"))

@@ -19,7 +19,7 @@ from mtpctl.logprob.placed import start_server
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.recipe.schema import Recipe
 from mtpctl.web.guard import HttpBounds
-from mtpctl.web.server import WebServer, allow_connections
+from mtpctl.web.server import WebServer, address_of, allow_connections
 
 Say = Callable[[str], None]
 
@@ -71,9 +71,8 @@ async def _serve(recipe: Recipe, served: Served, bound: socket.socket, key: str 
     face = web(server, served.tokenizer, served.name, key=key, bounds=HttpBounds())
     settle_heap()
     watching = asyncio.create_task(server.watch())
-    host, port = bound.getsockname()[:2]
     routes = "/v1/logprobs, /v1/completions, /v1/models, /health, /version, /metrics, /docs"
-    say(f"weights version {server.version}; http://{host}:{port}{routes}")
+    say(f"weights version {server.version}; {address_of(bound)}{routes}")
     try:
         await face.serve(sockets=[bound])
     finally:

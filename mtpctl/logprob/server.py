@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
-from mtpctl.cluster.replicas import Lifecycle, Replicas, start_all
+from mtpctl.cluster.replicas import Lifecycle, Replicas, Tell, start_all, untold
 from mtpctl.logprob.dispatch import Dispatcher, ServerLimits
 from mtpctl.logprob.protocol import Bounds, Late, QueueFull, ReplicaDead, Scored, ScoreRequest
 from mtpctl.logprob.queue import Waiting
@@ -28,7 +28,9 @@ Starter = Callable[[int], Awaitable[Replica]]
 class LogprobServer:
     """Replicas behind one queue. Build with `await LogprobServer.start(…)`, and end with `await server.close()`."""
 
-    def __init__(self, replicas: list[Replica], start: Starter, published: Published | None, limits: ServerLimits) -> None:
+    def __init__(
+        self, replicas: list[Replica], start: Starter, published: Published | None, limits: ServerLimits, tell: Tell = untold
+    ) -> None:
         self.bounds: Bounds = replicas[0].bounds
         self.version = max(replica.version for replica in replicas)
         lifecycle = Lifecycle(
@@ -41,6 +43,7 @@ class LogprobServer:
             end_s=END_S,
             # It may apply two versions, and an update that fails has as long again to restore the old weights.
             bring_up_s=3 * limits.sync_deadline_s,
+            tell=tell,
         )
         self.replicas = Replicas(replicas, lifecycle)
         self._published = published
@@ -49,10 +52,15 @@ class LogprobServer:
         self.queue, self.counters = self._dispatcher.queue, self._dispatcher.counters
 
     @classmethod
-    async def start(cls, start: Starter, count: int, limits: ServerLimits, *, published: Published | None = None) -> LogprobServer:
-        """Start `count` replicas with `start(index)`, all at once. `published`: where a restarted one finds newer weights."""
+    async def start(
+        cls, start: Starter, count: int, limits: ServerLimits, *, published: Published | None = None, tell: Tell = untold
+    ) -> LogprobServer:
+        """Start `count` replicas with `start(index)`, all at once.
+
+        `published`: where a restarted one finds newer weights. `tell` is given a line for each that fails, and for each that is back.
+        """
         replicas = await start_all(start, Replica.end, count, dead=(ReplicaDead,), max_restarts=limits.max_restarts)
-        return cls(replicas, start, published, limits)
+        return cls(replicas, start, published, limits, tell)
 
     # ------------------------------------------------------------------------------------------------------- requests
 

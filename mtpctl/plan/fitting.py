@@ -64,7 +64,9 @@ def misfits(recipe: Recipe, shape: ModelShape) -> Iterator[Misfit]:
     if card is not None and (missing := _trainer(recipe, shape)) > 0:
         room = card * recipe.train.gpus
         remedies = _remedies(recipe, partial(_trainer, shape=shape), _trainer_changes(recipe, shape))
-        mend = f"set {remedies[0]}, which gains {remedies[0].gain / GIB:.1f} GiB" if remedies else "take larger cards"
+        # One that suffices, on the cards that are there if possible.
+        best = max(remedies, key=lambda remedy: (remedy.fits and not remedy.cards, remedy.fits, remedy.gain), default=None)
+        mend = f"set {best}, which gains {best.gain / GIB:.1f} GiB" if best else "take larger cards"
         text = f"train.parallel: a trainer rank needs {missing / GIB + room:.0f} GiB of the {room:g} that it has of a card; {mend}"
         yield _misfit("trainer_rank", ClusterResources(text), recipe, partial(_trainer, shape=shape), remedies)
     if "rl" not in recipe.train.stages:
@@ -224,7 +226,7 @@ def _together(recipe: Recipe, remedies: Sequence[Remedy], shortfall: Shortfall) 
 def _cards(recipe: Recipe) -> float:
     cards = recipe.train.parallel.world_size * recipe.train.gpus
     if "rl" in recipe.train.stages:
-        cards += recipe.rollout.replicas * recipe.rollout.tp * engine_share(recipe)
+        cards += recipe.rollout.replica_range.min * recipe.rollout.tp * engine_share(recipe)
         cards += recipe.logprob.replicas * recipe.logprob.parallel.world_size * recipe.logprob.gpus if recipe.logprob.standalone else 0
     return cards
 

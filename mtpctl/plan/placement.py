@@ -103,15 +103,16 @@ def _joined(bundles: list[list[Actor]], actor: Actor) -> list[list[Actor]]:
     return [bundle for bundle in bundles if bundle not in near] + [[*(a for bundle in near for a in bundle), actor]]
 
 
-def place(recipe: Recipe, hosts: Sequence[Host] | None = None) -> Placement:
-    """Place a recipe's actors.
+def place(recipe: Recipe, hosts: Sequence[Host] | None = None, *, engines: int | None = None) -> Placement:
+    """Place a recipe's actors, with as many rollout engines as it has at least, or `engines` of them.
 
     `hosts` are those of a running cluster; without them, this machine for CPU, and for CUDA as many hosts of
     `cluster.gpus_per_node` cards as it takes, or one of `cluster.num_gpus` where that is set. Raises ClusterResources naming
     what is asked for and what there is, UserError for an engine that no host can hold, or that Ray cannot be asked cards for.
     """
     device = recipe.device
-    groups = _groups(recipe, device)
+    engines = recipe.rollout.replica_range.min if engines is None else engines
+    groups = _groups(recipe, device, engines)
     if hosts is None:
         hosts = _planned_hosts(recipe, device, sum(cpus * n for _, _, n, cpus, _ in groups), sum(n for _, _, n, _, _ in groups))
     free = rooms(hosts, sum(n * math.ceil(gpus) for _, _, n, _, gpus in groups))
@@ -124,6 +125,19 @@ def place(recipe: Recipe, hosts: Sequence[Host] | None = None) -> Placement:
                 raise _too_few(recipe, device, groups, hosts)
             actors += [Actor(role, index, first + i, host, cpus, gpus, cards) for i, (host, cards) in enumerate(taken)]
     return Placement(device, tuple(actors), len({actor.host for actor in actors}))
+
+
+def most_engines(recipe: Recipe, hosts: Sequence[Host] | None) -> int:
+    """How many rollout engines these hosts have room for, of those that the recipe allows. Raises what `place` raises for the least."""
+    bounds = recipe.rollout.replica_range
+    place(recipe, hosts)
+    for engines in range(bounds.max, bounds.min, -1):
+        try:
+            place(recipe, hosts, engines=engines)
+        except ClusterResources:
+            continue
+        return engines
+    return bounds.min
 
 
 def _one_holds(hosts: Sequence[Host], ranks: int, cpus: float, gpus: float) -> bool:
@@ -146,13 +160,13 @@ Group = tuple[Role, int, int, float, float]
 """Role, index, ranks, and the CPUs and GPUs of each rank."""
 
 
-def _groups(recipe: Recipe, device: Device) -> list[Group]:
+def _groups(recipe: Recipe, device: Device, engines: int) -> list[Group]:
     train, rollout, server = recipe.train, recipe.rollout, recipe.logprob
     cuda = device == "cuda"
     groups: list[Group] = [("trainer", 0, train.parallel.world_size, max(1, train.threads), train.gpus if cuda else 0.0)]
     if "rl" in train.stages:
         card = engine_share(recipe) if cuda else 0.0
-        groups += [("rollout", i, rollout.tp, max(1, rollout.threads), card) for i in range(rollout.replicas)]
+        groups += [("rollout", i, rollout.tp, max(1, rollout.threads), card) for i in range(engines)]
         if server.standalone:
             # On CPUs, scoring comes in bursts while the others wait, and claims no core of its own.
             claim = (1, server.gpus) if cuda else (0, 0.0)
@@ -205,7 +219,9 @@ def _too_few(recipe: Recipe, device: Device, groups: list[Group], hosts: Sequenc
     if sum(asked.values()) <= there:
         what += ", each share on one card and each engine on one host,"
     parts = ", ".join(f"{role} {amount:g}" for role, amount in asked.items())
-    mend = (
-        "lower train.parallel, rollout.replicas or rollout.tp" if device == "cuda" else "lower replicas or threads, or set cluster.num_cpus"
-    )
+    mend = "lower replicas or threads, or set cluster.num_cpus"
+    if (engines := sum(role == "rollout" for role, *_ in groups)) > recipe.rollout.replica_range.min:
+        mend = f"lower rollout.replicas.max: {engines}, or join a cluster that hosts can join (cluster.address)"
+    elif device == "cuda":
+        mend = "lower train.parallel, rollout.replicas or rollout.tp"
     return ClusterResources(f"cluster: {sum(asked.values()):g} {what} are asked for ({parts}) and {there:g} are there; {mend}")

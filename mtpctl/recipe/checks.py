@@ -28,6 +28,7 @@ from mtpctl.recipe.rollout import (
     environment_fits,
     heads_split,
     lengths_fit,
+    replicas_fit,
     sglang_fits,
     speculation_fits,
     vllm_fits,
@@ -83,12 +84,13 @@ def _sections(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     yield from _teacher(recipe)
     if "rl" in train.stages:
         yield from loss_fits(train.rl)
+    yield from replicas_fit(rollout)
     yield from speculation_fits(rollout)
     yield from environment_fits(rollout)
     yield from agents_fit(rollout)
     yield from sglang_fits(rollout) if isinstance(rollout, SglangConfig) else vllm_fits(rollout)
     yield from sections_fit(recipe.sync)
-    yield from data_fits(recipe.data)
+    yield from data_fits(recipe.data, brought=rollout.verifiers is not None)
     yield from evaluation_fits(recipe.evaluation, recipe.data, recipe.rollout)
     yield from reward_fits(recipe.reward, recipe.data.checker)
     yield from address_fits(recipe.cluster)
@@ -129,6 +131,7 @@ def _secrets(recipe: Recipe) -> Complaints:
     for field, free in (
         ("rollout.engine_args", rollout.engine_args),
         ("rollout.environment_args", rollout.environment_args),
+        ("rollout.environment_eval_args", rollout.environment_eval_args),
         ("model.config", recipe.model.config or {}),
     ):
         for key, value in free.items():
@@ -170,6 +173,12 @@ def _answers(recipe: Recipe) -> Complaints:
     nobody = recipe.rollout.environment == "single" and not recipe.rollout.agents_play
     if function == FROM_ENVIRONMENT and nobody and "rl" in recipe.train.stages:
         yield "reward.function: environment takes what an environment's reward() returns, and rollout.environment is single; name one"
+    if recipe.rollout.verifiers is not None and data.path is None and data.task is None:
+        named = recipe.rollout.environment
+        if function in VERIFIERS and "rl" in recipe.train.stages:
+            yield f"reward.function: {function} has no answer to compare with, and {named} rewards its tasks itself; set environment"
+        if "sft" in recipe.train.stages and data.sft_path is None and data.sft_task is None:
+            yield f"data.sft_path: tasks of {named} have no worked solutions; name rows for the supervised stage, or set stages: [rl]"
     if data.columns.answer is None and function in VERIFIERS and "rl" in recipe.train.stages:
         yield f"data.columns.answer: null leaves the reward {function} nothing to compare a response with; name the column"
     for name, each in recipe.evaluation.sets.items():
@@ -308,6 +317,8 @@ def _deterministic(recipe: Recipe) -> Complaints:
     """Engines whose answers a run with `async.deterministic` could not repeat."""
     if not recipe.async_.deterministic:
         return
+    if recipe.rollout.elastic:
+        yield "rollout.replicas: replicas that come and go rule out async.deterministic; give a number in place of min and max"
     if recipe.rollout.speculation.auto:
         yield "rollout.speculation.auto: switches by measured speed, which async.deterministic rules out; set auto: false"
     if recipe.rollout.speculation.num_tokens and recipe.rollout.speculation.draft_method == "probabilistic":

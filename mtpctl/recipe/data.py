@@ -40,6 +40,17 @@ class GeneratedTask(Section):
     eval_size: PositiveInt = Field(256, description="Held-out problems, none of which is among the training problems.")
 
 
+class TasksetConfig(Section):
+    """Problems that come with the environment: how many, and which are held out."""
+
+    train_size: PositiveInt | None = Field(None, description="Training problems, at most; needed where there is no end to them.")
+    eval_size: PositiveInt | None = Field(
+        None,
+        description="Held-out problems, at most: of those by rollout.environment_eval_args, or without these of the others, which are not "
+        "trained on then; default: all of the former, none of the latter.",
+    )
+
+
 class DataConfig(Section):
     path: HomePath | None = Field(
         None, description="Rows to train on: a .jsonl, .json or .parquet file, a folder of them, or the id of a Hugging Face dataset."
@@ -51,6 +62,9 @@ class DataConfig(Section):
         None, description="Held-out problems, a file or folder with the same columns; evaluation.sets takes more than one set."
     )
     task: GeneratedTask | None = Field(None, description="Generate the problems instead of reading them.")
+    taskset: TasksetConfig | None = Field(
+        None, description="Sizes of what an environment of verifiers brings, where neither path nor task is given."
+    )
     sft_path: HomePath | None = Field(
         None,
         description="Rows for the supervised stage: problems with `solution`, or conversations in a column `messages`, whose assistant's "
@@ -82,9 +96,11 @@ def path_fits(path: str, field: str) -> Complaints:
         yield f"{field}: there is no file {path}; {f'did you mean {near}?' if near else kinds}"
 
 
-def data_fits(data: DataConfig) -> Complaints:
-    """Refuse files that are missing, and keys that exclude or need each other."""
-    if (data.path is None) == (data.task is None):
+def data_fits(data: DataConfig, *, brought: bool = False) -> Complaints:
+    """Refuse files that are missing, and keys that exclude or need each other. `brought`: the environment has problems of its own."""
+    if data.taskset is not None and (not brought or data.path or data.task):
+        yield "data.taskset: is for problems of rollout.environment: verifiers:NAME, without data.path and data.task; leave it out"
+    if (data.path is None) == (data.task is None) and not (brought and data.path is None):
         said = "both path and task are given" if data.path else "there is nothing to train on"
         yield f"data: {said}; set data.path to a file, a folder or a dataset's id, or data.task.name to a generated task"
     if data.system_prompt is not None and not data.chat_template:

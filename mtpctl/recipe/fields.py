@@ -9,7 +9,7 @@ from functools import cache
 from types import UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Tag
 from pydantic.fields import FieldInfo
 
 from mtpctl.recipe.aliases import ours
@@ -21,7 +21,10 @@ _SCALARS: dict[object, str] = {str: "text", int: "integer", float: "number", boo
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of the recipe. `models` are the sections below it: none for a value, several where a variant is chosen."""
+    """One key of the recipe. `models` are the sections below it: none for a value, several where a variant is chosen.
+
+    A key such as `rollout.replicas` may have a section or a value.
+    """
 
     path: Keys
     field: FieldInfo
@@ -36,6 +39,19 @@ class Key:
     def default(self) -> object:
         """The value of the key where no file and no `--set` gives one."""
         return self.field.get_default(call_default_factory=True)
+
+    @property
+    def valued(self) -> bool:
+        """Whether the key may have a value that is no section."""
+        parts = [part for part in _alternatives(self.field.annotation) if part is not type(None)]
+        return len(parts) > len(self.models)
+
+    @property
+    def forms(self) -> frozenset[str]:
+        """The names that pydantic's locations have for a section or a value at this key; empty where it can have one of them alone."""
+        parts = get_args(self.field.annotation) if get_origin(self.field.annotation) in (Union, UnionType) else ()
+        tags = [note for part in parts if get_origin(part) is Annotated for note in get_args(part)[1:] if isinstance(note, Tag)]
+        return frozenset(tag.tag for tag in tags)
 
     @property
     def free(self) -> bool:

@@ -282,13 +282,16 @@ def _explained(error: ValidationError, origins: Origins, tree: Tree) -> MtpctlEr
 
 
 def _yaml_path(loc: Iterable[str | int], tree: Tree) -> Keys:
-    """The path of pydantic's location `loc`, without the names of variants."""
+    """The path of pydantic's location `loc`, without the names of variants and of forms."""
     path: Keys = ()
+    key: Key | None = None
     models: tuple[type[BaseModel], ...] = (Recipe,)
     value: object = tree
     free = False
     for step in map(str, loc):
         if len(models) > 1 and not any(step in children(m) for m in models):
+            continue
+        if key is not None and step in key.forms:
             continue
         path = (*path, step)
         key = None if free else next((found[step] for m in models if step in (found := children(m, path[:-1]))), None)

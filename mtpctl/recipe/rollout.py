@@ -6,8 +6,9 @@ import difflib
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
+from mtpctl.errors import UserError
 from mtpctl.families.shape import ModelShape
 from mtpctl.recipe.parallel import divides
 from mtpctl.recipe.section import Complaints, Float, Fraction, HomePath, NonNegativeInt, PositiveFloat, PositiveInt, Section
@@ -23,6 +24,9 @@ ENVIRONMENTS = {
 }
 """The class behind each name that comes with mtpctl; `single` is none. It is imported when it is used."""
 
+VERIFIERS_PREFIX = "verifiers:"
+"""What stands before the name of an environment of the package verifiers."""
+
 
 class SpeculationConfig(Section):
     num_tokens: NonNegativeInt = Field(1, description="Draft tokens of a step (k); 0: no speculation.")
@@ -36,8 +40,22 @@ class SpeculationConfig(Section):
     )
 
 
+class ReplicaRange(Section):
+    min: PositiveInt = Field(1, description="Rollout engines that a run is planned with; it waits for room for them.")
+    max: PositiveInt = Field(
+        1, description="Rollout engines, at most: those beyond min join while the run goes on, where hosts have room, and leave with them."
+    )
+
+
+def _kind_of_replicas(value: object) -> str:
+    """Which of the two forms of `rollout.replicas` a value is meant to have."""
+    return "range" if isinstance(value, (dict, ReplicaRange)) else "number"
+
+
 class RolloutBase(Section):
-    replicas: PositiveInt = Field(1, description="Rollout engines.")
+    replicas: Annotated[Annotated[PositiveInt, Tag("number")] | Annotated[ReplicaRange, Tag("range")], Discriminator(_kind_of_replicas)] = (
+        Field(1, description="Rollout engines: a number, or {min, max} for a number that follows the hosts of the cluster.")
+    )
     tp: PositiveInt = Field(1, description="Tensor-parallel ranks of each engine.")
     temperature: PositiveFloat = Field(1.0, description="Sampling temperature.")
     top_p: Annotated[Float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling; below 1, training needs train.rl.correction.")
@@ -49,9 +67,14 @@ class RolloutBase(Section):
     environment: str = Field(
         "single",
         description="What replies to the model: a class of yours, as FILE.py:NAME or MODULE:NAME; single: nothing; "
-        "calculator: computes the expression inside <calc>…</calc>.",
+        "calculator: computes the expression inside <calc>…</calc>; verifiers:NAME: an environment of the package verifiers.",
     )
-    environment_args: dict[str, object] = Field({}, description="Keyword arguments with which the environment is made.")
+    environment_args: dict[str, object] = Field(
+        {}, description="Keyword arguments with which the environment is made; of verifiers: its configuration, the block env."
+    )
+    environment_eval_args: dict[str, object] = Field(
+        {}, description="Of verifiers: what of environment_args is otherwise for held-out problems, such as a split."
+    )
     agent: str | None = Field(
         None,
         description="What works on a problem by asking the model: a function of yours, as FILE.py:NAME or MODULE:NAME, of the problem and "
@@ -85,9 +108,32 @@ class RolloutBase(Section):
     )
 
     @property
+    def elastic(self) -> bool:
+        """Whether the number of engines may change while a run goes on."""
+        return isinstance(self.replicas, ReplicaRange)
+
+    @property
+    def replica_range(self) -> ReplicaRange:
+        """The least and the most engines; both are the number where the recipe has one."""
+        return self.replicas if isinstance(self.replicas, ReplicaRange) else ReplicaRange(min=self.replicas, max=self.replicas)
+
+    @property
     def agents_play(self) -> bool:
         """Whether responses are an agent's trajectories, and not answers to a prompt."""
-        return self.agent is not None or self.gateway
+        return self.agent is not None or self.gateway or self.verifiers is not None
+
+    @property
+    def verifiers(self) -> str | None:
+        """The name of the environment of the package verifiers that plays; None for any other."""
+        return self.environment.removeprefix(VERIFIERS_PREFIX) if self.environment.startswith(VERIFIERS_PREFIX) else None
+
+    @property
+    def started_agent(self) -> tuple[str, dict[str, object]] | None:
+        """The function that works on each problem in processes of the run, and its arguments by name; None where there is none."""
+        if (name := self.verifiers) is not None:
+            args = {"args": self.environment_args, "eval_args": self.environment_eval_args, "max_turns": self.max_turns}
+            return "mtpctl.rollout.verifiers:play", {"name": name, **args}
+        return None if self.agent is None else (self.agent, self.agent_args)
 
 
 class VllmConfig(RolloutBase):
@@ -111,6 +157,26 @@ LOWEST_TEMPERATURE = 0.01
 """vLLM 0.32 raises lower temperatures to this one (`SamplingParams.__post_init__`)."""
 
 
+def check_scale(rollout: RolloutBase, replicas: int) -> None:
+    """Raise UserError where a run with this section may not have so many replicas while it goes on."""
+    bounds = rollout.replica_range
+    if not rollout.elastic:
+        least, most = sorted((bounds.min, replicas))
+        raise UserError(
+            f"rollout.replicas: {bounds.min} is a number, which stays as it is; stop the run, and resume it with "
+            f"--set 'rollout.replicas={{min: {least}, max: {most}}}'"
+        )
+    if not bounds.min <= replicas <= bounds.max:
+        raise UserError(f"--replicas: {replicas} is not within rollout.replicas: min {bounds.min}, max {bounds.max}")
+
+
+def replicas_fit(rollout: RolloutBase) -> Complaints:
+    """Refuse a range that no number is in."""
+    given = rollout.replica_range
+    if given.min > given.max:
+        yield f"rollout.replicas: min: {given.min} is more than max: {given.max}; raise max, or lower min"
+
+
 def speculation_fits(rollout: RolloutBase) -> Complaints:
     """Refuse an automatic choice among no drafts."""
     if rollout.speculation.auto and not rollout.speculation.num_tokens:
@@ -120,6 +186,10 @@ def speculation_fits(rollout: RolloutBase) -> Complaints:
 def environment_fits(rollout: RolloutBase) -> Complaints:
     """Refuse names that are neither an environment of mtpctl's nor a class of the user's own."""
     names = ["single", *ENVIRONMENTS]
+    if rollout.environment_eval_args and rollout.verifiers is None:
+        yield "rollout.environment_eval_args: only an environment of verifiers has other arguments for held-out problems; leave them out"
+    if rollout.verifiers == "":
+        yield "rollout.environment: verifiers: stands before the name of an environment; write verifiers:NAME"
     if rollout.environment == "single" and rollout.environment_args:
         yield "rollout.environment_args: there is no environment to be made with them; set rollout.environment, or leave them out"
     elif rollout.environment not in names and not is_reference(rollout.environment):
@@ -139,7 +209,7 @@ def agents_fit(rollout: RolloutBase) -> Complaints:
             yield "rollout.gateway: the run starts its own agent (rollout.agent); set one of the two"
     elif rollout.agent_args:
         yield "rollout.agent_args: there is no agent to be called with them; set rollout.agent, or leave them out"
-    if rollout.agents_play and rollout.environment != "single":
+    if (rollout.agent is not None or rollout.gateway) and rollout.environment != "single":
         yield f"rollout.environment: {rollout.environment}, but an agent has its own; set single, or leave the agent out"
 
 

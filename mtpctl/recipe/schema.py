@@ -27,11 +27,14 @@ from mtpctl.recipe.sync import TRANSPORTS, NcclConfig, SyncConfig
 from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.recipe.train import Replay, TrainConfig
 
+NAMES = r"^[A-Za-z0-9._-]+$"
+"""The names that a run can have."""
+
 
 class Recipe(Section):
     """A whole run."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run.")
+    name: str = Field("run", pattern=NAMES, description="Name of the run.")
     seed: NonNegativeInt = Field(0, lt=1 << 63, description="Seed of every random draw.")
     run_dir: str = Field("runs/{name}", description="Directory that the run writes to; {name} and {seed} are filled in.")
     model: ModelConfig = Field(default_factory=ModelConfig)

@@ -19,7 +19,7 @@ from mtpctl.data.problems import Problem
 from mtpctl.data.tokenizers import HfTokenizer, Tokenizer
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import RolloutBase
-from mtpctl.rl.rewards.function import AGENT
+from mtpctl.rl.rewards.function import AGENT, EPISODE
 from mtpctl.rl.rewards.outcome import Outcome
 from mtpctl.rl.rewards.pool import Pool
 from mtpctl.rollout.gateway.answers import AnswerReader
@@ -43,7 +43,7 @@ class Player(Protocol):
 
 
 class OwnAgent:
-    """The user's function `rollout.agent`, in processes beside the loop."""
+    """A function that works on a problem, the user's `rollout.agent` or one that plays an environment, in processes beside the loop."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -189,6 +189,7 @@ def _sample_of(request: GenerationRequest, trajectory: Trajectory, samples: list
         last.finish_reason = DEADLINE if outcome.timed_out else ENVIRONMENT_ERROR
     last.finish_reason = last.finish_reason or "stop"
     last.environment_reward = outcome.reward if outcome.reward is not None else trajectory.reward
+    last.reward_parts = outcome.parts
     return last
 
 
@@ -229,8 +230,9 @@ async def playing(
     async with contextlib.AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(Gateway(model, tokenizer, name, rollout.max_turns, bound, key=os.environ.get(KEY)))
         player: Player
-        if rollout.agent is not None:
-            pool = Pool(rollout.agent, rollout.agent_args, workers=rollout.agents, timeout_s=rollout.deadline_s, log=log, role=AGENT)
+        if (started := rollout.started_agent) is not None:
+            (reference, args), role = started, AGENT if rollout.verifiers is None else EPISODE
+            pool = Pool(reference, args, workers=rollout.agents, timeout_s=rollout.deadline_s, log=log, role=role)
             stack.push_async_callback(pool.close)
             await pool.start()
             player = OwnAgent(pool)

@@ -73,11 +73,11 @@ class EnvironmentClass:
 
 
 def environment_of(rollout: RolloutBase) -> EnvironmentClass | None:
-    """The recipe's environment, None where a response is a single turn.
+    """The recipe's environment, None where a response is a single turn or an agent's.
 
     Raises UserError for a file, module or name that is missing, and for a class that cannot be made or has no `reply`.
     """
-    if rollout.environment == "single":
+    if rollout.environment == "single" or rollout.agents_play:
         return None
     reference = ENVIRONMENTS.get(rollout.environment, rollout.environment)
     made = load(reference, FIELD)

@@ -8,6 +8,7 @@ whose tokens are lost. While its environment replies, a response has no place on
 
 A group's samples share their prompt, so they go to the replica that has the prompt cached, unless that one has `AFFINITY_SLACK`
 more responses in flight than the least busy replica.
+Replicas may join and leave while the pool generates (`membership.py`).
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from mtpctl.cluster.deadlines import finished_before
-from mtpctl.cluster.replicas import Lifecycle, Replicas, Seat, start_all
+from mtpctl.cluster.replicas import Lifecycle, Replicas, Seat, Tell, start_all, untold
 from mtpctl.errors import RuntimeFailure
 from mtpctl.rollout.actor import Replica
+from mtpctl.rollout.membership import Membership
 from mtpctl.rollout.protocol import ABORTED, EngineDead, Health, SpecStats, SpeculationState
 from mtpctl.rollout.turns import Play, Turns
 from mtpctl.samples import GenerationRequest, Sample
@@ -39,7 +41,10 @@ Starter = Callable[[int], Awaitable[Replica]]
 
 
 class ReplicaPool:
-    """Engines as one `Generator`. Build with `await ReplicaPool.start(…)`, and end with `await pool.close()`."""
+    """Engines as one `Generator`. Build with `await ReplicaPool.start(…)`, and end with `await pool.close()`.
+
+    `membership`: which replicas there are; through it they join and leave.
+    """
 
     def __init__(
         self,
@@ -51,6 +56,7 @@ class ReplicaPool:
         max_restarts: int,
         sync_deadline_s: float,
         turns: Turns | None = None,
+        tell: Tell = untold,
     ) -> None:
         self._replicas = Replicas(
             replicas,
@@ -64,6 +70,7 @@ class ReplicaPool:
                 end_s=GRACE_S,
                 # An update that fails has as long again to restore the old weights.
                 bring_up_s=2 * sync_deadline_s,
+                tell=tell,
             ),
         )
         self._published = published
@@ -77,6 +84,7 @@ class ReplicaPool:
         self._under_way = 0
         self._with_environment = 0
         self._room = asyncio.Condition()
+        self.membership = Membership(self._replicas, self._room)
         self._paused: PauseMode | None = None
         self._version = 0
         self._updating, self._updated_at = False, float("-inf")
@@ -92,15 +100,17 @@ class ReplicaPool:
         max_restarts: int = 3,
         sync_deadline_s: float = 120.0,
         turns: Turns | None = None,
+        tell: Tell = untold,
     ) -> ReplicaPool:
         """Start `count` replicas with `start(index)`, all at once.
 
         `published`: where a restarted replica finds the version that the others serve; it applies that within `sync_deadline_s` before
-        it serves. `turns` plays the environment between the turns of a response; None: a response is one turn.
+        it serves. `turns` plays the environment between the turns of a response; None: a response is one turn. `tell` is given a line for
+        each failure of a replica, and for each that is back.
         """
         replicas = await start_all(start, lambda replica: replica.shutdown(), count, dead=(EngineDead,), max_restarts=max_restarts)
         options = {"max_in_flight": max_in_flight, "max_restarts": max_restarts}
-        return cls(replicas, start, published, **options, sync_deadline_s=sync_deadline_s, turns=turns)
+        return cls(replicas, start, published, **options, sync_deadline_s=sync_deadline_s, turns=turns, tell=tell)
 
     # ------------------------------------------------------------------------------------------------- generation
 
@@ -264,10 +274,10 @@ class ReplicaPool:
 
     def _capacity(self) -> int:
         """Responses that may be in flight at once; at least one, so that a pool without replicas gets to raise its error."""
-        return max(self._max_in_flight * sum(not seat.quarantined for seat in self._replicas.seats), 1)
+        return max(self._max_in_flight * self.membership.serving, 1)
 
     def _free(self) -> list[Seat[Replica]]:
-        return [seat for seat, _ in self._replicas.live() if seat.busy < self._max_in_flight]
+        return [seat for seat, _ in self._replicas.live() if seat.wanted and seat.busy < self._max_in_flight]
 
     async def _changed(self) -> None:
         async with self._room:
@@ -377,6 +387,8 @@ class ReplicaPool:
         """One entry for each replica, dead ones included."""
         found = []
         for seat in self._replicas.seats:
+            if seat.state == "vacant":
+                continue
             if seat.replica is None:
                 state = "in quarantine" if seat.quarantined else "restarting"
                 found.append(Health(alive=False, in_flight=seat.busy, reason=f"{state} after {seat.reason}"))

@@ -7,6 +7,7 @@ from math import ceil
 from typing import Protocol
 
 from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.replicas import Tell, untold
 from mtpctl.cluster.seats import Options, Seats
 from mtpctl.plan.placement import Placement
 from mtpctl.recipe.rollout import SglangConfig
@@ -41,12 +42,14 @@ async def start_pool(
     seed: int | None = None,
     tokenizer: NamedText | None = None,
     routes: tuple[int, ...] = (),
+    tell: Tell = untold,
 ) -> ReplicaPool:
-    """Start the recipe's engines on the model in the folder `model`, each with a random seed of its own.
+    """Start as many engines as the recipe has at least on the model in the folder `model`, each with a random seed of its own.
 
-    `seats`: where they sit; without them Ray chooses. Stop strings and environments need the `tokenizer`. `seed` replaces the recipe's.
-    `routes`: the layers whose routes of experts samples are to carry. A restarted replica applies the version that the others serve, from
-    `published`, and has another seed than its predecessor.
+    `seats`: where they sit; without them Ray chooses. Stop strings, environments and agents need the `tokenizer`. `seed` replaces the
+    recipe's. `routes`: the layers whose routes of experts samples are to carry. A restarted replica applies the version that the others
+    serve, from `published`, and has another seed than its predecessor. `tell`: as `ReplicaPool.start` says, with what the replicas are
+    called.
 
     Raises RuntimeFailure where an engine does not start in time, UserError for what an engine cannot do.
     """
@@ -57,8 +60,8 @@ async def start_pool(
     starts = count()
     environment = environment_of(rollout)
     turns, named = None, None
-    if rollout.stop or environment:
-        assert tokenizer is not None, "stop strings and environments read and write text"
+    if rollout.stop or environment or rollout.agents_play:
+        assert tokenizer is not None, "stop strings, which agents send too, and environments read and write text"
         named = tokenizer.name
     if environment and tokenizer:
         turns = Turns(environment, tokenizer, rollout.max_turns, ChatReplies(tokenizer))
@@ -89,19 +92,24 @@ async def start_pool(
     async def begin(actor: str, name: str) -> Replica:
         options = anywhere if seats is None else (await seats.take(actor))[0].options()
         replica = await start_replica(settings(), name=name, options=options)
-        if seats is not None:
-            seats.check(actor, await replica.here())
+        try:
+            if seats is not None:
+                seats.check(actor, await replica.here())
+        except BaseException:
+            await replica.shutdown()
+            raise
         return replica
 
     # A few requests wait inside each engine, so that a place that becomes free is taken before the answer is back.
     room = rollout.max_in_flight + ceil(WAITING_SHARE * rollout.max_in_flight)
     starting = ReplicaPool.start(
         start,
-        rollout.replicas,
+        rollout.replica_range.min,
         published=published,
         max_in_flight=room,
         max_restarts=rollout.max_restarts,
         sync_deadline_s=recipe.sync.deadline_s,
         turns=turns,
+        tell=lambda line: tell(f"rollout {line}"),
     )
     return await within(starting, recipe.cluster.actor_deadline_s, "rollout, start")

@@ -68,8 +68,8 @@ def render_comparison(runs: Sequence[ComparedRun]) -> str:
     """The HTML text of the page."""
     charts = "".join(render_chart(chart) for name in METRICS if (chart := _chart(name, runs)))
     body = f"{_differences(runs)}{_after(runs)}<section class='charts'>{charts}</section>"
-    steps = ", ".join(f"{run.name}: {max((row.step for row in run.history.rows), default=0)} steps" for run in runs)
-    return page(" · ".join(run.name for run in runs), steps, body, "comparison")
+    lengths = " · ".join(f"{run.name}: {', '.join(run.history.lengths)}" for run in runs)
+    return page(" · ".join(run.name for run in runs), lengths, body, "comparison")
 
 
 def differing(runs: Sequence[ComparedRun]) -> dict[str, list[object]]:
@@ -128,14 +128,14 @@ def _differences(runs: Sequence[ComparedRun]) -> str:
 
 
 def _after(runs: Sequence[ComparedRun]) -> str:
-    """The headline metrics of each run after RL."""
-    after = [{row.name: row for row in before_and_after(run.history)} for run in runs]
-    names = list(dict.fromkeys(name for rows in after for name in rows))
+    """The headline metrics of each run after RL. Held-out accuracy has two rows, the last one and the mean of the late ones."""
+    after = [{(row.metric.meaning, row.name): row for row in before_and_after(run.history)} for run in runs]
+    keys = list(dict.fromkeys(key for rows in after for key in rows))
     rows = "".join(
-        f"<tr><td>{escape(describe(name).meaning)}<code>{escape(name)}</code></td>"
-        + "".join(f"<td>{format_value(each[name].after, each[name].metric.unit) if name in each else '–'}</td>" for each in after)
+        f"<tr><td>{escape(meaning)}<code>{escape(name)}</code></td>"
+        + "".join(f"<td>{format_value(row.after, row.metric.unit) if (row := each.get((meaning, name))) else '–'}</td>" for each in after)
         + "</tr>"
-        for name in names
+        for meaning, name in keys
     )
     return _table("After RL", runs, rows) if rows else ""
 

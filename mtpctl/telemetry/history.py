@@ -55,6 +55,11 @@ class History:
         """Largest step of a phase; 0 where it never ran."""
         return max((row.step for row in self.rows if row.phase == phase), default=0)
 
+    @property
+    def lengths(self) -> list[str]:
+        """How long each phase went on, for a heading: `87 SFT steps`, `40 RL steps`."""
+        return [f"{self.last_step(phase)} {phase.upper()} steps" for phase in self.phases]
+
 
 def load_history(run_dir: Path) -> History:
     """The history of a run directory; empty where it has no metrics."""

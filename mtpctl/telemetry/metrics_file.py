@@ -38,7 +38,7 @@ class MetricsFile:
 
         Raises RuntimeFailure where it cannot be written; the file may end in an incomplete line then.
         """
-        safe = {key: _plain(value) for key, value in {"session": self.session, **row}.items()}
+        safe = {key: plain(value) for key, value in {"session": self.session, **row}.items()}
         try:
             self._file.write(json.dumps(safe, allow_nan=False) + "\n")
             self._file.flush()
@@ -51,7 +51,7 @@ class MetricsFile:
             self._file.close()
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
     """The value as JSON takes it: NaN and infinities, which JSON does not have, by name."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -76,6 +76,7 @@ METRICS: dict[str, Metric] = {
     "rollout/spec_drafted": Metric("drafted", "tokens", "Draft tokens proposed for the batch's responses."),
     "rollout/spec_accepted": Metric("accepted", "tokens", "Draft tokens of those that the target accepted."),
     "rollout/tokens_per_s": Metric("rollout", "tokens/s", "Response tokens a second of all engines together, held-out ones included."),
+    "rollout/replicas": Metric("replicas", "number", "Rollout engines that served at the sync."),
     "teacher/kl": Metric("KL to the teacher", "nats", "Log-prob of the policy less the teacher's, mean over the tokens that it sampled."),
     "actor/teacher_kl": Metric("KL to the teacher", "nats", "KL over the teacher's candidates and all else as one, mean over tokens."),
     "environment/turns": Metric("environment replies", "number", "Replies of the environment in a response, mean over responses."),

@@ -10,7 +10,7 @@ import termios
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -60,11 +60,10 @@ class Display(Protocol):
 
 
 class Pace:
-    """Estimates the time that is left in a phase from its latest steps."""
+    """Estimates the time that is left in a phase from its latest steps. `early`: phases that may end before their last step."""
 
-    def __init__(self, totals: Mapping[str, int], clock: Callable[[], float]) -> None:
-        self._totals = totals
-        self._clock = clock
+    def __init__(self, totals: Mapping[str, int], clock: Callable[[], float], early: Collection[str] = ()) -> None:
+        self._totals, self._clock, self._early = totals, clock, early
         self._marks: dict[str, list[tuple[int, float]]] = defaultdict(list)
 
     def mark(self, step: int, phase: str) -> None:
@@ -82,16 +81,27 @@ class Pace:
         per_step = (ended - begun) / (last - first)
         return max(0.0, (self._totals[phase] - last) * per_step - (self._clock() - ended))
 
+    def told(self, phase: str, about: str = "") -> str:
+        """The time that is left, in words: `4 min 00 s` behind `about`, or `at most 4 min 00 s`; empty where it is not known."""
+        left = self.left(phase)
+        return "" if left is None else f"{'at most ' if phase in self._early else about}{format_duration(left)}"
+
 
 class PlainLines:
     """One line a row: `rl 12/100  reward 0.531  accept 78.2%  …  left 1 min 10 s`."""
 
     def __init__(
-        self, console: Console, totals: Mapping[str, int], clock: Callable[[], float] = time.monotonic, *, dated: bool = False
+        self,
+        console: Console,
+        totals: Mapping[str, int],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        early: Collection[str] = (),
+        dated: bool = False,
     ) -> None:
-        """`dated`: each line begins with the time."""
+        """`early`: phases that may end before their last step. `dated`: each line begins with the time."""
         self._console, self._totals, self._dated = console, totals, dated
-        self._pace, self._clock = Pace(totals, clock), clock
+        self._pace, self._clock = Pace(totals, clock, early), clock
         self._waited = clock()
 
     def row(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
@@ -99,8 +109,8 @@ class PlainLines:
         total = f"/{self._totals[phase]}" if phase in self._totals else ""
         parts = [f"{phase} {step}{total}"]
         parts += [f"{short} {format_value(metrics[name], describe(name).unit)}" for name, short in PLAIN_METRICS.items() if name in metrics]
-        if (left := self._pace.left(phase)) is not None:
-            parts.append(f"left {format_duration(left)}")
+        if left := self._pace.told(phase):
+            parts.append(f"left {left}")
         self._print("  ".join(parts))
 
     def event(self, kind: str, message: str) -> None:
@@ -129,10 +139,17 @@ class LivePanel:
     """
 
     def __init__(
-        self, console: Console, title: str, totals: Mapping[str, int], clock: Callable[[], float] = time.monotonic, *, draw: bool = True
+        self,
+        console: Console,
+        title: str,
+        totals: Mapping[str, int],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        early: Collection[str] = (),
+        draw: bool = True,
     ) -> None:
         self._title, self._totals, self._clock = title, totals, clock
-        self._pace = Pace(totals, clock)
+        self._pace = Pace(totals, clock, early)
         self._begun = clock()
         self._steps: dict[str, int] = {phase: 0 for phase in totals}
         self._phase = next(iter(totals), "")
@@ -204,8 +221,8 @@ class LivePanel:
             kind, message = self._event
             parts += [Text.assemble((f"{kind}  ", "yellow"), (message, "dim"), no_wrap=True, overflow="ellipsis")]
         elapsed = format_duration(self._clock() - self._begun)
-        left = self._pace.left(self._phase)
-        subtitle = elapsed + (f" · about {format_duration(left)} left of {self._phase.upper()}" if left is not None else "")
+        left = self._pace.told(self._phase, "about ")
+        subtitle = elapsed + (f" · {left} left of {self._phase.upper()}" if left else "")
         return Panel(
             Group(*parts),
             title=Text(self._title, "bold"),

@@ -139,7 +139,7 @@ def read_document(path: Path, parse: Callable[[str], object]) -> tuple[str, Docu
 
 
 def _subtitle(recipe: Document, history: History) -> list[str]:
-    parts = [f"{history.last_step(phase)} {phase.upper()} steps" for phase in history.phases]
+    parts = history.lengths
     rollout = recipe.get("rollout") or {}
     if "engine" in rollout:
         drafts = (rollout.get("speculation") or {}).get("num_tokens")

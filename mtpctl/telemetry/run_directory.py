@@ -45,6 +45,7 @@ class RunDirectory:
         self.tensorboard = self.path / "tensorboard"
         self.samples = self.path / "samples"
         self.report = self.path / "report.html"
+        self.requests = self.path / "requests"
         self._lock: IO[str] | None = None
 
     @classmethod

@@ -24,7 +24,8 @@ DEPTH = 4
 class RunOverview:
     """One run: its progress (`step` of `steps` in `stage`), the newest reward and accuracy of RL, seconds since its last metric.
 
-    `restarts`: what became of trainers that were lost, the newest line last.
+    `restarts`: what became of trainers and replicas that were lost, the newest line last. `replicas`: rollout replicas that served at the
+    newest sync.
     """
 
     path: Path
@@ -36,6 +37,7 @@ class RunOverview:
     accuracy: float | None
     age_s: float
     restarts: list[str] = field(default_factory=list)
+    replicas: int | None = None
 
 
 def find_runs(folder: Path) -> list[RunOverview]:
@@ -71,6 +73,7 @@ def describe_run(path: Path) -> RunOverview:
         _last(history, "eval/accuracy"),
         max(0.0, time.time() - newest.stat().st_mtime),
         [event.message for event in history.events if event.kind == "restart"],
+        None if (replicas := _last(history, "rollout/replicas")) is None else int(replicas),
     )
 
 

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.telemetry.history import History, Row, load_history
+from mtpctl.telemetry.live import LiveStatus
 from mtpctl.telemetry.metrics_file import MetricsFile
 from mtpctl.telemetry.panel import Display, LivePanel, PlainLines
 from mtpctl.telemetry.run_directory import RunDirectory
@@ -72,7 +73,7 @@ class Telemetry:
     """Writes metrics and events to `metrics.jsonl`, `logs/run.log`, the other sinks and the screen. Safe to call from several threads.
 
     Steps are counted within their phase. A step may be logged in parts, such as an evaluation after the update: `load_history` merges
-    them.
+    them. `live`: how the run is doing, for a status page.
     """
 
     def __init__(
@@ -82,10 +83,14 @@ class Telemetry:
         plain: bool = False,
         *,
         totals: Mapping[str, int] | None = None,
+        early: Collection[str] = (),
         resumed: Resumed = Resumed(),
         console: Console | None = None,
     ) -> None:
-        """`totals`: the number of steps of each phase, in order. `plain`: lines instead of the panel, also on a terminal."""
+        """`totals`: the number of steps of each phase, in order. `early`: phases that may end before their last step.
+
+        `plain`: lines instead of the panel, also on a terminal.
+        """
         self._console = Console() if console is None else console
         self._run_dir = run_dir
         self._lock = threading.Lock()
@@ -97,6 +102,7 @@ class Telemetry:
         recipe = yaml12.parse(run_dir.recipe.read_text(encoding="utf-8"), str(run_dir.recipe)).value
         settings: dict[str, object] = recipe if isinstance(recipe, dict) else {}
         history = load_history(run_dir.path)
+        self.live = LiveStatus(run_dir.path, totals or {}, History(resumed.kept(history), history.events))
         check_packages(config)
         if config.tensorboard:
             self._sinks.append(TensorBoardSink(run_dir.tensorboard, settings))
@@ -109,16 +115,16 @@ class Telemetry:
         self._samples = SampleLog(run_dir.samples, self._file.session, tables)
         self._display: Display
         if plain or not self._console.is_terminal:
-            self._display = PlainLines(self._console, totals or {})
+            self._display = PlainLines(self._console, totals or {}, early=early)
         else:
-            panel = LivePanel(self._console, name, totals or {})
+            panel = LivePanel(self._console, name, totals or {}, early=early)
             going_on = next((phase for phase in totals or {} if phase not in resumed.ended), resumed.stage)
             panel.resume(resumed.kept(history), going_on)
             self._display = panel
 
         run_dir.logs.mkdir(exist_ok=True)
         self._log_file = open_log(run_dir.logs / "run.log")
-        self._log = PlainLines(Console(file=self._log_file, no_color=True), totals or {}, dated=True)
+        self._log = PlainLines(Console(file=self._log_file, no_color=True), totals or {}, early=early, dated=True)
 
     def log(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
         """Log metrics of a step, whose values `float` converts. Raises RuntimeFailure where the disk is full."""
@@ -130,6 +136,7 @@ class Telemetry:
             with self._room():
                 self._log.row(step, values, phase)
             self._display.row(step, values, phase)
+            self.live.row(step, values, phase)
 
     def event(self, kind: str, message: str) -> None:
         """Log an event beside the steps, of a kind such as `resume` or `alarm`."""
@@ -138,11 +145,13 @@ class Telemetry:
             with self._room():
                 self._log.event(kind, message)
             self._display.event(kind, message)
+            self.live.event(kind, message)
 
     def waiting(self, what: Sequence[str]) -> None:
         """Show what the run waits for, a line each; an empty list for nothing. It is not recorded."""
         with self._lock:
             self._display.waiting(what)
+            self.live.waiting = list(what)
 
     @contextlib.contextmanager
     def _room(self) -> Iterator[None]:

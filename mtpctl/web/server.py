@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from types import FrameType
 
 import uvicorn
@@ -40,6 +41,27 @@ def allow_connections() -> None:
     """Raise this process's limit of open files, of which every connection is one, as far as it may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 16), hard))
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Guard, bound: socket.socket) -> AsyncIterator[None]:
+    """Serve `app` in the caller's event loop while the block runs, and close the socket then. Signals are left to the caller."""
+    allow_connections()
+    server = WebServer(app, signals=False)
+    task = asyncio.create_task(server.serve(sockets=[bound]), name="web server")
+    try:
+        yield
+    finally:
+        server.should_exit = server.force_exit = True
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        bound.close()
+
+
+def address_of(bound: socket.socket) -> str:
+    """`http://HOST:PORT`."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class WebServer(uvicorn.Server):

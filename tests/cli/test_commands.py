@@ -114,6 +114,14 @@ def test_a_dry_run_tells_every_actor_and_starts_nothing(mtpctl: Any, arguments: 
     assert not run_dir.exists()
 
 
+def test_a_dry_run_tells_how_many_engines_may_join(mtpctl: Any) -> None:
+    command = ("train", "tiny_mtp", "--dry-run", "--set", "rollout.replicas={min: 1, max: 3}", "--set")
+    assert "1 are planned, and up to 3 join; now there is room for 3" in mtpctl(*command, "cluster.num_cpus=4").out
+    short = mtpctl(*command, "cluster.num_cpus=3", "--json")
+    assert json.loads(short.out)["placement"]["engines"] == {"min": 1, "max": 3, "room": 2}
+    assert short.code == 4 and "lower rollout.replicas.max: 3" in short.err
+
+
 def test_a_dry_run_tells_the_bytes_of_routes(mtpctl: Any) -> None:
     command = ("train", "qwen3_5_35b_a3b_mtp", "--dry-run", "--set", "cluster.num_cpus=8")
     plan = json.loads(mtpctl(*command, "--json").out)

@@ -38,6 +38,13 @@ def test_the_newest_come_first_and_the_environment_is_behind_a_bar(mtpctl: Any, 
     ]
 
 
+def test_an_answer_of_several_lines_is_printed_as_it_is(mtpctl: Any, tmp_path: Path) -> None:
+    log = SampleLog(tmp_path / "samples", 1)
+    log.write([{**kept(1, 0.5), "answer": "3 * 3 = 9\n#### 9"}])
+    log.close()
+    assert mtpctl("samples", str(tmp_path)).out.splitlines()[-2:] == ["  wanted: 3 * 3 = 9", "          #### 9"]
+
+
 def test_the_worst_and_those_of_a_step(mtpctl: Any, run: Path) -> None:
     def rewards(*options: str) -> list[float]:
         return [row["reward"] for row in json.loads(mtpctl("samples", str(run), "--json", *options).out)]

@@ -125,6 +125,22 @@ def test_a_run_that_was_moved_takes_another_name_as_one_that_was_not(tmp_path: P
     assert found.told == f'{tmp_path / "disk" / "b"} begins with the recipe of {lies} and name: "a" → "b"'
 
 
+def test_a_copy_of_a_run_has_its_folders_name_and_takes_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, copy = tmp_path / "runs" / "a", tmp_path / "runs" / "b"
+    first.mkdir(parents=True)
+    (first / "recipe.resolved.yaml").write_text(dump_resolved(recipe(tmp_path, "cluster.num_cpus=2", "name=a", "run_dir=runs/{name}")))
+    shutil.copytree(first, copy)
+    found = load_target(copy, sets=["seed=9"])
+    assert (found.recipe.name, found.recipe.run_dir) == ("b", "runs/{name}")
+    assert found.told == f"{copy} goes on with seed: 0 → 9"
+    (copy / "recipe.resolved.yaml").write_text(dump_resolved(found.recipe))
+    assert load_target(copy, sets=["name=c"]).recipe.run_path.absolute() == tmp_path / "runs" / "c"
+    elsewhere = copy.rename(tmp_path / "d")
+    assert (load_target(elsewhere).recipe.name, load_target(elsewhere).recipe.run_path) == ("d", elsewhere)
+    assert load_target(elsewhere, sets=["name=e"]).recipe.run_path == tmp_path / "e"
+
+
 def test_a_new_run_begins_from_the_weights_of_another(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Recipe] = []
     monkeypatch.setattr(launch, "run", lambda recipe, plain: asked.append(recipe) or 0)

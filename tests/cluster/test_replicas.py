@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import mtpctl.cluster.replicas as module
-from mtpctl.cluster.replicas import Lifecycle, Replicas, start_all
+from mtpctl.cluster.replicas import Lifecycle, Replicas, Seat, start_all
 
 
 class Gone(Exception):
@@ -38,6 +38,7 @@ class Fleet:
         self.bringing_up_takes = self.ending_takes = partial(asyncio.sleep, 0)
         self.kept = True
         self.changes = 0
+        self.told: list[str] = []
         self.end_s = self.bring_up_s = 1.0
 
     async def start(self, index: int) -> Fake:
@@ -62,7 +63,15 @@ class Fleet:
 
     async def replicas(self, count: int, *, max_restarts: int = 3) -> Replicas[Fake]:
         lifecycle = Lifecycle(
-            self.start, self.bring_up, self.end, self.changed, (Gone,), max_restarts, end_s=self.end_s, bring_up_s=self.bring_up_s
+            self.start,
+            self.bring_up,
+            self.end,
+            self.changed,
+            (Gone,),
+            max_restarts,
+            end_s=self.end_s,
+            bring_up_s=self.bring_up_s,
+            tell=self.told.append,
         )
         return Replicas(await start_all(self.start, self.end, count), lifecycle)
 
@@ -93,6 +102,7 @@ async def test_a_dead_replica_is_ended_and_replaced_once_however_many_noticed() 
     await until(lambda: len(replicas.live()) == 2)
     assert dead.ended and len(fleet.started) == 3 and fleet.started[-1].index == 1
     assert (replicas.restarts, fleet.changes, seat.reason) == (1, 1, "Gone: killed")
+    assert fleet.told == ["replica 1 failed: Gone: killed", "replica 1 is back"]
 
 
 @in_loop
@@ -284,6 +294,72 @@ async def test_where_one_does_not_start_the_others_are_ended() -> None:
     with pytest.raises(RuntimeError, match="no memory"):
         await fleet.replicas(3)
     assert len(fleet.started) == 2 and all(replica.ended for replica in fleet.started)
+
+
+async def hand_nothing_over(seat: Seat[Fake], replica: Fake) -> None:
+    """What a replica that leaves still has to do, where it has nothing."""
+
+
+@in_loop
+async def test_who_is_asked_to_leave_gets_no_work_while_it_hands_over_and_has_not_failed() -> None:
+    fleet = Fleet()
+    replicas = await fleet.replicas(2)
+    over = asyncio.Event()
+
+    async def hand_over(seat: Seat[Fake], replica: Fake) -> None:
+        assert seat.replica is None and not replica.ended
+        await over.wait()
+
+    leaving = asyncio.ensure_future(replicas.leave(0, hand_over))
+    await asyncio.sleep(0.005)
+    seat = replicas.seats[0]
+    assert (seat.state, seat.failed_at, [replica.index for _, replica in replicas.live()]) == ("vacant", [], [1])
+    over.set()
+    await leaving
+    assert fleet.started[0].ended and replicas.restarts == 0 and len(fleet.started) == 2 and fleet.changes == 1
+
+
+@in_loop
+async def test_a_seat_is_vacated_while_its_replica_is_being_started_and_after_it_failed_too_often() -> None:
+    fleet = Fleet()
+    replicas = await fleet.replicas(3, max_restarts=0)
+    fleet.bringing_up_takes = asyncio.Event().wait
+    replicas.join(3)
+    await until(lambda: len(fleet.started) == 4)
+    await asyncio.sleep(0.005)
+    async with asyncio.timeout(1):
+        await replicas.leave(3, hand_nothing_over)
+    assert fleet.started[3].ended and not replicas.updating.locked()
+    replicas.lost(*replicas.live()[1], Gone("killed"))
+    await until(lambda: replicas.seats[1].quarantined)
+    await replicas.leave(1, hand_nothing_over)
+    assert [seat.state for seat in replicas.seats] == ["serving", "vacant", "serving", "vacant"]
+
+
+@in_loop
+async def test_who_joins_is_brought_up_first_and_the_failures_of_its_seat_are_forgotten() -> None:
+    fleet = Fleet()
+    replicas = await fleet.replicas(1, max_restarts=0)
+    replicas.lost(*replicas.live()[0], Gone("killed"))
+    await until(lambda: bool(replicas.hopeless()))
+    await replicas.leave(0, hand_nothing_over)
+    assert replicas.hopeless() == "", "nobody is wanted, so nobody is missed"
+    fleet.bringing_up = lambda replica: setattr(replica, "version", 7)
+    replicas.join(0)
+    replicas.join(1)
+    await until(lambda: len(replicas.live()) == 2)
+    assert [replica.version for _, replica in replicas.live()] == [7, 7] and replicas.restarts == 0
+    assert fleet.told == ["replica 0 failed: Gone: killed", "replica 0 is in quarantine: it failed 1 time(s) within an hour"]
+
+
+@in_loop
+async def test_who_joins_and_does_not_start_is_given_up_like_any_other() -> None:
+    fleet = Fleet()
+    replicas = await fleet.replicas(1, max_restarts=1)
+    fleet.failing = 9
+    replicas.join(1)
+    await until(lambda: replicas.seats[1].quarantined)
+    assert replicas.seats[1].reason == "RuntimeError: no memory" and fleet.failing == 7 and not replicas.hopeless()
 
 
 @in_loop

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.cluster.hosts import ray_hosts
+from mtpctl.cluster.hosts import draining, living, ray_hosts
 from mtpctl.cluster.seats import Claim, Found, Seat, Seats, here
 from mtpctl.controller.seating import seated
 from mtpctl.controller.waits import Waits
@@ -114,6 +114,44 @@ def test_a_stop_ends_the_wait_and_what_never_fits_is_told(hosts: Any) -> None:
         assert await take_places(recipe_of("train.gpus=1", "train.parallel.dp=3", "rollout.gpus=1"), [], stopping) is None
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_host_that_joins_has_seats_beyond_the_plan_until_it_is_drained(hosts: Any) -> None:
+    """A place that is given up is free for others, and none is on a host that Ray was told to drain, or that is gone."""
+    import ray
+    from ray._raylet import GcsClient
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+    async def main() -> None:
+        seats, claim = Seats(), Claim("rollout-7", 16, 2)
+        assert await seats.add(claim) is None, "no host is so large"
+        large = hosts.add_node(num_cpus=16, num_gpus=3)
+        hosts.wait_for_nodes()
+        seat = await seats.add(claim)
+        assert seat is not None and seat.node == large.node_id and not seat.planned
+        actor = sit(seat)
+        seats.check("rollout-7", await actor.here.remote())
+        assert await seats.add(claim) is seat, "a seat that one has is kept"
+        other = Claim("rollout-8", 16)
+        assert await seats.add(other) is None, "it is full"
+        ray.kill(actor)
+        seats.give_up("rollout-7")
+        assert not seats.seats and not seats.found
+        async with asyncio.timeout(30):
+            while await seats.add(other) is None:
+                await asyncio.sleep(0.2)
+        seats.give_up("rollout-8")
+
+        client = GcsClient(address=hosts.address)
+        accepted, why = client.drain_node(large.node_id, DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"), "test", 0)
+        assert accepted, why
+        async with asyncio.timeout(30):
+            while large.node_id in living() - draining():
+                await asyncio.sleep(0.1)
+        assert await seats.add(claim) is None
+        hosts.remove_node(large)
+
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def test_each_host_has_a_name_of_its_own(hosts: Any) -> None:

@@ -63,12 +63,12 @@ class Start:
     log: Path
 
     @classmethod
-    def of(cls, run_dir: Path, name: str, steps: int) -> Start:
+    def of(cls, run_dir: Path, name: str, steps: int, *sets: str, overlay: str | None = None) -> Start:
         log = run_dir.parent / f"{name}.log"
-        sets = [part for text in SETTINGS for part in ("--set", text.format(steps=steps))]
-        own = run_dir.parent / "mytask" / "own.yaml"
-        command = [sys.executable, "-m", "mtpctl", "train", str(RECIPE), "--overlay", str(own), "--plain"]
-        command += ["--set", f"run_dir={run_dir}", *sets]
+        command = [sys.executable, "-m", "mtpctl", "train", str(RECIPE), "--plain"]
+        command += [] if overlay is None else ["--overlay", overlay]
+        for text in (f"run_dir={run_dir}", *(text.format(steps=steps) for text in SETTINGS), *sets):
+            command += ["--set", text]
         with log.open("w") as file:
             process = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=run_dir.parent
@@ -116,7 +116,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_ctrl_c_stops_after_the_step_with_a_checkpoint_and_leaves_no_process_behind(run_dir: Path) -> None:
-    start = Start.of(run_dir, "first", steps=200)
+    start = Start.of(run_dir, "first", steps=200, overlay="mytask/own.yaml")
     start.wait_for(lambda: start.step("rl") >= 2)
     children = psutil.Process(start.process.pid).children(recursive=True)
     os.killpg(start.process.pid, signal.SIGINT)
@@ -128,7 +128,7 @@ def test_ctrl_c_stops_after_the_step_with_a_checkpoint_and_leaves_no_process_beh
 
 
 def test_the_same_command_resumes_and_goes_on_after_the_death_of_its_engine_and_of_its_trainer(run_dir: Path) -> None:
-    start = Start.of(run_dir, "resumed", steps=200)
+    start = Start.of(run_dir, "resumed", steps=200, overlay="mytask/own.yaml")
     stopped_at = start.step("rl")
     start.wait_for(lambda: start.step("rl") > stopped_at)
     assert [row["step"] for row in start.rows() if row.get("phase") == "sft" and "sft/loss" in row] == [1, 2, 3, 4, 5, 6]
@@ -138,7 +138,9 @@ def test_the_same_command_resumes_and_goes_on_after_the_death_of_its_engine_and_
     start.actor("TrainerRank").kill()
     killed_at = start.step("rl")
     start.wait_for(lambda: any(line.startswith("trainer back after ") for line in start.restarts()), 120)
-    assert start.restarts()[0].startswith("trainer rank 0, ")
+    failed, back, lost, *_ = start.restarts()
+    assert failed.startswith("rollout replica 0 failed: EngineDead: ") and back == "rollout replica 0 is back"
+    assert lost.startswith("trainer rank 0, ")
     start.wait_for(lambda: start.step("rl") >= killed_at + 2)
     assert "Traceback" not in start.log.read_text()
     actors = [start.actor("TrainerRank"), start.actor("RolloutActor")]

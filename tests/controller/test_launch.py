@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import shutil
+import socket
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from mtpctl.cluster.seats import Seats
 from mtpctl.controller import launch
 from mtpctl.controller.launch import Run
 from mtpctl.controller.prepare import Prepared, changed_old_logprobs, check_drawn, model_of, prepare
-from mtpctl.errors import EnvironmentMissing, MtpctlError, RuntimeFailure, UserError
+from mtpctl.errors import ClusterResources, EnvironmentMissing, MtpctlError, RuntimeFailure, UserError
 from mtpctl.plan.placement import Placement
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
@@ -116,6 +117,16 @@ def test_a_recipe_that_is_refused_is_not_told_as_what_the_run_ran(tmp_path: Path
         launch.run(recipe(begun.run_path, *SFT, "cluster.num_cpus=2", "rollout.context=4096"))
     there = RunDirectory(begun.run_path)
     assert there.recipe.read_text() == dump_resolved(begun) and not list(there.logs.iterdir())
+
+
+def test_what_a_run_has_no_room_for_is_told_before_anything_is_made(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        page = f"telemetry.http={other.getsockname()[1]}"
+        with pytest.raises(UserError, match=r"^telemetry\.http: cannot listen on 127\.0\.0\.1:"):
+            launch.run(recipe(tmp_path / "run", *SFT, "cluster.num_cpus=2", page))
+    with pytest.raises(ClusterResources, match=r"5 CPUs are asked for .* lower rollout\.replicas\.max: 4, or join a cluster"):
+        launch.run(recipe(tmp_path / "run", "rollout.replicas={min: 1, max: 4}", "cluster.num_cpus=3"))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import contextlib
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -148,10 +150,9 @@ def write_recipe(folder: Path, tree: dict[str, Any]) -> Path:
 
 
 @contextlib.contextmanager
-def judging() -> Iterator[str]:
-    """The URL of a judge whose first reply is that it is busy, and of which every other one has a score of its own."""
-    draw = random.Random(0)
-    server = Judge((503, "busy"), *((200, f"Score: {draw.random():.2f}") for _ in range(10_000)))
+def judging(*script: tuple[int, str]) -> Iterator[str]:
+    """The URL of a judge that replies by this script of statuses and texts."""
+    server = Judge(*script)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -174,7 +175,9 @@ def judged(folder: Path) -> Iterator[Task]:
     write_rows(folder / "chat.jsonl", chat)
     write_rows(folder / "held.jsonl", chat[:3])
     write_rows(folder / "gsm8k.jsonl", [{"question": QUESTION.format(n, 2), "answer": f"{n} * 2\n#### {2 * n}"} for n in range(1, 4)])
-    with judging() as url:
+    draw = random.Random(0)
+    scores = [(200, f"Score: {draw.random():.2f}") for _ in range(10_000)]
+    with judging((503, "busy"), *scores) as url:
         recipe = write_recipe(
             folder,
             {
@@ -275,9 +278,13 @@ def judge(folder: Path) -> Iterator[Task]:
     mtpctl(folder, "init", "mytask", "--template", "judge")
 
     def holds(updates: Rows, evaluations: Rows) -> None:
-        assert all(row["reward/errors"] == 0 for row in updates)
+        assert all(row["reward/errors"] == 0 and 0.2 < row["reward/mean"] < 0.9 for row in updates), "the server's grades, and no others"
 
-    yield Task(folder / "mytask" / "recipe.yaml", holds, ("train.sft.steps=20", "train.rl.steps=2"))
+    draw = random.Random(0)
+    grades = [(200, str(draw.randint(2, 9))) for _ in range(10_000)]
+    with judging(*grades) as url:
+        sets = (f"reward.args={{url: '{url}', model: any}}", "train.sft.steps=20", "train.rl.steps=2")
+        yield Task(folder / "mytask" / "recipe.yaml", holds, sets)
 
 
 @contextlib.contextmanager
@@ -287,11 +294,90 @@ def agent(folder: Path) -> Iterator[Task]:
 
     def holds(updates: Rows, evaluations: Rows) -> None:
         assert all(row["environment/errors"] == row["environment/timeouts"] == row["environment/rewritten"] == 0 for row in updates)
-        assert all(1 < row["environment/turns"] <= 2 for row in updates), "some answers were wrong at first"
-        assert all(row["environment/samples"] == 1 for row in updates), "the second question goes on from the first answer's tokens"
-        assert any(row["environment/reward"] > 0 for row in updates) and all(row["eval/problems"] > 0 for row in evaluations)
+        assert all(row["reward/calls"] > 0 for row in updates), "tools were called"
+        assert all(row["environment/samples"] == 1 for row in updates), "each answer goes on from the tokens of the ones before"
+        assert all(row["eval/problems"] > 0 for row in evaluations)
 
-    yield Task(folder / "mytask" / "recipe.yaml", holds, ("train.sft.steps=60", "train.rl.steps=2"))
+    def samples(rows: Rows) -> None:
+        said = [part["text"] for row in rows for part in row["parts"] if part["by"] == "environment"]
+        assert said and all(re.fullmatch(r"(tool: .*\n)+assistant: ", text) for text in said)
+
+    yield Task(folder / "mytask" / "recipe.yaml", holds, ("train.sft.until_loss=0.15", "train.rl.steps=2"), samples)
+
+
+@contextlib.contextmanager
+def coding(folder: Path) -> Iterator[Task]:
+    """What `mtpctl init --template coding` writes, with fewer steps."""
+    mtpctl(folder, "init", "mytask", "--template", "coding")
+
+    def holds(updates: Rows, evaluations: Rows) -> None:
+        assert all(row["environment/errors"] == row["environment/timeouts"] == row["environment/rewritten"] == 0 for row in updates)
+        assert all(1 < row["environment/turns"] <= 2 and row["environment/samples"] == 1 for row in updates)
+        assert any(row["reward/passed"] > 0 for row in updates), "programs that the model wrote pass their hidden tests"
+
+    def samples(rows: Rows) -> None:
+        said = [part["text"] for row in rows for part in row["parts"] if part["by"] == "environment"]
+        assert said and all(re.fullmatch(r"user: .*, not '.*':\nassistant: ", text) for text in said)
+
+    sets = ("train.sft.steps=150", "train.sft.until_loss=0.2", "train.rl.steps=2", "train.rl.prompts_per_step=8")
+    yield Task(folder / "mytask" / "recipe.yaml", holds, sets, samples)
+
+
+@contextlib.contextmanager
+def verifiers(folder: Path) -> Iterator[Task]:
+    """An environment of the package verifiers, of several turns, with problems, held-out problems and rewards of its own."""
+    pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
+    for name in ("guess_number.py", "last_letter.py"):
+        shutil.copy(Path(__file__).parents[1] / "rollout" / "tasksets" / name, folder)
+    games = [["5"], ["3", "higher", "5"], ["7", "lower", "5", "lower", "4"], ["2", "higher", "6"]]
+    talks = [
+        [{"role": "system", "content": "Guess."}, {"role": "user", "content": "a number from 1 to 8?"}]
+        + [{"role": ("assistant", "user")[place % 2], "content": said} for place, said in enumerate(game)]
+        for game in games
+    ]
+    write_rows(folder / "games.jsonl", [{"messages": talk} for talk in talks] * 8)
+    recipe = write_recipe(
+        folder,
+        {
+            "model": {"tokenizer": "bytes"},
+            "data": {"sft_path": "games.jsonl", "taskset": {"eval_size": 2}, "chat_template": True},
+            "reward": {"function": "environment"},
+            "train": {**MACHINE["train"], "rl": {"steps": 2}},
+            "rollout": {"environment": "verifiers:guess_number", "max_tokens": 160, "max_turns": 6, "deadline_s": 120.0},
+        },
+    )
+
+    def holds(updates: Rows, evaluations: Rows) -> None:
+        assert all(row["environment/errors"] == row["environment/timeouts"] == row["environment/rewritten"] == 0 for row in updates)
+        assert all(row["environment/samples"] == 1 and row["environment/turns"] > 1 for row in updates)
+        assert all(row["reward/guessed"] == row["reward/mean"] for row in updates) and any(row["reward/mean"] > 0 for row in updates)
+        assert evaluations and all(row["eval/problems"] == 2 for row in evaluations)
+
+    def samples(rows: Rows) -> None:
+        said = {part["text"] for row in rows for part in row["parts"] if part["by"] == "environment"}
+        assert said and said <= {f"user: {word}\nassistant: " for word in ("higher", "lower")}
+        assert {row["prompt"] for row in rows} == {"system: Guess.\nuser: a number from 1 to 8?\nassistant: "}
+
+    yield Task(recipe, holds, samples=samples)
+
+
+@contextlib.contextmanager
+def documented(folder: Path) -> Iterator[Task]:
+    """The whole example of docs/verifiers.md, which verifiers' harness `null` plays in a process for each episode."""
+    pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
+    page = (Path(__file__).parents[2] / "docs" / "verifiers.md").read_text().partition("## A whole example")[2]
+    blocks = dict(re.findall(r"^```(python|yaml)\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE))
+    (folder / "letters.py").write_text(blocks["python"])
+    (folder / "letters.yaml").write_text(blocks["yaml"])
+    mtpctl(folder, "init", "words")
+
+    def holds(updates: Rows, evaluations: Rows) -> None:
+        assert all(row["environment/errors"] == row["environment/timeouts"] == 0 for row in updates)
+        assert all(row["environment/turns"] == 1 and row["reward/letters"] > 0 for row in updates)
+        assert all(row["reward/right"] == row["reward/mean"] for row in updates) and any(row["reward/right"] > 0 for row in updates)
+        assert evaluations and all(row["eval/problems"] == 16 for row in evaluations)
+
+    yield Task(folder / "letters.yaml", holds, ("train.rl.steps=2",))
 
 
 @contextlib.contextmanager
@@ -308,7 +394,9 @@ def taught(folder: Path) -> Iterator[Task]:
     yield Task(folder / "mytask" / "recipe.yaml", holds, (*sets, "train.rl.steps=2"))
 
 
-@pytest.mark.parametrize("task", [judged, coded, gsm8k, tool, judge, agent, taught], ids=lambda task: task.__name__)
+@pytest.mark.parametrize(
+    "task", [judged, coded, gsm8k, tool, judge, agent, coding, taught, verifiers, documented], ids=lambda task: task.__name__
+)
 def test_it_trains_with_its_drafter_and_resumes(task: Callable[[Path], contextlib.AbstractContextManager[Task]], tmp_path: Path) -> None:
     with task(tmp_path) as own:
         run_dir = tmp_path / "runs" / "own"

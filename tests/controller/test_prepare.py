@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.controller.prepare import model_of, prepare
+from mtpctl.controller.prepare import model_of, prepare, store_in
 from mtpctl.errors import UserError
+from mtpctl.families.reading import shape_of
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
 from tests.cli.test_rollout_job import SMALL
@@ -44,6 +45,16 @@ def test_which_needs_no_weights_there(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     drawn = recipe("model.config=null", f"model.path={folder}", "model.init=random")
     assert prepare(drawn, tmp_path / "run").model.path == tmp_path / "run" / "model"
+
+
+def test_engines_that_may_join_on_other_hosts_find_versions_in_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the hosts that are there when the run starts would find in shared memory."""
+    monkeypatch.setattr("mtpctl.controller.prepare.default_root", lambda *_: Path("/shared"))
+    shape, elastic = shape_of(recipe().model.config or {}), "rollout.replicas={min: 1, max: 2}"
+    roots = [
+        store_in(tmp_path, recipe(*sets), shape).root for sets in ([elastic, "cluster.address=auto"], [elastic], ["cluster.address=auto"])
+    ]
+    assert roots == [tmp_path / "versions", Path("/shared"), Path("/shared")]
 
 
 def test_a_loss_of_the_users_own_is_tried_before_a_model_is_made(tmp_path: Path) -> None:

@@ -315,7 +315,7 @@ def test_groups_without_signal_that_are_trained_on_are_not_counted_as_having_any
 
 
 def test_a_task_that_never_gives_signal_ends_the_run_instead_of_going_on_for_ever(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeFailure, match=f"{BATCHES_WITHOUT_SIGNAL * 4} groups in a row had no signal"):
+    with pytest.raises(RuntimeFailure, match=f"{BATCHES_WITHOUT_SIGNAL * 4} groups in a row had no signal .* mtpctl samples RUN --worst"):
         run(recipe_of(), tmp_path, lambda s: "0")
 
 
@@ -336,6 +336,28 @@ def test_a_batch_may_take_as_long_as_it_likes_while_its_responses_come_in(tmp_pa
     async def scenario() -> None:
         stage = stage_of(recipe, world, tmp_path, generator=OneByOne(world, lambda s: str(s.index)))
         await asyncio.wait_for(stage.run(), 20)
+
+    asyncio.run(scenario())
+    assert len(world.batches) == 1
+
+
+def test_nor_is_a_run_ended_for_what_it_is_known_to_wait_for(tmp_path: Path) -> None:
+    """Such as a host for its engines, of which something else tells."""
+    recipe, world = with_deadline(recipe_of(steps=1, staleness=0.0), 0.2), World()
+    there = asyncio.Event()
+
+    class Waiting(FakeGenerator):
+        async def wait(self, sample: Sample) -> None:
+            await there.wait()
+
+    async def scenario() -> None:
+        stage = stage_of(recipe, world, tmp_path, generator=Waiting(world, lambda s: str(s.index)))
+        running = asyncio.ensure_future(stage.run())
+        for _ in range(20):
+            await asyncio.sleep(0.05)
+            stage.rollout.progressed()
+        there.set()
+        await asyncio.wait_for(running, 20)
 
     asyncio.run(scenario())
     assert len(world.batches) == 1

@@ -34,11 +34,13 @@ def test_the_gain_of_a_remedy_is_what_the_rank_needs_less_with_it() -> None:
         assert remedy.fits == (needs - remedy.gain <= 139 * GIB)
 
 
-def test_the_largest_gain_comes_first_and_is_the_error_lines_mend() -> None:
-    misfit = only(recipe(ONE_CARD))
+def test_the_largest_gain_comes_first_and_the_error_line_names_one_that_suffices_on_the_cards_that_are_there() -> None:
+    misfit = only(recipe("cluster.gpu_gib=40", "rollout.gpu_memory=0.9"))
     gains = [remedy.gain for remedy in misfit.remedies]
     assert gains == sorted(gains, reverse=True) and len(gains) >= 6
-    assert str(misfit.error).endswith(f"set {misfit.remedies[0]}, which gains {gains[0] / GIB:.1f} GiB")
+    assert misfit.remedies[0].cards, "tp=8 gains most, on twice as many cards"
+    enough = next(remedy for remedy in misfit.remedies if remedy.fits and not remedy.cards)
+    assert str(misfit.error).endswith(f"set {enough}, which gains {enough.gain / GIB:.1f} GiB")
 
 
 def test_remedies_are_settings_that_the_recipes_checks_let_through_and_say_whether_they_take_cards() -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from mtpctl.errors import ClusterResources, UserError
-from mtpctl.plan.placement import Host, Placement, place
+from mtpctl.plan.placement import Host, Placement, most_engines, place
 from mtpctl.recipe.loading import load_recipe
 
 
@@ -149,6 +149,27 @@ def test_cpu_claims_threads() -> None:
 def test_too_few(sets: list[str], name: str, hosts: list[Host] | None, message: str) -> None:
     with pytest.raises(ClusterResources, match=message):
         placed(*sets, name=name, hosts=hosts)
+
+
+ELASTIC = "rollout.replicas={min: 1, max: 8}"
+
+
+def test_a_run_whose_engines_come_and_go_is_planned_with_the_least() -> None:
+    assert len(placed(ELASTIC).of("rollout")) == 1
+    assert len(place(load_recipe("mimo7b_mtp", sets=[ELASTIC]).recipe, engines=3).of("rollout")) == 3
+
+
+def test_how_many_engines_there_is_room_for() -> None:
+    recipe = load_recipe("mimo7b_mtp", sets=[ELASTIC, "logprob.standalone=false"]).recipe
+    assert [most_engines(recipe, [Host(64, cards)] * hosts) for cards, hosts in ((5, 1), (8, 1), (8, 2))] == [1, 4, 8]
+    with pytest.raises(ClusterResources, match=r"5 GPUs are asked for \(trainer 4, rollout 1\)"):
+        most_engines(recipe, [Host(64, 4)])
+
+
+def test_more_engines_than_a_cluster_without_further_hosts_has_room_for() -> None:
+    recipe = load_recipe("tiny_mtp", sets=[ELASTIC, "cluster.num_cpus=3"]).recipe
+    with pytest.raises(ClusterResources, match=r"and 3 are there; lower rollout\.replicas\.max: 8, or join a cluster that hosts can join"):
+        place(recipe, engines=8)
 
 
 def test_an_engine_larger_than_a_host_is_the_recipes_mistake() -> None:

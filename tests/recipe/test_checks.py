@@ -206,6 +206,11 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         (["train.parallel.ep=2"], "train.parallel.ep: the model has no experts"),
         (["train.min_dp=2"], "train.min_dp: 2 is more than train.parallel.dp: 1; lower it"),
         (["logprob={standalone: true, parallel: {tp: 8}}"], "logprob.parallel.tp: 8 does not divide"),
+        (["rollout.replicas={min: 3, max: 2}"], "rollout.replicas: min: 3 is more than max: 2; raise max, or lower min"),
+        (
+            ["rollout.replicas={min: 1, max: 2}", "async.deterministic=true"],
+            "rollout.replicas: replicas that come and go rule out async.deterministic; give a number",
+        ),
         (["rollout.tp=3"], "rollout.tp: 3 does not divide 4 attention heads"),
         (["rollout.engine_args.hf_token=abc"], "rollout.engine_args.hf_token: secrets do not belong in a recipe"),
         (
@@ -557,3 +562,31 @@ def test_a_dense_model_has_no_routes_to_replay() -> None:
 )
 def test_which_routes_a_mixture_of_experts_replays_by_default(sets: list[str], replay: str) -> None:
     assert load_recipe("qwen3_5_35b_a3b_mtp", sets=sets).recipe.replay(shape_of(TOYS["qwen3.5-moe"])) == replay
+
+
+VERIFIERS = ["rollout.environment=verifiers:letters", "data.task=null", "train.stages=[rl]", "reward.function=environment"]
+
+
+def test_an_environment_of_verifiers_brings_problems_and_rewards() -> None:
+    validate(load_recipe("tiny_mtp", sets=VERIFIERS).recipe)
+    validate(load_recipe("tiny_mtp", sets=[*VERIFIERS, "data.taskset={train_size: 8, eval_size: 2}"]).recipe)
+    assert load_recipe("tiny_mtp", sets=VERIFIERS).recipe.rollout.agents_play
+
+
+@pytest.mark.parametrize(
+    "sets, told",
+    [
+        ([*VERIFIERS[:3]], "reward.function: exact has no answer to compare with, and verifiers:letters rewards its tasks itself; set env"),
+        (
+            [*VERIFIERS[:2], VERIFIERS[3]],
+            "data.sft_path: tasks of verifiers:letters have no worked solutions; name rows",
+        ),
+        ([*VERIFIERS, "rollout.gateway=true"], "rollout.environment: verifiers:letters, but an agent has its own; set single"),
+        (["rollout.environment='verifiers:'", *VERIFIERS[1:]], "rollout.environment: verifiers: stands before the name of an environment"),
+        (["rollout.environment_eval_args={taskset: {split: test}}"], "rollout.environment_eval_args: only an environment of verifiers"),
+        (["data.taskset={train_size: 8}"], "data.taskset: is for problems of rollout.environment: verifiers:NAME, without data.path"),
+        ([*VERIFIERS, "rollout.environment_eval_args.api_key=abc"], "rollout.environment_eval_args.api_key: secrets do not belong"),
+    ],
+)
+def test_what_an_environment_of_verifiers_cannot_have(sets: list[str], told: str) -> None:
+    assert complaint(*sets).startswith(told)

@@ -12,7 +12,9 @@ from mtpctl.recipe import yaml12
 from mtpctl.recipe.aliases import KEYS
 from mtpctl.recipe.fields import find
 from mtpctl.recipe.loading import RECIPES, available, dump_resolved, flatten, load_recipe
+from mtpctl.recipe.rollout import ReplicaRange
 from mtpctl.recipe.schema import Recipe
+from mtpctl.recipe.telemetry import TelemetryConfig
 
 BASE = """\
 seed: 3
@@ -68,6 +70,48 @@ def test_an_overlay_may_choose_another_variant(base: Path, tmp_path: Path) -> No
 
 def test_a_variant_section_without_its_key_is_the_default_one(base: Path) -> None:
     assert load_recipe(base, sets=["sync.bucket_bytes=4096"]).recipe.sync.transport == "nccl"
+
+
+def test_replicas_are_a_number_or_a_range(base: Path) -> None:
+    loaded = load_recipe(base, sets=["rollout.replicas=2", "rollout.replicas.max=3"])
+    assert loaded.recipe.rollout.replica_range == ReplicaRange(min=1, max=3) and loaded.recipe.rollout.elastic
+    assert (loaded.origins["rollout.replicas.min"], loaded.origins["rollout.replicas.max"]) == ("default", "--set")
+    number = load_recipe(base, sets=["rollout.replicas={max: 3}", "rollout.replicas=2"]).recipe.rollout
+    assert number.replica_range == ReplicaRange(min=2, max=2) and not number.elastic
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rollout.replicas=0", "--set: rollout.replicas must be greater than 0, got 0"),
+        ("rollout.replicas=many", "--set: rollout.replicas must be an integer, got 'many'"),
+        ("rollout.replicas={min: 0}", "--set: rollout.replicas.min must be greater than 0, got 0"),
+        ("rollout.replicas={min: 1, most: 2}", "rollout.replicas.most is not a key; keys of rollout.replicas: min, max"),
+        ("telemetry.http=localhost", "--set: telemetry.http must be HOST:PORT, such as 127.0.0.1:9090, got 'localhost'"),
+        ("telemetry.http=:70000", "--set: telemetry.http must be HOST:PORT, such as 127.0.0.1:9090, got ':70000'"),
+    ],
+)
+def test_replicas_and_addresses_that_are_none(base: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe(base, sets=[text])
+    assert str(caught.value).endswith(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("9090", ("127.0.0.1", 9090)),
+        ("':9090'", ("127.0.0.1", 9090)),
+        ("'0.0.0.0:0'", ("0.0.0.0", 0)),
+        ("'[::1]:9090'", ("::1", 9090)),
+        ("head.example:80", ("head.example", 80)),
+        ("null", None),
+    ],
+)
+def test_a_status_page_is_for_this_machine_unless_said_otherwise(base: Path, text: str, address: tuple[str, int] | None) -> None:
+    telemetry = load_recipe(base, sets=[f"telemetry.http={text}"]).recipe.telemetry
+    assert telemetry.http_address == address
+    assert TelemetryConfig.model_validate(telemetry.model_dump()) == telemetry
 
 
 def test_every_value_has_an_origin(base: Path) -> None:

@@ -36,6 +36,19 @@ def test_runs_are_laid_over_each_other_and_their_differences_told(tmp_path: Path
     assert {"a", "b"} <= set(re.findall(r'class="label k\d"[^>]*>(\w)<b>', reward[: reward.index("<h3>Entropy</h3>")]))
 
 
+def test_the_last_evaluation_and_the_mean_of_the_late_ones_are_rows_of_their_own(tmp_path: Path) -> None:
+    runs = [run(tmp_path / name, 1e-4, 0.05) for name in ("a", "b")]
+    for path, last in zip(runs, (0.75, 0.5), strict=True):
+        accuracies = {0: 0.25, 4: 0.25, 6: 0.25, 8: 0.25, 10: last}
+        rows = [{"session": 1, "time": 1.8e9 + s, "phase": "rl", "step": s, "eval/accuracy": value} for s, value in accuracies.items()]
+        rows.insert(0, {"session": 1, "time": 1.6e9, "phase": "sft", "step": 30, "sft/loss": 1.0})
+        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = " ".join(read(write_comparison(runs, tmp_path / "out.html")).text)
+    assert "final answer is right. eval/accuracy 75.0% 50.0%" in text
+    assert "mean of the last 4 evaluations. eval/accuracy 37.5% 31.2%" in text
+    assert "a: 30 SFT steps, 10 RL steps · b: 30 SFT steps, 10 RL steps" in text
+
+
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
     runs = [run(tmp_path / "x" / "tiny", 1e-4, 0.05), run(tmp_path / "y" / "tiny", 1e-4, 0.05)]
     text = " ".join(read(write_comparison(runs, tmp_path / "out.html")).text)

@@ -58,6 +58,23 @@ def test_plain_lines_say_what_was_logged_one_line_a_row() -> None:
     ]
 
 
+def test_of_a_stage_that_may_end_early_the_time_left_is_the_most_that_it_takes() -> None:
+    console, out = screen(width=100)
+    clock = Clock()
+    early = ["sft"]
+    lines = PlainLines(console, {"sft": 500, "rl": 10}, clock, early=early)
+    panel = LivePanel(console, "run", {"sft": 500, "rl": 10}, clock, early=early, draw=False)
+    for phase in ("sft", "rl"):
+        for step in (1, 2):
+            clock.now += 1.0
+            lines.row(step, {}, phase)
+            panel.row(step, {}, phase)
+        console.print(panel.render())
+    told = out.getvalue()
+    assert "left at most 8 min 18 s" in told and "at most 8 min 18 s left of SFT" in told
+    assert "left 8 s" in told and "about 8 s left of RL" in told
+
+
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_the_panel_shows_both_sides_in_any_width(width: int) -> None:
     console, out = screen(width, terminal=True)

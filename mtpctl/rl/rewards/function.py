@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
 
-from mtpctl.errors import UserError
+from mtpctl.errors import MtpctlError, UserError
 from mtpctl.rl.rewards.outcome import Answered, parse
 from mtpctl.samples import Sample
 from mtpctl.user_code import check_call, describe_error, load
@@ -39,6 +39,9 @@ class Role:
 
 AGENT = Role("rollout.agent", "rollout.agent_args", "rollout.deadline_s", ("problem", "base_url"), needs_reward=False)
 """An agent. The address that it asks stands in the place of the response."""
+
+EPISODE = Role("rollout.environment", "rollout.environment_args", "rollout.deadline_s", AGENT.given, needs_reward=False)
+"""What plays an environment of another package as an agent does."""
 
 Result = tuple[float | None, dict[str, float], str]
 """Reward, parts and error of one call, as they are sent from process to process."""
@@ -81,7 +84,7 @@ class RewardFunction:
         return [known[name] for name in self.role.given]
 
     def _raised(self, error: BaseException) -> Result:
-        return None, {}, str(error) if isinstance(error, UserError) else describe_error(error, self.reference)
+        return None, {}, str(error) if isinstance(error, MtpctlError) else describe_error(error, self.reference)
 
     def _returned(self, value: object) -> Result:
         if value is None and not self.role.needs_reward:

@@ -304,10 +304,13 @@ class Pool:
 
     def _end(self, worker: _Worker) -> None:
         self._forget(worker)
+        started = started_by(worker.pid)
         worker.channel.close()
-        # Its group: with what the function has started.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(worker.pid, signal.SIGKILL)
+        for pid in started:  # also what left its group, as programs do that are started in a session of their own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _forget(self, worker: _Worker) -> None:
         if worker is self._spare:

@@ -101,11 +101,11 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def started_by(pid: int) -> list[int]:
-    """Ids of all descendants of a process that are alive."""
-    try:
-        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:  # it has ended
-        return []
+    """Ids of all descendants of a process that are alive, whichever of its threads started them."""
+    children: list[int] = []
+    with contextlib.suppress(OSError):  # it has ended, or a thread of it has
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            children += map(int, (thread / "children").read_text().split())
     return [each for child in children for each in (child, *started_by(child))]
 
 

@@ -12,6 +12,8 @@ from mtpctl.errors import MtpctlError
 
 CHOICES = 64
 """Answers that one request may ask for."""
+OVER_BUDGET, OVER_CONTEXT = "budget_exceeded", "context_length_exceeded"
+"""Codes of refusals because a trajectory has used up what it may."""
 
 
 class RequestInvalid(MtpctlError):

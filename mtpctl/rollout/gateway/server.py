@@ -33,7 +33,7 @@ from mtpctl.rollout.gateway.messages import ChatRequest, RequestInvalid
 from mtpctl.rollout.gateway.trajectory import Model, Trajectory
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.web.guard import Guard, HttpBounds, error_body
-from mtpctl.web.server import WebServer, allow_connections
+from mtpctl.web.server import address_of, serving
 
 REWARD_HEADER = "mtpctl-reward"
 WAIT_S = 30.0
@@ -75,26 +75,21 @@ class Gateway:
         ]
         app = Starlette(routes=routes, exception_handlers={MtpctlError: _refused, HTTPException: _not_found})
         self.app = Guard(app, HttpBounds(), key, open_under="/t/")
-        self._server = WebServer(self.app, signals=False)
+        self._serving = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Gateway:
-        allow_connections()
-        self._serving = asyncio.create_task(self._server.serve(sockets=[self._bound]), name="gateway")
+        await self._serving.enter_async_context(serving(self.app, self._bound))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         for trajectory in self._open.values():
             trajectory.end()
-        self._server.should_exit = self._server.force_exit = True
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._serving
-        self._bound.close()
+        await self._serving.aclose()
 
     @property
     def address(self) -> str:
         """`http://HOST:PORT`."""
-        host, port = self._bound.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return address_of(self._bound)
 
     def open(self, request: GenerationRequest) -> tuple[str, Trajectory]:
         """Begin a trajectory. Returns its secret, and itself."""

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from mtpctl.errors import UserError
 from mtpctl.rollout.chat import ChatReplies, ChatText
 from mtpctl.rollout.environments import EnvironmentFailure, Message
-from mtpctl.rollout.gateway.messages import ChatMessage, ChatRequest, RequestInvalid, as_template, same_as
+from mtpctl.rollout.gateway.messages import OVER_BUDGET, OVER_CONTEXT, ChatMessage, ChatRequest, RequestInvalid, as_template, same_as
 from mtpctl.rollout.protocol import ABORTED, DEADLINE
 from mtpctl.rollout.turns import Text, length_to_stop
 from mtpctl.samples import GenerationRequest, Ids, Sample, ids_of
@@ -119,7 +119,7 @@ class Trajectory:
         asked.check()
         self._check_open()
         if self.answers + asked.n > self._turns:
-            raise RequestInvalid(f"the trajectory has its {self._turns} answers (rollout.max_turns)", "budget_exceeded")
+            raise RequestInvalid(f"the trajectory has its {self._turns} answers (rollout.max_turns)", OVER_BUDGET)
         self.answers += asked.n
         self._note_sampling(asked)
         start = self._start(asked)
@@ -207,7 +207,7 @@ class Trajectory:
             over = self.request.max_tokens <= before
             raise RequestInvalid(
                 f"the conversation has {sample.length} tokens, and there is no room for an answer ({_limit(over)})",
-                "budget_exceeded" if over else "context_length_exceeded",
+                OVER_BUDGET if over else OVER_CONTEXT,
             )
         stops = [*self.request.stop, *asked.stops]
         sample = await self._model.generate(
@@ -225,7 +225,7 @@ class Trajectory:
         message = self._model.read(tokens[:-1] if end_token is not None else tokens, stops, _tools(asked))
         self._keep(start, sample, message, end_token, _named(asked))
         if sample.finish_reason == DEADLINE:
-            raise RequestInvalid(f"the trajectory took its {self.request.deadline_s:g} s (rollout.deadline_s)", "budget_exceeded")
+            raise RequestInvalid(f"the trajectory took its {self.request.deadline_s:g} s (rollout.deadline_s)", OVER_BUDGET)
         reason = "tool_calls" if message.tool_calls else "length" if sample.finish_reason == "length" else "stop"
         prompt = len(sample.prompt_ids) + before
         return Answer(message, reason, tokens, sample.behaviour_logprobs[before:].tolist(), prompt)
@@ -242,7 +242,7 @@ class Trajectory:
         if self._ended or (self.request.unwanted is not None and self.request.unwanted.is_set()):
             raise _gone()
         if not self.seconds_left:
-            raise RequestInvalid(f"the trajectory took its {self.request.deadline_s:g} s (rollout.deadline_s)", "budget_exceeded")
+            raise RequestInvalid(f"the trajectory took its {self.request.deadline_s:g} s (rollout.deadline_s)", OVER_BUDGET)
 
     def _note_sampling(self, asked: ChatRequest) -> None:
         for name, given, used in (

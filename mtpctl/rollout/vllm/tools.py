@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,6 +33,8 @@ def load_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ReadCalls:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
     from vllm.tool_parsers import ToolParserManager
 
+    # A call that makes no sense is something that the model wrote: parsers write a traceback of each, and training sees many.
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     try:
         make = ToolParserManager.get_tool_parser(name)
     except KeyError as error:

@@ -10,22 +10,29 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 import pytest
-from agent import AGAIN, run
+from agent import result, run
 
 from mtpctl.data.problems import Problem
 
-PROBLEM = Problem("rows.jsonl:1", "last letter of vijug:", "g")
+PROBLEM = Problem("rows.jsonl:1", "add 16 5:", "21")
+
+
+def call(name: str, **arguments: int) -> dict:
+    """An answer that calls a tool."""
+    return {"tool_calls": [{"id": "1", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}]}
 
 
 @contextmanager
-def model(*answers: str) -> Iterator[tuple[str, list]]:
+def model(*answers: str | dict) -> Iterator[tuple[str, list]]:
     """A model that gives these answers, one after the other, at a base URL; and the conversations that it was sent."""
     asked: list = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             asked.append(json.loads(self.rfile.read(int(self.headers["content-length"])))["messages"])
-            choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": answers[len(asked) - 1]}}
+            given = answers[len(asked) - 1]
+            message = {"role": "assistant", "content": None, **(given if isinstance(given, dict) else {"content": given})}
+            choice = {"index": 0, "finish_reason": "stop", "message": message}
             body = json.dumps({"id": "1", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}).encode()
             self.send_response(200)
             self.send_header("content-type", "application/json")
@@ -44,14 +51,29 @@ def model(*answers: str) -> Iterator[tuple[str, list]]:
         server.shutdown()
 
 
-@pytest.mark.parametrize(("answers", "reward"), [(["g"], 1.0), (["x", " g"], 0.5), (["x", "y"], 0.0)])
-def test_rewards_are_as_meant(answers: list[str], reward: float) -> None:
+@pytest.mark.parametrize(
+    ("answers", "reward", "calls"),
+    [
+        ([call("add", a=16, b=5), "21"], 1.0, 1),
+        ([" 21"], 1.0, 0),
+        ([call("double", a=8), call("add", a=16, b=4), "20"], 0.0, 2),
+        ([call("double", a=8)] * 3, 0.0, 3),
+    ],
+)
+def test_rewards_are_as_meant(answers: list, reward: float, calls: int) -> None:
     with model(*answers) as (base_url, asked):
-        assert asyncio.run(run(PROBLEM, base_url, second=0.5)) == reward
+        assert asyncio.run(run(PROBLEM, base_url)) == {"reward": reward, "calls": calls}
     assert len(asked) == len(answers)
 
 
-def test_the_second_question_has_the_first_answer_before_it() -> None:
-    with model("x", "g") as (base_url, asked):
+def test_the_model_reads_what_its_calls_gave() -> None:
+    with model(call("double", a=8), "16") as (base_url, asked):
         asyncio.run(run(PROBLEM, base_url))
-    assert [message["content"] for message in asked[1]] == ["last letter of vijug:", "x", AGAIN]
+    question, answer, tool = asked[1]
+    assert question == {"role": "user", "content": "add 16 5:"} and answer["tool_calls"][0]["function"]["name"] == "double"
+    assert tool == {"role": "tool", "tool_call_id": "1", "content": "16"}
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("halve", '{"a": 8}'), ("add", '{"a": 8}'), ("add", "8, 5"), ("double", '["8"]')])
+def test_a_call_that_makes_no_sense_is_told(name: str, arguments: str) -> None:
+    assert result(name, arguments).startswith("error: ")

@@ -23,6 +23,8 @@ PROBLEM = Problem("p:1", "What is {response}?", "two")
 class Judge(ThreadingHTTPServer):
     """Answers with the next of `script` (status, text), and with the last one from then on. `asked` holds headers and bodies."""
 
+    request_queue_size = 256  # of five the kernel would reset some when a whole evaluation asks at once
+
     def __init__(self, *script: tuple[int, str]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.script, self.asked = list(script), list[tuple[dict[str, str], dict[str, Any]]]()

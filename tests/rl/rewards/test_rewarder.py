@@ -212,6 +212,31 @@ def test_a_module_that_starts_threads_is_loaded_by_every_process_for_itself(tmp_
     assert found[0][1].timed_out and all(outcome.reward == 1.0 for _, outcome in found[2:])
 
 
+def test_what_a_late_call_started_ends_with_it_also_in_a_session_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(
+        "import subprocess, sys, threading, time\n"
+        "def start(file):\n"
+        "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'], start_new_session=True)\n"
+        "    open(file, 'a').write(f'{child.pid} ')\n"
+        "def score(response, problem, sample):\n"
+        "    start(response)\n"
+        "    threading.Thread(target=start, args=(response,)).start()\n"
+        "    time.sleep(1000)\n"
+    )
+    pids = tmp_path / "pids"
+    ((_, outcome),) = rewarded(RewardConfig(function=f"{tmp_path / 'judge.py'}:score", timeout_s=3), str(pids))
+    started = [int(pid) for pid in pids.read_text().split()]
+    assert outcome.timed_out and len(started) == 2
+    deadline = time.monotonic() + 5
+    while any(map(alive, started)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, started))
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
 def test_math_that_would_take_for_ever_is_wrong_and_holds_up_nobody() -> None:
     config = RewardConfig(function="math", args={"seconds": 1}, timeout_s=20)
     found = rewarded(config, "$10^{10^{10^{10}}}$", *["$2$"] * 50)

@@ -19,6 +19,7 @@ import pytest
 
 from mtpctl.data.tokenizers import HfTokenizer
 from mtpctl.rollout.gateway.answers import AnswerReader
+from mtpctl.rollout.gateway.messages import OVER_BUDGET, OVER_CONTEXT
 from mtpctl.rollout.gateway.server import Gateway
 from mtpctl.rollout.gateway.trajectory import Model
 from mtpctl.rollout.pool import ReplicaPool
@@ -90,7 +91,7 @@ class Agent:
             return "hung up"
         answer = await asking
         if answer.status_code != 200:
-            assert answer.json()["error"]["code"] in ("budget_exceeded",), answer.text
+            assert answer.json()["error"]["code"] in (OVER_BUDGET, OVER_CONTEXT), answer.text
             return "over" if "max_turns" in answer.text else "full"
         found = self._streamed(answer.text) if body.get("stream") else [each["message"] for each in answer.json()["choices"]]
         assert len(found) == body.get("n", 1)

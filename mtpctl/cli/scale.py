@@ -1,0 +1,39 @@
+"""`mtpctl scale`: change the number of rollout replicas of a run that goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mtpctl.cli.answers import answer
+
+
+def scale(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    replicas: Annotated[
+        int, typer.Option("--replicas", metavar="N", min=1, help="Rollout replicas to have, within rollout.replicas of the recipe.")
+    ],
+) -> None:
+    """Have a run that goes on use another number of rollout replicas. Returns once the run has taken it; they join and leave meanwhile.
+
+    The number holds until the next mtpctl scale, or until the run is started again: then it has as many as there is room for.
+    """
+    from mtpctl.cli.targets import load_target
+    from mtpctl.errors import UserError
+    from mtpctl.recipe.rollout import check_scale
+    from mtpctl.telemetry.requests import ask
+    from mtpctl.telemetry.run_directory import RunDirectory
+
+    directory = RunDirectory(run)
+    if not directory.recipe.is_file():
+        raise UserError(f"RUN: {run} is no run directory; mtpctl runs lists those below a folder")
+    recipe = load_target(str(run), [], []).loaded.recipe
+    if "rl" not in recipe.train.stages:
+        raise UserError(f"RUN: {run} has no rollout replicas; its train.stages are {', '.join(recipe.train.stages)}")
+    check_scale(recipe.rollout, replicas)
+    found = ask(directory, replicas)
+    if found.refused:
+        raise UserError(found.told)
+    answer(found.told)

@@ -1,0 +1,70 @@
+"""Plays an environment of verifiers on a few problems before anything is started, with a stand-in for the model."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import cast
+
+from mtpctl.data.problems import Problem
+from mtpctl.data.taskset import FIELD, check_runtimes
+from mtpctl.data.tokenizers import Tokenizer, load_byte_tokenizer, make_byte_tokenizer
+from mtpctl.errors import UserError
+from mtpctl.recipe.rollout import RolloutBase
+from mtpctl.rollout.agents import playing
+from mtpctl.rollout.pool import ReplicaPool
+from mtpctl.rollout.requests import request_for
+from mtpctl.rollout.trial import TRIED
+from mtpctl.samples import GenerationRequest, Sample
+
+CONTEXT = 1 << 20
+TRIAL_S = 180.0
+"""Seconds that an episode may take in the trial, in which a harness may have to be installed first."""
+SAYS = "I do not know."
+
+
+class StandIn:
+    """In the place of the engines: gives the problem's answer to whatever is asked, where it has one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    async def sample(self, request: GenerationRequest) -> Sample:
+        sample, problem = request.sample.copy(), cast(Problem, request.problem)
+        ids = [*self._tokenizer.encode(problem.answer or SAYS), self._tokenizer.eos_id]
+        sample.append(ids, [-1.0] * len(ids), 0)
+        sample.finish_reason = "stop"
+        return sample
+
+
+def try_episodes(rollout: RolloutBase, problems: Sequence[Problem]) -> None:
+    """Play the first problems. Raises UserError where none of their episodes ends well, with what the first one ended with.
+
+    Raises EnvironmentMissing where a seat would play in a place that cannot be had.
+    """
+    check_runtimes(rollout)
+    failures = asyncio.run(_failures(rollout, problems[:TRIED]))
+    if failures and all(failures):
+        raise UserError(f"{FIELD}: {rollout.environment}: {failures[0]} (with {problems[0].prompt_id})")
+
+
+async def _failures(rollout: RolloutBase, problems: Sequence[Problem]) -> list[str]:
+    with tempfile.TemporaryDirectory(prefix="mtpctl-trial-") as made:
+        make_byte_tokenizer(Path(made))
+        tokenizer = load_byte_tokenizer(Path(made))
+    size = {"max_tokens": CONTEXT // 2, "context": None, "deadline_s": max(rollout.deadline_s, TRIAL_S), "tool_parser": None}
+    rollout = rollout.model_copy(update=size)
+
+    async def asked() -> AsyncIterator[GenerationRequest]:
+        for problem in problems:
+            first = Sample(problem.prompt_id, problem.prompt_id, tokenizer.encode(problem.prompt))
+            yield request_for(rollout, first, context=CONTEXT, eos_id=tokenizer.eos_id, problem=problem)
+
+    engines = cast(ReplicaPool, StandIn(tokenizer))
+    found = {}
+    async with playing(rollout, engines, tokenizer, context=CONTEXT, name="stand-in", tell=lambda line: None) as agents:
+        async for sample in agents.generate(asked()):
+            found[sample.prompt_id] = "" if sample.environment is None else sample.environment.failure
+    return [found[problem.prompt_id] for problem in problems]

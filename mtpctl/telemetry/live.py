@@ -1,0 +1,77 @@
+"""How a run is doing while it goes on, held in memory: what `mtpctl status` reads from files, and what the status page shows."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from mtpctl.telemetry.history import Event, History
+from mtpctl.telemetry.metrics_file import plain
+from mtpctl.telemetry.runs import RunOverview
+
+EVENTS = 30
+"""Events that are kept, the newest."""
+TROUBLE = ("error", "alarm", "restart")
+"""Kinds of events that tell of something that went wrong."""
+
+
+class LiveStatus:
+    """What telemetry was told last. `metrics`: the newest value of each metric of the stage under way; `waiting`: what is waited for."""
+
+    def __init__(self, path: Path, totals: Mapping[str, int], history: History) -> None:
+        """`totals`: the number of steps of each stage; `history`: that of earlier starts, as far as the run goes on from it."""
+        self.path, self.totals = path, totals
+        self.stage, self.step, self.metrics = "", 0, dict[str, float]()
+        self.waiting: Sequence[str] = ()
+        self.events = deque(history.events, EVENTS)
+        self.restarts = [event.message for event in history.events if event.kind == "restart"]
+        self._trouble = deque((event for event in history.events if event.kind in TROUBLE), EVENTS)
+        self._accuracy: float | None = None
+        self._wrote = time.time()
+        for row in history.rows:
+            self.row(row.step, row.metrics, row.phase)
+            self._wrote = row.time
+
+    def row(self, step: int, metrics: Mapping[str, float], stage: str) -> None:
+        """A step was logged, or a part of one."""
+        if stage != self.stage:
+            self.stage, self.step, self.metrics = stage, step, {}
+        self.step, self._wrote = max(self.step, step), time.time()
+        self.metrics.update(metrics)
+        self._accuracy = metrics.get("eval/accuracy", self._accuracy)
+
+    def event(self, kind: str, message: str) -> None:
+        """Something happened beside the steps."""
+        event = Event(time.time(), kind, message)
+        self.events.append(event)
+        if kind == "restart":
+            self.restarts.append(message)
+        if kind in TROUBLE:
+            self._trouble.append(event)
+
+    def trouble(self) -> list[Event]:
+        """The newest events that tell of something that went wrong."""
+        return list(self._trouble)
+
+    def overview(self) -> RunOverview:
+        """The run as `mtpctl runs` lists it."""
+        reward = self.metrics.get("reward/unfiltered_mean", self.metrics.get("reward/mean"))
+        age, steps = max(0.0, time.time() - self._wrote), self.totals.get(self.stage)
+        replicas = int(self.metrics["rollout/replicas"]) if "rollout/replicas" in self.metrics else None
+        return RunOverview(self.path, "running", self.stage, self.step, steps, reward, self._accuracy, age, list(self.restarts), replicas)
+
+    def as_json(self) -> dict[str, object]:
+        """Everything, JSON-ready."""
+        found = self.overview()
+        return asdict(found) | {
+            "path": str(self.path),
+            "reward": None if found.reward is None else plain(found.reward),
+            "accuracy": None if found.accuracy is None else plain(found.accuracy),
+            "waiting": list(self.waiting),
+            "errors": [asdict(event) for event in self.trouble()],
+            "events": [asdict(event) for event in list(self.events)],
+            "metrics": {name: plain(value) for name, value in list(self.metrics.items())},
+        }

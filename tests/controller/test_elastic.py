@@ -1,0 +1,225 @@
+"""Replicas follow what is asked for and what hosts have room for: with fake engines, and hosts that the test has come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mtpctl.cluster.seats import Claim, Seat, Seats
+from mtpctl.controller.elastic import ElasticRollout
+from mtpctl.controller.state import RunState
+from mtpctl.controller.waits import Waits
+from mtpctl.recipe.rollout import ReplicaRange, VllmConfig
+from mtpctl.rollout.pool import ReplicaPool
+from mtpctl.telemetry.requests import ask
+from mtpctl.telemetry.run_directory import RunDirectory
+from tests.rollout.fake_replica import FakeReplica
+from tests.rollout.test_pool import Fleet, assert_all_once, collect, requests
+
+
+@dataclass
+class Hosts:
+    """Hosts with room for so many engines each, in the place of Ray's. `drained` ones are to be taken away."""
+
+    room: dict[str, int]
+    drained: set[str] = field(default_factory=set)
+    seats: dict[str, Seat] = field(default_factory=dict)
+
+    def taken(self, host: str) -> int:
+        return sum(seat.node == host for seat in self.seats.values())
+
+    async def add(self, claim: Claim) -> Seat | None:
+        await asyncio.sleep(0)
+        for host, room in self.room.items():
+            if host not in self.drained and self.taken(host) < room:
+                self.seats[claim.actor] = seat = Seat(claim, host, None)
+                return seat
+        return None
+
+    def give_up(self, actor: str) -> None:
+        self.seats.pop(actor, None)
+
+    def host(self, actor: str) -> str:
+        return self.seats[actor].node
+
+
+@dataclass
+class World:
+    """A run of fake engines with its hosts. `said`: its events; `shown`: what the run showed last that it waits for."""
+
+    hosts: Hosts
+    run: RunDirectory
+    fleet: Fleet
+    pool: ReplicaPool
+    elastic: ElasticRollout
+    state: RunState
+    waits: Waits
+    said: list[str] = field(default_factory=list)
+
+    async def until(self, met: Callable[[], bool]) -> None:
+        async with asyncio.timeout(30):
+            while not met():
+                await asyncio.sleep(0.005)
+
+    async def settled(self, *taken: int) -> None:
+        """Until exactly these seats are taken by replicas that serve, and for some looks more."""
+        for _ in range(3):
+            await self.until(lambda: sorted(self.pool.membership.taken) == [*taken] and self.pool.membership.serving == len(taken))
+            await asyncio.sleep(0.02)
+
+    async def settled_on(self, hosts: str) -> None:
+        """Until replicas serve on exactly these hosts, whatever their seats, and for some looks more."""
+        for _ in range(3):
+            await self.until(lambda: "".join(sorted(seat.node for seat in self.hosts.seats.values())) == hosts)
+            await self.until(lambda: self.pool.membership.serving == len(self.pool.membership.taken) == len(hosts))
+            await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def world(path: Path, room: dict[str, int], *, least: int = 1, most: int = 4, **options: Any) -> AsyncIterator[World]:
+    """A run that was planned with the `least` replicas on its first hosts."""
+    hosts = Hosts(room)
+    for index in range(least):
+        assert await hosts.add(Claim(f"rollout-{index}", 1.0)) is not None
+    with pytest.MonkeyPatch.context() as patch, RunDirectory.create(path / "run", "name: t\n") as run:
+        patch.setattr("mtpctl.controller.elastic.LOOK_S", 0.005)
+        patch.setattr("mtpctl.controller.elastic.living", lambda: set(hosts.room))
+        patch.setattr("mtpctl.controller.elastic.draining", lambda: set(hosts.drained))
+        fleet = Fleet(lambda index: FakeReplica(tick_s=0.001))
+        pool = await fleet.pool(least, **options)
+        said: list[str] = []
+        state, waits = cast(RunState, type("State", (), {"lost": False})()), Waits(lambda lines: None, run.logs)
+        rollout = VllmConfig(replicas=ReplicaRange(min=least, max=most))
+        elastic = ElasticRollout(rollout, run, cast(Seats, hosts), state, waits, said.append)
+        async with elastic.watching(), elastic.following(pool.membership, Claim("rollout-0", 1.0)):
+            yield World(hosts, run, fleet, pool, elastic, state, waits, said)
+        await pool.close()
+
+
+def in_loop(test: Callable[[Path], Coroutine[Any, Any, None]]) -> Callable[[Path], None]:
+    """Runs an asynchronous test, with a deadline."""
+
+    def run(tmp_path: Path) -> None:
+        asyncio.run(asyncio.wait_for(test(tmp_path), 90))
+
+    run.__doc__, run.__name__ = test.__doc__, test.__name__
+    return run
+
+
+@in_loop
+async def test_replicas_join_as_hosts_come_up_to_the_most_and_leave_as_they_go(tmp_path: Path) -> None:
+    async with world(tmp_path, {"a": 1}) as it:
+        task = asyncio.ensure_future(collect(it.pool, requests(250, max_tokens=40)))
+        await it.settled_on("a")
+        it.hosts.room["b"] = 2
+        await it.settled_on("abb")
+        it.hosts.room["c"] = 8
+        await it.settled_on("abbc")
+        it.hosts.drained.add("b")
+        await it.settled_on("accc")
+        del it.hosts.room["b"], it.hosts.room["c"]
+        await it.settled_on("a")
+        assert_all_once(await task, 250, tokens=40)
+        assert it.pool.membership.restarts == 0
+        assert it.said[:3] == ["replica 1 joins, on host b", "replica 2 joins, on host b", "replica 1 serves"]
+        assert "replica 1 leaves: its host is being drained" in it.said and "replica 3 leaves: its host is gone" in it.said
+
+
+@in_loop
+async def test_who_dies_with_its_host_comes_back_on_another_one_however_often(tmp_path: Path) -> None:
+    """Nothing counts against `rollout.max_restarts`, since nothing is wrong with the replica."""
+    async with world(tmp_path, {"a": 1, "b": 1}, most=2, max_restarts=0) as it:
+        await it.settled_on("ab")
+        for before, after in ("bc", "cd", "de"):
+            (actor,) = [actor for actor, seat in it.hosts.seats.items() if seat.node == before]
+            it.hosts.room[after] = it.hosts.room.pop(before)
+            it.fleet.made[int(actor.removeprefix("rollout-"))][-1].die()
+            await it.pool.speculate()  # notices it
+            await it.settled_on(f"a{after}")
+
+
+@in_loop
+async def test_what_is_asked_for_is_had_and_answered(tmp_path: Path) -> None:
+    async with world(tmp_path, {"a": 8}) as it:
+        await it.settled(0, 1, 2, 3)
+        answer = await asyncio.to_thread(ask, it.run, 2)
+        assert (answer.told, answer.refused) == ("2 replica(s) are asked for, and 4 serve", False)
+        await it.settled(0, 1)
+        assert set(it.hosts.seats) == {"rollout-0", "rollout-1"}, "the places of the others are free"
+        await asyncio.to_thread(ask, it.run, 3)
+        await it.settled(0, 1, 2)
+        refused = await asyncio.to_thread(ask, it.run, 5)
+        assert (refused.told, refused.refused) == ("--replicas: 5 is not within rollout.replicas: min 1, max 4", True)
+        await it.settled(0, 1, 2)
+
+
+@in_loop
+async def test_those_in_quarantine_are_the_first_to_leave(tmp_path: Path) -> None:
+    async with world(tmp_path, {"a": 8}, least=2, most=2, max_restarts=0) as it:
+        it.fleet.live[0].die()
+        await it.pool.speculate()  # notices it
+        await it.until(lambda: it.pool.membership.taken == [0, 1])
+        it.elastic.rollout = VllmConfig(replicas=ReplicaRange(min=1, max=2))
+        await asyncio.to_thread(ask, it.run, 1)
+        await it.settled(1)
+        await asyncio.to_thread(ask, it.run, 2)
+        await it.settled(0, 1)
+
+
+@in_loop
+async def test_a_run_without_room_for_the_least_shows_what_it_waits_for(tmp_path: Path) -> None:
+    async with world(tmp_path, {"a": 1, "b": 1}, least=2, most=2) as it:
+        waited = 0
+
+        def on_wait() -> None:
+            nonlocal waited
+            waited += 1
+
+        it.elastic.on_wait = on_wait
+        await it.settled(0, 1)
+        assert waited == 0 and not it.waits._waits
+        room = it.hosts.room
+        room.clear()
+        task = asyncio.ensure_future(collect(it.pool, requests(20)))
+        await it.until(lambda: bool(it.waits._waits) and waited > 2)
+        assert it.waits._waits[0].what == "rollout: 0 of at least 2 replica(s) have a host (rollout.replicas.min), waiting for room"
+        assert not task.done()
+        room["c"] = 2
+        await it.settled(0, 1)
+        assert_all_once(await task, 20)
+        assert not it.waits._waits
+
+
+@in_loop
+async def test_what_is_free_while_the_trainer_is_lost_is_the_trainers(tmp_path: Path) -> None:
+    async with world(tmp_path, {"a": 1}) as it:
+        it.state.lost = True
+        it.hosts.room["b"] = 1
+        await asyncio.sleep(0.05)
+        await it.settled(0)
+        it.state.lost = False
+        await it.settled(0, 1)
+
+
+@in_loop
+async def test_at_the_end_of_a_run_those_who_are_leaving_are_ended_too(tmp_path: Path) -> None:
+    async with world(tmp_path, {"a": 2}, most=2) as it:
+        await it.settled(0, 1)
+        holding = asyncio.Event()
+
+        async def hold(mode: str) -> None:
+            await holding.wait()
+
+        it.fleet.live[1].pause = hold  # type: ignore[method-assign]
+        task = asyncio.ensure_future(collect(it.pool, requests(40, max_tokens=500)))
+        await it.until(lambda: it.fleet.live[1].in_flight > 0)
+        await asyncio.to_thread(ask, it.run, 1)
+        await it.until(lambda: "replica 1 leaves: 1 are asked for" in it.said)
+        task.cancel()
+    assert all(replica.closed for replica in it.fleet.live)

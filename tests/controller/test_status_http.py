@@ -1,0 +1,127 @@
+"""The status page, its JSON and Prometheus' metrics say what the run said last, and no client gets anything else."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import math
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+
+from mtpctl.controller.status_http import status_app, status_socket
+from mtpctl.errors import UserError
+from mtpctl.recipe.telemetry import TelemetryConfig
+from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.session import Resumed, Telemetry
+from mtpctl.telemetry.status_page import ReplicaCounts
+from mtpctl.web.server import address_of, serving
+
+NEW = Resumed()
+COUNTS = ReplicaCounts(serving=2, asked=3, least=1, most=4, restarts=1)
+
+
+def telemetry_of(path: Path, resumed: Resumed = NEW) -> Telemetry:
+    run = RunDirectory.create(path, "name: t\n")
+    config = TelemetryConfig(tensorboard=False)
+    return Telemetry(run, config, plain=True, totals={"sft": 5, "rl": 20}, resumed=resumed, console=Console(file=io.StringIO()))
+
+
+def with_client(telemetry: Telemetry, counts: ReplicaCounts | None, use: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
+    """Serve the page of this run, and use it."""
+
+    async def main() -> None:
+        bound = status_socket(TelemetryConfig(http="127.0.0.1:0"))
+        assert bound is not None
+        async with serving(status_app(telemetry.live, lambda: counts), bound), httpx.AsyncClient(base_url=address_of(bound)) as client:
+            await use(client)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_what_was_logged_last_is_shown(tmp_path: Path) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        found = (await client.get("/status.json")).json()
+        assert (found["state"], found["stage"], found["step"], found["steps"]) == ("running", "rl", 7, 20)
+        assert (found["reward"], found["accuracy"]) == (0.25, 0.5) and 0 <= found["age_s"] < 20
+        assert found["replicas"] == {"serving": 2, "asked": 3, "least": 1, "most": 4, "restarts": 1}
+        assert found["restarts"] == ["trainer back after 3 s"] and found["waiting"] == ["rollout: waiting for room, 3 s"]
+        assert [(event["kind"], event["message"]) for event in found["errors"]] == [
+            ("alarm", "the reward <swings>"),
+            ("restart", "trainer back after 3 s"),
+        ]
+        assert found["metrics"]["eval/accuracy"] == 0.5 and found["metrics"]["sync/seconds"] == "NaN"
+        assert "sft/loss" not in found["metrics"], "that stage is over"
+
+        page = await client.get("/")
+        assert page.headers["content-type"].startswith("text/html") and page.headers["refresh"] == "5"
+        for told in ("7 of 20", "waiting for room, 3 s", "2 of 3 (1 to 4) serve, 1 started anew", "the reward &lt;swings&gt;", "50.0%"):
+            assert told in page.text
+
+        metrics = await client.get("/metrics")
+        assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
+        families = {family.name: family.samples[0] for family in text_string_to_metric_families(metrics.text)}
+        assert families["mtpctl_run_step"].labels == {"run": "run", "stage": "rl"} and families["mtpctl_run_step"].value == 7
+        assert families["mtpctl_reward_unfiltered_mean"].value == 0.25 and families["mtpctl_eval_gsm8k_avg_4"].value == 0.75
+        assert math.isnan(families["mtpctl_sync_seconds"].value)
+        assert (families["mtpctl_run_replicas_serving"].value, families["mtpctl_run_waits"].value) == (2, 1)
+
+        assert (await client.get("/etc/passwd")).status_code == 404
+        assert (await client.post("/", content=b"x")).status_code in (405, 413)
+
+    with telemetry_of(tmp_path / "run") as telemetry:
+        telemetry.log(5, {"sft/loss": 1.0}, "sft")
+        telemetry.log(6, {"reward/mean": 0.5, "reward/unfiltered_mean": 0.125, "sync/seconds": 1.0}, "rl")
+        telemetry.log(5, {"eval/accuracy": 0.5, "eval/gsm8k/avg@4": 0.75}, "rl")
+        telemetry.log(7, {"reward/mean": 0.5, "reward/unfiltered_mean": 0.25, "sync/seconds": math.nan}, "rl")
+        telemetry.event("alarm", "the reward <swings>")
+        telemetry.event("restart", "trainer back after 3 s")
+        telemetry.event("eval", "nothing wrong")
+        telemetry.waiting(["rollout: waiting for room, 3 s"])
+        with_client(telemetry, COUNTS, use)
+
+
+def test_before_the_first_step_there_is_a_page_too(tmp_path: Path) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        found = (await client.get("/status.json")).json()
+        assert (found["stage"], found["step"], found["reward"], found["replicas"]) == ("", 0, None, None)
+        assert (await client.get("/")).status_code == (await client.get("/metrics")).status_code == 200
+
+    with telemetry_of(tmp_path / "run") as telemetry:
+        with_client(telemetry, None, use)
+
+
+def test_a_run_that_was_resumed_shows_what_it_goes_on_from(tmp_path: Path) -> None:
+    with telemetry_of(tmp_path / "run") as telemetry:
+        for step in (1, 2, 3):
+            telemetry.log(step, {"reward/mean": step / 10}, "rl")
+        telemetry.event("restart", "trainer back after 3 s")
+    (tmp_path / "run" / ".lock").unlink()
+
+    async def use(client: httpx.AsyncClient) -> None:
+        found = (await client.get("/status.json")).json()
+        assert (found["step"], found["reward"], found["restarts"]) == (2, 0.2, ["trainer back after 3 s"])
+
+    with telemetry_of(tmp_path / "run", Resumed("rl", 2, ["sft"])) as telemetry:
+        with_client(telemetry, None, use)
+
+
+def test_an_address_that_is_taken_or_elsewhere_is_told_with_its_key() -> None:
+    taken = r"^telemetry\.http: cannot listen on 127\.0\.0\.1:\d+ \(Address already in use\); name another$"
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(UserError, match=taken):
+        status_socket(TelemetryConfig(http=f"127.0.0.1:{other.getsockname()[1]}"))
+    with pytest.raises(UserError, match=r"^telemetry\.http: cannot listen on 192\.0\.2\.77:80 "):
+        status_socket(TelemetryConfig(http="192.0.2.77:80"))
+    assert status_socket(TelemetryConfig()) is None
+
+
+def test_its_json_is_json_whatever_was_logged(tmp_path: Path) -> None:
+    with telemetry_of(tmp_path / "run") as telemetry:
+        telemetry.log(1, {"reward/mean": math.inf, "eval/accuracy": math.nan}, "rl")
+        assert json.loads(json.dumps(telemetry.live.as_json(), allow_nan=False))["reward"] == "Infinity"

@@ -1,0 +1,23 @@
+"""What Prometheus reads is what it can parse, whatever names, texts and values there are."""
+
+from __future__ import annotations
+
+import math
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from mtpctl.web.prometheus import Series, text_of
+
+
+def test_its_own_parser_reads_back_what_was_written() -> None:
+    odd = 'a "b"\n\\c'
+    series = [
+        Series("steps", "gauge", "Updates.", 3.0, {"run": odd, "stage": "rl"}),
+        Series("lost_total", "counter", odd, 2),
+        *(Series(f"odd_{place}", "gauge", "Odd.", value) for place, value in enumerate((math.nan, math.inf, -math.inf, 1e-300))),
+    ]
+    found = {family.name: family for family in text_string_to_metric_families(text_of("x_", series))}
+    assert found["x_steps"].samples[0].labels == {"run": odd, "stage": "rl"} and found["x_steps"].samples[0].value == 3
+    assert (found["x_lost"].type, found["x_lost"].documentation, found["x_lost"].samples[0].value) == ("counter", odd, 2)
+    values = [found[f"x_odd_{place}"].samples[0].value for place in range(4)]
+    assert math.isnan(values[0]) and values[1:] == [math.inf, -math.inf, 1e-300]
