@@ -40,6 +40,7 @@ SECTIONS = {
     "rollout_corr": "Difference of trainer and rollout engine",
     "async": "Asynchrony",
     "sync": "Weight sync",
+    "checkpoint": "Copies of checkpoints",
     "logprob": "Log-prob server",
     "timing_s": "Time",
     "perf": "Throughput of the trainer",

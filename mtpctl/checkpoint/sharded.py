@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol, TypedDict
@@ -177,6 +177,14 @@ class Save:
                 error = failure
         _agree(self.path, error)
 
+    def abandon(self) -> None:
+        """Wait for the thread, in place of `finish`, and leave nothing of the checkpoint."""
+        if self._thread is not None:
+            self._thread.join()
+        checkpoint_queue.clear()
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
 
 def _replace(path: Path, whole: Path) -> None:
     """Rename `whole` to `path`. A folder that is there already is renamed first and deleted last, since deleting takes seconds during
@@ -247,15 +255,15 @@ def _check_adapter(path: Path, saved: AdapterRecord | None, wanted: AdapterRecor
             raise UserError(f"train.lora.{name}: {wanted[name]}, but the adapter in {path} has {saved[name]}")
 
 
-def publish_checkpoint(path: Path, *, keep: int) -> None:
-    """Make `path` the one that `latest_checkpoint` finds, and drop all but the `keep` newest beside it."""
+def publish_checkpoint(path: Path, *, keep: int, needed: Collection[str] = ()) -> None:
+    """Make `path` the one that `latest_checkpoint` finds, and drop all but the `keep` newest beside it and those that are `needed`."""
     point_to(path)
     flush(path.parent)
     others = [
         p for p in path.parent.iterdir() if (p / _ENGINE).is_file() and p.name != path.name and not p.name.endswith((".partial", _ASIDE))
     ]
     others.sort(key=lambda p: (p / _ENGINE).stat().st_mtime_ns, reverse=True)
-    for old in [*others[keep - 1 :], *path.parent.glob(f"*{_ASIDE}")]:
+    for old in [*(other for other in others[keep - 1 :] if other.name not in needed), *path.parent.glob(f"*{_ASIDE}")]:
         shutil.rmtree(old)
 
 

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 
 from mtpctl.cluster.local import cluster
 from mtpctl.cluster.room import Host
+from mtpctl.controller.copies import check_copies
 from mtpctl.controller.rehearsal import rehearse
 from mtpctl.data.look import look
 from mtpctl.errors import ClusterResources, MtpctlError, UserError
@@ -118,6 +119,7 @@ def dry_run(recipe: Recipe) -> Plan:
             trials(partial(check_importable, config))
     trials(partial(RunDirectory.check_writable, recipe.run_path))
     trials(partial(check_packages, recipe.telemetry))
+    trials(partial(check_copies, recipe))
     looked = trials(partial(look, recipe.data, recipe.evaluation, recipe.train.stages))
     # The user's own code is tried on rows of the data.
     warnings = trials(partial(rehearse, recipe)) if looked is not None else None

@@ -81,9 +81,26 @@ class Seat[R]:
         return "serving" if self.replica is not None else "quarantined" if self.quarantined else "restarting"
 
 
-async def start_all[R](start: Callable[[int], Awaitable[R]], end: Callable[[R], Awaitable[None]], count: int) -> list[R]:
-    """Start `count` replicas at the same time. Where one does not start, end the others and raise its error."""
-    tasks = [asyncio.ensure_future(start(index)) for index in range(count)]
+async def start_all[R](
+    start: Callable[[int], Awaitable[R]],
+    end: Callable[[R], Awaitable[None]],
+    count: int,
+    *,
+    dead: tuple[type[Exception], ...] = (),
+    max_restarts: int = 0,
+) -> list[R]:
+    """Start `count` replicas at the same time. One that is found `dead` meanwhile is started again, `max_restarts` times.
+
+    Where one does not start, end the others and raise its error.
+    """
+
+    async def one(index: int) -> R:
+        for _ in range(max_restarts):
+            with suppress(*dead):
+                return await start(index)
+        return await start(index)
+
+    tasks = [asyncio.ensure_future(one(index)) for index in range(count)]
     await asyncio.gather(*tasks, return_exceptions=True)
     failed = [error for task in tasks if (error := task.exception()) is not None]
     if failed:

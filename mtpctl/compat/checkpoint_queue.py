@@ -22,7 +22,7 @@ def install() -> None:
 
 
 def clear() -> None:
-    """Drop the results of a save that failed on another rank, which nobody will fetch."""
+    """Drop the results of a save that failed elsewhere, which nobody will fetch."""
     results = vars(filesystem_async)["_results_queue"]
     while not results.empty():
         results.get()

@@ -18,11 +18,12 @@ from mtpctl.cluster.local import check_room, cluster
 from mtpctl.cluster.room import Host
 from mtpctl.cluster.seats import Seats
 from mtpctl.controller.buffer import SampleBuffer
+from mtpctl.controller.copies import Copies, check_copies, copies_of, fetch_if_lost
 from mtpctl.controller.elastic import ElasticRollout
 from mtpctl.controller.prepare import Prepared, changed_old_logprobs, changed_task, check_drawn, prepare, store_in
 from mtpctl.controller.revival import Revival
 from mtpctl.controller.rl import RlStage
-from mtpctl.controller.scoring import ATTEMPTS, Scoring
+from mtpctl.controller.scoring import Scoring
 from mtpctl.controller.seating import engine_claim, seated
 from mtpctl.controller.set_rewards import start_rewards
 from mtpctl.controller.sft import SftStage
@@ -33,7 +34,7 @@ from mtpctl.controller.trainers import TrainerGroup, TrainerLost
 from mtpctl.controller.waits import Waits
 from mtpctl.controller.weights import WeightSync
 from mtpctl.errors import MtpctlError, RuntimeFailure
-from mtpctl.logprob.placed import start_server
+from mtpctl.logprob.placed import answer_deadline, start_server
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.plan.placement import Placement, place
 from mtpctl.recipe.cautions import cautions_of
@@ -56,12 +57,17 @@ INTERRUPTED = 130
 def run(recipe: Recipe, *, plain: bool = False) -> int:
     """Train as the recipe says. Returns the exit code: 0, or 130 after a stop that was asked for."""
     totals: dict[str, int] = {stage: getattr(recipe.train, stage).steps for stage in recipe.train.stages}
+    check_copies(recipe)
+    tell = partial(print, flush=True)
+    fetched = fetch_if_lost(recipe, tell)
     earlier = RunDirectory(recipe.run_path)
     checkpoint, resumed = resumed_from(earlier.checkpoints, recipe.train)
     if checkpoint is not None and set(totals) <= set(resumed["ended"]):
         another = changed_task(recipe, earlier)
         mend = _for_another_task(another) if another else _to_go_on(recipe, resumed["stage"])
         show_ended(earlier, f"{earlier.path} has ended, {checkpoint.name}; {mend}")
+        if (copies := copies_of(recipe, earlier, tell)) is not None:
+            asyncio.run(copies.finish())
         return 0
     if "rl" in recipe.train.stages:
         check_engine(recipe)
@@ -96,6 +102,8 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
         before = Resumed(resumed["stage"], resumed["step"], resumed["ended"])
         early = ["sft"] if recipe.train.sft.until_loss else []
         with Telemetry(directory, recipe.telemetry, plain, totals=totals, early=early, resumed=before) as telemetry:
+            if fetched:
+                telemetry.event("copy", fetched)
             if prepared.unrewarded:
                 telemetry.event("data", prepared.unrewarded)
             with cluster(recipe.cluster, cpus=cpus, gpus=gpus, logs=directory.logs):
@@ -161,6 +169,9 @@ class Run:
             if self.status is not None:
                 await stack.enter_async_context(serving(status_app(self.telemetry.live, self._replica_counts), self.status))
                 self.telemetry.event("start", f"status page: {address_of(self.status)}")
+            if (copies := copies_of(self.recipe, self.directory, lambda line: self.telemetry.event("copy", line))) is not None:
+                self.state.copies = copies
+                stack.push_async_callback(self._copied, copies)
             found = await seated(self.recipe, self.waits, self.state.stopping)
             if found is None:
                 return False
@@ -184,7 +195,7 @@ class Run:
             starting = asyncio.create_task(self._start_actors(stack)) if "rl" in self.recipe.train.stages else None
             try:
                 await self._stages(trainer, starting)
-            except RuntimeFailure:
+            except MtpctlError:
                 await self._rescue(trainer)
                 raise
             finally:
@@ -198,6 +209,11 @@ class Run:
                 self.telemetry.event("stop", f"stopped in {self.state.stage} at step {self.state.step}; {kept}")
                 return False
         return True
+
+    async def _copied(self, copies: Copies) -> None:
+        """Wait until the newest checkpoint is copied too."""
+        with self.waits.on(f"checkpoints: copying to {copies.store.url}"):
+            await copies.finish()
 
     async def _rescue(self, trainer: TrainerGroup) -> None:
         """Save the updates of a stage that has failed as a checkpoint, where the trainer can still write it."""
@@ -350,10 +366,12 @@ class Run:
             await trainer.call("restore", str(checkpoint))
 
     async def _rl(self, trainer: TrainerGroup, rollout: ReplicaPool, server: LogprobServer | None, restored: Path | None) -> None:
-        # All attempts of a sample end before the run gives up waiting for its batch.
-        deadline_s = min(600.0, self.recipe.cluster.step_deadline_s / (ATTEMPTS + 1))
         replay = self.recipe.replay(self.prepared.model.shape)
-        scoring = None if server is None else Scoring(server, self.recipe.rollout.temperature, deadline_s, replay=replay)
+        scoring = (
+            None
+            if server is None
+            else Scoring(server, self.recipe.rollout.temperature, answer_deadline(self.recipe.cluster), replay=replay)
+        )
 
         def beside() -> dict[str, float]:
             return {"rollout/replicas": float(rollout.membership.serving)} | ({} if scoring is None else scoring.metrics())

@@ -266,6 +266,7 @@ class RlStage:
         return (
             found
             | steady
+            | self.state.copy_metrics()
             | {
                 "perf/tokens_per_s": metrics.pop("perf/tokens") / seconds,
                 "rollout/tokens_per_s": counts.tokens / generating,

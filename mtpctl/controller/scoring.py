@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from mtpctl.logprob.placed import ATTEMPTS
 from mtpctl.logprob.protocol import Late, ScoreRequest
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.recipe.train import Replay
 from mtpctl.samples import Sample
-
-ATTEMPTS = 2
-"""How often a sample is sent to the server: once more where the answer is late, since a replica may have died or the queue been long."""
 
 
 class Scoring:

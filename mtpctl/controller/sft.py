@@ -78,6 +78,7 @@ class SftStage:
             self.state.cursor = self.cursor.state_dict()
             self.state.updating = False
             metrics |= {"timing_s/step": seconds, "perf/tokens_per_s": metrics.pop("perf/tokens") / seconds}
+            metrics |= self.state.copy_metrics()
             self.telemetry.log(self.state.step, metrics, "sft")
             await self.state.checkpoint_if_due(self.trainer)
 

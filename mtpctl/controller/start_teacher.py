@@ -13,7 +13,6 @@ from mtpctl.data.tokenizers import has_tokenizer, load_tokenizer
 from mtpctl.logprob.placed import start_server
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.plan.placement import Placement
-from mtpctl.recipe.logprob import LogprobConfig
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.rl import POLICY, TeacherConfig
 from mtpctl.recipe.schema import Recipe
@@ -65,7 +64,7 @@ async def _served(
 ) -> ServedInRun:
     folder = prepared.teacher
     assert folder is not None, "prepare() finds the model of a teacher that the run serves"
-    options = LogprobConfig(replicas=config.replicas, parallel=config.parallel, tokens_per_batch=recipe.logprob.tokens_per_batch)
+    options = recipe.logprob.model_copy(update={"replicas": config.replicas, "parallel": config.parallel, "keep_previous": False})
     seat = placement.of("teacher")[0]
     # Its own MTP layers have nothing to say about the policy's tokens.
     beginning = start_server(

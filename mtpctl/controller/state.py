@@ -7,23 +7,28 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from mtpctl.checkpoint.pointer import newest, pointer_of
 from mtpctl.cluster.deadlines import within
 from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.data.cursor import CursorState
-from mtpctl.errors import UserError
+from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.recipe.train import TrainConfig
 from mtpctl.telemetry.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from mtpctl.controller.copies import Copies
 
 _FILE = "run.json"
 Waiting = Callable[[str], contextlib.AbstractContextManager[object]]
 """Shows what is waited for while its block runs."""
+_UNSAVED = -1
+"""No step: that of a newest checkpoint where the one that was begun last has failed."""
 RESCUE_S = 300.0
 """Seconds that the checkpoint of a stage that failed may take: the trainer itself may be what failed."""
 
@@ -138,7 +143,7 @@ class RunState:
     stop is asked for: stages return at their next step. While `updating`, the weights may be ahead of `step`; while `lost`, there is no
     trainer with those of `step`. `saved` is the step of the
     newest checkpoint, or 0, and `saved_at` the time when it was written, on the clock of `time.monotonic`. `waiting` shows what is waited
-    for.
+    for. `copies` copies the checkpoints that are published, if the recipe asks for it.
     """
 
     root: Path
@@ -160,6 +165,7 @@ class RunState:
     saved_at: float = field(default_factory=time.monotonic)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     waiting: Waiting = contextlib.nullcontext
+    copies: Copies | None = None
     _buffer_written: asyncio.Future[None] | None = None
 
     @property
@@ -236,7 +242,8 @@ class RunState:
         with self.waiting(f"trainer: saving {path.name}"):
             folder = Path(await trainer.call("begin_save", str(path)))
         # Both are of this moment; rollout goes on while the buffer is written.
-        (folder / _FILE).write_text(json.dumps({name: getattr(self, name) for name in SavedState.__annotations__}))
+        async with self._written(trainer, path):
+            (folder / _FILE).write_text(json.dumps({name: getattr(self, name) for name in SavedState.__annotations__}))
         if self.buffer is not None:
             self._buffer_written = asyncio.ensure_future(asyncio.to_thread(self.buffer.saving(folder / "buffer.jsonl")))
         self.saving, self.saved = path, self.step
@@ -245,6 +252,24 @@ class RunState:
         # The minutes count from here: a large model, whose checkpoints take minutes, would do nothing but write them otherwise.
         self.saved_at = time.monotonic()
         return path
+
+    @contextlib.asynccontextmanager
+    async def _written(self, trainer: TrainerGroup, path: Path) -> AsyncIterator[None]:
+        """The controller's part of a checkpoint is written in the block. Where that fails, the trainer's part is given up with it.
+
+        Raises RuntimeFailure then: without this part a run that resumes would have lost its groups.
+        """
+        try:
+            yield
+        except OSError as error:
+            self.saving, self.saved = None, _UNSAVED
+            await trainer.call("abandon_save")
+            told = f"checkpoint {path} was not written ({error.strerror}); free space and start the same command again"
+            raise RuntimeFailure(told) from error
+
+    def copy_metrics(self) -> dict[str, float]:
+        """What became of the copies of checkpoints since the last call; empty where none are made."""
+        return {} if self.copies is None else self.copies.metrics()
 
     async def rescue(self, trainer: TrainerGroup) -> Path | None:
         """Take a checkpoint of a stage that has failed.
@@ -270,12 +295,16 @@ class RunState:
             if not wait and not self._buffer_written.done():
                 return
             written, self._buffer_written = self._buffer_written, None
-            await written
+            async with self._written(trainer, self.saving):
+                await written
         with self.waiting(f"trainer: writing {self.saving.name}"):
             whole = await trainer.call("finish_save", wait)
         if whole:
             path, step = self.saving, self.saved
-            await trainer.call("publish_checkpoint", str(path), self.train.keep_checkpoints)
+            needed = [] if self.copies is None else self.copies.needed
+            await trainer.call("publish_checkpoint", str(path), self.train.keep_checkpoints, needed)
+            if self.copies is not None:
+                self.copies.take(path)
             self.saving = None
             if self.buffer is not None:
                 self.buffer.saved(step)

@@ -12,8 +12,22 @@ from mtpctl.logprob.dispatch import ServerLimits
 from mtpctl.logprob.rank import ReplicaConfig
 from mtpctl.logprob.replica import Replica, start_replica
 from mtpctl.logprob.server import LogprobServer
+from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.protocol import Published
+
+ATTEMPTS = 2
+"""How often a run sends a sample to the server: once more where the answer is late, as a replica may have died or the queue been long."""
+MOST_S = 600.0
+
+
+def answer_deadline(cluster: ClusterConfig) -> float:
+    """Seconds for one answer in a run: all attempts of a sample end before the run gives up waiting for its batch.
+
+    A replica that works longer on one batch hangs: its answers would be too late, and no update of its weights can begin before.
+    """
+    return min(MOST_S, cluster.step_deadline_s / (ATTEMPTS + 1))
+
 
 NAMES = {"logprob": "log-prob", "teacher": "teacher"}
 """What replicas are called, by role."""
@@ -70,5 +84,11 @@ async def start_server(
                 seats.check(rank, found)
         return replica
 
-    limits = ServerLimits(options.tokens_per_batch, options.queue_tokens, sync_deadline_s=recipe.sync.deadline_s)
+    limits = ServerLimits(
+        options.tokens_per_batch,
+        options.queue_tokens,
+        batch_deadline_s=answer_deadline(recipe.cluster),
+        max_restarts=options.max_restarts,
+        sync_deadline_s=recipe.sync.deadline_s,
+    )
     return await LogprobServer.start(start, options.replicas, limits, published=published, tell=lambda line: tell(f"{NAMES[role]} {line}"))

@@ -59,7 +59,8 @@ class LogprobServer:
 
         `published`: where a restarted one finds newer weights. `tell` is given a line for each that fails, and for each that is back.
         """
-        return cls(await start_all(start, Replica.end, count), start, published, limits, tell)
+        replicas = await start_all(start, Replica.end, count, dead=(ReplicaDead,), max_restarts=limits.max_restarts)
+        return cls(replicas, start, published, limits, tell)
 
     # ------------------------------------------------------------------------------------------------------- requests
 

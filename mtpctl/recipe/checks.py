@@ -33,7 +33,7 @@ from mtpctl.recipe.rollout import (
     speculation_fits,
     vllm_fits,
 )
-from mtpctl.recipe.schema import Recipe, run_dir_fits
+from mtpctl.recipe.schema import Recipe, copy_fits, run_dir_fits
 from mtpctl.recipe.section import Complaints
 from mtpctl.recipe.sync import TRANSPORTS, sections_fit
 from mtpctl.recipe.train import EXPERT_TARGETS, lora_fits, moe_fits, stages_fit
@@ -95,6 +95,7 @@ def _sections(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     yield from reward_fits(recipe.reward, recipe.data.checker)
     yield from address_fits(recipe.cluster)
     yield from run_dir_fits(recipe)
+    yield from copy_fits(recipe)
     if shape is None:
         return
     yield from lengths_fit(rollout, shape)
@@ -136,7 +137,12 @@ def _secrets(recipe: Recipe) -> Complaints:
         for key, value in free.items():
             if SECRET.search(key) and isinstance(value, str):
                 yield f"{field}.{key}: secrets do not belong in a recipe, which is written into the run directory; use the environment"
-    for field, text in (("model.path", recipe.model.path), ("cluster.address", recipe.cluster.address), ("data.path", recipe.data.path)):
+    for field, text in (
+        ("model.path", recipe.model.path),
+        ("cluster.address", recipe.cluster.address),
+        ("data.path", recipe.data.path),
+        ("train.checkpoint_copy", recipe.train.checkpoint_copy),
+    ):
         if text and URL_PASSWORD.search(text):
             yield f"{field}: carries a password; secrets do not belong in a recipe, use the environment"
 

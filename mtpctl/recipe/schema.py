@@ -119,7 +119,15 @@ class Recipe(Section):
     @property
     def run_path(self) -> Path:
         """The run directory, `{name}` and `{seed}` filled in."""
-        return Path(self.run_dir.replace("{name}", self.name).replace("{seed}", str(self.seed))).expanduser()
+        return Path(self._filled(self.run_dir)).expanduser()
+
+    @property
+    def copy_url(self) -> str | None:
+        """`train.checkpoint_copy`, `{name}` and `{seed}` filled in."""
+        return None if self.train.checkpoint_copy is None else self._filled(self.train.checkpoint_copy)
+
+    def _filled(self, text: str) -> str:
+        return text.replace("{name}", self.name).replace("{seed}", str(self.seed))
 
 
 DEFAULT_VARIANTS: dict[str, tuple[str, str]] = {"rollout": ("engine", "vllm"), "sync": ("transport", "nccl")}
@@ -128,8 +136,22 @@ DEFAULT_VARIANTS: dict[str, tuple[str, str]] = {"rollout": ("engine", "vllm"), "
 
 def run_dir_fits(recipe: Recipe) -> Complaints:
     """Refuse a run directory with an unknown placeholder, and one that is a file."""
-    unknown = re.findall(r"\{(?!name\}|seed\})[^}]*\}?", recipe.run_dir)
-    if unknown:
+    if unknown := _unknown_placeholders(recipe.run_dir):
         yield f"run_dir: {unknown[0]} is not known; {{name}} and {{seed}} are filled in"
     elif recipe.run_path.exists() and not recipe.run_path.is_dir():
         yield f"run_dir: {recipe.run_path} is a file; name a folder"
+
+
+def copy_fits(recipe: Recipe) -> Complaints:
+    """Refuse a place for copies of checkpoints that is no URL, or has an unknown placeholder."""
+    field, url = "train.checkpoint_copy", recipe.train.checkpoint_copy
+    if url is None:
+        return
+    if unknown := _unknown_placeholders(url):
+        yield f"{field}: {unknown[0]} is not known; {{name}} and {{seed}} are filled in"
+    elif not re.fullmatch(r"[a-z][a-z0-9+.-]*://\S+", url):
+        yield f"{field}: {url} is no URL; write s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or file:///FOLDER"
+
+
+def _unknown_placeholders(text: str) -> list[str]:
+    return re.findall(r"\{(?!name\}|seed\})[^}]*\}?", text)

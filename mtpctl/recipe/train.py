@@ -83,6 +83,11 @@ class TrainConfig(Section):
     keep_checkpoints: NonNegativeInt = Field(
         2, description="Newest checkpoints kept; 0: none is written, so that the run can be neither resumed nor converted."
     )
+    checkpoint_copy: str | None = Field(
+        None,
+        description="URL to which each checkpoint is copied beside training, such as s3://bucket/runs/{name}, gs://… or file:///…; {name} "
+        "and {seed} are filled in. A run directory without a checkpoint begins with the newest one there.",
+    )
     max_bad_steps: PositiveInt = Field(3, description="Consecutive updates skipped for NaN or inf after which the run stops.")
     max_restarts: NonNegativeInt = Field(
         3,
@@ -120,6 +125,8 @@ def stages_fit(train: TrainConfig) -> Complaints:
         yield f"train.min_dp: {train.min_dp} is more than train.parallel.dp: {train.parallel.dp}; lower it"
     if train.checkpoint_every and not train.keep_checkpoints:
         yield f"train.checkpoint_every: {train.checkpoint_every}, but train.keep_checkpoints is 0; set one of them otherwise"
+    if train.checkpoint_copy and not train.keep_checkpoints:
+        yield "train.checkpoint_copy: there is nothing to copy with train.keep_checkpoints: 0; set one of them otherwise"
     for name, optimizer in (("sft", train.sft.optimizer), ("rl", train.rl.optimizer)):
         if not all(0 <= beta < 1 for beta in optimizer.betas):
             yield f"train.{name}.optimizer.betas: must lie in [0, 1), got {list(optimizer.betas)}"

@@ -108,7 +108,7 @@ class ReplicaPool:
         it serves. `turns` plays the environment between the turns of a response; None: a response is one turn. `tell` is given a line for
         each failure of a replica, and for each that is back.
         """
-        replicas = await start_all(start, lambda replica: replica.shutdown(), count)
+        replicas = await start_all(start, lambda replica: replica.shutdown(), count, dead=(EngineDead,), max_restarts=max_restarts)
         options = {"max_in_flight": max_in_flight, "max_restarts": max_restarts}
         return cls(replicas, start, published, **options, sync_deadline_s=sync_deadline_s, turns=turns, tell=tell)
 

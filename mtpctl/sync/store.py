@@ -79,7 +79,8 @@ class VersionStore:
             self.discard(version)
             folder.mkdir(parents=True)
         except OSError as error:
-            raise EnvironmentMissing(f"{folder}: cannot hold published weights: {error.strerror}") from error
+            told = f"{folder}: cannot hold published weights ({error.strerror}); free space there and start again"
+            raise EnvironmentMissing(told) from error
         return folder
 
     def commit(self, manifest: Manifest) -> None:

@@ -24,6 +24,9 @@ ADVICE: dict[str, Advice] = {
     "reward/errors": Advice("0", "read the event that names the first; mend the reward function"),
     "reward/timeouts": Advice("0", "raise `reward.timeout_s`, or make the function faster"),
     "reward/dropped": Advice("0", "mend what `reward/errors` counts"),
+    "checkpoint/copy_behind": Advice("0 or 1", "grows: the store fails, as an event says, or is slower than checkpoints are written"),
+    "checkpoint/copy_failures": Advice("0", "read the event that names the first"),
+    "timing_s/checkpoint_copy": Advice("below `train.checkpoint_minutes`", "raise `train.checkpoint_minutes`, or take a nearer bucket"),
     "timing_s/reward": Advice("well below a response's time", "raise `reward.workers`, or make the function `async`"),
     "timing_s/reward_wait": Advice("near 0", "raise `reward.workers`; raise `async.staleness_threshold`, so that others wait less"),
     "reward/signal_fraction": Advice(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,9 @@ class MetricsFile:
             raise RuntimeFailure(f"cannot write {self.path}: {error.strerror}; free space and start the same command again") from error
 
     def close(self) -> None:
-        self._file.close()
+        # What a full disk did not take is tried once more here. `append` has told of it, and the next session cuts a torn line off.
+        with suppress(OSError):
+            self._file.close()
 
 
 def plain(value: object) -> object:

@@ -32,6 +32,11 @@ METRICS: dict[str, Metric] = {
     ),
     "reward/timeouts": Metric("rewards too late", "number", "Of these, those that took longer than reward.timeout_s."),
     "reward/dropped": Metric("left out", "number", "Groups left out for a reward that failed (reward.on_error: drop)."),
+    "checkpoint/copy_behind": Metric(
+        "not copied", "number", "Checkpoints written since the newest one that is in train.checkpoint_copy; 0: it has the newest."
+    ),
+    "checkpoint/copy_failures": Metric("failed", "number", "Tries to copy a checkpoint that failed since the last update."),
+    "timing_s/checkpoint_copy": Metric("copy", "seconds", "Copying a checkpoint to train.checkpoint_copy, beside training."),
     "timing_s/reward": Metric("a reward", "seconds", "From a finished response to its reward, mean over responses."),
     "timing_s/reward_wait": Metric(
         "wait for rewards", "seconds", "Time of an update in which trainer and engines waited for rewards alone."

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -46,7 +47,10 @@ class Drafts(TypedDict):
 
 
 class SampleRow(TypedDict):
-    """One response to read. `set` is the held-out set of an evaluation; `versions` are [begin, end, version] over the response's tokens."""
+    """One response to read. `set` is the held-out set of an evaluation; `versions` are [begin, end, version] over the response's tokens.
+
+    `session` counts the starts of the run, and `batch` what was written together in one: the rows of an update are of one batch.
+    """
 
     step: int
     kind: Kind
@@ -66,6 +70,7 @@ class SampleRow(TypedDict):
     drafts: Drafts
     note: str
     session: NotRequired[int]
+    batch: NotRequired[int]
     time: NotRequired[float]
 
 
@@ -146,6 +151,7 @@ class SampleLog:
     def __init__(self, folder: Path, session: int, tables: Sequence[Tables] = ()) -> None:
         self.folder, self.session, self.left_out, self.told = folder, session, 0, ""
         self._tables = tables
+        self._batches = 0
         self._queue: queue.Queue[list[SampleRow] | None] = queue.Queue(_WAITING)
         self._thread = threading.Thread(target=self._write_all, name="samples", daemon=True)
         self._thread.start()
@@ -166,7 +172,9 @@ class SampleLog:
     def _write_all(self) -> None:
         while (rows := self._queue.get()) is not None:
             try:
-                self._append("".join(json.dumps({"session": self.session, "time": time.time(), **row}) + "\n" for row in rows))
+                self._batches += 1
+                stamp = {"session": self.session, "batch": self._batches, "time": time.time()}
+                self._append("".join(json.dumps({**stamp, **row}) + "\n" for row in rows))
                 for table in self._tables:
                     table(rows)
             except Exception as error:
@@ -203,7 +211,7 @@ def _whole(path: Path) -> bool:
 
 
 def read_samples(run_dir: Path) -> list[SampleRow]:
-    """The samples of a run in the order of their steps; of a step that a resume repeated, those of the later session.
+    """The samples of a run in the order of their steps; of a step that was done again, by a resume or not, those of the last time.
 
     A line that was not written completely is left out. Raises UserError for any other line that is no row.
     """
@@ -226,8 +234,13 @@ def read_samples(run_dir: Path) -> list[SampleRow]:
 
 
 def _without_repeats(rows: list[SampleRow]) -> list[SampleRow]:
+    """Without what a later session did again, and without updates and evaluations that were lost with a trainer and made again.
+
+    A group that was dropped before the update at which a later session began may have been dropped before the checkpoint: it stays.
+    """
     begins: dict[int, int] = {}
     done: dict[tuple[int, str, str], int] = {}
+    again = _made_again(rows)
     for row in rows:
         session = row.get("session", 0)
         begins[session] = min(begins.get(session, row["step"]), row["step"])
@@ -236,8 +249,24 @@ def _without_repeats(rows: list[SampleRow]) -> list[SampleRow]:
 
     def stands(row: SampleRow) -> bool:
         session, step = row.get("session", 0), row["step"]
-        if done[step, row["kind"], row["set"]] > session:
+        made_again = done[step, row["kind"], row["set"]] > session or again[_place(row)] <= step
+        if made_again and row["kind"] != "dropped":
             return False
         return not any(later > session and begin < step for later, begin in begins.items())
 
     return [row for row in rows if stands(row)]
+
+
+def _made_again(rows: list[SampleRow]) -> dict[tuple[int, int], int]:
+    """For each session and batch the least step that a later batch of the session trained: what was trained from there on was lost."""
+    trained = {_place(row): row["step"] for row in rows if row["kind"] == "update"}
+    least: dict[tuple[int, int], int] = {}
+    later: dict[int, int] = {}  # of each session, from its last batch back
+    for session, batch in sorted(set(map(_place, rows)), reverse=True):
+        least[session, batch] = later.setdefault(session, sys.maxsize)
+        later[session] = min(later[session], trained.get((session, batch), sys.maxsize))
+    return least
+
+
+def _place(row: SampleRow) -> tuple[int, int]:
+    return row.get("session", 0), row.get("batch", 0)

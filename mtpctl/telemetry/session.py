@@ -188,7 +188,8 @@ class Telemetry:
         if not self._closed:
             self._samples.close()
             if self._samples.left_out:
-                self.event("samples", self._samples.told)
+                with self._unless(failed):
+                    self.event("samples", self._samples.told)
         with self._lock:
             if self._closed:
                 return
@@ -197,10 +198,17 @@ class Telemetry:
             for sink in self._sinks:
                 sink.close(failed=failed)
                 if sink.failure:
-                    self._file.append({"time": time.time(), "event": "tracker", "message": sink.failure})
+                    with self._unless(failed):
+                        self._file.append({"time": time.time(), "event": "tracker", "message": sink.failure})
                     self._console.print(f"tracker: {sink.failure}", markup=False, highlight=False, soft_wrap=True)
             self._file.close()
-            self._log_file.close()
+            with contextlib.suppress(OSError):  # as in `MetricsFile.close`
+                self._log_file.close()
+
+    @staticmethod
+    def _unless(failed: bool) -> contextlib.AbstractContextManager[None]:
+        """Let a run that has `failed` end by its own error, should the disk be too full to tell of anything else."""
+        return contextlib.suppress(RuntimeFailure) if failed else contextlib.nullcontext()
 
     def __enter__(self) -> Telemetry:
         return self

@@ -36,16 +36,17 @@ class Sink(Protocol):
 
 
 class TensorBoardSink:
-    """Event files under `tensorboard/<phase>`: each phase counts its own steps. The resolved recipe is beside them, as hyperparameters."""
+    """Event files under `tensorboard/<phase>`: each phase counts its own steps. The resolved recipe is beside them, as hyperparameters.
 
-    failure = ""
+    Rows that the disk does not take are missing there, and `failure` says so; the rows after them go to another file.
+    """
 
     def __init__(self, folder: Path, recipe: Mapping[str, object]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._folder = folder
+        self._folder, self.failure = folder, ""
         self._event, self._summary, self._open = Event, Summary, EventFileWriter
         self._writers: dict[str, EventFileWriter] = {}
         self._put_hyperparameters(recipe)
@@ -63,11 +64,21 @@ class TensorBoardSink:
         writer.close()
 
     def write(self, step: int, metrics: dict[str, float], phase: str) -> None:
-        if phase not in self._writers:
-            self._writers[phase] = self._open(str(self._folder / phase))
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._writers[phase].add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        try:
+            if phase not in self._writers:
+                self._writers[phase] = self._open(str(self._folder / phase))
+            self._writers[phase].add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        except OSError as error:  # also of rows before, which a thread of the writer writes, and which has ended by it
+            self._lacks_rows(error)
+            self._writers.pop(phase, None)
 
     def close(self, *, failed: bool = False) -> None:
         for writer in self._writers.values():
-            writer.close()
+            try:
+                writer.close()
+            except OSError as error:
+                self._lacks_rows(error)
+
+    def _lacks_rows(self, error: OSError) -> None:
+        self.failure = f"tensorboard/ lacks rows that metrics.jsonl has: {error.strerror}"

@@ -307,6 +307,10 @@ class TrainerRank(WeightSource):
         self.saving.finish()
         return True
 
+    def abandon_save(self) -> None:
+        """Leave nothing of the checkpoint that is being written."""
+        self.saving.abandon()
+
     def restore(self, path: str) -> None:
         """Load a checkpoint: the model, and the optimizer's state if a stage has begun."""
         self.engine.restore(Path(path))
@@ -318,12 +322,12 @@ class TrainerRank(WeightSource):
         found = latest_checkpoint(Path(root))
         return None if found is None else str(found)
 
-    def publish_checkpoint(self, path: str, keep: int) -> None:
-        """Make `path` the newest checkpoint, and delete all but the `keep` newest."""
+    def publish_checkpoint(self, path: str, keep: int, needed: Sequence[str] = ()) -> None:
+        """Make `path` the newest checkpoint, and delete all but the `keep` newest and those whose names are `needed`."""
         from mtpctl.checkpoint.sharded import publish_checkpoint
 
         if self.rank == 0:
-            publish_checkpoint(Path(path), keep=keep)
+            publish_checkpoint(Path(path), keep=keep, needed=needed)
 
 
 def _sampled_under(sample: Sample, version: int | None) -> npt.NDArray[np.bool_]:

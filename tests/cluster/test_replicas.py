@@ -106,6 +106,31 @@ async def test_a_dead_replica_is_ended_and_replaced_once_however_many_noticed() 
 
 
 @in_loop
+async def test_one_that_dies_while_the_first_ones_start_is_started_again() -> None:
+    """As often as it may be restarted later; an error that is no death would come again, and is raised at once."""
+
+    def starter(*errors: Exception) -> Callable[[int], Coroutine[Any, Any, Fake]]:
+        left = list(errors)
+
+        async def start(index: int) -> Fake:
+            await asyncio.sleep(0)
+            if index == 1 and left:
+                raise left.pop(0)
+            return await fleet.start(index)
+
+        return start
+
+    fleet = Fleet()
+    found = await start_all(starter(Gone(), Gone()), fleet.end, 2, dead=(Gone,), max_restarts=2)
+    assert [each.index for each in found] == [0, 1]
+    for errors, kind in (((Gone(), Gone(), Gone()), Gone), ((RuntimeError("no memory"),), RuntimeError)):
+        fleet = Fleet()
+        with pytest.raises(kind):
+            await start_all(starter(*errors), fleet.end, 2, dead=(Gone,), max_restarts=2)
+        assert [each.index for each in fleet.started if each.ended] == [0]
+
+
+@in_loop
 async def test_a_fresh_replica_takes_its_seat_only_when_it_was_brought_up_and_never_during_an_update() -> None:
     fleet = Fleet()
     fleet.bringing_up = lambda replica: setattr(replica, "version", 7)

@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import socket
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from mtpctl.checkpoint.pointer import newest, point_to
 from mtpctl.cluster.seats import Seats
 from mtpctl.controller import launch
 from mtpctl.controller.launch import Run
 from mtpctl.controller.prepare import Prepared, changed_old_logprobs, check_drawn, model_of, prepare
-from mtpctl.errors import ClusterResources, RuntimeFailure, UserError
+from mtpctl.errors import ClusterResources, EnvironmentMissing, MtpctlError, RuntimeFailure, UserError
 from mtpctl.plan.placement import Placement
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
+from mtpctl.telemetry.history import load_history
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.session import Telemetry
 from tests.cli.test_rollout_job import recipe
@@ -225,7 +228,48 @@ def test_actors_are_told_of_absolute_paths(tmp_path: Path, monkeypatch: pytest.M
     assert "run_dir: runs/here" in (tmp_path / "runs" / "here" / "recipe.resolved.yaml").read_text(), "as it was written"
 
 
-def test_a_stage_that_fails_between_updates_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_directory_is_gone_goes_on_from_its_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Trainer:
+        def __init__(self, recipe: Recipe, placement: Any, seats: Any) -> None:
+            pass
+
+        async def build(self, folder: Path) -> dict[str, Any]:
+            return {"parameters": 1, "trained": 1}
+
+        async def call(self, method: str, *args: Any) -> Any:
+            if method == "begin_save":
+                Path(args[0]).mkdir()
+                return args[0]
+            if method == "publish_checkpoint":
+                point_to(Path(args[0]))
+            if method == "latest_checkpoint":
+                return None if (path := newest(Path(args[0]))) is None else str(path)
+            return {"sft/loss": 1.0, "skipped": 0.0, "perf/tokens": 1.0} if method == "sft_step" else method == "finish_save"
+
+    monkeypatch.setattr(launch, "TrainerGroup", Trainer)
+    monkeypatch.setattr(launch, "seated", anywhere)
+    monkeypatch.setattr(launch, "cluster", lambda *_, **__: contextlib.nullcontext())
+    home, copy = tmp_path / "run", tmp_path / "copy"
+    sets = (f"train.checkpoint_copy=file://{copy}", "cluster.num_cpus=2", "train.sft.batch_size=1", "train.sft.until_loss=0")
+    assert launch.run(recipe(home, *SFT, *sets), plain=True) == 0
+    assert (copy / "checkpoints" / "sft-000004-end" / "files.json").is_file()
+    shutil.rmtree(home)
+    capsys.readouterr()
+    assert launch.run(recipe(home, *SFT, *sets, "train.sft.steps=6"), plain=True) == 0
+    told = capsys.readouterr().out
+    assert f"fetching sft-000004-end, 0.0 MiB, from file://{copy}" in told
+    assert f"copy: sft-000004-end was fetched from file://{copy} in 0 s" in told
+    assert "resume: sft goes on after step 4, from sft-000004-end" in told
+    assert [row.step for row in load_history(home).rows] == [1, 2, 3, 4, 5, 6]
+    assert (copy / "checkpoints" / "latest").read_text() == "sft-000006-end"
+
+
+@pytest.mark.parametrize("failure", [RuntimeFailure("rollout replica 0, start: out of memory"), EnvironmentMissing("no room for it")])
+def test_a_stage_that_fails_between_updates_leaves_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: MtpctlError
+) -> None:
     """Here the engines do not start, which the supervised stage beside them hears of after three updates."""
     done, failed = 0, asyncio.Event()
 
@@ -262,7 +306,7 @@ def test_a_stage_that_fails_between_updates_leaves_a_checkpoint(tmp_path: Path, 
 
     async def engines(self: Run, stack: Any) -> Any:
         await failed.wait()
-        raise RuntimeFailure("rollout replica 0, start: out of memory")
+        raise failure
 
     monkeypatch.setattr(launch, "TrainerGroup", Trainer)
     monkeypatch.setattr(launch, "seated", anywhere)
@@ -270,7 +314,7 @@ def test_a_stage_that_fails_between_updates_leaves_a_checkpoint(tmp_path: Path, 
     begun = recipe(tmp_path / "run", "train.stages=[sft,rl]", "train.rl.steps=1", "train.sft.steps=1000", "train.sft.batch_size=1")
     home, rows = begun.run_path, Rows()
     run = Run(begun, prepare(begun, home), RunDirectory(home), cast(Telemetry, rows))
-    with pytest.raises(RuntimeFailure, match="out of memory"):
+    with pytest.raises(type(failure), match=str(failure)):
         asyncio.run(run.drive())
     saved = home / "checkpoints" / f"sft-{done:06d}"
     assert json.loads((saved / "run.json").read_text())["step"] == done < 10

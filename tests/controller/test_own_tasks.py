@@ -302,7 +302,7 @@ def agent(folder: Path) -> Iterator[Task]:
         said = [part["text"] for row in rows for part in row["parts"] if part["by"] == "environment"]
         assert said and all(re.fullmatch(r"(tool: .*\n)+assistant: ", text) for text in said)
 
-    yield Task(folder / "mytask" / "recipe.yaml", holds, ("train.sft.steps=150", "train.sft.batch_size=16", "train.rl.steps=2"), samples)
+    yield Task(folder / "mytask" / "recipe.yaml", holds, ("train.sft.until_loss=0.15", "train.rl.steps=2"), samples)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,6 +44,8 @@ class Trainer:
                 shutil.rmtree(self.path)
             self.folder.rename(self.path)
             return True
+        if method == "abandon_save":
+            return shutil.rmtree(self.folder)
         assert method == "publish_checkpoint"
         self.published.append(Path(args[0]).name)
         return None
@@ -186,6 +190,39 @@ def test_what_could_not_be_written_ends_the_run_at_the_next_step(tmp_path: Path)
         with pytest.raises(RuntimeFailure, match="was not written: disk full"):
             await step(state, group)
         assert trainer.published == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("part", ["run.json", "buffer.jsonl"])
+def test_a_checkpoint_without_the_controllers_part_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """Published, it would be a run whose groups are lost. What was done since the one before it is saved once there is room."""
+    full = True
+    write = Path.write_text
+
+    def text(path: Path, *args: Any) -> int:
+        if full and part == path.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, *args)
+
+    class Buffer(SampleBuffer):
+        def saving(self, path: Path) -> Callable[[], None]:
+            return lambda: text(path, "") and None
+
+    monkeypatch.setattr(Path, "write_text", text)
+
+    async def main() -> None:
+        nonlocal full
+        state, trainer, group = run(tmp_path)
+        state.buffer = Buffer()
+        await step(state, group)
+        with pytest.raises(RuntimeFailure, match=r"sft-000002 was not written \(No space left on device\); free space and start the same"):
+            await step(state, group)
+        assert trainer.published == [] and not trainer.folder.exists()
+        full = False
+        assert await state.rescue(group) == tmp_path / "sft-000002"
+        assert trainer.published == ["sft-000002"]
+        assert sorted(file.name for file in (tmp_path / "sft-000002").iterdir()) == ["buffer.jsonl", "run.json"]
 
     asyncio.run(main())
 

@@ -218,6 +218,10 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
             "rollout.environment_args.api_key: secrets do not belong in a recipe",
         ),
         (["cluster.address=ray://me:pw@host:1"], "cluster.address: carries a password"),
+        (["train.checkpoint_copy=s3://me:pw@bucket/run"], "train.checkpoint_copy: carries a password"),
+        (["train.checkpoint_copy=s3:bucket/run"], "train.checkpoint_copy: s3:bucket/run is no URL; write s3://BUCKET/FOLDER"),
+        (["train.checkpoint_copy=s3://bucket/{run}"], "train.checkpoint_copy: {run} is not known; {name} and {seed} are filled in"),
+        (["train.checkpoint_copy=s3://bucket/run", "train.keep_checkpoints=0"], "train.checkpoint_copy: there is nothing to copy with"),
         (["cluster.address=1.2.3.4"], "cluster.address: 1.2.3.4 is no address of a Ray cluster; write HOST:PORT"),
     ],
 )

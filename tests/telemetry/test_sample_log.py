@@ -65,8 +65,8 @@ def test_a_long_text_keeps_both_ends() -> None:
 
 def test_what_is_written_is_read_in_the_order_of_steps(tmp_path: Path) -> None:
     log = SampleLog(tmp_path / "samples", 1)
-    for step in (2, 1):
-        log.write([row(step)])
+    log.write([row(2)])
+    log.write([row(1, kind="eval")])  # An evaluation beside training may end after the next update.
     log.close()
     assert [(each["step"], each["session"]) for each in read_samples(tmp_path)] == [(1, 1), (2, 1)]
     assert log.left_out == 0
@@ -83,6 +83,31 @@ def test_of_a_step_that_a_resumed_run_did_again_the_later_samples_stand(tmp_path
         (2, "session 1"),
         (3, "session 2"),
     ]
+
+
+def test_what_was_dropped_just_before_a_resume_stays(tmp_path: Path) -> None:
+    """The checkpoint may have been taken after it."""
+    for session in (1, 2):
+        log = SampleLog(tmp_path / "samples", session)
+        log.write([row(4, f"session {session}", "dropped")])
+        log.write([row(5, f"session {session}", "dropped")])
+        log.close()
+    found = [(each["step"], response_text(each)) for each in read_samples(tmp_path)]
+    assert found == [(4, "session 1"), (4, "session 2"), (5, "session 2")]
+
+
+def test_of_updates_that_were_lost_with_a_trainer_and_made_again_the_later_samples_stand(tmp_path: Path) -> None:
+    """What was dropped meanwhile was not lost."""
+    log = SampleLog(tmp_path / "samples", 1)
+    log.write([row(1, "kept")])
+    log.write([row(2, "lost"), row(2, "lost too")])
+    log.write([row(3, "dropped", "dropped")])
+    log.write([row(3, "lost"), row(3, "lost too")])
+    log.write([row(3, "lost", "eval")])
+    log.write([row(2, "again")])
+    log.close()
+    found = [(each["step"], response_text(each)) for each in read_samples(tmp_path)]
+    assert found == [(1, "kept"), (2, "again"), (3, "dropped")]
 
 
 def test_files_are_small_and_few_and_the_first_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import resource
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,9 +15,12 @@ from rich.console import Console
 
 from mtpctl.errors import EnvironmentMissing, RuntimeFailure
 from mtpctl.recipe.telemetry import TelemetryConfig
+from mtpctl.samples import Sample
 from mtpctl.telemetry.history import load_history
 from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.sample_log import sample_row
 from mtpctl.telemetry.session import Resumed, Telemetry, open_log
+from mtpctl.telemetry.sinks import TensorBoardSink
 
 
 def start(path: Path, config: TelemetryConfig | None = None) -> tuple[Telemetry, io.StringIO]:
@@ -89,6 +96,52 @@ def test_tensorboard_holds_the_same_scalars_by_phase(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard" / "rl")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
     assert EventAccumulator(str(tmp_path / "run" / "tensorboard" / "sft")).Reload().Scalars("sft/loss")[0].value == 3.0
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file takes a byte more while the block runs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        # TensorBoard's threads end by the error that they hand on: in this test, and not in the next one.
+        for thread in threading.enumerate():
+            if getattr(thread, "exception", None) is not None:
+                thread.join(10)
+
+
+broken_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+@broken_thread
+def test_a_full_disk_ends_a_run_by_one_line(tmp_path: Path) -> None:
+    """And not by what closing its files would raise."""
+    telemetry, _ = start(tmp_path / "run", TelemetryConfig())
+    told = r"cannot write .*metrics.jsonl: File too large; free space and start"
+    with full_disk(), pytest.raises(RuntimeFailure, match=told), telemetry:
+        telemetry.samples([sample_row(Sample("p", "g", [1]), lambda ids: "", step=1, kind="update")])
+        telemetry.log(1, {"reward/mean": 1.0}, "rl")
+
+
+@broken_thread
+def test_tensorboard_goes_on_after_a_disk_that_was_full(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path, {})
+    sink.write(1, {"reward/mean": 1.0}, "rl")
+    with full_disk():
+        end = time.monotonic() + 10
+        while not sink.failure:
+            assert time.monotonic() < end
+            sink.write(2, {"reward/mean": 2.0}, "rl")
+    assert sink.failure == "tensorboard/ lacks rows that metrics.jsonl has: File too large"
+    sink.write(3, {"reward/mean": 3.0}, "rl")
+    sink.close()
+    found = EventAccumulator(str(tmp_path / "rl")).Reload()
+    assert 3 in [event.step for event in found.Scalars("reward/mean")]
 
 
 def test_tensorboard_has_the_newest_recipe_as_hyperparameters(tmp_path: Path) -> None:

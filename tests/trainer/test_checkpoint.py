@@ -141,6 +141,20 @@ def test_torn_save_leaves_the_last_checkpoint_as_it_was(tmp_path, monkeypatch):
         assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "model"]
 
 
+def test_a_save_that_is_given_up_leaves_nothing_and_the_next_one_is_whole(tmp_path):
+    with engine(mimo(tmp_path / "model")) as made:
+        made.set_optimizer(ADAM)
+        made.save(tmp_path / "checkpoint", {"step": 1})
+        made.begin_save(tmp_path / "checkpoint", {"step": 2}).abandon()
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "model"]
+        steps(made, 1)
+        made.save(tmp_path / "next", {"step": 3})
+        expected = steps(made, 2)
+        assert made.restore(tmp_path / "checkpoint") == {"step": 1}
+        assert made.restore(tmp_path / "next") == {"step": 3}
+        assert steps(made, 2) == expected
+
+
 def test_kill_while_the_one_before_is_taken_away_leaves_a_whole_one(tmp_path, monkeypatch):
     """As a stop saves once more at the step that was just saved."""
 

@@ -25,7 +25,8 @@ def _path(folder: Path, section: str, bucket: Bucket) -> Path:
 
 
 def _full(path: Path, bucket: Bucket, error: OSError) -> EnvironmentMissing:
-    return EnvironmentMissing(f"{path}: no room for {bucket.nbytes} bytes of published weights: {error.strerror}")
+    told = f"no room for {bucket.nbytes} bytes of published weights ({error.strerror}); free space there and start again"
+    return EnvironmentMissing(f"{path}: {told}")
 
 
 class Writer(BucketWriter):

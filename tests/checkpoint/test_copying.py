@@ -1,0 +1,226 @@
+"""Copies of a run: whenever the writing breaks off, what is fetched is a whole checkpoint of the run, the newest that there is."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mtpctl.checkpoint.copying import CopyWriter, fetch, newest_copy
+from mtpctl.checkpoint.object_store import ObjectStore, StoreFailed
+from mtpctl.checkpoint.pointer import newest, point_to
+from mtpctl.errors import UserError
+
+
+class Faltering(ObjectStore):
+    """A store in memory that does `left` changes, and fails from then on; None: it does not fail."""
+
+    def __init__(self, left: int | None = None) -> None:
+        super().__init__(f"memory://{uuid.uuid4()}/run")
+        self.left, self.changes = left, list[str]()
+
+    def _change(self, name: str) -> None:
+        if self.left is not None and len(self.changes) >= self.left:
+            raise StoreFailed(f"cannot write {name}")
+        self.changes.append(name)
+
+    def write(self, name: str, contents: bytes) -> None:
+        self._change(name)
+        super().write(name, contents)
+
+    def put(self, file: Path, name: str) -> None:
+        self._change(name)
+        super().put(file, name)
+
+    def remove(self, names: object) -> None:
+        assert isinstance(names, list)
+        for name in names:
+            self._change(name)
+            super().remove([name])
+
+
+def make_run(folder: Path) -> Path:
+    """A run directory that has no checkpoint yet."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "recipe.resolved.yaml").write_text("name: run\n")
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"st')
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    return folder
+
+
+def make_checkpoint(run: Path, name: str) -> Path:
+    """A checkpoint with contents of its own."""
+    path = run / "checkpoints" / name
+    (path / "deeper").mkdir(parents=True)
+    for file in ("engine.json", "__0_0.distcp", "deeper/__1_0.distcp"):
+        (path / file).write_text(f"{file} of {name} " * 100)
+    point_to(path)
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def fetched(store: ObjectStore, place: Path, tell: Callable[[str], None] = lambda line: None) -> str | None:
+    """Fetch into a new run directory."""
+    shutil.rmtree(place, ignore_errors=True)
+    (place / "checkpoints").mkdir(parents=True)
+    return fetch(store, place, tell)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run")
+
+
+def test_what_is_copied_is_fetched_as_a_run(run: Path, tmp_path: Path) -> None:
+    store, told, back = Faltering(), list[str](), tmp_path / "back"
+    checkpoint = make_checkpoint(run, "rl-000002")
+    CopyWriter(store, run, 2).copy(checkpoint)
+    assert newest_copy(store) == "rl-000002"
+    assert fetched(store, back, told.append) == "rl-000002" and len(told) == 1
+    assert told[0].startswith("fetching rl-000002, 0.0 MiB, from memory://")
+    before, after = contents(run), contents(back)
+    assert after.pop("metrics.jsonl") == b'{"step": 1}\n', "a line that was being written is not there"
+    assert after == {name: text for name, text in before.items() if name != "metrics.jsonl"}
+    assert newest(back / "checkpoints") == back / "checkpoints" / "rl-000002"
+
+
+def test_nothing_is_fetched_from_an_empty_place(tmp_path: Path) -> None:
+    assert fetched(Faltering(), tmp_path / "back") is None
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_wherever_the_copying_breaks_off_a_whole_checkpoint_is_fetched_and_the_next_try_ends_it(
+    run: Path, tmp_path: Path, keep: int
+) -> None:
+    def copied(store: Faltering) -> None:
+        writer = CopyWriter(store, run, keep)
+        for checkpoint in checkpoints:
+            writer.copy(checkpoint)
+
+    checkpoints = [make_checkpoint(run, f"rl-{step:06d}") for step in (2, 4, 6)]
+    copied(store := Faltering())
+    held = [contents(each) for each in checkpoints]
+    reached = -1
+    for left in range(len(store.changes)):
+        store = Faltering(left)
+        with pytest.raises(StoreFailed):
+            copied(store)
+        name = fetched(store, tmp_path / "back")
+        newer = -1 if name is None else [each.name for each in checkpoints].index(name)
+        assert newer >= reached, "what was there once is not lost"
+        reached = newer
+        if name is not None:
+            assert contents(tmp_path / "back" / "checkpoints" / name) == held[newer]
+        store.left = None
+        CopyWriter(store, run, keep).copy(checkpoints[-1])
+        assert fetched(store, tmp_path / "back") == "rl-000006"
+        assert contents(tmp_path / "back" / "checkpoints" / "rl-000006") == held[-1]
+    assert reached == 2
+
+
+def test_only_the_newest_are_kept_and_what_broke_off_goes_with_the_others(run: Path) -> None:
+    store = Faltering()
+    store.write("checkpoints/rl-000001/engine.json", b"half of one")
+    writer = CopyWriter(store, run, 2)
+    for step in (2, 4, 6):
+        writer.copy(make_checkpoint(run, f"rl-{step:06d}"))
+    assert {name.split("/")[1] for name in store.names("checkpoints")} == {"rl-000004", "rl-000006", "latest"}
+    assert store.read("checkpoints/latest") == b"rl-000006"
+
+
+def test_what_is_there_is_not_sent_again(run: Path) -> None:
+    store = Faltering()
+    checkpoint = make_checkpoint(run, "rl-000002")
+    sent = CopyWriter(store, run, 2).copy(checkpoint)
+    assert sent == sum(len(text) for text in (*contents(checkpoint).values(), *contents(run / "model").values()))
+    assert CopyWriter(store, run, 2).copy(checkpoint) == 0, "nor by another start of the run"
+    (checkpoint / "engine.json").write_text("another one of the same name")
+    assert CopyWriter(store, run, 2).copy(checkpoint) == sum(map(len, contents(checkpoint).values()))
+
+
+def test_a_second_try_sends_the_rest(run: Path) -> None:
+    store = Faltering()
+    checkpoint, sends = make_checkpoint(run, "rl-000002"), list[str]()
+    writer = CopyWriter(store, run, 2)
+    store.left = 8
+    with pytest.raises(StoreFailed):
+        writer.copy(checkpoint)
+    sends, store.left, store.changes = store.changes, None, []
+    writer.copy(checkpoint)
+    files = [name for name in (*sends, *store.changes) if name.endswith(".distcp") or name.endswith("engine.json")]
+    assert sorted(files) == sorted(f"checkpoints/rl-000002/{name}" for name in contents(checkpoint))
+
+
+def test_a_checkpoint_that_is_written_anew_meanwhile_does_not_count(run: Path, tmp_path: Path) -> None:
+    class Slow(Faltering):
+        def put(self, file: Path, name: str) -> None:
+            super().put(file, name)
+            if name.endswith("__0_0.distcp"):
+                (checkpoint / "deeper" / "__1_0.distcp").write_text("of another update")
+
+    store, checkpoint = Slow(), make_checkpoint(run, "rl-000002")
+    writer = CopyWriter(store, run, 2)
+    with pytest.raises(OSError, match=r"deeper/__1_0.distcp was replaced while it was copied"):
+        writer.copy(checkpoint)
+    assert fetched(store, tmp_path / "back") is None
+    writer.copy(checkpoint)
+    assert fetched(store, tmp_path / "back") == "rl-000002"
+
+
+DAMAGES = {
+    "a byte differs": lambda text: text[:-1] + b"!",
+    "the end is missing": lambda text: text[:-1],
+    "empty": lambda text: b"",
+}
+
+
+@pytest.mark.parametrize("file", ["engine.json", "deeper/__1_0.distcp", "files.json"])
+@pytest.mark.parametrize("damage", [*DAMAGES, "gone"])
+def test_of_damaged_ones_the_one_before_is_taken(run: Path, tmp_path: Path, file: str, damage: str) -> None:
+    store, told = Faltering(), list[str]()
+    writer = CopyWriter(store, run, 2)
+    for step in (2, 4):
+        writer.copy(make_checkpoint(run, f"rl-{step:06d}"))
+
+    def spoil(name: str) -> None:
+        place = f"checkpoints/{name}/{file}"
+        before = store.read(place)
+        assert before is not None
+        store.remove([place]) if damage == "gone" else store.write(place, DAMAGES[damage](before))
+
+    spoil("rl-000004")
+    assert fetched(store, tmp_path / "back", told.append) == "rl-000002"
+    if file != "files.json":
+        assert any(line.startswith(f"rl-000004 in {store.url} is damaged: {file} ") for line in told)
+        spoil("rl-000002")
+        with pytest.raises(UserError, match=r"train.checkpoint_copy: every checkpoint in .* is damaged; remove the folder to begin anew"):
+            fetched(store, tmp_path / "back")
+
+
+def test_a_second_try_of_fetching_gets_the_rest(run: Path, tmp_path: Path) -> None:
+    got = list[str]()
+
+    class Once(ObjectStore):
+        def get(self, name: str, file: Path) -> None:
+            if len(got) == 2:
+                got.append("failed")
+                raise StoreFailed("cannot read")
+            super().get(name, file)
+            got.append(name)
+
+    made = Faltering()
+    CopyWriter(made, run, 2).copy(make_checkpoint(run, "rl-000002"))
+    store, back = Once(made.url), tmp_path / "back"
+    (back / "checkpoints").mkdir(parents=True)
+    with pytest.raises(StoreFailed):
+        fetch(store, back, lambda line: None)
+    assert newest(back / "checkpoints") is None
+    assert fetch(store, back, lambda line: None) == "rl-000002"
+    assert len(got) == len(set(got)) == 3 + 1 + 1, "each of three files once, that of the model, and the failure"

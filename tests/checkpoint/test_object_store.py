@@ -1,0 +1,81 @@
+"""One folder of object storage, on a local S3 server and in memory: what is written is there, and what fails has a name."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mtpctl.checkpoint.object_store import Absent, ObjectStore, StoreFailed
+from mtpctl.errors import EnvironmentMissing, UserError
+from tests.checkpoint.s3_server import BUCKET, S3Server, serving
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with serving() as found:
+        yield found
+
+
+@pytest.fixture(params=["s3", "memory", "file"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    if request.param == "s3":
+        request.getfixturevalue("server")
+    place = {"s3": f"s3://{BUCKET}", "memory": "memory://", "file": f"file://{tmp_path}"}[request.param]
+    return ObjectStore(f"{place}/{uuid.uuid4()}/run/")
+
+
+def test_what_is_put_is_read_listed_and_removed(store: ObjectStore, tmp_path: Path) -> None:
+    store.check()
+    assert store.names("") == [] and store.read("a") is None
+    (tmp_path / "here").write_bytes(bytes(range(256)) * 100)
+    store.put(tmp_path / "here", "folder/deep/file")
+    store.write("folder/text", b"one")
+    store.write("folder/text", b"two")
+    assert sorted(store.names("folder")) == sorted(store.names("")) == ["folder/deep/file", "folder/text"]
+    assert store.read("folder/text") == b"two"
+    store.get("folder/deep/file", tmp_path / "there")
+    assert (tmp_path / "there").read_bytes() == (tmp_path / "here").read_bytes()
+    store.remove(["folder/text", "not there"])
+    assert store.names("folder") == ["folder/deep/file"]
+    with pytest.raises(Absent, match=r"cannot read .*/folder/text: "):
+        store.get("folder/text", tmp_path / "there")
+
+
+def test_a_bucket_that_is_not_there_is_the_users_mistake(server: S3Server) -> None:
+    told = r"train.checkpoint_copy: there is no place s3://elsewhere/run \(The specified bucket does not exist\); make the bucket"
+    with pytest.raises(UserError, match=told):
+        ObjectStore("s3://elsewhere/run").check()
+
+
+def test_a_scheme_that_nobody_knows_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match=r"train.checkpoint_copy: s4://bucket/run is of no scheme that fsspec knows; write s3://"):
+        ObjectStore("s4://bucket/run")
+
+
+def test_the_package_of_a_scheme_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
+    told = "^train.checkpoint_copy: s3:// needs the package s3fs, which is not installed; install it, or remove the key$"
+    with pytest.raises(EnvironmentMissing, match=told):
+        ObjectStore("s3://bucket/run")
+
+
+def test_credentials_that_are_refused_are_missing_from_the_machine() -> None:
+    with serving() as server:
+        server.refuse()
+        told = rf"train.checkpoint_copy: s3://{BUCKET}/run may not be written with the credentials here \(The AWS Access Key Id"
+        with pytest.raises(EnvironmentMissing, match=told):
+            ObjectStore(f"s3://{BUCKET}/run").check()
+
+
+def test_a_store_that_answers_no_more_fails_by_its_name() -> None:
+    with serving() as server:
+        store = ObjectStore(f"s3://{BUCKET}/run")
+        store.write("text", b"one")
+        server.stop()
+        with pytest.raises(StoreFailed, match=rf"cannot write s3://{BUCKET}/run/text: Could not connect to the endpoint URL"):
+            store.write("text", b"two")

@@ -1,0 +1,316 @@
+"""Copies of a run's checkpoints: beside training, with a store that comes and goes, and fetched by a machine that has none of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mtpctl.checkpoint.copying import newest_copy
+from mtpctl.checkpoint.object_store import ObjectStore, StoreFailed
+from mtpctl.checkpoint.pointer import newest
+from mtpctl.checkpoint.sharded import publish_checkpoint
+from mtpctl.controller import copies as module
+from mtpctl.controller.copies import Copies, check_copies, fetch_if_lost
+from mtpctl.controller.state import RunState
+from mtpctl.controller.trainers import TrainerGroup
+from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.recipe.schema import Recipe
+from mtpctl.recipe.train import TrainConfig
+from tests.checkpoint.s3_server import BUCKET, S3Server, serving
+from tests.checkpoint.test_copying import contents, make_checkpoint, make_run
+from tests.controller.test_state import Trainer
+from tests.environment import with_tree
+
+WAIT_S = 30.0
+
+
+class Store(ObjectStore):
+    """A store in memory that is there or not (`down`), and that waits before it takes a file while `slow`."""
+
+    def __init__(self) -> None:
+        super().__init__(f"memory://{uuid.uuid4()}/run")
+        self.down, self.slow = False, False
+
+    def put(self, file: Path, name: str) -> None:
+        end = time.monotonic() + WAIT_S
+        while self.slow and time.monotonic() < end:
+            time.sleep(0.001)
+        if self.down:
+            raise StoreFailed(f"cannot write {self.url}/{name}: nobody answers")
+        super().put(file, name)
+
+
+def wait_for(met: Callable[[], object]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not met():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("FIRST_S", 0.01), ("MOST_S", 0.02), ("END_S", 0.1)):
+        monkeypatch.setattr(module, name, seconds)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run")
+
+
+def copies_in(store: ObjectStore, run: Path) -> tuple[Copies, list[str]]:
+    told = list[str]()
+    return Copies(store, run, 2, told.append), told
+
+
+def test_checkpoints_are_copied_beside_and_all_of_them_are_there_at_the_end(run: Path) -> None:
+    store = Store()
+    copies, told = copies_in(store, run)
+    for step in (2, 4):
+        copies.take(make_checkpoint(run, f"rl-{step:06d}"))
+    asyncio.run(copies.finish())
+    assert newest_copy(store) == "rl-000004" and told == []
+    found = copies.metrics()
+    assert found.pop("timing_s/checkpoint_copy") >= 0
+    assert found == {"checkpoint/copy_failures": 0, "checkpoint/copy_behind": 0}
+    assert "timing_s/checkpoint_copy" not in copies.metrics(), "each is told once"
+
+
+def test_a_store_that_is_gone_for_a_while_is_told_of_counted_and_caught_up_with(run: Path) -> None:
+    store = Store()
+    copies, told = copies_in(store, run)
+    copies.take(make_checkpoint(run, "rl-000002"))
+    wait_for(lambda: copies.metrics()["checkpoint/copy_behind"] == 0)
+    store.down = True
+    for step in (4, 6):
+        copies.take(make_checkpoint(run, f"rl-{step:06d}"))
+    failures = 0.0
+
+    def failed_again() -> bool:
+        nonlocal failures
+        failures += copies.metrics()["checkpoint/copy_failures"]
+        return failures > 3
+
+    wait_for(failed_again)
+    assert copies.metrics()["checkpoint/copy_behind"] == 2
+    assert newest_copy(store) == "rl-000002", "what was there stays"
+    store.down = False
+    asyncio.run(copies.finish())
+    assert newest_copy(store) == "rl-000006" and copies.metrics()["checkpoint/copy_behind"] == 0
+    lost, back = told
+    assert lost.startswith(f"cannot write {store.url}/") and lost.endswith("nobody answers; training goes on, and it is tried again")
+    assert back.startswith(f"rl-000006 is in {store.url}, after ") and back.endswith(" tries that failed")
+
+
+def test_a_run_that_ends_without_its_store_says_so_and_ends(run: Path) -> None:
+    store = Store()
+    store.down = True
+    copies, told = copies_in(store, run)
+    copies.take(make_checkpoint(run, "rl-000002"))
+    asyncio.run(asyncio.wait_for(copies.finish(), WAIT_S))
+    assert told[-1] == f"the newest checkpoint was not copied to {store.url}; start the same command again once it answers"
+
+
+def test_a_bug_is_not_taken_for_a_store_that_fails(run: Path) -> None:
+    class Wrong(Store):
+        def put(self, file: Path, name: str) -> None:
+            raise ZeroDivisionError
+
+    copies, _ = copies_in(Wrong(), run)
+    copies.take(make_checkpoint(run, "rl-000002"))
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(asyncio.wait_for(copies.finish(), WAIT_S))
+
+
+def test_a_checkpoint_is_not_deleted_while_it_is_copied(tmp_path: Path) -> None:
+    """Although the run keeps one alone, and has written others since."""
+
+    class Writing(Trainer):
+        async def call(self, method: str, *args: Any) -> Any:
+            if method == "finish_save":
+                (self.folder / "engine.json").write_text("{}")
+            if method == "publish_checkpoint":
+                return publish_checkpoint(Path(args[0]), keep=args[1], needed=args[2])
+            return await super().call(method, *args)
+
+    async def main() -> None:
+        store, run = Store(), make_run(tmp_path / "run")
+        state = RunState(run / "checkpoints", TrainConfig(checkpoint_every=1, keep_checkpoints=1))
+        state.copies, _ = copies_in(store, run)
+        trainer = cast(TrainerGroup, Writing())
+        state.begin("sft")
+        store.slow = True
+
+        def here() -> list[str]:
+            return sorted(path.name for path in state.root.iterdir() if path.is_dir())
+
+        for step in (1, 2, 3):
+            state.step = step
+            await state.checkpoint_if_due(trainer)
+            await asyncio.to_thread(wait_for, lambda: state.copies is not None and "sft-000001" in state.copies.needed)
+        assert here() == ["sft-000001", "sft-000002", "sft-000003"], "the one that is copied, the one that waited, and the newest"
+        store.slow = False
+        await state.copies.finish()
+        state.step = 4
+        await state.checkpoint(trainer)
+        assert newest_copy(store) == "sft-000003" and here() == ["sft-000004"]
+
+    asyncio.run(main())
+
+
+# ------------------------------------------------------------------------------------------------------ before a run
+
+
+def recipe_in(run_dir: Path, url: str, **keys: Any) -> Recipe:
+    return Recipe.model_validate({"name": "run", "run_dir": str(run_dir), "train": {"checkpoint_copy": url, **keys}})
+
+
+def copied(run: Path, *names: str) -> str:
+    """A copy of the run with these checkpoints; returns its URL."""
+    store = Store()
+    copies, _ = copies_in(store, run)
+    for name in names:
+        copies.take(make_checkpoint(run, name))
+        wait_for(lambda: copies.metrics()["checkpoint/copy_behind"] == 0)
+    return store.url
+
+
+def test_a_machine_without_the_runs_directory_gets_its_newest_checkpoint(run: Path, tmp_path: Path) -> None:
+    url, told = copied(run, "rl-000002", "rl-000004"), list[str]()
+    recipe = recipe_in(tmp_path / "elsewhere", url)
+    line = fetch_if_lost(recipe, told.append)
+    assert line.startswith(f"rl-000004 was fetched from {url} in ")
+    assert newest(tmp_path / "elsewhere" / "checkpoints") == tmp_path / "elsewhere" / "checkpoints" / "rl-000004"
+    assert contents(tmp_path / "elsewhere" / "checkpoints" / "rl-000004") == contents(run / "checkpoints" / "rl-000004")
+    assert (tmp_path / "elsewhere" / "recipe.resolved.yaml").read_text() == "name: run\n"
+    assert fetch_if_lost(recipe, told.append) == "" and len(told) == 1, "once"
+
+
+def test_a_run_goes_on_from_the_checkpoint_that_it_has_itself(run: Path) -> None:
+    url = copied(run, "rl-000002", "rl-000004")
+    shutil.rmtree(run / "checkpoints" / "rl-000004")
+    (run / "checkpoints" / "latest").write_text("rl-000002")
+    assert fetch_if_lost(recipe_in(run, url), print) == ""
+    assert newest(run / "checkpoints") == run / "checkpoints" / "rl-000002"
+
+
+def test_where_there_is_no_copy_the_run_begins(tmp_path: Path) -> None:
+    assert fetch_if_lost(recipe_in(tmp_path / "run", f"memory://{uuid.uuid4()}/run"), print) == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_copy_of_another_run_is_left_alone(run: Path, tmp_path: Path) -> None:
+    url = copied(run, "rl-000002")
+    check_copies(recipe_in(tmp_path / "elsewhere", url))
+    other = recipe_in(tmp_path / "elsewhere", url).model_copy(update={"name": "other"})
+    told = f"train.checkpoint_copy: {url} holds the run run, not other; write {{name}} into it, or name another"
+    with pytest.raises(UserError, match=told.replace("{", r"\{").replace("}", r"\}")):
+        check_copies(other)
+
+
+def test_without_an_answer_a_run_begins_only_where_it_has_a_checkpoint_itself(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(self: ObjectStore, name: str, data: bytes) -> None:
+        raise StoreFailed(f"cannot write {self.url}/{name}: nobody answers", "nobody answers")
+
+    monkeypatch.setattr(ObjectStore, "write", nobody)
+    recipe = recipe_in(run, "memory://away/run")
+    told = r"train.checkpoint_copy: memory://away/run does not answer \(nobody answers\), and may hold the checkpoint that this run goes on"
+    with pytest.raises(EnvironmentMissing, match=told):
+        check_copies(recipe)
+    make_checkpoint(run, "rl-000002")
+    check_copies(recipe)
+
+
+# ------------------------------------------------------------------------------------------------------ a whole run
+
+
+@pytest.fixture
+def server() -> Iterator[S3Server]:
+    with serving() as found:
+        yield found
+
+
+def trained(run_dir: Path, server: S3Server, steps: int, *more: str) -> subprocess.CompletedProcess[str]:
+    """The supervised stage of the tiny recipe, which needs no engine, with copies on the server."""
+    sets = [f"run_dir={run_dir}", "train.stages=[sft]", f"train.sft.steps={steps}", "train.sft.batch_size=4", "train.sft.until_loss=0"]
+    sets += ["train.checkpoint_every=2", f"train.checkpoint_copy=s3://{BUCKET}/runs/{{name}}", "cluster.num_cpus=1"]
+    command = [sys.executable, "-m", "mtpctl", "train", "tiny_mtp", "--plain", *(part for each in sets for part in ("--set", each)), *more]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=with_tree(**server.environment))
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["sft/loss"] for row in rows if "sft/loss" in row}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_another_machine_goes_on_from_the_copy_as_this_one_would(server: S3Server, tmp_path: Path) -> None:
+    here, there, lone = tmp_path / "here", tmp_path / "there", tmp_path / "lone"
+    first = trained(here, server, 4)
+    assert first.returncode == 0, first.stdout + first.stderr
+    second = trained(there, server, 8)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert f"sft-000004-end was fetched from s3://{BUCKET}/runs/tiny_mtp in " in second.stdout
+    assert losses(there).keys() == set(range(1, 9)), "its metrics came along"
+    store = ObjectStore(f"s3://{BUCKET}/runs/tiny_mtp")
+    assert newest_copy(store) == "sft-000008-end"
+    # The same without the move.
+    assert trained(here, server, 8).returncode == 0
+    assert losses(here) == losses(there)
+    # What would stop it is told before anything starts.
+    server.refuse()
+    refused = trained(lone, server, 8, "--dry-run")
+    assert refused.returncode == 3 and "may not be written with the credentials here" in refused.stderr
+    server.stop()
+    away = trained(lone, server, 8)
+    assert away.returncode == 3 and not lone.exists()
+    assert "does not answer" in away.stderr and "may hold the checkpoint that this run goes on from" in away.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_server_that_goes_away_stops_no_training(server: S3Server, tmp_path: Path) -> None:
+    sets = ("--set", f"train.checkpoint_copy=s3://{BUCKET}/run", "--set", "train.sft.batch_size=16")
+    with (tmp_path / "log").open("w") as log:
+        command = [sys.executable, "-m", "mtpctl", "train", "tiny_mtp", "--plain"]
+        for each in (f"run_dir={tmp_path / 'run'}", "train.stages=[sft]", "train.sft.steps=400", "train.sft.until_loss=0"):
+            command += ["--set", each]
+        command += ["--set", "train.checkpoint_every=2", *sets]
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=with_tree(**server.environment))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    def rows() -> list[dict[str, Any]]:
+        return (
+            [json.loads(line) for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")] if metrics.exists() else []
+        )
+
+    def wait(met: Callable[[], object]) -> None:
+        end = time.monotonic() + 240
+        while not met():
+            assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()
+            time.sleep(0.2)
+
+    try:
+        wait(lambda: any("timing_s/checkpoint_copy" in row for row in rows()))
+        server.stop()
+        wait(lambda: sum(row.get("checkpoint/copy_failures", 0) for row in rows()) >= 2)
+        at = rows()[-1].get("step", 0)
+        wait(lambda: rows()[-1].get("step", 0) > at + 4)
+        server.start()
+        server.make_bucket()
+        wait(lambda: any("tries that failed" in row.get("message", "") for row in rows()))
+    finally:
+        process.kill()
+        process.wait()
+    assert any("training goes on, and it is tried again" in row.get("message", "") for row in rows())
