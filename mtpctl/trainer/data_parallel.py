@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -24,7 +26,8 @@ class Gradients:
     """
 
     def __init__(self, module: MegatronModule, config: TransformerConfig, *, distributed_optimizer: bool) -> None:
-        config.finalize_model_grads_func = self._finish
+        # Megatron-Bridge keeps configs that it has exported under, and must not keep the model's process groups with them.
+        config.finalize_model_grads_func = partial(_finish, weakref.ref(self))
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=distributed_optimizer,
@@ -58,7 +61,7 @@ class Gradients:
         """Free the memory of the buffers until the next update."""
         release(self._buffers)
 
-    def _finish(self, model: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: object) -> None:
+    def finish(self, model: list[torch.nn.Module], **options: object) -> None:
         """megatron-core's gradient reductions without its division by tokens, since losses are divided by global counts already."""
         for experts in self._experts:
             for stack in experts.stacks():
@@ -75,6 +78,12 @@ class Gradients:
             self._others_gradients = [part for buffer in buffers for part in _outside(buffer, places)]
             self._others_key = key
         return self._others_gradients
+
+
+def _finish(gradients: weakref.ref[Gradients], model: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: object) -> None:
+    found = gradients()
+    assert found is not None, "a model trains for as long as its gradients are there"
+    found.finish(model, **options)
 
 
 def _outside(buffer: Tensor, places: Iterable[tuple[int, int]]) -> list[Tensor]:
