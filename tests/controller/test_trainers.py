@@ -85,7 +85,7 @@ class Cluster:
         self.seats = Seats({f"trainer-{i}": Seat(Claim(f"trainer-{i}", 1), "bbcc"[i], None) for i in range(4)})
         monkeypatch.setattr("mtpctl.cluster.seats.living", lambda: set(self.free))
         monkeypatch.setattr("mtpctl.cluster.seats.ray_hosts", self._hosts)
-        monkeypatch.setattr(Seats, "reserve", lambda seats, bundles: self._reserve(seats, bundles))
+        monkeypatch.setattr(Seats, "reserve", lambda seats, bundles, *, planned: self._reserve(seats, bundles))
         monkeypatch.setattr(trainers, "ROOM_S", 0.1)
         monkeypatch.setattr(trainers, "LOOK_S", 0.02)
 

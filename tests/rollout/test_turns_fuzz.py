@@ -235,7 +235,7 @@ async def play(family: Family, count: int, seed: int) -> tuple[list[Sample], dic
         """New versions, while responses and replies are under way."""
         chance = random.Random(seed)
         while True:
-            for _ in range(chance.randint(5, 60)):
+            for _ in range(chance.randint(5, 30)):
                 await asyncio.sleep(0)
             await pool.pause(chance.choice(["abort", "keep"]))
             await asyncio.sleep(0)
