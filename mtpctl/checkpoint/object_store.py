@@ -35,7 +35,8 @@ class ObjectStore:
     """The folder at `url`. Names are relative to it, with `/` between their parts. Every call raises StoreFailed where it fails."""
 
     def __init__(self, url: str) -> None:
-        """Raises UserError for a scheme that fsspec does not know, EnvironmentMissing where the scheme's package is not installed."""
+        """Raises UserError for a scheme that fsspec does not know, EnvironmentMissing where the scheme's package is not installed or its
+        server is not reached (some connect at once)."""
         # Here, since few runs have a store.
         from fsspec.core import url_to_fs
         from fsspec.registry import known_implementations
@@ -50,6 +51,8 @@ class ObjectStore:
             package = known_implementations[scheme]["class"].partition(".")[0]
             told = f"{scheme}:// needs the package {package}, which is not installed; install it, or remove the key"
             raise EnvironmentMissing(f"{FIELD}: {told}") from error
+        except OSError as error:
+            raise EnvironmentMissing(f"{FIELD}: {url} is not reached: {error}") from error
         except ValueError as error:
             raise UserError(f"{FIELD}: {url} is of no scheme that fsspec knows; write s3://…, gs://… or file:///…") from error
 

@@ -56,6 +56,11 @@ def test_a_scheme_that_nobody_knows_is_the_users_mistake() -> None:
         ObjectStore("s4://bucket/run")
 
 
+def test_a_server_that_is_not_reached_is_told_at_once() -> None:
+    with pytest.raises(EnvironmentMissing, match=r"train.checkpoint_copy: ftp://127.0.0.1:9/x is not reached: .*refused"):
+        ObjectStore("ftp://127.0.0.1:9/x")
+
+
 def test_the_package_of_a_scheme_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
