@@ -6,23 +6,15 @@ so it finds none; with hundreds of experts a layer the search takes the host lon
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+
+from mtpctl.compat.replaced import replaced
 
 
-@contextmanager
-def without_counter_reset() -> Iterator[None]:
+def without_counter_reset() -> AbstractContextManager[None]:
     """Have `finalize_model_grads` leave the reset out while the block runs. Raises RuntimeError where megatron-core has renamed it."""
-    module = vars(importlib.import_module("megatron.core.distributed.finalize_model_grads"))
-    if "reset_model_temporary_tensors" not in module:
-        raise RuntimeError("megatron-core no longer zeroes routers' counters by reset_model_temporary_tensors")
-    found = module["reset_model_temporary_tensors"]
-    module["reset_model_temporary_tensors"] = _nothing
-    try:
-        yield
-    finally:
-        module["reset_model_temporary_tensors"] = found
+    moved = "megatron-core no longer zeroes routers' counters by reset_model_temporary_tensors"
+    return replaced("megatron.core.distributed.finalize_model_grads", "reset_model_temporary_tensors", _nothing, moved)
 
 
 def _nothing(*_: object) -> None:
