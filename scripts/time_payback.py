@@ -8,7 +8,8 @@ three runs of each regime, those of one regime at once, so that whatever else th
 step drafts three tokens, of which the warm start has trained the first alone.
 
 tokens/s        response tokens over wall time, from update 4 on: updates, syncs and waiting included, on one card
-update, s       the trainer's own seconds an update, of updates that trained the drafter and of those that did not
+update, s       the trainer's own seconds an update, of updates that trained the drafter and of those that did not: medians
+rollout, s      seconds an update in which engines had requests, times the tokens that a decoding step yielded: the median
 tokens a step   which a decoding step yields, over the first and the last quarter
 of the best     tokens/s of auto over the better of the other two, with its standard error by a jackknife over blocks of updates
 
@@ -31,6 +32,7 @@ BOUND = 0.98
 SKIPPED = 3
 """Updates at the beginning, in which kernels are chosen and the first samples waited for."""
 BLOCKS = 8
+HEADINGS = ("drafter trained", "updates", "in", "update with, without, s", "rollout, s", "tokens a step", "tokens/s")
 CHOICES = {"always": "true", "never": "false", "auto": "auto"}
 SHARED = (
     "train.eval_every=100000",
@@ -63,10 +65,12 @@ REGIMES = {
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One update: wall seconds since the one before it, the trainer's own, response tokens, tokens a decoding step yielded."""
+    """One update: wall seconds since the one before it, the trainer's own, those of the engines, response tokens, and tokens that a
+    decoding step yielded."""
 
     step_s: float
     update_s: float
+    rollout_s: float
     tokens: float
     trained: bool
     length: float | None
@@ -84,6 +88,7 @@ def updates_of(outcome: Outcome) -> list[Update]:
         Update(
             step_s=row["timing_s/step"],
             update_s=row["timing_s/step"] * (1 - row["async/trainer_idle"]),
+            rollout_s=row["timing_s/step"] * (1 - row["async/rollout_idle"]),
             tokens=row["rollout/tokens_per_s"] * row["timing_s/step"],
             trained=bool(row.get("mtp/trained", always)),
             length=row.get("rollout/spec_accept_length"),
@@ -122,8 +127,9 @@ def row_of(choice: str, updates: Sequence[Update]) -> str:
     ends = f"{statistics.fmean(lengths[:quarter]):.2f} → {statistics.fmean(lengths[-quarter:]):.2f}"
     kinds = [[each.update_s for each in updates if each.trained is trained] for trained in (True, False)]
     seconds = ", ".join(f"{statistics.median(kind):.3f}" if kind else "–" for kind in kinds)
+    rollout = statistics.median(each.rollout_s * each.length for each in updates if each.length is not None)
     trained = sum(each.trained for each in updates) / len(updates)
-    return f"| {choice} | {len(updates)} | {trained:.0%} | {seconds} | {ends} | {rate(updates):,.0f} |"
+    return f"| {choice} | {len(updates)} | {trained:.0%} | {seconds} | {rollout:.2f} | {ends} | {rate(updates):,.0f} |"
 
 
 def tell(regime: str, outcomes: Sequence[Outcome]) -> bool:
@@ -131,7 +137,7 @@ def tell(regime: str, outcomes: Sequence[Outcome]) -> bool:
     by_choice = {outcome.arm.name.removeprefix(f"{regime}-"): updates_of(outcome) for outcome in outcomes}
     share, error = share_of_best(by_choice)
     print(f"\n{REGIMES[regime][0]}: auto makes {share:.1%} of the best fixed choice's tokens/s (± {error:.1%})\n")
-    print("| drafter trained | updates | in | update with, without, s | tokens a step | tokens/s |\n|---|---|---|---|---|---|")
+    print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}")
     for choice, updates in by_choice.items():
         print(row_of(choice, updates))
     for event in outcomes[-1].history.events:
@@ -154,9 +160,11 @@ def main() -> None:
     experiment = Experiment("tiny_mtp", (), sets, given.out)
     met = []
     for regime in given.regime or REGIMES:
-        measure = experiment.measured if given.measured_only else experiment.run
-        together = {} if given.measured_only else {"together": True}
-        met.append(tell(regime, measure(arms(regime), [given.seed], say=lambda text: print(text, flush=True), **together)))
+        if given.measured_only:
+            outcomes = experiment.measured(arms(regime), [given.seed], say=print)
+        else:
+            outcomes = experiment.run(arms(regime), [given.seed], together=True, say=print)
+        met.append(tell(regime, outcomes))
     sys.exit(0 if all(met) else 6)
 
 

@@ -21,17 +21,23 @@ from tests.families.toys import TOYS
 LAYERS = 3
 FAMILIES = [family for family, config in TOYS.items() if "linear_conv_kernel_dim" not in config]
 """Families whose models may have several MTP layers: those with linear attention share one projection between them."""
+CASES = [
+    *(pytest.param(family, "cpu", False, marks=pytest.mark.slow, id=f"{family}-cpu") for family in FAMILIES),
+    *(pytest.param(family, "cuda", False, marks=pytest.mark.gpu, id=f"{family}-cuda") for family in FAMILIES),
+    # The one drafter of these that vLLM compiles.
+    pytest.param("deepseek-v3", "cuda", True, marks=pytest.mark.gpu, id="deepseek-v3-cuda-compiled"),
+]
 SLACK = 0.015
 """Beyond chance: the policy is updated between what was sampled and what is expected."""
 
 pytestmark = pytest.mark.timeout(900)
 
 
-def settings(family: str, device: str, root: Path) -> Path:
+def settings(family: str, device: str, root: Path, *, compiled: bool = False) -> Path:
     """Sixty supervised updates, which teach every depth something, and three of RL with 128 responses of 32 tokens at most."""
     path = recipe(family, "bf16" if device == "cuda" else "fp32", device, root)
     tree: dict[str, Any] = yaml.safe_load(path.read_text())
-    # As many decoder layers as MTP layers: vLLM renames MiMo's one after another, from k to layers + k, and would rename some of fewer twice.
+    # With fewer decoder layers vLLM would rename some of MiMo's MTP layers twice, from k to layers + k.
     tree["model"]["config"] |= {"num_nextn_predict_layers": LAYERS, "num_hidden_layers": LAYERS}
     # Drafts of a head that has learned the distribution of its targets are sampled from it.
     tree["mtp"] = {"loss": "soft_ce", "loss_scale": 0.3}
@@ -40,6 +46,10 @@ def settings(family: str, device: str, root: Path) -> Path:
     tree["train"]["checkpoint_every"] = 0
     speculation = {"num_tokens": LAYERS if device == "cuda" else 1, "draft_method": "probabilistic"}
     tree["rollout"] |= {"max_tokens": 32, "max_in_flight": 32, "speculation": speculation}
+    if device == "cuda":
+        # Steps of up to 32 requests with their drafts as CUDA graphs.
+        graphs: dict[str, Any] = {"cudagraph_capture_sizes": [4, 8, 16, 32, 64, 128]}
+        tree["rollout"]["engine_args"]["compilation_config"] = graphs if compiled else graphs | {"mode": 0}
     path.write_text(yaml.safe_dump(tree))
     return path
 
@@ -50,10 +60,9 @@ def weighted(rows: list[dict[str, Any]], name: str) -> float:
     return float(sum(row[name] * weight for row, weight in zip(rows, drafted, strict=True)) / sum(drafted))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_each_layer_is_accepted_as_often_as_its_depth_is_expected_to_be(family: str, device: str, tmp_path: Path) -> None:
-    path = settings(family, device, tmp_path)
+@pytest.mark.parametrize(("family", "device", "compiled"), CASES)
+def test_each_layer_is_accepted_as_often_as_its_depth_is_expected_to_be(family: str, device: str, compiled: bool, tmp_path: Path) -> None:
+    path = settings(family, device, tmp_path, compiled=compiled)
     command("-m", "mtpctl", "train", path, "--plain")
     rows = updates(tmp_path / "run")
     shape = shape_of(yaml.safe_load(path.read_text())["model"]["config"])

@@ -100,7 +100,7 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         ),
         (
             ["model.config.num_nextn_predict_layers=2", "rollout.speculation.num_tokens=2"],
-            "rollout.speculation.num_tokens: 2, but vLLM on a CPU drafts every token with the first of the model's 2 MTP layers; set it to 1",
+            "rollout.speculation.num_tokens: 2, but vLLM on a CPU drafts every token with the first of the model's 2 MTP layers",
         ),
         (
             ["cluster.device=cuda", "model.config.num_nextn_predict_layers=2", "rollout.speculation.num_tokens=4"],
