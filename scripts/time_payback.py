@@ -55,10 +55,10 @@ DEVICES = {
 THREE = ("rollout.speculation.num_tokens=3", "mtp.repeat=3")
 REGIMES = {
     "settled": ("the drafter came well trained, and the policy hardly moves", ("train.rl.optimizer={lr: 1e-7, mtp_lr: 1e-6}",)),
-    "behind": ("three drafts, two of them untrained, and a high rate", (*THREE, "train.rl.optimizer={lr: 1e-5, mtp_lr: 1e-3}")),
+    "behind": ("three drafts, two of them untrained, and a high rate", (*THREE, "train.rl.optimizer={lr: 1e-5, mtp_lr: 3e-3}")),
     "short": (
         "three drafts, and answers of a few tokens",
-        (*THREE, "train.rl.optimizer={lr: 1e-5, mtp_lr: 1e-4}", "data.task={name: addition, max_digits: 1, eval_size: 16}"),
+        (*THREE, "train.rl.optimizer={lr: 1e-5, mtp_lr: 1e-4}", "data.task={name: addition, max_digits: 1, train_size: 80, eval_size: 16}"),
     ),
 }
 
