@@ -22,7 +22,6 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
 from mtpctl.kernels.norm import gated_rms_norm, rms_norm
-from mtpctl.kernels.rotary import rotated
 from mtpctl.kernels.swiglu import swiglu
 from mtpctl.model.draft_attention import joined_attention
 from mtpctl.model.packing import Packing
@@ -104,10 +103,10 @@ class PackedAttention(torch.nn.Module):
     """Causal attention of each packed sample within itself.
 
     query [t, 1, heads, dim], key and value [t, 1, kv heads, dim], or all without the 1 → [t, 1, heads * value dim], for the
-    t tokens of this rank. Queries and keys are rotated here, by what the packing says. With context parallelism the keys and values of
-    all ranks are gathered, and their gradients summed back. In half precision a card runs one variable-length flash kernel; else
-    one `scaled_dot_product_attention` is run for each group of samples of like length. Where the packing holds `earlier` depths, it
-    is the attention of a drafter (`mtpctl.model.draft_attention`).
+    t tokens of this rank; queries and keys are rotated already. With context parallelism the keys and values of all ranks are gathered,
+    and their gradients summed back. In half precision a card runs one variable-length flash kernel; else one
+    `scaled_dot_product_attention` is run for each group of samples of like length. Where the packing holds `earlier` depths, it is the
+    attention of a drafter (`mtpctl.model.draft_attention`).
     """
 
     def __init__(
@@ -130,8 +129,6 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         # Values are a view into one tensor of queries, keys and values; saving the view would keep that whole tensor.
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value.contiguous()))
-        if packed_seq_params.rotary is not None:
-            q, k = (rotated(x, *packed_seq_params.rotary) for x in (q, k))
         later: tuple[Tensor, Tensor] | None = None
         if (earlier := packed_seq_params.earlier) is not None:
             earlier.keys.append(k)
