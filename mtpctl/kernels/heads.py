@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mtpctl.kernels.autograd import AutogradContext
+from mtpctl.kernels.norm import rms_norm
 from mtpctl.kernels.rotary import rotated
 
 
@@ -74,9 +74,7 @@ def plainly_split_heads(mixed: Tensor, layout: HeadLayout, norm: HeadNorm | None
         part.reshape(len(mixed), count, layout.width).contiguous() for part, count in zip(parts, counts, strict=True)
     )
     if norm is not None:
-        weights = (norm.queries, norm.keys)
-        scales = (weight + norm.offset if norm.offset else weight for weight in weights)
-        queries, keys = (F.rms_norm(x, (layout.width,), scale, norm.eps) for x, scale in zip((queries, keys), scales, strict=True))
+        queries, keys = rms_norm(queries, norm.queries, norm.eps, norm.offset), rms_norm(keys, norm.keys, norm.eps, norm.offset)
     if angles is not None:
         queries, keys = (rotated(x, *angles) for x in (queries, keys))
     return Heads(queries, keys, values, gates)

@@ -30,19 +30,36 @@ class RoutingRule:
     scaling: float = 1.0
 
 
-def routed(logits: Tensor, bias: Tensor | None, rule: RoutingRule, load: Tensor | None = None) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, slots=True)
+class GivenRoutes:
+    """Experts that tokens go to in place of those that their logits choose: `experts` [T, k], different ones for each token, where `given`
+    [T] is set.
+
+    counts [2] int64: how many of these the logits would have chosen too, and how many there are, is added to it. None counts nothing.
+    """
+
+    experts: Tensor
+    given: Tensor
+    counts: Tensor | None = None
+
+
+def routed(
+    logits: Tensor, bias: Tensor | None, rule: RoutingRule, load: Tensor | None = None, routes: GivenRoutes | None = None
+) -> tuple[Tensor, Tensor]:
     """Shares and routes [T, E], bool, of logits [T, E] in fp32 on a card, with k experts a token; `bias` [E] only moves the choice.
 
     `load` [E] int64: each expert's number of tokens is added to it. Of equal scores the first counts as the larger.
     """
-    found: tuple[Tensor, Tensor] = _Routed.apply(logits, bias, rule, load)
+    found: tuple[Tensor, Tensor] = _Routed.apply(logits, bias, rule, load, routes)
     return found
 
 
-def plainly_routed(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> tuple[Tensor, Tensor]:
-    """`routed` in plain PyTorch."""
+def plainly_routed(logits: Tensor, bias: Tensor | None, rule: RoutingRule, given: GivenRoutes | None = None) -> tuple[Tensor, Tensor]:
+    """`routed` in plain PyTorch, without counts."""
     scores = logits.sigmoid() if rule.scores == "sigmoid" else logits
     chosen = (scores if bias is None else scores + bias).topk(rule.k, dim=1).indices
+    if given is not None:
+        chosen = torch.where(given.given[:, None], given.experts.long(), chosen)
     routes = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
     if rule.scores == "sigmoid":
         of_chosen = scores.masked_fill(~routes, 0.0)
@@ -60,18 +77,20 @@ class _Context(AutogradContext, Protocol):
 
 class _Routed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, logits: Tensor, bias: Tensor | None, rule: RoutingRule, load: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: _Context, logits: Tensor, bias: Tensor | None, rule: RoutingRule, load: Tensor | None, given: GivenRoutes | None
+    ) -> tuple[Tensor, Tensor]:
         from mtpctl.kernels import routing_triton
 
-        shares, routes = routing_triton.routed(logits, bias, rule, load)
+        shares, routes = routing_triton.routed(logits, bias, rule, load, given)
         ctx.save_for_backward(logits, routes)
         ctx.mark_non_differentiable(routes)
         ctx.rule = rule
         return shares, routes
 
     @staticmethod
-    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         from mtpctl.kernels import routing_triton
 
         logits, routes = ctx.saved_tensors
-        return routing_triton.gradient(grads[0], logits, routes, ctx.rule), None, None, None
+        return routing_triton.gradient(grads[0], logits, routes, ctx.rule), None, None, None, None

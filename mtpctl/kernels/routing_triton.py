@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpctl.kernels.routing import RoutingRule
+from mtpctl.kernels.routing import GivenRoutes, RoutingRule
 from mtpctl.kernels.triton_backend import on_device_of
 
 ELEMENTS = 4096
@@ -39,9 +39,12 @@ def _shares(logits, chosen, column, experts, SIGMOID: tl.constexpr, OF_ALL: tl.c
 def choose(
     logits_ptr,  # fp32 [T, E]
     bias_ptr,  # fp32 [E], read where BIASED
+    given_ptr,  # [T, k] integers, read where GIVEN
+    where_ptr,  # bytes [T], read where GIVEN
     shares_ptr,  # fp32 [T, E]
     routes_ptr,  # bytes [T, E]
     load_ptr,  # int64 [E], added to where COUNTED
+    agreed_ptr,  # int64 [2], added to where COMPARED
     tokens,
     experts,
     scaling,
@@ -50,7 +53,9 @@ def choose(
     SIGMOID: tl.constexpr,
     OF_ALL: tl.constexpr,
     BIASED: tl.constexpr,
+    GIVEN: tl.constexpr,
     COUNTED: tl.constexpr,
+    COMPARED: tl.constexpr,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
@@ -70,6 +75,16 @@ def choose(
         taken = column[None, :] == best[:, None]
         chosen = chosen | taken
         scores = tl.where(taken, float("-inf"), scores)
+    if GIVEN:
+        here = tl.load(where_ptr + token, mask=token < tokens, other=0) != 0
+        given = (token < 0)[:, None] & (column < 0)[None, :]
+        for i in tl.static_range(K):
+            expert = tl.load(given_ptr + token.to(tl.int64) * K + i, mask=here, other=-1).to(tl.int32)
+            given = given | (column[None, :] == expert[:, None])
+        if COMPARED:
+            tl.atomic_add(agreed_ptr, tl.sum((given & chosen).to(tl.int64)))
+            tl.atomic_add(agreed_ptr + 1, tl.sum(here.to(tl.int64)) * K)
+        chosen = (given & here[:, None]) | (chosen & (here == 0)[:, None])
     shares = _shares(logits, chosen, column, experts, SIGMOID, OF_ALL, K == 1)
     tl.store(shares_ptr + place, tl.where(chosen, shares, 0.0) * scaling, mask=inside)
     tl.store(routes_ptr + place, chosen.to(tl.uint8), mask=inside)
@@ -111,17 +126,20 @@ def choose_back(
     tl.store(logits_grad_ptr + place, found, mask=inside)
 
 
-def routed(logits: Tensor, bias: Tensor | None, rule: RoutingRule, load: Tensor | None) -> tuple[Tensor, Tensor]:
+def routed(logits: Tensor, bias: Tensor | None, rule: RoutingRule, load: Tensor | None, given: GivenRoutes | None) -> tuple[Tensor, Tensor]:
     """`mtpctl.kernels.routing.routed`, without a graph."""
     logits = logits.contiguous()
     shares, routes = torch.empty_like(logits), torch.empty_like(logits, dtype=torch.bool)
     if len(logits):
         grid, shape = _launch(logits, rule)
-        biases, loads = (logits if x is None else x for x in (bias, load))
+        named, where, agreed = (None, None, None) if given is None else (given.experts.contiguous(), given.given, given.counts)
+        biases, loads, experts, places, counts = (
+            logits if x is None else x for x in (bias, load, named, None if where is None else where.contiguous().view(torch.uint8), agreed)
+        )
         with on_device_of(logits):
             choose[grid](
-                logits, biases, shares, routes.view(torch.uint8), loads, *logits.shape, rule.scaling, LEAST,
-                K=rule.k, BIASED=bias is not None, COUNTED=load is not None, **shape,
+                logits, biases, experts, places, shares, routes.view(torch.uint8), loads, counts, *logits.shape, rule.scaling, LEAST,
+                K=rule.k, BIASED=bias is not None, GIVEN=given is not None, COUNTED=load is not None, COMPARED=agreed is not None, **shape,
             )  # fmt: skip
     return shares, routes
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mtpctl.kernels.heads import HeadLayout, HeadNorm, Heads, split_heads
 from mtpctl.kernels.rotary import rotated
-from mtpctl.model.layers import RMSNorm
+from mtpctl.model.layers import RMSNorm, norm_offset
 from mtpctl.model.packing import Packing
 
 
@@ -43,7 +43,7 @@ class SelfAttention(UpstreamSelfAttention):
         queries, keys = self.q_layernorm, self.k_layernorm
         if not isinstance(queries, RMSNorm):
             return None
-        return HeadNorm(queries.weight, keys.weight, queries.eps, 1.0 if self.config.layernorm_zero_centered_gamma else 0.0)
+        return HeadNorm(queries.weight, keys.weight, queries.eps, norm_offset(self.config))
 
     def _shared_heads(self, hidden_states: Tensor, packing: Packing) -> Heads:
         """The heads where tensor-parallel ranks share a key-value head. Upstream finds the queries of this rank, and norms them."""

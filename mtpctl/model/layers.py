@@ -37,8 +37,9 @@ def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
     return weight
 
 
-def _scale(weight: Tensor, config: TransformerConfig) -> Tensor:
-    return 1.0 + weight if config.layernorm_zero_centered_gamma else weight
+def norm_offset(config: TransformerConfig) -> float:
+    """What is added to the weights of norms."""
+    return 1.0 if config.layernorm_zero_centered_gamma else 0.0
 
 
 class RMSNorm(torch.nn.Module):
@@ -56,15 +57,14 @@ class RMSNorm(torch.nn.Module):
         self.weight = _norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Keys are a view into one tensor of queries, keys and values; saving the view would keep that whole tensor.
-        return rms_norm(x.contiguous(), self._weight_of_norm(), self.eps)
+        return rms_norm(x, self._summed_weight(), self.eps, norm_offset(self.config))
 
     def gated(self, x: Tensor, gate: Tensor) -> Tensor:
         """The norm of x times silu(gate); x and gate have the same shape."""
-        return gated_rms_norm(x, gate, self._weight_of_norm(), self.eps)
+        return gated_rms_norm(x, gate, self._summed_weight(), self.eps, norm_offset(self.config))
 
-    def _weight_of_norm(self) -> Tensor:
-        return _scale(copy_to_tensor_model_parallel_region(self.weight) if self.of_own_heads else self.weight, self.config)
+    def _summed_weight(self) -> Tensor:
+        return copy_to_tensor_model_parallel_region(self.weight) if self.of_own_heads else self.weight
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
@@ -84,7 +84,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
             return super().forward(normed, *args, **kwargs)
 
     def _normed(self, x: Tensor) -> Tensor:
-        return rms_norm(x, _scale(self.layer_norm_weight, self.config), self.config.layernorm_epsilon)
+        return rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon, norm_offset(self.config))
 
 
 class GatedMlp(MLP):

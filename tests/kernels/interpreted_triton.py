@@ -164,6 +164,22 @@ def test_rows_of_a_token_are_added_up_in_fp32() -> None:
     assert relative(summed(rows, row_of).float(), rows.float()[row_of.long()].sum(1)) < 5e-4
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [(3, 2, 24), (40, 300), (0, 8)])
+def test_norms_and_their_gradients(shape: tuple[int, ...], offset: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mtpctl.kernels import norm_triton
+    from mtpctl.kernels.norm import rms_norm
+
+    monkeypatch.setattr(norm_triton, "PROGRAMS", 7)
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(shape, dtype=HALF), torch.randn(shape[-1], dtype=HALF), torch.randn(shape, dtype=HALF)
+    leaves = x.double().requires_grad_(), weight.double().requires_grad_()
+    right = rms_norm(*leaves, 1e-5, offset)
+    found = norm_triton.normed(x, weight, 1e-5, offset), *norm_triton.gradients(grad, x, weight, 1e-5, offset)
+    for mine, exact in zip(found, (right, *torch.autograd.grad(right, leaves, grad.double())), strict=True):
+        assert (mine.double() - exact).norm() <= 1e-3 * exact.norm()
+
+
 @pytest.mark.parametrize("case", HEAD_CASES, ids=str)
 def test_heads_and_their_gradients(case: HeadCase, monkeypatch: pytest.MonkeyPatch) -> None:
     from mtpctl.kernels import heads_triton
@@ -183,9 +199,11 @@ def test_chosen_experts_and_their_shares(case: RoutingCase, monkeypatch: pytest.
     monkeypatch.setattr(routing_triton, "ELEMENTS", 256)
     logits, bias, grad = case.drawn()
     load = torch.ones(case.experts, dtype=torch.int64)
-    shares, routes = routing_triton.routed(logits, bias, case.rule, load)
+    given = case.given()
+    shares, routes = routing_triton.routed(logits, bias, case.rule, load, given)
     gradient = routing_triton.gradient(grad, logits, routes, case.rule)
     case.assert_right(shares, routes, gradient)
+    case.assert_counted(given)
     assert torch.equal(load - 1, routes.sum(0))
 
 
@@ -195,7 +213,7 @@ def test_a_token_is_sent_to_different_experts_whatever_its_logits_are() -> None:
 
     logits = torch.tensor([[float("nan")] * 5, [float("-inf")] * 5, [0.0] * 5, [float("nan"), 1.0, float("inf"), 2.0, float("-inf")]])
     for scores in SCORES:
-        _shares, routes = routing_triton.routed(logits, None, RoutingRule(3, scores), None)
+        _shares, routes = routing_triton.routed(logits, None, RoutingRule(3, scores), None, None)
         assert routes.sum(1).tolist() == [3, 3, 3, 3]
 
 

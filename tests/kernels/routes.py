@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtpctl.kernels.routing import RoutingRule, Scores, plainly_routed
+from mtpctl.kernels.routing import GivenRoutes, RoutingRule, Scores, plainly_routed
 
 SCORES: tuple[Scores, ...] = ("softmax of the chosen", "softmax of all", "sigmoid")
 
@@ -25,6 +25,15 @@ class RoutingCase:
     experts: int
     rule: RoutingRule
     biased: bool = False
+    replays: bool = False
+
+    def given(self, device: str = "cpu") -> GivenRoutes | None:
+        """Routes for two thirds of the tokens, where the case replays some."""
+        if not self.replays:
+            return None
+        experts = drawn_routes(self.tokens, self.experts, self.rule.k).nonzero()[:, 1].view(self.tokens, -1).to(torch.int16)
+        counts = torch.zeros(2, dtype=torch.int64, device=device)
+        return GivenRoutes(experts.to(device), (torch.arange(self.tokens) % 3 > 0).to(device), counts)
 
     def drawn(self, device: str = "cpu") -> tuple[Tensor, Tensor | None, Tensor]:
         """Logits, bias, and a gradient of the shares."""
@@ -37,11 +46,21 @@ class RoutingCase:
         """Compare with autograd through plain PyTorch in float64."""
         logits, bias, grad = self.drawn()
         leaf = logits.double().requires_grad_()
-        right, chosen = plainly_routed(leaf, None if bias is None else bias.double(), self.rule)
+        biases, given = None if bias is None else bias.double(), self.given()
+        right, chosen = plainly_routed(leaf, biases, self.rule, given)
         assert torch.equal(routes.cpu(), chosen)
         (of_logits,) = torch.autograd.grad(right, leaf, grad.double())
         for mine, exact in ((shares, right), (gradient, of_logits)):
             assert (mine.cpu().double() - exact).norm() <= 1e-6 * exact.norm()
+
+    def assert_counted(self, given: GivenRoutes | None) -> None:
+        """Given routes that the logits would have chosen too were counted, and all of them."""
+        if given is None or given.counts is None:
+            return
+        logits, bias, _grad = self.drawn()
+        own = plainly_routed(logits, bias, self.rule)[1][given.given.cpu()]
+        taken = own.gather(1, given.experts.cpu().long()[given.given.cpu()])
+        assert given.counts.tolist() == [int(taken.sum()), taken.numel()]
 
 
 ROUTING_CASES = [
@@ -50,4 +69,6 @@ ROUTING_CASES = [
     RoutingCase(30, 60, RoutingRule(8, "sigmoid", 2.5), biased=True),
     RoutingCase(3, 4, RoutingRule(4, "softmax of all", 0.5)),
     RoutingCase(1, 6, RoutingRule(1, "softmax of all")),
+    RoutingCase(41, 24, RoutingRule(5, "softmax of the chosen"), replays=True),
+    RoutingCase(30, 60, RoutingRule(8, "sigmoid", 2.5), biased=True, replays=True),
 ]

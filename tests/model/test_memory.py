@@ -86,7 +86,7 @@ SHARED = {
 
 def kept_bytes(monkeypatch, folder, **fields) -> tuple[int, int]:
     """Alive after a forward pass, and tokens."""
-    monkeypatch.setattr(layers, "rms_norm", lambda x, weight, eps: Norm.apply(x, weight))
+    monkeypatch.setattr(layers, "rms_norm", lambda x, weight, eps, offset: Norm.apply(x, weight))
     monkeypatch.setattr(attention, "split_heads", SplitHeads.apply)
     monkeypatch.setattr(layers.PackedAttention, "_grouped", lambda self, q, k, v, packing, later: Flash.apply(q, k, v))
     with engine(folder, mtp=MtpConfig(mode="off"), tokens_per_microbatch=8192, **fields) as made:
