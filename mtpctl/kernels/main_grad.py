@@ -10,6 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+ADDED_AT_ONCE = 1 << 25
+"""Elements of the largest buffer to which a card's matrix product adds. Larger ones take longer that way than with a product of its own."""
+
 
 def expect_first(buffer: Tensor) -> None:
     """An update begins: the next gradient replaces what `buffer` holds."""
@@ -27,15 +30,12 @@ def takes_first(buffer: Tensor) -> bool:
 def add_outer_products(buffer: Tensor, grad: Tensor, x: Tensor) -> None:
     """Put the gradient of a linear layer's weight, grad [R, out] and x [R, in], into its `buffer` [out, in]: the first or one more."""
     replaces = takes_first(buffer)
-    if x.dtype != buffer.dtype and x.is_cuda:
-        if replaces:
-            torch.mm(grad.t(), x, out_dtype=buffer.dtype, out=buffer)
-        else:
-            torch.addmm(buffer, grad.t(), x, out_dtype=buffer.dtype, out=buffer)
-    elif x.dtype != buffer.dtype:  # a CPU has no product of half-precision operands in fp32
+    if x.dtype == buffer.dtype:
+        torch.mm(grad.t(), x, out=buffer) if replaces else buffer.addmm_(grad.t(), x)
+    elif x.is_cuda and replaces:
+        torch.mm(grad.t(), x, out_dtype=buffer.dtype, out=buffer)
+    elif x.is_cuda and buffer.numel() <= ADDED_AT_ONCE:
+        torch.addmm(buffer, grad.t(), x, out_dtype=buffer.dtype, out=buffer)
+    else:  # a CPU has no product of half-precision operands in fp32
         found = grad.t() @ x
         buffer.copy_(found) if replaces else buffer.add_(found)
-    elif replaces:
-        torch.mm(grad.t(), x, out=buffer)
-    else:
-        buffer.addmm_(grad.t(), x)

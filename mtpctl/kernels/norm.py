@@ -3,9 +3,9 @@
     rms_norm(x, w)          x / rms(x) · (offset + w)              rms(x) = sqrt(mean x² + eps)
     gated_rms_norm(x, z, w) x / rms(x) · (offset + w) · silu(z)
 
-The offset is 1 in families whose weights are stored around 0; the sum is in fp32. On a card one kernel computes a norm in fp32 and rounds
-once, and one computes its gradients; nothing is kept for them but x. Where flash-linear-attention is installed, its kernels compute the
-gated norms of rows as wide as an attention head.
+The offset is 1 in families whose weights are stored around 0; the sum is in fp32. PyTorch's norms have no offset, so on a card kernels of
+ours compute the norms of those families. Where flash-linear-attention is installed, its kernels compute the gated norms of rows as wide as
+an attention head.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NARROW = 256
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x / rms(x) · (offset + weight), in the shape and dtype of x [..., n]; weight [n]."""
-    if x.is_cuda:
+    if x.is_cuda and offset:
         found: Tensor = _Norm.apply(x, weight, eps, offset)
         return found
     if offset and x.dtype in (torch.bfloat16, torch.float16):  # their sum with 1 would lose most digits of a small weight
