@@ -5,7 +5,8 @@
 
 The simulated engine takes a fixed time a token, whatever else is asked. Both ways ask for the same tokens: a conversation's prompts are
 rendered in advance for the one, and come as messages for the other, from clients in a process of their own. Rounds of the two alternate
-after one turn of each that warms up, and the share is the median of the rounds' own. Prints a table, and the same as JSON, a line a row.
+after one turn of each that warms up, and the share is the median of the rounds' own. All rounds have the same conversations, so after the
+first their prompts are in an engine's prefix cache. Prints a table, and the same as JSON, a line a row.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanag
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import aiohttp
 import typer
@@ -253,7 +254,7 @@ def main(
 
     batches = tuple(sorted(set(batch or (64, 256))))
     talks = [Talk(each, turns, asked, tokens) for each in batches]
-    device = "cuda" if torch.cuda.is_available() and shape else "cpu"
+    device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() and shape else "cpu"
     with tempfile.TemporaryDirectory(prefix="mtpctl-gateway-") as scratch, ExitStack() as stack:
         make_byte_tokenizer(Path(scratch) / "tokenizer")
         tokenizer = load_byte_tokenizer(Path(scratch) / "tokenizer")
