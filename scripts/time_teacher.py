@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import batched, pairwise
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +26,7 @@ import typer
 
 from mtpctl.bench.arms import Arm, Experiment, Outcome
 from mtpctl.bench.asynchrony import Evaluation, evaluated, evaluations_of
-from mtpctl.bench.machine import machine, told
+from mtpctl.bench.machine import machine, machines, told
 from mtpctl.telemetry.curves import Point, best_so_far, height
 
 WITHIN = 0.02
@@ -97,11 +98,17 @@ def main(
     teach: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="For the run with a teacher.")] = None,
     overlay: Annotated[list[str] | None, typer.Option(help="Laid over the recipe.")] = None,
     window: Annotated[int, typer.Option(min=1, help="Updates of a window of the KL.")] = 5,
+    measured_only: Annotated[bool, typer.Option("--measured-only", help="Start nothing: tell of the folder's runs, ended or not.")] = False,
 ) -> None:
     experiment = evaluated(Experiment(recipe, overlay or [], sets or [], out))
+    by_reward, by_teacher = Arm("rl", "by reward"), Arm("taught", "by the teacher")
+    if measured_only:
+        learned, taught = experiment.measured([by_reward, by_teacher], [seed], say=print)
+        tell(learned, taught, window)
+        return
     rl = experiment.load("probe", seed).train.rl
     print(f"{told(machine())}\n", flush=True)
-    (learned,) = experiment.run([Arm("rl", "by reward")], [seed], say=print)
+    (learned,) = experiment.run([by_reward], [seed], say=print)
     teacher = converted(out / f"rl-{seed}", out / f"teacher-{seed}.hf")
     keys = (
         f"train.rl.teacher.path={teacher}",
@@ -110,7 +117,12 @@ def main(
         *(ON_ONE_CARD if learned.placement.device == "cuda" else ()),
         *(teach or ()),
     )
-    (taught,) = experiment.run([Arm("taught", "by the teacher", keys)], [seed], say=print)
+    (taught,) = experiment.run([replace(by_teacher, sets=keys)], [seed], say=print)
+    tell(learned, taught, window)
+
+
+def tell(learned: Outcome, taught: Outcome, window: int) -> None:
+    """Print the comparison of the run that learned by reward with the one that was taught by its last weights."""
     accuracy = evaluations_of(learned.history)[-1].accuracy
     level = accuracy - WITHIN
     runs = [of_run("RL", learned, level), of_run("teacher", taught, level)]
@@ -120,8 +132,8 @@ def main(
     share = times[1] / times[0] if all(isinstance(each, float) for each in times) else None  # type: ignore[operator]
     falls = all(after < before for before, after in pairwise(kl))
     print(f"share of RL's seconds: {'–' if share is None else f'{share:.3f}'}, bound {BOUND:.3f}; KL falls from window to window: {falls}")
-    found = {"teacher_accuracy": accuracy, "level": level, "share": share, "kl_windows": kl, "kl_falls": falls, "taught_by": keys}
-    print(json.dumps({"environment": machine(), **found, "runs": runs}))
+    found = {"teacher_accuracy": accuracy, "level": level, "share": share, "kl_windows": kl, "kl_falls": falls}
+    print(json.dumps({"environment": machines([learned.versions, taught.versions]), **found, "runs": runs}))
 
 
 def table(runs: Sequence[dict[str, object]], accuracy: float, kl: Sequence[float], window: int) -> str:
