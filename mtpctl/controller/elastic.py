@@ -20,7 +20,7 @@ from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import RolloutBase, check_scale
 from mtpctl.rollout.membership import Membership
 from mtpctl.telemetry.run_directory import RunDirectory
-from mtpctl.telemetry.scale_requests import Answer, forget_requests, take_requests
+from mtpctl.telemetry.scale_requests import Answer, forget_requests, remember, remembered, take_requests
 
 LOOK_S = 1.0
 """Seconds between two looks at requests and hosts."""
@@ -29,7 +29,7 @@ LOOK_S = 1.0
 class ElasticRollout:
     """Answers requests inside of `watching`, and has replicas join and leave a pool inside of `following`.
 
-    `asked`: the number of replicas to have; at first as many as the recipe allows.
+    `asked`: the number of replicas to have: what `mtpctl scale` asked for last, within the recipe's bounds, or as many as these allow.
     `on_wait` is called once a second while fewer than `rollout.replicas.min` replicas have a host, so that the loop, which waits for their
     responses, does not take them for stuck. While the trainer is restarted no replica joins: the trainer needs the room that is free.
     """
@@ -37,7 +37,8 @@ class ElasticRollout:
     def __init__(
         self, rollout: RolloutBase, directory: RunDirectory, seats: Seats, state: RunState, waits: Waits, tell: Callable[[str], None]
     ) -> None:
-        self.rollout, self.asked = rollout, rollout.replica_range.max
+        self.rollout, self._before = rollout, remembered(directory)
+        self.asked = rollout.replica_range.clipped(self._before) if self._before else rollout.replica_range.max
         self.on_wait: Callable[[], None] = lambda: None
         self._directory, self._seats, self._state, self._waits, self._tell = directory, seats, state, waits, tell
         self._membership: Membership | None = None
@@ -52,6 +53,9 @@ class ElasticRollout:
     async def watching(self) -> AsyncIterator[None]:
         """Look once a second while the block runs. An error of a look is raised at the end of the block."""
         forget_requests(self._directory)
+        if self._before:
+            bounds = "" if self.asked == self._before else f", and rollout.replicas allows {self.asked}"
+            self._tell(f"{self._before} replica(s) are asked for, since mtpctl scale did so before{bounds}")
         task = asyncio.create_task(self._run(), name="elastic rollout")
         try:
             yield
@@ -86,16 +90,24 @@ class ElasticRollout:
 
     def _answer_requests(self) -> None:
         for request in take_requests(self._directory):
+            answer = self._taken(request.replicas)
             try:
-                check_scale(self.rollout, request.replicas)
-            except UserError as refusal:
-                request.answer(Answer(str(refusal), refused=True))
-                continue
-            self.asked = request.replicas
-            serving = 0 if self._membership is None else self._membership.serving
-            told = f"{self.asked} replica(s) are asked for, and {serving} serve"
-            self._tell(told)
-            request.answer(Answer(told))
+                request.answer(answer)
+            except OSError as error:
+                self._tell(f"mtpctl scale gets no answer ({error.strerror}): {answer.told}")
+
+    def _taken(self, replicas: int) -> Answer:
+        """Have this number from now on, where the recipe allows it and the run directory takes it."""
+        try:
+            check_scale(self.rollout, replicas)
+            remember(self._directory, replicas)
+        except UserError as refusal:
+            return Answer(str(refusal), refused=True)
+        self.asked = replicas
+        serving = 0 if self._membership is None else self._membership.serving
+        told = f"{self.asked} replica(s) are asked for, and {serving} serve"
+        self._tell(told)
+        return Answer(told)
 
     def _look(self, membership: Membership) -> None:
         alive, drained = living(), draining()

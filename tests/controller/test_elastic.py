@@ -83,7 +83,7 @@ class World:
 
 @asynccontextmanager
 async def world(path: Path, room: dict[str, int], *, least: int = 1, most: int = 4, **options: Any) -> AsyncIterator[World]:
-    """A run that was planned with the `least` replicas on its first hosts."""
+    """A run that was planned with the `least` replicas on its first hosts. With the `path` of another one it is that run started again."""
     hosts = Hosts(room)
     for index in range(least):
         assert await hosts.add(Claim(f"rollout-{index}", 1.0)) is not None
@@ -157,6 +157,47 @@ async def test_what_is_asked_for_is_had_and_answered(tmp_path: Path) -> None:
         refused = await asyncio.to_thread(ask, it.run, 5)
         assert (refused.told, refused.refused) == ("--replicas: 5 is not within rollout.replicas: min 1, max 4", True)
         await it.settled(0, 1, 2)
+
+
+@in_loop
+async def test_what_was_asked_for_holds_when_the_run_is_started_again(tmp_path: Path) -> None:
+    async with world(tmp_path, {"a": 8}) as it:
+        await asyncio.to_thread(ask, it.run, 2)
+        await it.settled(0, 1)
+    async with world(tmp_path, {"a": 8}) as it:
+        await it.settled(0, 1)
+        assert it.said[0] == "2 replica(s) are asked for, since mtpctl scale did so before"
+        await asyncio.to_thread(ask, it.run, 4)
+        await it.settled(0, 1, 2, 3)
+    async with world(tmp_path, {"a": 8}, most=3) as it:
+        await it.settled(0, 1, 2)
+        assert it.said[0] == "4 replica(s) are asked for, since mtpctl scale did so before, and rollout.replicas allows 3"
+    async with world(tmp_path, {"a": 8}, most=5) as it:
+        await it.settled(0, 1, 2, 3)
+
+
+@in_loop
+async def test_a_number_that_cannot_be_remembered_is_not_taken(tmp_path: Path) -> None:
+    """As on a full disk."""
+    async with world(tmp_path, {"a": 8}, most=2) as it:
+        await it.settled(0, 1)
+        it.run.scaled.mkdir()
+        refused = await asyncio.to_thread(ask, it.run, 1)
+        assert (refused.told, refused.refused) == (f"RUN: cannot write {it.run.scaled} (Is a directory); free space and ask again", True)
+        await it.settled(0, 1)
+        it.run.scaled.rmdir()
+        await asyncio.to_thread(ask, it.run, 1)
+        await it.settled(0)
+
+
+@in_loop
+async def test_replicas_follow_what_was_asked_for_where_the_answer_cannot_be_written(tmp_path: Path) -> None:
+    async with world(tmp_path, {"a": 8}, most=2) as it:
+        await it.settled(0, 1)
+        (it.run.requests / "1.answer").mkdir(parents=True)
+        (it.run.requests / "1.json").write_text('{"replicas": 1}')
+        await it.settled(0)
+        assert "mtpctl scale gets no answer (Is a directory): 1 replica(s) are asked for, and 2 serve" in it.said
 
 
 @in_loop
