@@ -1,7 +1,8 @@
 """Keeps a run at the number of rollout replicas that is asked for, as far as hosts have room (`rollout.replicas: {min, max}`).
 
 Once a second the controller answers requests of `mtpctl scale`, has those replicas leave whose host is gone or is being drained and those
-that are too many, and has replicas join on hosts with room where some are missing. The training loop goes on meanwhile; all that changes
+that are too many, and has replicas join on hosts with room where some are missing. The trainer and the log-prob server come first: while
+one of their actors waits for a host no replica joins, and after a while one leaves for it. The training loop goes on meanwhile; all that changes
 for it is how many responses the pool takes at once.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 
 from mtpctl.cluster.deadlines import one_line
@@ -24,6 +26,8 @@ from mtpctl.telemetry.scale_requests import Answer, forget_requests, remember, r
 
 LOOK_S = 1.0
 """Seconds between two looks at requests and hosts."""
+YIELD_S = 10.0
+"""Seconds that an actor of the plan waits for a host, which may be about to join, before a replica beyond the least leaves for it."""
 
 
 class ElasticRollout:
@@ -31,7 +35,7 @@ class ElasticRollout:
 
     `asked`: the number of replicas to have: what `mtpctl scale` asked for last, within the recipe's bounds, or as many as these allow.
     `on_wait` is called once a second while fewer than `rollout.replicas.min` replicas have a host, so that the loop, which waits for their
-    responses, does not take them for stuck. While the trainer is restarted no replica joins: the trainer needs the room that is free.
+    responses, does not take them for stuck.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class ElasticRollout:
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._waiting = contextlib.ExitStack()
         self._waits_for_room = False
+        self._left_at = float("-inf")
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
@@ -117,6 +122,8 @@ class ElasticRollout:
                 self._leave(membership, index, "its host is being drained" if node in alive else "its host is gone")
         for index in membership.taken[: -self.asked]:
             self._leave(membership, index, f"{self.asked} are asked for")
+        if (actor := self._late_other()) and not self._leaving and len(membership.taken) > self.rollout.replica_range.min:
+            self._leave(membership, membership.taken[0], f"{actor} has no place on any other host")
         for index in [index for index in self._joining if membership.serves(index)]:
             self._tell(f"replica {index} serves")
             self._joining.remove(index)
@@ -142,10 +149,11 @@ class ElasticRollout:
         finally:
             del self._leaving[index]
             self._seats.give_up(_actor(index))
+            self._left_at = time.monotonic()
 
     async def _join(self, membership: Membership) -> None:
         """Have replicas join until none is missing, or no host has room for another one."""
-        while len(membership.taken) < self.asked and not self._state.lost:
+        while len(membership.taken) < self.asked and not self._state.lost and not self._others_awaited():
             index = next(i for i in range(self.asked + len(self._leaving)) if i not in membership.taken and i not in self._leaving)
             actor = _actor(index)
             if await self._seats.add(Claim(actor, self._claim.cpus, self._claim.gpus)) is None:
@@ -153,6 +161,15 @@ class ElasticRollout:
             self._tell(f"replica {index} joins, on host {self._seats.host(actor)}")
             membership.join(index)
             self._joining.add(index)
+
+    def _others_awaited(self) -> dict[str, float]:
+        """The actors of the trainer and the log-prob server that wait for a place, and since when."""
+        return {actor: since for actor, since in self._seats.awaited.items() if not actor.startswith("rollout-")}
+
+    def _late_other(self) -> str:
+        """One of them that has waited for `YIELD_S`, also since a replica left; empty where there is none."""
+        late = time.monotonic() - YIELD_S
+        return next((actor for actor, since in self._others_awaited().items() if max(since, self._left_at) <= late), "")
 
     def _show_wait(self, placed: int) -> None:
         """Show that the run waits for hosts while fewer than `rollout.replicas.min` replicas have one."""

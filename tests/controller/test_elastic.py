@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from mtpctl.cluster.seats import Claim, Seat, Seats
-from mtpctl.controller.elastic import ElasticRollout
+from mtpctl.controller.elastic import YIELD_S, ElasticRollout
 from mtpctl.controller.state import RunState
 from mtpctl.controller.waits import Waits
 from mtpctl.recipe.rollout import ReplicaRange, VllmConfig
@@ -30,6 +31,7 @@ class Hosts:
     room: dict[str, int]
     drained: set[str] = field(default_factory=set)
     seats: dict[str, Seat] = field(default_factory=dict)
+    awaited: dict[str, float] = field(default_factory=dict)
 
     def taken(self, host: str) -> int:
         return sum(seat.node == host for seat in self.seats.values())
@@ -245,6 +247,37 @@ async def test_what_is_free_while_the_trainer_is_lost_is_the_trainers(tmp_path: 
         await asyncio.sleep(0.05)
         await it.settled(0)
         it.state.lost = False
+        await it.settled(0, 1)
+
+
+@in_loop
+async def test_who_is_in_the_plan_gets_the_place_of_a_replica_beyond_the_least(tmp_path: Path) -> None:
+    """The host of a log-prob replica is gone, and rollout has taken all others before it was missed."""
+    async with world(tmp_path, {"a": 1, "b": 1, "c": 1}, most=3) as it:
+        await it.settled(0, 1, 2)
+        it.hosts.awaited["logprob-0"] = time.monotonic()
+        it.hosts.awaited["rollout-1"] = time.monotonic() - YIELD_S
+        await it.settled(0, 1, 2)
+        assert not any("leaves" in line for line in it.said), "another host may join"
+        it.hosts.awaited["logprob-0"] -= YIELD_S
+        await it.until(lambda: "rollout-2" not in it.hosts.seats)
+        assert "replica 2 leaves: logprob-0 has no place on any other host" in it.said
+        it.hosts.seats["logprob-0"] = Seat(Claim("logprob-0", 1.0), "c", None)
+        del it.hosts.awaited["logprob-0"]
+        await it.settled(0, 1)
+        it.hosts.room["d"] = 1
+        it.hosts.awaited["trainer-0"] = time.monotonic()
+        await asyncio.sleep(0.05)
+        await it.settled(0, 1)
+        del it.hosts.awaited["trainer-0"]
+        await it.settled(0, 1, 2)
+
+
+@in_loop
+async def test_the_least_stay_whoever_waits(tmp_path: Path) -> None:
+    async with world(tmp_path, {"a": 2}, least=2, most=3) as it:
+        it.hosts.awaited["trainer-0"] = time.monotonic() - YIELD_S
+        await asyncio.sleep(0.1)
         await it.settled(0, 1)
 
 
