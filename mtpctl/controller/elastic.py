@@ -2,8 +2,8 @@
 
 Once a second the controller answers requests of `mtpctl scale`, has those replicas leave whose host is gone or is being drained and those
 that are too many, and has replicas join on hosts with room where some are missing. The trainer and the log-prob server come first: while
-one of their actors waits for a host no replica joins, and after a while one leaves for it. The training loop goes on meanwhile; all that changes
-for it is how many responses the pool takes at once.
+one of their actors waits for a host no replica joins, and after a while one leaves for it. The training loop goes on meanwhile; all that
+changes for it is how many responses the pool takes at once.
 """
 
 from __future__ import annotations
