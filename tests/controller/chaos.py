@@ -262,16 +262,21 @@ class Disturbed:
         raise AssertionError(f"no event is called {event.kind}")
 
     def _scale(self, replicas: int) -> str:
-        """Have `mtpctl scale` ask the run for another number of rollout replicas. Returns what it was told."""
+        """Have `mtpctl scale` ask the run for another number of rollout replicas, until it answers. Returns what it was told."""
+        assert self.process is not None
         command = [*self.space.enter, sys.executable, "-m", "mtpctl", "scale", str(self.run_dir), "--replicas", str(replicas)]
-        asking = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder, env=with_tree())
-        while asking.poll() is None:
-            self._release()
-            time.sleep(0.05)
-        before, told = self.replicas, asking.communicate()[0].strip()
-        if asking.returncode == 0:
+        before, code, told, end = self.replicas, 2, "", time.monotonic() + END_S
+        while code == 2 and time.monotonic() < end and self.process.poll() is None:  # the run begins, or its disk is full
+            asking = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder, env=with_tree()
+            )
+            while asking.poll() is None:
+                self._release()
+                time.sleep(0.05)
+            code, told = asking.returncode, asking.communicate()[0].strip()
+        if code == 0:
             self.replicas = replicas
-        return f"asked for {replicas} replica(s) instead of {before}, exit code {asking.returncode}: {told}"
+        return f"asked for {replicas} replica(s) instead of {before}, exit code {code}: {told}"
 
     def _wait_for_actors(self, kind: str) -> list[psutil.Process]:
         """The actors of a kind, once there are any: they may be being started anew."""
