@@ -113,6 +113,7 @@ def main(
     config = measured_config(model)
     from mtpctl.bench.train_step import matmul_tflops, with_layers
 
+    torch.set_num_threads(1)  # as Ray has it in a trainer's actor: waking more takes longer than the host's small operations
     config = with_layers(config, layers)
     rate = matmul_tflops(torch.device("cuda"), 8192)
     print(f"Large bf16 matrix product: {rate:.0f} TFLOP/s.\n")

@@ -142,6 +142,8 @@ def measure(
 ) -> tuple[list[Result], float]:
     """Measure all ways, in turns, and the rate of matrix products in TFLOP/s."""
     cuda = torch.cuda.is_available()
+    if cuda:  # as Ray has it in a trainer's actor: waking more threads takes longer than the host's small operations
+        torch.set_num_threads(1)
     config = EngineConfig(
         parallel=ParallelConfig(),
         precision=precision,

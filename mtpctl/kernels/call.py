@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtpctl.kernels import inputs, reduce
+from mtpctl.kernels.main_grad import takes_first
 from mtpctl.kernels.problem import Problem
 
 DEFAULT_WORKSPACE_BYTES = 1 << 30
@@ -73,11 +74,15 @@ def prepare(
 
 @dataclass(frozen=True)
 class WeightSink:
-    """Where the weight's gradient is written (None: nowhere), or added where `add` is set. `finish` gives what backward returns for it."""
+    """Where the weight's gradient is written (None: nowhere), or added where `add` is set. `finish` gives what backward returns for it.
+
+    `shared`: `out` is Megatron's buffer, to which other gradients are added as well.
+    """
 
     out: Tensor | None
     add: bool
     finish: Callable[[], Tensor | None]
+    shared: bool = False
 
 
 def weight_sink(weight: Tensor, wanted: bool, main_grad: bool) -> WeightSink:
@@ -96,4 +101,4 @@ def weight_sink(weight: Tensor, wanted: bool, main_grad: bool) -> WeightSink:
         # (`zero_out_wgrad`), and never read it for any other weight.
         return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
-    return WeightSink(weight.main_grad, True, finish)
+    return WeightSink(weight.main_grad, not takes_first(weight.main_grad), finish, shared=True)

@@ -29,8 +29,7 @@ class MadeGrads:
         """
         self.check()
         if not math.isclose(came, self.expected, rel_tol=1e-6):
-            added = self.sink.out is not None and self.sink.add
-            why = "main_grad has been added to already" if added else "" if self.expected else "no factor leads there"
+            why = "main_grad has been added to already" if self.sink.shared else "" if self.expected else "no factor leads there"
             if why:
                 raise ValueError(f"grad_scale: {self.expected}, but the loss received a gradient of {came}; {why}")
             for x in (*self.hidden, self.sink.out):

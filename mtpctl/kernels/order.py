@@ -16,15 +16,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ExpertOrder:
-    """Where each token's rows are among the sorted rows. All tensors are int32.
+    """Where each token's rows are among the sorted rows.
 
-    row_of [T, k]: the places of a token's rows. token_of and expert_of [R]: the token and the expert of each row. counts [E]: the number of
-    rows of each expert, in the order in which the rows are sorted.
+    row_of [T, k]: the places of a token's rows. token_of [R]: the token of each row. pair_of [R] int64: its token and expert in one number,
+    the place in a flattened [T, E]. counts [E]: the number of rows of each expert, in the order in which the rows are sorted. All but
+    pair_of are int32.
     """
 
     row_of: Tensor
     token_of: Tensor
-    expert_of: Tensor
+    pair_of: Tensor
     counts: Tensor
 
 
@@ -47,4 +48,4 @@ def plain_expert_order(routes: Tensor, k: int, ranks: int) -> ExpertOrder:
     column_of, token_of = routes.index_select(1, backwards).t().nonzero(as_tuple=True)
     row_of = token_of.argsort(stable=True).to(torch.int32).view(tokens, k)
     counts = column_of.bincount(minlength=total).to(torch.int32)
-    return ExpertOrder(row_of, token_of.to(torch.int32), backwards[column_of], counts)
+    return ExpertOrder(row_of, token_of.to(torch.int32), token_of * total + backwards[column_of], counts)

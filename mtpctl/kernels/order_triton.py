@@ -76,7 +76,7 @@ def place_rows(
     total_ptr,  # int32 [E]
     row_of_ptr,  # int32 [T, k]
     token_of_ptr,  # int32 [R]
-    expert_of_ptr,  # int32 [R]
+    pair_of_ptr,  # int64 [R]
     tokens,
     experts,
     local,
@@ -94,22 +94,23 @@ def place_rows(
     chosen = taken != 0
     tl.store(row_of_ptr + token.to(tl.int64)[:, None] * k + nth, row, mask=chosen & (nth < k))
     tl.store(token_of_ptr + row, tl.broadcast_to(token[:, None], (BLOCK, EXPERTS)), mask=chosen)
-    tl.store(expert_of_ptr + row, tl.broadcast_to(expert[None, :], (BLOCK, EXPERTS)), mask=chosen)
+    tl.store(pair_of_ptr + row, token.to(tl.int64)[:, None] * experts + expert[None, :], mask=chosen)
 
 
 def expert_order(routes: Tensor, k: int, ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`mtpctl.kernels.order.expert_order` on a card: row_of [T, k], token_of [R], expert_of [R] and counts [E]."""
+    """`mtpctl.kernels.order.expert_order` on a card: row_of [T, k], token_of [R], pair_of [R] and counts [E]."""
     tokens, experts = routes.shape
     width = triton.next_power_of_2(experts)
     block = max(1, ELEMENTS // width)
     blocks = triton.cdiv(tokens, block)
     bytes_ = routes.contiguous().view(torch.uint8)
-    row_of, (token_of, expert_of) = routes.new_empty(tokens, k, dtype=torch.int32), routes.new_empty(2, tokens * k, dtype=torch.int32)
+    row_of, token_of = routes.new_empty(tokens, k, dtype=torch.int32), routes.new_empty(tokens * k, dtype=torch.int32)
+    pair_of = routes.new_empty(tokens * k, dtype=torch.int64)
     counts = routes.new_empty(blocks + 1, experts, dtype=torch.int32)
     before, total = counts[:blocks], counts[blocks]
     shape = {"BLOCK": block, "EXPERTS": width}
     with on_device_of(routes):
         count_rows[(blocks,)](bytes_, before, tokens, experts, experts // ranks, **shape)
         sum_counts[(triton.cdiv(experts, SUMMED),)](before, total, blocks, experts, BLOCKS=128, COLUMNS=SUMMED)
-        place_rows[(blocks,)](bytes_, before, total, row_of, token_of, expert_of, tokens, experts, experts // ranks, k, **shape)
-    return row_of, token_of, expert_of, total
+        place_rows[(blocks,)](bytes_, before, total, row_of, token_of, pair_of, tokens, experts, experts // ranks, k, **shape)
+    return row_of, token_of, pair_of, total

@@ -44,7 +44,7 @@ class Order:
 
 def shares_of_rows(shares: Tensor, order: ExpertOrder) -> Tensor:
     """The share [R] of each row in the sum of its token, from shares [T, E] by token and expert."""
-    found: Tensor = _SharesOfRows.apply(shares, order.token_of, order.expert_of)
+    found: Tensor = _SharesOfRows.apply(shares, order.pair_of)
     return found
 
 
@@ -114,14 +114,13 @@ class _SharesContext(AutogradContext, Protocol):
 
 class _SharesOfRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _SharesContext, shares: Tensor, token_of: Tensor, expert_of: Tensor) -> Tensor:
-        ctx.save_for_backward(token_of, expert_of)
+    def forward(ctx: _SharesContext, shares: Tensor, pair_of: Tensor) -> Tensor:
+        ctx.save_for_backward(pair_of)
         ctx.shape = shares.shape
-        return shares[token_of, expert_of]
+        return shares.flatten().index_select(0, pair_of)
 
     @staticmethod
-    def backward(ctx: _SharesContext, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _SharesContext, *grads: Tensor) -> tuple[Tensor, None]:
         # No two rows are of one token and one expert, so nothing is added up.
-        grad = grads[0].new_zeros(ctx.shape)
-        grad[ctx.saved_tensors] = grads[0]
-        return grad, None, None
+        (pair_of,) = ctx.saved_tensors
+        return grads[0].new_zeros(ctx.shape.numel()).index_copy_(0, pair_of, grads[0]).view(ctx.shape), None

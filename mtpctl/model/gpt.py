@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from mtpctl.model.draft_attention import EarlierDepths
+from mtpctl.model.embedding import VocabParallelEmbedding
 from mtpctl.model.latent import LatentAttention
 from mtpctl.model.layers import RMSNorm
 from mtpctl.model.packing import Packing
@@ -57,6 +58,9 @@ class MtpModel(GPTModel):
             self.decoder.final_layernorm = None
         elif self.decoder.final_layernorm is None:
             self.decoder.final_layernorm = RMSNorm(self.config, self.config.hidden_size, self.config.layernorm_epsilon)
+        if self.pre_process or self.mtp_process:
+            # Upstream's model makes its embedding itself, whatever the spec says.
+            self.embedding.word_embeddings.__class__ = VocabParallelEmbedding
         if self.mtp_process and self.share_embeddings_and_output_weights and not self.pre_process:
             # The head is the embedding that MTP brings to the last stage; upstream allocates another one beside it.
             del self.output_layer.weight

@@ -22,7 +22,6 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
 from mtpctl.kernels.norm import gated_rms_norm, rms_norm
-from mtpctl.kernels.rotary import rotated
 from mtpctl.kernels.swiglu import swiglu
 from mtpctl.model.draft_attention import joined_attention
 from mtpctl.model.packing import Packing
@@ -38,8 +37,9 @@ def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
     return weight
 
 
-def _scale(weight: Tensor, config: TransformerConfig) -> Tensor:
-    return 1.0 + weight if config.layernorm_zero_centered_gamma else weight
+def norm_offset(config: TransformerConfig) -> float:
+    """What is added to the weights of norms."""
+    return 1.0 if config.layernorm_zero_centered_gamma else 0.0
 
 
 class RMSNorm(torch.nn.Module):
@@ -57,15 +57,14 @@ class RMSNorm(torch.nn.Module):
         self.weight = _norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Keys are a view into one tensor of queries, keys and values; saving the view would keep that whole tensor.
-        return rms_norm(x.contiguous(), self._weight_of_norm(), self.eps)
+        return rms_norm(x, self._summed_weight(), self.eps, norm_offset(self.config))
 
     def gated(self, x: Tensor, gate: Tensor) -> Tensor:
         """The norm of x times silu(gate); x and gate have the same shape."""
-        return gated_rms_norm(x, gate, self._weight_of_norm(), self.eps)
+        return gated_rms_norm(x, gate, self._summed_weight(), self.eps, norm_offset(self.config))
 
-    def _weight_of_norm(self) -> Tensor:
-        return _scale(copy_to_tensor_model_parallel_region(self.weight) if self.of_own_heads else self.weight, self.config)
+    def _summed_weight(self) -> Tensor:
+        return copy_to_tensor_model_parallel_region(self.weight) if self.of_own_heads else self.weight
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
@@ -85,7 +84,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
             return super().forward(normed, *args, **kwargs)
 
     def _normed(self, x: Tensor) -> Tensor:
-        return rms_norm(x, _scale(self.layer_norm_weight, self.config), self.config.layernorm_epsilon)
+        return rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon, norm_offset(self.config))
 
 
 class GatedMlp(MLP):
@@ -104,10 +103,10 @@ class PackedAttention(torch.nn.Module):
     """Causal attention of each packed sample within itself.
 
     query [t, 1, heads, dim], key and value [t, 1, kv heads, dim], or all without the 1 → [t, 1, heads * value dim], for the
-    t tokens of this rank. Queries and keys are rotated here, by what the packing says. With context parallelism the keys and values of
-    all ranks are gathered, and their gradients summed back. In half precision a card runs one variable-length flash kernel; else
-    one `scaled_dot_product_attention` is run for each group of samples of like length. Where the packing holds `earlier` depths, it
-    is the attention of a drafter (`mtpctl.model.draft_attention`).
+    t tokens of this rank; queries and keys are rotated already. With context parallelism the keys and values of all ranks are gathered,
+    and their gradients summed back. In half precision a card runs one variable-length flash kernel; else one
+    `scaled_dot_product_attention` is run for each group of samples of like length. Where the packing holds `earlier` depths, it is the
+    attention of a drafter (`mtpctl.model.draft_attention`).
     """
 
     def __init__(
@@ -130,8 +129,6 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         # Values are a view into one tensor of queries, keys and values; saving the view would keep that whole tensor.
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value.contiguous()))
-        if packed_seq_params.rotary is not None:
-            q, k = (rotated(x, *packed_seq_params.rotary) for x in (q, k))
         later: tuple[Tensor, Tensor] | None = None
         if (earlier := packed_seq_params.earlier) is not None:
             earlier.keys.append(k)

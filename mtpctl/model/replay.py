@@ -25,7 +25,8 @@ class DecoderLayer(TransformerLayer):
         if self.place is None or (packed_seq_params.routes is None and packed_seq_params.chosen is None):
             return run(*args, packed_seq_params=packed_seq_params, **kwargs)
         router: Router = self.mlp.router
-        router.choice = choice = Choice(*self._given(packed_seq_params, self.place))
+        recorded = packed_seq_params.chosen is not None
+        router.choice = choice = Choice(*self._given(packed_seq_params, self.place), recorded=recorded)
         try:
             result: tuple[Tensor, Tensor | None] = run(*args, packed_seq_params=packed_seq_params, **kwargs)
         finally:

@@ -24,16 +24,18 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from mtpctl.kernels.router_logits import router_logits
+from mtpctl.kernels.routing import GivenRoutes, RoutingRule, routed
 
 
 class Choice:
     """The experts of one pass: the router's own, or those that `given` [T, k] names where `routed` [T] is set.
 
     Has the method of upstream's `RouterReplay` that `topk_routing_with_score_function` calls. `own` and `chosen` [T, k] are known then.
+    recorded: whether somebody will read `chosen`.
     """
 
-    def __init__(self, given: Tensor | None, routed: Tensor | None) -> None:
-        self.given, self.routed = given, routed
+    def __init__(self, given: Tensor | None, routed: Tensor | None, *, recorded: bool = True) -> None:
+        self.given, self.routed, self.recorded = given, routed, recorded
         self.own = self.chosen = torch.empty(0)
 
     def get_replay_topk(
@@ -98,25 +100,49 @@ class Router(TopKRouter):
         real = None if padding_mask is None else ~padding_mask.view(-1, 1)
         if trains and config.moe_z_loss_coeff:
             logits = self._attach(logits, config.moe_z_loss_coeff * _z_loss_sum(logits, real))
-        shares, routes = topk_routing_with_score_function(
-            logits,
-            self.topk,
-            use_pre_softmax=config.moe_router_pre_softmax,
-            num_groups=config.moe_router_num_groups,
-            group_topk=config.moe_router_group_topk,
-            scaling_factor=config.moe_router_topk_scaling_factor,
-            score_function=self.score_function,
-            expert_bias=self.expert_bias,
-            router_replay=self.choice,
-        )
-        if trains:
-            if self.choice is not None and self.choice.given is not None:
-                self.replayed += torch.stack(self.choice.agreement())
+        rule = self._rule(logits)
+        if rule is not None:
+            counts = trains and real is None and not config.moe_aux_loss_coeff
+            shares, routes = routed(logits, self.expert_bias, rule, self.load if counts else None, self._given(trains))
+        else:
+            counts = False
+            shares, routes = topk_routing_with_score_function(
+                logits,
+                self.topk,
+                use_pre_softmax=config.moe_router_pre_softmax,
+                num_groups=config.moe_router_num_groups,
+                group_topk=config.moe_router_group_topk,
+                scaling_factor=config.moe_router_topk_scaling_factor,
+                score_function=self.score_function,
+                expert_bias=self.expert_bias,
+                router_replay=self.choice,
+            )
+        if trains and rule is None and self.choice is not None and self.choice.given is not None:
+            self.replayed += torch.stack(self.choice.agreement())
+        if trains and not counts:
             load = (routes if real is None else routes & real).sum(0)
             self.load += load
             if config.moe_aux_loss_coeff:
                 shares = self._attach(shares, config.moe_aux_loss_coeff * self._balance_loss_sum(logits, load, real))
         return shares, routes
+
+    def _rule(self, logits: Tensor) -> RoutingRule | None:
+        """What `mtpctl.kernels.routing` chooses by; None where it cannot: on a CPU, among groups of experts, where routes are recorded."""
+        config = self.config
+        recorded = self.choice is not None and self.choice.recorded
+        if not logits.is_cuda or logits.dtype != torch.float32 or config.moe_router_group_topk or recorded:
+            return None
+        scaling = config.moe_router_topk_scaling_factor or 1.0
+        if self.score_function == "sigmoid":
+            return RoutingRule(self.topk, "sigmoid", scaling)
+        if self.score_function == "softmax" and self.expert_bias is None:
+            return RoutingRule(self.topk, "softmax of all" if config.moe_router_pre_softmax else "softmax of the chosen", scaling)
+        return None
+
+    def _given(self, trains: bool) -> GivenRoutes | None:
+        if self.choice is None or self.choice.given is None or self.choice.routed is None:
+            return None
+        return GivenRoutes(self.choice.given, self.choice.routed, self.replayed if trains else None)
 
     def _attach(self, x: Tensor, loss: Tensor) -> Tensor:
         """x, whose backward pass starts the one of `loss`, a sum over tokens, as well."""

@@ -197,8 +197,9 @@ def _attention_width(shape: ModelShape) -> float:
     if shape.latent:
         return 2 * shape.heads * (shape.latent.nope_dim + shape.latent.rope_dim + shape.latent.value_dim)
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # Norms of queries and keys keep their inputs; a gate is kept beside what it gates.
-    return 2 * q + 2 * kv + (q + kv if shape.qk_norm else 0) + (2 * q if shape.gated_attention else 0)
+    # Norms of queries and keys keep what all heads were split from; a gate is kept beside what it gates.
+    mixed = q + 2 * kv + (q if shape.gated_attention else 0)
+    return 2 * q + 2 * kv + (mixed if shape.qk_norm else 0) + (2 * q if shape.gated_attention else 0)
 
 
 def _ffn_width(shape: ModelShape) -> float:

@@ -138,33 +138,32 @@ def pack(
     # The rows of a response are those of the tokens before its own: they end one before the end of the sequence.
     ends = np.cumsum(lengths)
     opens = np.cumsum(responses) - responses
-    row_index = _on(np.arange(sum(responses)) + np.repeat(ends - responses - 1 - opens, responses), device)
+    rows = np.arange(sum(responses)) + np.repeat(ends - responses - 1 - opens, responses)
     ids = [s.token_ids for s in chosen]
     if spare := -sum(lengths) % (blocks(cp) * tp):
         ids.append(np.zeros(spare, np.int32))
         lengths.append(spare)
-    input_ids = _on(np.concatenate(ids), device).long()
-    labels = input_ids[row_index + 1]
-    mask = _on(np.concatenate([s.loss_mask for s in chosen]), device).float()
+    row = np.concatenate(ids, dtype=np.int64)
+    labels = row[rows + 1]
+    mask = np.concatenate([s.loss_mask for s in chosen])
     # Where each token stands in its turn; -1 where nobody sampled it.
-    index = torch.arange(len(row_index), device=device)
-    begin = torch.where(mask > 0, 0, index + 1)
-    opening = _on(opens, device)
-    begin[opening] = torch.maximum(begin[opening], opening)
-    placed = index - begin.cummax(0).values
+    index = np.arange(len(rows))
+    begin = np.where(mask, 0, index + 1)
+    begin[opens] = np.maximum(begin[opens], opens)
+    placed = index - np.maximum.accumulate(begin)
     drafts = []
     for depth in range(1, depths + 1):
-        tokens = torch.nonzero(placed >= depth).squeeze(1)
-        drafts.append(DraftRows(row_index[tokens] - depth, labels[tokens], tokens))
+        tokens = np.flatnonzero(placed >= depth)
+        drafts.append(DraftRows(*(_on(values, device) for values in (rows[tokens] - depth, labels[tokens], tokens))))
     packing = replace(Packing.of(lengths, device, cp_rank=cp_rank, cp=cp), spare=spare)
     names = chosen[0].columns.keys()
     columns = {name: _on(np.concatenate([s.columns[name] for s in chosen]), device) for name in names}
     return MicroBatch(
-        input_ids=input_ids,
+        input_ids=_on(row, device),
         packing=_routed(packing, chosen),
-        rows=row_index,
-        labels=labels,
-        mask=mask,
+        rows=_on(rows, device),
+        labels=_on(labels, device),
+        mask=_on(mask.astype(np.float32), device),
         seq_ids=_on(np.repeat(np.arange(len(chosen)), responses), device),
         columns=columns,
         order=order,

@@ -8,24 +8,29 @@ from functools import partial
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.transformer import MegatronModule, TransformerConfig
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from mtpctl.compat import router_counters
+from mtpctl.compat.weight_gradients import fill_buffers
 from mtpctl.kernels.grouped import Stack
+from mtpctl.kernels.main_grad import add_outer_products, expect_first, takes_first
 from mtpctl.model.experts import Experts
+from mtpctl.model.gpt import MtpModel
 from mtpctl.trainer.offload import allocate, release
 
 
 class Gradients:
     """The fp32 buffers of all gradients, which the pipeline schedule reduces after its last backward pass.
 
-    The first gradients of experts' weights in an update replace what their buffers hold. The buffers of all other weights are zeroed at
-    the start of an update, and all gradients are added to them. In a mixture of experts nearly all gradients are those of experts, so this
-    saves writing zeros to buffers that are larger than anything else that a micro-batch reads, and reading these zeros back.
+    The first gradients of linear layers, of experts and of the head in an update replace what their buffers hold. The buffers of all other
+    weights are zeroed at the start of an update, and all gradients are added to them. That saves writing zeros to buffers that are larger
+    than anything else that a micro-batch reads, and reading these zeros back.
     """
 
-    def __init__(self, module: MegatronModule, config: TransformerConfig, *, distributed_optimizer: bool) -> None:
+    def __init__(self, module: MtpModel, config: TransformerConfig, *, distributed_optimizer: bool, head_by_kernels: bool) -> None:
+        """`head_by_kernels`: all gradients of the head's weight are written by `mtpctl.kernels`, and none by autograd."""
         # Megatron-Bridge keeps configs that it has exported under, and must not keep the model's process groups with them.
         config.finalize_model_grads_func = partial(_finish, weakref.ref(self))
         settings = DistributedDataParallelConfig(
@@ -37,6 +42,13 @@ class Gradients:
         self._experts = [part for part in module.modules() if isinstance(part, Experts)]
         of_experts = {weight for experts in self._experts for weight in experts.parameters()}
         self._others = [weight for weight in self.model.params_with_grad if weight not in of_experts]
+        layers = [part for part in _linear_layers(module) if part.weight not in of_experts and hasattr(part.weight, "main_grad")]
+        fill_buffers(layers, add_outer_products)
+        self._first: list[Tensor] = [part.weight.main_grad for part in layers]
+        """Buffers that are replaced, those of experts aside."""
+        if head_by_kernels and module.post_process and not module.share_embeddings_and_output_weights:
+            head = module.output_layer.weight
+            self._first += [head.main_grad] if hasattr(head, "main_grad") else []
         self._others_gradients: list[Tensor] = []
         self._others_key: tuple[int, ...] = ()
 
@@ -50,8 +62,9 @@ class Gradients:
         replaced = [stack for experts in self._experts for stack in experts.stacks()]
         for stack in replaced:
             stack.replaces = True
-        for part in self._gradients_of_others(replaced):
-            part.zero_()
+        for buffer in self._first:
+            expect_first(buffer)
+        _zero(self._gradients_of_others(replaced))
         for weight in self._others:
             weight.grad_added_to_main_grad = False  # what the head's kernels set; experts' gradients never reach megatron-core's hook
         for group in [*self.model.bucket_groups, *self.model.expert_parallel_bucket_groups]:
@@ -66,6 +79,7 @@ class Gradients:
         for experts in self._experts:
             for stack in experts.stacks():
                 stack.zero_stale_gradients()
+        _zero([buffer for buffer in self._first if takes_first(buffer)])
         with router_counters.without_counter_reset():
             finalize_model_grads(model, None, **options)
 
@@ -74,7 +88,8 @@ class Gradients:
         buffers = self._buffers
         key = (len(replaced), *(buffer.data_ptr() for buffer in buffers))
         if key != self._others_key:
-            places = sorted((grad.data_ptr(), grad.nbytes) for stack in replaced for grad in stack.buffers)
+            left = [*self._first, *(grad for stack in replaced for grad in stack.buffers)]
+            places = sorted((grad.data_ptr(), grad.nbytes) for grad in left)
             self._others_gradients = [part for buffer in buffers for part in _outside(buffer, places)]
             self._others_key = key
         return self._others_gradients
@@ -84,6 +99,17 @@ def _finish(gradients: weakref.ref[Gradients], model: list[torch.nn.Module], num
     found = gradients()
     assert found is not None, "a model trains for as long as its gradients are there"
     found.finish(model, **options)
+
+
+def _zero(tensors: list[Tensor]) -> None:
+    if tensors:
+        torch._foreach_zero_(tensors)
+
+
+def _linear_layers(module: MtpModel) -> list[ColumnParallelLinear | RowParallelLinear]:
+    """The linear layers of which megatron-core computes the backward pass. The head's belongs to `mtpctl.kernels`."""
+    kinds = (ColumnParallelLinear, RowParallelLinear)
+    return [part for name, part in module.named_modules() if isinstance(part, kinds) and name != "output_layer"]
 
 
 def _outside(buffer: Tensor, places: Iterable[tuple[int, int]]) -> list[Tensor]:

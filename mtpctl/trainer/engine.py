@@ -21,6 +21,7 @@ from mtpctl.checkpoint import sharded
 from mtpctl.convert.adapters import export_adapter, fingerprint
 from mtpctl.convert.bridge import WeightBridge
 from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.kernels.choice import ONE_PASS
 from mtpctl.model import parallel as groups
 from mtpctl.model.build import build_model, complete_config
 from mtpctl.model.gpt import MtpModel
@@ -91,7 +92,12 @@ class MegatronEngine:
         self.optimizer: Optimizer | None = None
         self.model: MtpModel | DistributedDataParallel = model
         if config.train:
-            self.gradients = Gradients(model, self.transformer, distributed_optimizer=config.distributed_optimizer)
+            self.gradients = Gradients(
+                model,
+                self.transformer,
+                distributed_optimizer=config.distributed_optimizer,
+                head_by_kernels=config.kernels.linear_logprob in ONE_PASS,
+            )
             self.model = self.gradients.model
         self.host = HostMemory(self.module.parameters()) if config.offload.params else None
         self.balance = Balance(model, config.moe.bias_update)

@@ -12,7 +12,8 @@ from mtpctl.kernels.order import ExpertOrder, plain_expert_order
 from mtpctl.kernels.policy import linear_policy_loss
 from tests.kernels.agreement import Case, assert_agrees, relative, scored
 from tests.kernels.draft_agreement import DraftCase, assert_sweep_agrees
-from tests.kernels.routes import drawn_routes
+from tests.kernels.head_cases import HEAD_CASES, HeadCase
+from tests.kernels.routes import ROUTING_CASES, SCORES, RoutingCase, drawn_routes
 from tests.kernels.test_order import assert_same
 
 HALF = torch.float16
@@ -163,16 +164,57 @@ def test_rows_of_a_token_are_added_up_in_fp32() -> None:
     assert relative(summed(rows, row_of).float(), rows.float()[row_of.long()].sum(1)) < 5e-4
 
 
-@pytest.mark.parametrize(("heads", "half", "width"), [(3, 4, 8), (33, 40, 96), (1, 3, 11)])
-def test_rotated_states(heads: int, half: int, width: int) -> None:
-    from mtpctl.kernels import rotary_triton
-    from mtpctl.kernels.rotary import plainly_rotated
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [(3, 2, 24), (40, 300), (0, 8)])
+def test_norms_and_their_gradients(shape: tuple[int, ...], offset: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mtpctl.kernels import norm_triton
+    from mtpctl.kernels.norm import rms_norm
 
-    states, angles = torch.randn(5, width, heads).mT.to(HALF), torch.randn(5, half) * 10  # strided by head
-    for back in (False, True):
-        exact = plainly_rotated(states.double(), angles.cos().double(), angles.sin().double() * (-1 if back else 1))
-        found = rotary_triton.rotated(states, angles.cos(), angles.sin(), back=back)
-        assert found.dtype == HALF and (found.double() - exact).abs().max() <= 2**-10 * exact.abs().max()
+    monkeypatch.setattr(norm_triton, "PROGRAMS", 7)
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(shape, dtype=HALF), torch.randn(shape[-1], dtype=HALF), torch.randn(shape, dtype=HALF)
+    leaves = x.double().requires_grad_(), weight.double().requires_grad_()
+    right = rms_norm(*leaves, 1e-5, offset)
+    found = norm_triton.normed(x, weight, 1e-5, offset), *norm_triton.gradients(grad, x, weight, 1e-5, offset)
+    for mine, exact in zip(found, (right, *torch.autograd.grad(right, leaves, grad.double())), strict=True):
+        assert (mine.double() - exact).norm() <= 1e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("case", HEAD_CASES, ids=str)
+def test_heads_and_their_gradients(case: HeadCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mtpctl.kernels import heads_triton
+
+    monkeypatch.setattr(heads_triton, "ELEMENTS", 64)  # several programs
+    mixed, layout, norm, angles, grads = case.drawn(HALF)
+    right = case.by_formula()
+    found = heads_triton.split(mixed, layout, norm, angles)
+    gradients = heads_triton.joined_gradients(grads, None if norm is None else mixed, layout, norm, angles)
+    case.assert_close([*found, *gradients], right, 2e-3)
+
+
+@pytest.mark.parametrize("case", ROUTING_CASES, ids=str)
+def test_chosen_experts_and_their_shares(case: RoutingCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mtpctl.kernels import routing_triton
+
+    monkeypatch.setattr(routing_triton, "ELEMENTS", 256)
+    logits, bias, grad = case.drawn()
+    load = torch.ones(case.experts, dtype=torch.int64)
+    given = case.given()
+    shares, routes = routing_triton.routed(logits, bias, case.rule, load, given)
+    gradient = routing_triton.gradient(grad, logits, routes, case.rule)
+    case.assert_right(shares, routes, gradient)
+    case.assert_counted(given)
+    assert torch.equal(load - 1, routes.sum(0))
+
+
+def test_a_token_is_sent_to_different_experts_whatever_its_logits_are() -> None:
+    from mtpctl.kernels import routing_triton
+    from mtpctl.kernels.routing import RoutingRule
+
+    logits = torch.tensor([[float("nan")] * 5, [float("-inf")] * 5, [0.0] * 5, [float("nan"), 1.0, float("inf"), 2.0, float("-inf")]])
+    for scores in SCORES:
+        _shares, routes = routing_triton.routed(logits, None, RoutingRule(3, scores), None, None)
+        assert routes.sum(1).tolist() == [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize(("tokens", "experts", "k", "ranks"), [(41, 6, 2, 3), (300, 96, 3, 2), (1, 8, 8, 1)])

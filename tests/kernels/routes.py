@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from mtpctl.kernels.routing import GivenRoutes, RoutingRule, Scores, plainly_routed
+
+SCORES: tuple[Scores, ...] = ("softmax of the chosen", "softmax of all", "sigmoid")
 
 
 def drawn_routes(tokens: int, experts: int, k: int) -> Tensor:
@@ -11,3 +17,58 @@ def drawn_routes(tokens: int, experts: int, k: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     chosen = torch.rand(tokens, max(k, experts - 1), generator=generator).topk(k, dim=1).indices
     return torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen, True)
+
+
+@dataclass(frozen=True)
+class RoutingCase:
+    tokens: int
+    experts: int
+    rule: RoutingRule
+    biased: bool = False
+    replays: bool = False
+
+    def given(self, device: str = "cpu") -> GivenRoutes | None:
+        """Routes for two thirds of the tokens, where the case replays some."""
+        if not self.replays:
+            return None
+        experts = drawn_routes(self.tokens, self.experts, self.rule.k).nonzero()[:, 1].view(self.tokens, -1).to(torch.int16)
+        counts = torch.zeros(2, dtype=torch.int64, device=device)
+        return GivenRoutes(experts.to(device), (torch.arange(self.tokens) % 3 > 0).to(device), counts)
+
+    def drawn(self, device: str = "cpu") -> tuple[Tensor, Tensor | None, Tensor]:
+        """Logits, bias, and a gradient of the shares."""
+        generator = torch.Generator().manual_seed(0)
+        logits, grad = torch.randn(2, self.tokens, self.experts, generator=generator)
+        bias = torch.randn(self.experts, generator=generator) if self.biased else None
+        return logits.to(device), None if bias is None else bias.to(device), grad.to(device)
+
+    def assert_right(self, shares: Tensor, routes: Tensor, gradient: Tensor) -> None:
+        """Compare with autograd through plain PyTorch in float64."""
+        logits, bias, grad = self.drawn()
+        leaf = logits.double().requires_grad_()
+        biases, given = None if bias is None else bias.double(), self.given()
+        right, chosen = plainly_routed(leaf, biases, self.rule, given)
+        assert torch.equal(routes.cpu(), chosen)
+        (of_logits,) = torch.autograd.grad(right, leaf, grad.double())
+        for mine, exact in ((shares, right), (gradient, of_logits)):
+            assert (mine.cpu().double() - exact).norm() <= 1e-6 * exact.norm()
+
+    def assert_counted(self, given: GivenRoutes | None) -> None:
+        """Given routes that the logits would have chosen too were counted, and all of them."""
+        if given is None or given.counts is None:
+            return
+        logits, bias, _grad = self.drawn()
+        own = plainly_routed(logits, bias, self.rule)[1][given.given.cpu()]
+        taken = own.gather(1, given.experts.cpu().long()[given.given.cpu()])
+        assert given.counts.tolist() == [int(taken.sum()), taken.numel()]
+
+
+ROUTING_CASES = [
+    *(RoutingCase(41, 24, RoutingRule(5, scores)) for scores in SCORES),
+    RoutingCase(7, 8, RoutingRule(1, "sigmoid", 2.5), biased=True),
+    RoutingCase(30, 60, RoutingRule(8, "sigmoid", 2.5), biased=True),
+    RoutingCase(3, 4, RoutingRule(4, "softmax of all", 0.5)),
+    RoutingCase(1, 6, RoutingRule(1, "softmax of all")),
+    RoutingCase(41, 24, RoutingRule(5, "softmax of the chosen"), replays=True),
+    RoutingCase(30, 60, RoutingRule(8, "sigmoid", 2.5), biased=True, replays=True),
+]

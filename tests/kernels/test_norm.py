@@ -12,13 +12,14 @@ from mtpctl.kernels.norm import gated_rms_norm, rms_norm
 EPS = 1e-5
 
 
-def by_formula(x: Tensor, gate: Tensor | None, weight: Tensor) -> Tensor:
-    out = x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
+def by_formula(x: Tensor, gate: Tensor | None, weight: Tensor, offset: float) -> Tensor:
+    out = x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * (weight + offset)
     return out if gate is None else out * F.silu(gate)
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("shape", [(3, 2, 16), (5, 24), (0, 8)])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [(3, 2, 16), (5, 24), (0, 8), (700, 1030)])
 @pytest.mark.parametrize(
     ("device", "dtype", "bound"),
     [
@@ -29,7 +30,7 @@ def by_formula(x: Tensor, gate: Tensor | None, weight: Tensor) -> Tensor:
     ],
 )
 def test_a_norm_and_its_gradients_are_those_of_the_formula(
-    device: str, dtype: torch.dtype, bound: float, shape: tuple[int, ...], gated: bool
+    device: str, dtype: torch.dtype, bound: float, shape: tuple[int, ...], gated: bool, offset: float
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(size, generator=generator).to(device, dtype) for size in (shape, shape, shape[-1:], shape)]
@@ -37,10 +38,23 @@ def test_a_norm_and_its_gradients_are_those_of_the_formula(
     for leaves, into in ((drawn, found), ([each.double() for each in drawn], right)):
         x, gate, weight, upstream = (each.clone().requires_grad_() for each in leaves)
         if into is found:
-            out = gated_rms_norm(x, gate, weight, EPS) if gated else rms_norm(x, weight, EPS)
+            out = gated_rms_norm(x, gate, weight, EPS, offset) if gated else rms_norm(x, weight, EPS, offset)
         else:
-            out = by_formula(x, gate if gated else None, weight)
+            out = by_formula(x, gate if gated else None, weight, offset)
         into += [out, *torch.autograd.grad(out, [x, weight, gate] if gated else [x, weight], upstream)]
     assert found[0].dtype == dtype and found[0].shape == shape
     for mine, theirs in zip(found, right, strict=True):
         assert (mine.double() - theirs).norm() <= bound * theirs.norm()
+
+
+def test_a_small_weight_around_0_keeps_its_digits() -> None:
+    """The rounding of outputs goes in the mean over rows, while that of 1 + weight would stay."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4096, 16, generator=generator).bfloat16()
+    weight = (0.01 * torch.randn(16, generator=generator)).bfloat16()
+    exact = by_formula(x.double(), None, weight.double(), 1.0)
+
+    def off(found: Tensor) -> float:
+        return float(((found.double() * exact).sum(0) / exact.pow(2).sum(0) - 1).abs().max())
+
+    assert off(rms_norm(x, weight, EPS, 1.0)) < 2e-4 < 1e-3 < off(rms_norm(x, 1 + weight, EPS))

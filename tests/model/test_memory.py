@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.model import layers
+from mtpctl.kernels.heads import plainly_split_heads
+from mtpctl.model import attention, layers
 from mtpctl.plan.memory import activation_width
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
@@ -35,6 +36,20 @@ class Norm(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight, rstd = ctx.saved_tensors
         return grads[0] * rstd * weight, (grads[0] * x * rstd).flatten(0, -2).sum(0)
+
+
+class SplitHeads(torch.autograd.Function):
+    """Keeps the tensor that all heads are split from, where they are normed."""
+
+    @staticmethod
+    def forward(ctx: Any, mixed: torch.Tensor, layout: Any, norm: Any, angles: Any) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(*([] if norm is None else [mixed]))
+        ctx.shape = mixed.shape
+        return tuple(x.clone() for x in plainly_split_heads(mixed, layout, norm, angles))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grads[0].new_zeros(ctx.shape), None, None, None
 
 
 class Flash(torch.autograd.Function):
@@ -71,7 +86,8 @@ SHARED = {
 
 def kept_bytes(monkeypatch, folder, **fields) -> tuple[int, int]:
     """Alive after a forward pass, and tokens."""
-    monkeypatch.setattr(layers, "rms_norm", lambda x, weight, eps: Norm.apply(x, weight))
+    monkeypatch.setattr(layers, "rms_norm", lambda x, weight, eps, offset: Norm.apply(x, weight))
+    monkeypatch.setattr(attention, "split_heads", SplitHeads.apply)
     monkeypatch.setattr(layers.PackedAttention, "_grouped", lambda self, q, k, v, packing, later: Flash.apply(q, k, v))
     with engine(folder, mtp=MtpConfig(mode="off"), tokens_per_microbatch=8192, **fields) as made:
         (micro,) = made._micro_batches(sequences(40, low=60, high=100), 0)

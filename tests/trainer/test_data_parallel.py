@@ -74,14 +74,15 @@ def test_nothing_keeps_a_model_that_has_trained_and_was_exported(tmp_path: Path)
     assert model() is None
 
 
-def test_most_of_a_mixture_is_replaced_and_not_zeroed(tmp_path: Path) -> None:
-    with engine(folder(tmp_path / "model", "glm4-moe", moe_intermediate_size=64), mtp=MtpConfig(mode="joint")) as made:
+@pytest.mark.parametrize("family", ["glm4-moe", "mimo"])
+def test_matrices_are_replaced_and_only_the_rest_is_zeroed(tmp_path: Path, family: str) -> None:
+    with engine(folder(tmp_path / "model", family), mtp=MtpConfig(mode="joint")) as made:
         made.set_optimizer(GENTLE)
         sizes = []
         for _ in range(2):
             made.forward_backward(sequences(), NextToken())
             made.gradients.clear()
             sizes.append(sum(part.numel() for part in made.gradients._others_gradients))
-        experts = sum(p.numel() for name, p in made.module.named_parameters() if ".local_experts." in name)
-        whole = sum(p.numel() for p in made.module.parameters())
-    assert sizes[0] == sizes[1] == whole - experts
+        weights = dict(made.module.named_parameters())
+    zeroed = [name for name, p in weights.items() if p.dim() == 1 or name.endswith(("word_embeddings.weight", "router.weight"))]
+    assert sizes[0] == sizes[1] == sum(weights[name].numel() for name in zeroed)

@@ -1,0 +1,96 @@
+"""The choice of experts from a router's logits, and their shares in a token's sum.
+
+    softmax of the chosen     share = exp(l) / Σ_chosen exp(l)
+    softmax of all            share = exp(l) / Σ_all exp(l)
+    sigmoid                   share = σ(l) / Σ_chosen σ(l), the chosen being those of the largest σ(l) + bias (arXiv 2408.15664)
+
+Each share is multiplied by a constant. On a card one kernel chooses and one computes the gradient, in place of some thirty small ones.
+Shape legend: T tokens, E experts, k experts a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from mtpctl.kernels.autograd import AutogradContext
+
+Scores = Literal["softmax of the chosen", "softmax of all", "sigmoid"]
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRule:
+    """How many experts a token visits, what their shares are, and what the shares are multiplied by."""
+
+    k: int
+    scores: Scores
+    scaling: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class GivenRoutes:
+    """Experts that tokens go to in place of those that their logits choose: `experts` [T, k], different ones for each token, where `given`
+    [T] is set.
+
+    counts [2] int64: how many of these the logits would have chosen too, and how many there are, is added to it. None counts nothing.
+    """
+
+    experts: Tensor
+    given: Tensor
+    counts: Tensor | None = None
+
+
+def routed(
+    logits: Tensor, bias: Tensor | None, rule: RoutingRule, load: Tensor | None = None, routes: GivenRoutes | None = None
+) -> tuple[Tensor, Tensor]:
+    """Shares and routes [T, E], bool, of logits [T, E] in fp32 on a card, with k experts a token; `bias` [E] only moves the choice.
+
+    `load` [E] int64: each expert's number of tokens is added to it. Of equal scores the first counts as the larger.
+    """
+    found: tuple[Tensor, Tensor] = _Routed.apply(logits, bias, rule, load, routes)
+    return found
+
+
+def plainly_routed(logits: Tensor, bias: Tensor | None, rule: RoutingRule, given: GivenRoutes | None = None) -> tuple[Tensor, Tensor]:
+    """`routed` in plain PyTorch, without counts."""
+    scores = logits.sigmoid() if rule.scores == "sigmoid" else logits
+    chosen = (scores if bias is None else scores + bias).topk(rule.k, dim=1).indices
+    if given is not None:
+        chosen = torch.where(given.given[:, None], given.experts.long(), chosen)
+    routes = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
+    if rule.scores == "sigmoid":
+        of_chosen = scores.masked_fill(~routes, 0.0)
+        shares = of_chosen / of_chosen.sum(1, keepdim=True) if rule.k > 1 else of_chosen
+    elif rule.scores == "softmax of all":
+        shares = logits.softmax(1).masked_fill(~routes, 0.0)
+    else:
+        shares = logits.masked_fill(~routes, float("-inf")).softmax(1)
+    return shares * rule.scaling, routes
+
+
+class _Context(AutogradContext, Protocol):
+    rule: RoutingRule
+
+
+class _Routed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _Context, logits: Tensor, bias: Tensor | None, rule: RoutingRule, load: Tensor | None, given: GivenRoutes | None
+    ) -> tuple[Tensor, Tensor]:
+        from mtpctl.kernels import routing_triton
+
+        shares, routes = routing_triton.routed(logits, bias, rule, load, given)
+        ctx.save_for_backward(logits, routes)
+        ctx.mark_non_differentiable(routes)
+        ctx.rule = rule
+        return shares, routes
+
+    @staticmethod
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        from mtpctl.kernels import routing_triton
+
+        logits, routes = ctx.saved_tensors
+        return routing_triton.gradient(grads[0], logits, routes, ctx.rule), None, None, None, None
