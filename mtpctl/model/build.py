@@ -147,7 +147,7 @@ def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) ->
         position_embedding_type="rope",
         mtp_block_spec=mtp_spec(config, shape),
     )
-    model.use_rope(rope_of(shape))
+    model.use_rope(rope_of(shape).on(torch.device(torch.cuda.current_device())))
     if routes := RouteShape.of(shape):
         number_layers(model, routes.layers)
     model.mtp_reads_prenorm = shape.mtp_reads_prenorm

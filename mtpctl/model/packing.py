@@ -103,10 +103,11 @@ class Packing(PackedSeqParams):
             if cp > 1:
                 began, skipped = divmod(parts[0][0], size)
                 sight += [(_held_at(seen, cp), skipped if seen == began else 0) for seen in range(began, block + 1)]
+        query_ends = _sums(queries).to(device)
         return cls(
             qkv_format="packed",
-            cu_seqlens_q=_sums(queries).to(device),
-            cu_seqlens_kv=_sums(keys).to(device),
+            cu_seqlens_q=query_ends,
+            cu_seqlens_kv=query_ends if keys == queries else _sums(keys).to(device),
             max_seqlen_q=max(queries),
             max_seqlen_kv=max(keys),
             starts=torch.tensor(starts, device=device),

@@ -7,7 +7,7 @@ wavelength, as in its reference code.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,10 @@ class Rope:
     inverse_frequencies: Tensor
     scaling: float = 1.0
 
+    def on(self, device: torch.device) -> Rope:
+        """The same on a device. Copying the frequencies at each pass would have the host wait for all that the device has to do before."""
+        return replace(self, inverse_frequencies=self.inverse_frequencies.to(device))
+
     def rotary(self, position_ids: Tensor) -> Rotary:
         """Cosines and sines of tokens at these positions [t]."""
         angles = self._angles(position_ids)
@@ -41,7 +45,7 @@ class Rope:
         return torch.cat([half, half], dim=-1)[:, None]
 
     def _angles(self, position_ids: Tensor) -> Tensor:
-        return position_ids[:, None].float() * self.inverse_frequencies.to(position_ids.device)
+        return position_ids[:, None].float() * self.inverse_frequencies
 
 
 def rope_of(shape: ModelShape) -> Rope:

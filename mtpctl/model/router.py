@@ -62,7 +62,11 @@ class Choice:
 
 
 class Router(TopKRouter):
-    """Upstream's weights and choice of experts. `begin` comes before the passes of an update, and `load` is complete after them."""
+    """Upstream's weights and choice of experts. `begin` comes before the passes of an update, and `load` is complete after them.
+
+    load [E]: how many tokens visited each expert. replayed [2]: how many of the experts that routes named the router would have chosen
+    too, and how many were named.
+    """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, is_mtp_layer: bool = False) -> None:
         super().__init__(config, pg_collection, is_mtp_layer)
@@ -77,11 +81,13 @@ class Router(TopKRouter):
         self.choice: Choice | None = None
         """What the layer that is run now follows; see `mtpctl.model.replay`."""
 
-    def begin(self, tokens: int) -> None:
+    @staticmethod
+    def begin(routers: list[Router], tokens: int) -> None:
         """An update on so many tokens begins, those of all ranks together."""
-        self.tokens = tokens
-        self.load.zero_()
-        self.replayed.zero_()
+        for router in routers:
+            router.tokens = tokens
+        if routers:
+            torch._foreach_zero_([count for router in routers for count in (router.load, router.replayed)])
 
     def gating(self, input: Tensor) -> Tensor:
         """Tokens' states [T, 1, H] → logits [T, 1, E] in fp32."""

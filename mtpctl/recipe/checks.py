@@ -162,9 +162,23 @@ def _mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
         yield f"rollout.speculation.num_tokens: {k} needs the MTP layers that mtp.mode: off leaves out; set it to 0, or mtp.mode: load"
     if shape is not None and recipe.mtp.repeat > 1 and shape.mtp_layers > 1:
         yield f"mtp.repeat: {recipe.mtp.repeat} depths share one MTP layer, and the model has {shape.mtp_layers} of its own; set it to 1"
-    several = shape is not None and shape.mtp_layers > 1 and shape.family == "mimo"
-    if several and recipe.device == "cuda" and recipe.rollout.engine == "vllm" and (k := recipe.rollout.speculation.num_tokens) > 1:
-        yield f"rollout.speculation.num_tokens: {k}, but vLLM's MiMo drafter stops at the second of several MTP layers; set it to 1"
+    if shape is not None and shape.mtp_layers > 1 and recipe.rollout.engine == "vllm":
+        yield from _several_layers(recipe, shape.mtp_layers)
+
+
+def _several_layers(recipe: Recipe, layers: int) -> Complaints:
+    """Numbers of draft tokens for which vLLM uses MTP layers otherwise than each at the depth at which it is trained."""
+    k = recipe.rollout.speculation.num_tokens
+    if k > 1 and recipe.device == "cpu":
+        yield (
+            f"rollout.speculation.num_tokens: {k}, but vLLM on a CPU drafts every token with the first of the model's {layers} MTP layers; "
+            "set it to 1"
+        )
+    elif k > layers:
+        yield (
+            f"rollout.speculation.num_tokens: {k}, but beyond the model's {layers} MTP layers vLLM begins again with the first, which is "
+            f"not trained for that; set it to {layers} or less"
+        )
 
 
 def _answers(recipe: Recipe) -> Complaints:

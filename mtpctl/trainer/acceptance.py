@@ -61,8 +61,11 @@ class Walk:
                 begins[start + depths + 1] += reached
 
 
-def acceptance_sums(micro: MicroBatch, depths: list[DepthChances], tokens: int) -> Sums:
-    """The sums behind `mtp/expected_*`, over the first `tokens` response tokens of the micro-batch, which are those of whole sequences."""
+def acceptance_sums(micro: MicroBatch, depths: list[DepthChances], tokens: int, drafts: int = 0) -> Sums:
+    """The sums behind `mtp/expected_*`, over the first `tokens` response tokens of the micro-batch, which are those of whole sequences.
+
+    drafts: draft tokens a step, of which those at a trained depth are told; 0: one for each depth.
+    """
     device = micro.labels.device
     sums: dict[str, float | Tensor] = {}
     for number, depth in enumerate(depths, start=1):
@@ -74,10 +77,11 @@ def acceptance_sums(micro: MicroBatch, depths: list[DepthChances], tokens: int) 
     for length in micro.lengths:
         ends.append(ends[-1] + length)
     turns = _turns(mask, set(ends))
+    drafted = depths[: drafts or None]
     for kind, suffix in KINDS.items():
-        walk = Walk(accepted=[0.0] * len(depths))
-        accepted = [depth.accepted[kind][:tokens].tolist() for depth in depths]
-        kept = [depth.kept[kind][:tokens].tolist() for depth in depths]
+        walk = Walk(accepted=[0.0] * len(drafted))
+        accepted = [depth.accepted[kind][:tokens].tolist() for depth in drafted]
+        kept = [depth.kept[kind][:tokens].tolist() for depth in drafted]
         for begin, end in turns:
             walk.add([each[begin:end] for each in accepted], [each[begin:end] for each in kept], end - begin)
         sums[f"steps{suffix}"] = walk.steps
@@ -86,14 +90,16 @@ def acceptance_sums(micro: MicroBatch, depths: list[DepthChances], tokens: int) 
 
 
 def acceptance_metrics(sums: dict[str, float], depths: int) -> dict[str, float]:
-    """`mtp/expected_accept_k` and `mtp/expected_rate_k` of both kinds of drafts; empty where nothing was measured."""
+    """`mtp/expected_accept_k` of all depths, and `mtp/expected_rate_k` of those that draft, of both kinds of drafts; empty where nothing
+    was measured."""
     metrics: dict[str, float] = {}
     for suffix in KINDS.values():
         for number in range(1, depths + 1):
             if tokens := sums[f"mtp/expected_tokens_{number}"]:
                 metrics[f"mtp/expected_accept{suffix}_{number}"] = sums[f"mtp/expected_accept{suffix}_{number}"] / tokens
-            if steps := sums[f"mtp/expected_steps{suffix}"]:
-                metrics[f"mtp/expected_rate{suffix}_{number}"] = sums[f"mtp/expected_rate{suffix}_{number}"] / steps
+            rate = f"mtp/expected_rate{suffix}_{number}"
+            if rate in sums and (steps := sums[f"mtp/expected_steps{suffix}"]):
+                metrics[rate] = sums[rate] / steps
     return metrics
 
 

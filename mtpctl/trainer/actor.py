@@ -108,6 +108,7 @@ class TrainerRank(WeightSource):
             lora=train.lora,
             moe=train.moe,
             adapter_seed=self.recipe.seed,
+            drafts=self.recipe.rollout.speculation.num_tokens,
         )
         if self.world_size > 1:
             use_own_interface()

@@ -20,8 +20,7 @@ class Balance:
     def begin(self, tokens: int) -> None:
         """An update begins on so many tokens, those of all ranks together."""
         self.tokens = tokens
-        for router in self.routers:
-            router.begin(tokens)
+        Router.begin(self.routers, tokens)
 
     @torch.no_grad()
     def finish(self, *, applied: bool) -> dict[str, float]:

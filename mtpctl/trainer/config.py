@@ -16,6 +16,7 @@ class EngineConfig:
 
     `train=False` builds no gradient buffers. With `random_seed` weights are drawn on the device instead of loaded. With `lora`
     the trunk is frozen and adapters train in its place, first drawn from `adapter_seed`; MTP layers train as they would without.
+    `drafts`: draft tokens a step whose acceptance is to be expected; 0: one for each MTP depth.
     """
 
     parallel: ParallelConfig
@@ -31,3 +32,4 @@ class EngineConfig:
     lora: LoraConfig | None = None
     moe: MoeConfig = field(default_factory=MoeConfig)
     adapter_seed: int = 0
+    drafts: int = 0

@@ -83,7 +83,7 @@ class UpdateLoss:
         for depth, each in enumerate(told, start=1):
             sums |= _depth_sums(depth, each)
         chances = [_chances(each, draft, len(micro.labels), measured) for each, draft in zip(told, micro.drafts, strict=True)]
-        return loss, sums | acceptance_sums(micro, chances, measured)
+        return loss, sums | acceptance_sums(micro, chances, measured, self.config.drafts)
 
     def _apart(self, micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
         """The trunk's loss and those of the MTP depths, one after the other."""
@@ -151,7 +151,7 @@ class UpdateLoss:
                 sums |= _depth_sums(depth, told)
             parts.append(loss)
             chances.insert(0, _chances(told, few, len(micro.labels), measured))
-        return parts, sums | acceptance_sums(micro, chances, measured)
+        return parts, sums | acceptance_sums(micro, chances, measured, self.config.drafts)
 
     def _against_trunk(
         self, micro: MicroBatch, hidden: Hidden, state: Tensor, draft: DraftRows, depth: int, scale: float

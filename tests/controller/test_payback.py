@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from mtpctl.controller.payback import Measured, PayBack
+from mtpctl.recipe.loading import dump_resolved, load_recipe
+from mtpctl.telemetry.run_directory import RunDirectory
 
 UPDATES = 400
 TOKENS = 100_000
@@ -123,3 +129,40 @@ def test_it_goes_on_from_a_checkpoint_as_if_it_had_not_stopped() -> None:
 
     world.run(decide)
     assert PayBack.restored(None, shared=False) == PayBack(shared=False)
+
+
+def test_the_script_tells_what_measured_runs_keep(tmp_path: Path) -> None:
+    """Three runs of a world, written as a run writes its metrics: `scripts/time_payback.py` finds the share that their seconds make."""
+    world = REGIMES["one card for both, and the drafter came well trained"]
+    automated, _ = automatic(world)
+    seconds: dict[str, list[float]] = {}
+    for choice, decide in {"always": lambda _: True, "never": lambda _: False, "auto": automated}.items():
+        run = RunDirectory(tmp_path / f"settled-{choice}-0")
+        run.path.mkdir()
+        run.recipe.write_text(dump_resolved(load_recipe("tiny_mtp", sets=[f"run_dir={run.path}"]).recipe))
+        run.versions.write_text("{}")
+        rows: list[dict[str, object]] = []
+
+        def note(measured: Measured, rows: list[dict[str, object]] = rows, decide: Callable[[Measured], bool] = decide) -> bool:
+            rows.append(
+                {
+                    "timing_s/step": measured.step_s,
+                    "async/trainer_idle": measured.trainer_idle_s / measured.step_s,
+                    "async/rollout_idle": measured.rollout_idle_s / measured.step_s,
+                    "rollout/tokens_per_s": measured.tokens / measured.step_s,
+                    "rollout/spec_accept_length": measured.accept_length,
+                }
+            )
+            return decide(measured)
+
+        world.run(note)
+        lines = [json.dumps({"session": 1, "time": 0.0, "phase": "rl", "step": step, **row}) for step, row in enumerate(rows, start=1)]
+        run.metrics.write_text("\n".join(lines) + "\n")
+        seconds[choice] = [float(str(row["timing_s/step"])) for row in rows[3:]]
+    script = Path(__file__).parents[2] / "scripts" / "time_payback.py"
+    command = [sys.executable, str(script), "--measured-only", "--device", "cpu", "--regime", "settled", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    found = re.search(r"auto makes ([\d.]+)% of the best fixed choice", done.stdout)
+    assert found is not None, done.stderr
+    kept = min(sum(seconds["always"]), sum(seconds["never"])) / sum(seconds["auto"])
+    assert float(found[1]) == pytest.approx(100 * kept, abs=0.06) and done.returncode == (0 if kept >= 0.98 else 6)

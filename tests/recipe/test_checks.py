@@ -99,8 +99,12 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
             "rollout.speculation.draft_method: probabilistic draws from no request's seed",
         ),
         (
-            ["cluster.device=cuda", "model.config.num_nextn_predict_layers=2", "rollout.speculation.num_tokens=2"],
-            "rollout.speculation.num_tokens: 2, but vLLM's MiMo drafter stops at the second of several MTP layers",
+            ["model.config.num_nextn_predict_layers=2", "rollout.speculation.num_tokens=2"],
+            "rollout.speculation.num_tokens: 2, but vLLM on a CPU drafts every token with the first of the model's 2 MTP layers",
+        ),
+        (
+            ["cluster.device=cuda", "model.config.num_nextn_predict_layers=2", "rollout.speculation.num_tokens=4"],
+            "rollout.speculation.num_tokens: 4, but beyond the model's 2 MTP layers vLLM begins again with the first",
         ),
         (["train.stages=[]"], "train.stages: must name sft, rl or both"),
         (["train.stages=[rl, rl]"], "train.stages: must name sft, rl or both, each once, got [rl, rl]"),

@@ -86,6 +86,18 @@ def test_turns_and_responses_are_walked_apart_and_tokens_behind_the_limit_left_o
     assert metrics["mtp/expected_accept_1"] == 1
 
 
+def test_a_step_of_fewer_drafts_than_depths_begins_the_next_behind_them() -> None:
+    """Drafts of two depths are always right, and the engine drafts with the first alone."""
+    micro = packed([[1, 1, 1, 1, 1]], depths=2)
+    ones = torch.ones(5)
+    depths = [DepthChances(ones, dict.fromkeys(KINDS, ones), dict.fromkeys(KINDS, ones)) for _ in range(2)]
+    sums = {name: float(value) for name, value in acceptance_sums(micro, depths, 5, drafts=1).items()}
+    # Steps begin at tokens 1 and 3, each with its draft accepted; what follows token 5 is not there to be drafted.
+    assert (sums["mtp/expected_steps"], sums["mtp/expected_rate_1"]) == (2, 2)
+    metrics = acceptance_metrics(sums, 2)
+    assert metrics["mtp/expected_accept_2"] == 1 and "mtp/expected_rate_2" not in metrics
+
+
 def test_nothing_measured_tells_nothing() -> None:
     micro = packed([[1, 1]], depths=1)
     none = torch.zeros(2)

@@ -64,7 +64,20 @@ def install() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from mtpctl.compat import mimo_config
-    from mtpctl.rollout.vllm.patches import aborts, draft_counts, drafter, experts, gemm, logprobs, packed, rotary, routes, sampler, seeds
+    from mtpctl.rollout.vllm.patches import (
+        aborts,
+        depths,
+        draft_counts,
+        drafter,
+        experts,
+        gemm,
+        logprobs,
+        packed,
+        rotary,
+        routes,
+        sampler,
+        seeds,
+    )
 
     mimo_config.install()
     sampler.install()
@@ -74,6 +87,7 @@ def install() -> None:
     experts.install()
     rotary.install()
     drafter.install()
+    depths.install()
     aborts.install()
     draft_counts.install()
     logprobs.install()

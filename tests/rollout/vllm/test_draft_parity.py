@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.families.toys import SERVED, TOYS, toy_folder
+from tests.families.toys import ON_CARDS, SERVED, TOYS, toy_folder
 from tests.rollout.vllm.engine_drafts import DRAFTS, Drafting
 
 LARGEST = 1e-5
@@ -24,9 +25,11 @@ CASES = [
 ]
 
 
-def program(name: str, *arguments: object) -> None:
+def program(name: str, *arguments: object, cards: str | None = None) -> None:
+    """Run a program of this folder. cards: those that it may use, `""` for none; None: all."""
     command = [sys.executable, "-W", "ignore", "-m", f"tests.rollout.vllm.{name}", *map(str, arguments)]
-    subprocess.run(command, check=True, timeout=200)
+    seen = {} if cards is None else {"CUDA_VISIBLE_DEVICES": cards}
+    subprocess.run(command, check=True, timeout=200, env=os.environ | seen)
 
 
 def drafted(folder: Path, precision: str, scratch: Path) -> tuple[list[int], list[Drafting]]:
@@ -41,7 +44,7 @@ def trained(folder: Path, ids: list[int], draftings: list[Drafting], precision: 
     samples = [([*ids[: each.position + 1], each.token, *each.drafts[:-1]], each.position) for each in draftings]
     file, out = scratch / "samples.json", scratch / "logits.pt"
     file.write_text(json.dumps(samples))
-    program("draft_depths", folder, precision, file, out)
+    program("draft_depths", folder, precision, file, out, cards="")
     found: torch.Tensor = torch.load(out)
     return found
 
@@ -62,6 +65,28 @@ def test_depths_are_the_drafts_of_the_engine(family: str, precision: str, tmp_pa
     off = [float((mine - theirs).norm() / mine.norm()) for mine, theirs in shared(exact, served)]
     rounded = trained(folder, ids, draftings, precision, tmp_path)
     own = [float((mine - theirs).norm() / mine.norm()) for mine, theirs in shared(exact, list(rounded.unbind(1)))]
+    print(family, "engine", [f"{each:.1%}" for each in off], "trainer", [f"{each:.1%}" for each in own])
+    assert all(mine <= ROUNDING * theirs for mine, theirs in zip(off, own, strict=True)), (off, own)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["mimo", "deepseek-v3", "glm4-moe"])
+def test_each_of_several_layers_drafts_its_depth_on_a_card(family: str, tmp_path: Path) -> None:
+    """Trainer and rounding as above; vLLM serves several layers at their depths on a card alone, and its attention there is not in fp32."""
+    sizes = {"initializer_range": 0.1, "num_nextn_predict_layers": DRAFTS, "num_hidden_layers": DRAFTS}
+    folder = toy_folder(ON_CARDS[family] | sizes, tmp_path / "model", 0, "bf16")
+    program("card_drafts", folder, tmp_path / "drafts.pt")
+    found = torch.load(tmp_path / "drafts.pt")
+    ids, draftings = found["ids"], [Drafting(**each) for each in found["draftings"]]
+    assert len(draftings) > 5
+    for each in draftings:
+        assert ids[each.position + 1] == each.token
+    exact, rounded = (trained(folder, ids, draftings, precision, tmp_path) for precision in ("fp32", "bf16"))
+    served = [torch.stack([each.logits[depth] for each in draftings]) for depth in range(DRAFTS)]
+    off, own = (
+        [float((mine - theirs).norm() / mine.norm()) for mine, theirs in shared(exact, others)]
+        for others in (served, list(rounded.unbind(1)))
+    )
     print(family, "engine", [f"{each:.1%}" for each in off], "trainer", [f"{each:.1%}" for each in own])
     assert all(mine <= ROUNDING * theirs for mine, theirs in zip(off, own, strict=True)), (off, own)
 
