@@ -167,9 +167,10 @@ class ElasticRollout:
         return {actor: since for actor, since in self._seats.awaited.items() if not actor.startswith("rollout-")}
 
     def _late_other(self) -> str:
-        """One of them that has waited for `YIELD_S`, also since a replica left; empty where there is none."""
+        """One of them whose host is gone and that has waited for `YIELD_S`, also since a replica left; empty where there is none."""
         late = time.monotonic() - YIELD_S
-        return next((actor for actor, since in self._others_awaited().items() if max(since, self._left_at) <= late), "")
+        lost = self._seats.lost([actor for actor, since in self._others_awaited().items() if max(since, self._left_at) <= late])
+        return lost[0] if lost else ""
 
     def _show_wait(self, placed: int) -> None:
         """Show that the run waits for hosts while fewer than `rollout.replicas.min` replicas have one."""

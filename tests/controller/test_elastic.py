@@ -44,6 +44,9 @@ class Hosts:
                 return seat
         return None
 
+    def lost(self, actors: list[str]) -> list[str]:
+        return [actor for actor in actors if actor not in self.seats]
+
     def give_up(self, actor: str) -> None:
         self.seats.pop(actor, None)
 
