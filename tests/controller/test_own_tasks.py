@@ -289,7 +289,7 @@ def judge(folder: Path) -> Iterator[Task]:
 
 @contextlib.contextmanager
 def agent(folder: Path) -> Iterator[Task]:
-    """What `mtpctl init --template agent` writes, with fewer steps."""
+    """What `mtpctl init --template agent` writes, with fewer steps of RL: a call that a model less trained writes is seldom well formed."""
     mtpctl(folder, "init", "mytask", "--template", "agent")
 
     def holds(updates: Rows, evaluations: Rows) -> None:
@@ -302,7 +302,7 @@ def agent(folder: Path) -> Iterator[Task]:
         said = [part["text"] for row in rows for part in row["parts"] if part["by"] == "environment"]
         assert said and all(re.fullmatch(r"(tool: .*\n)+assistant: ", text) for text in said)
 
-    yield Task(folder / "mytask" / "recipe.yaml", holds, ("train.sft.until_loss=0.15", "train.rl.steps=2"), samples)
+    yield Task(folder / "mytask" / "recipe.yaml", holds, ("train.rl.steps=2",), samples)
 
 
 @contextlib.contextmanager

@@ -22,11 +22,12 @@ from subprocess import Popen
 from typing import cast
 
 from mtpctl.errors import RuntimeFailure
+from mtpctl.rl.rewards.descendants import started_by
 from mtpctl.rl.rewards.frames import Channel
 from mtpctl.rl.rewards.function import Result, Role
 from mtpctl.rl.rewards.outcome import Answered, Outcome
 from mtpctl.rl.rewards.template import Template
-from mtpctl.rl.rewards.watch import Usual, computes, cpu_seconds, memory_left, place_of, restored, started_by, yield_cpu
+from mtpctl.rl.rewards.watch import Usual, computes, cpu_seconds, memory_left, place_of, restored, yield_cpu
 from mtpctl.rl.rewards.worker import WHERE, WHO, Asked, Blocking, Job, Late, Ready
 from mtpctl.samples import Sample
 

@@ -100,15 +100,6 @@ def _cpu_seconds(pid: int) -> float:
         return 0.0
 
 
-def started_by(pid: int) -> list[int]:
-    """Ids of all descendants of a process that are alive, whichever of its threads started them."""
-    children: list[int] = []
-    with contextlib.suppress(OSError):  # it has ended, or a thread of it has
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            children += map(int, (thread / "children").read_text().split())
-    return [each for child in children for each in (child, *started_by(child))]
-
-
 def computes(pid: int) -> bool:
     """Whether a process is running, or is ready to run and waits for a CPU."""
     try:

@@ -2,7 +2,7 @@
 
 A fork takes milliseconds where loading sympy takes a second, so that a worker that hangs can be killed and replaced at once. A function
 whose module has started threads cannot be forked safely; then every worker loads it by itself. Whatever a function prints goes to standard
-error. A process ends when the controller closes its socket, or dies.
+error. A process ends when the controller closes its socket, or dies, and so does all that it started.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import ctypes
 import faulthandler
 import gc
 import os
+import select
 import signal
 import socket
 import sys
@@ -24,6 +25,7 @@ from types import FrameType
 from typing import cast
 
 from mtpctl.errors import MtpctlError
+from mtpctl.rl.rewards.descendants import adopt, leave
 from mtpctl.rl.rewards.frames import receive, send
 from mtpctl.rl.rewards.function import RewardFunction, Role, load_function
 from mtpctl.rl.rewards.outcome import Answered
@@ -99,6 +101,8 @@ def main(end: int) -> None:
     os.dup2(2, 1)
     # Ctrl-C reaches every process of the terminal; when these end is the controller's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Of a worker that ends before the programs that it started: this process ends them.
+    adopt()
     control = socket.socket(fileno=end)
     job = cast(Job, receive(control))
     try:
@@ -113,9 +117,11 @@ def main(end: int) -> None:
     while True:
         asked, ends, _, _ = socket.recv_fds(control, 1, 1)
         if asked == SERVE:
+            # Nobody is there to end it where it hangs in the function.
+            threading.Thread(target=_leave_with, args=(control,), daemon=True).start()
             _serve(control, function, job.timeout_s)
         if asked != FORK:
-            os._exit(0)
+            leave()
         try:
             child = os.fork()
         except OSError as error:  # no memory, or too many processes: the controller sees the socket closed, and counts it
@@ -127,6 +133,14 @@ def main(end: int) -> None:
             os.setpgid(0, 0)  # killed with all that it starts
             _serve(socket.socket(fileno=ends[0]), function, job.timeout_s)
         os.close(ends[0])
+
+
+def _leave_with(channel: socket.socket) -> None:
+    """Wait until the controller closes the socket or dies, and end this process then."""
+    hung_up = select.poll()
+    hung_up.register(channel, select.POLLRDHUP)
+    hung_up.poll()
+    leave()
 
 
 def _serve(channel: socket.socket, function: RewardFunction, timeout_s: float) -> None:
@@ -142,7 +156,7 @@ def _serve(channel: socket.socket, function: RewardFunction, timeout_s: float) -
             asked = cast(Asked, receive(channel))
             send(channel, (asked.number, *function.run(asked.response, asked.problem, asked.sample)))
     except (EOFError, ConnectionError):
-        os._exit(0)
+        leave()
 
 
 class _Coroutines:
@@ -168,7 +182,7 @@ class _Coroutines:
                 else:
                     loop.call_soon_threadsafe(self._begin, cast(Asked, asked))
         except (EOFError, ConnectionError):
-            os._exit(0)
+            leave()
 
     def _begin(self, asked: Asked) -> None:
         task = asyncio.create_task(self._answer(asked))

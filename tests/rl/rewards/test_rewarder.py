@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -15,9 +16,11 @@ import pytest
 from mtpctl.data.problems import Problem
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.recipe.reward import RewardConfig
+from mtpctl.rl.rewards.descendants import started_by
 from mtpctl.rl.rewards.outcome import Outcome
 from mtpctl.rl.rewards.rewarder import Rewarder
 from mtpctl.samples import Sample
+from tests.environment import with_tree
 
 PROBLEM = Problem("rows.jsonl:1", "1+1=", "2")
 
@@ -231,6 +234,54 @@ def test_what_a_late_call_started_ends_with_it_also_in_a_session_of_its_own(tmp_
     while any(map(alive, started)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(alive, started))
+
+
+CONTROLLER = """\
+import asyncio, sys
+from mtpctl.recipe.reward import RewardConfig
+from mtpctl.rl.rewards.rewarder import Rewarder
+from tests.rl.rewards.test_rewarder import PROBLEM, sample
+
+async def run():
+    async with Rewarder(RewardConfig(function=sys.argv[1], timeout_s=900)) as reward:
+        await reward(sys.argv[2], PROBLEM, sample())
+
+asyncio.run(run())
+"""
+
+
+@pytest.mark.parametrize("kind", ["plain", "coroutine", "loaded by each"])
+def test_what_a_call_started_ends_with_a_controller_that_is_killed(tmp_path: Path, kind: str) -> None:
+    wait = "await asyncio.sleep(1000)" if kind == "coroutine" else "time.sleep(1000)"
+    (tmp_path / "judge.py").write_text(
+        "import asyncio, os, subprocess, sys, threading, time\n"
+        + ("threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n" if kind == "loaded by each" else "")
+        + ("async " if kind == "coroutine" else "")
+        + "def score(response, problem, sample):\n"
+        '    server = \'import subprocess, sys; subprocess.run([sys.executable, "-c", "import time; time.sleep(1000)"])\'\n'
+        "    child = subprocess.Popen([sys.executable, '-c', server], start_new_session=True)\n"
+        "    open(response + '.part', 'w').write(f'{os.getpid()} {child.pid}')\n"
+        "    os.rename(response + '.part', response)\n"
+        f"    {wait}\n"
+    )
+    file = tmp_path / "pids"
+    command = [sys.executable, "-c", CONTROLLER, f"{tmp_path / 'judge.py'}:score", str(file)]
+    with subprocess.Popen(command, env=with_tree()) as controller:
+        try:
+            wait_until(lambda: file.exists() or controller.poll() is not None, 60)
+            worker, child = map(int, file.read_text().split())
+            wait_until(lambda: bool(started_by(child)), 20)
+            started = [worker, child, *started_by(child)]
+        finally:
+            controller.kill()
+    wait_until(lambda: not any(map(alive, started)), 20)
+
+
+def wait_until(holds: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def alive(pid: int) -> bool:
