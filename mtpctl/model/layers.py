@@ -12,11 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
@@ -24,6 +20,7 @@ from torch import Tensor
 from mtpctl.kernels.norm import gated_rms_norm, rms_norm
 from mtpctl.kernels.swiglu import swiglu
 from mtpctl.model.draft_attention import joined_attention
+from mtpctl.model.linear import ColumnParallelLinear
 from mtpctl.model.packing import Packing
 from mtpctl.model.recompute import recomputed
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -43,6 +42,7 @@ from mtpctl.kernels.grouped import Stack, grouped_linear
 from mtpctl.model.delta_net import GatedDeltaNet
 from mtpctl.model.latent import ReplicatedLinear
 from mtpctl.model.layers import LayerNormColumnParallelLinear
+from mtpctl.model.linear import ColumnParallelLinear, RowParallelLinear
 from mtpctl.recipe.train import LoraConfig
 
 ROW = ("linear_proj", "linear_fc2", "out_proj")
@@ -176,7 +176,7 @@ def attach_adapters(model: GPTModel, lora: LoraConfig, seed: int) -> None:
     for place, linear, segments in found:
         if _leaf(place) in lora.targets:
             linear.adapter = _adapter(linear, place, segments, lora, seed)
-            linear.__class__ = _ADAPTED[type(linear)]
+            cast(Any, linear).__class__ = _ADAPTED[type(linear)]
     if model.pre_process and model.config.recompute_granularity == "full":
         # A recomputed region without a differentiable input would give its adapters no gradient.
         model.embedding.register_forward_hook(lambda _module, _args, out: out.requires_grad_() if torch.is_grad_enabled() else out)
@@ -252,5 +252,5 @@ def _adapter(linear: _Linear, place: str, segments: dict[str, int], lora: LoraCo
 def _own_tokens(linear: _Linear) -> bool:
     """Whether a matrix that is whole on every tp rank gets a gradient from that rank's tokens or part of a sum alone."""
     if isinstance(linear, ReplicatedLinear):
-        return bool(linear.weight.sequence_parallel)  # type: ignore[attr-defined]
+        return bool(cast(Any, linear.weight).sequence_parallel)
     return bool(linear.config.sequence_parallel and linear.tp_group.size() > 1)

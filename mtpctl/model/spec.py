@@ -6,7 +6,7 @@ from functools import partial
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear as UpstreamColumnParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -28,6 +28,7 @@ from mtpctl.model.delta_net import GatedDeltaNet
 from mtpctl.model.experts import Experts, MixtureOfExperts, SharedExperts
 from mtpctl.model.latent import LatentAttention
 from mtpctl.model.layers import GatedMlp, LayerNormColumnParallelLinear, PackedAttention, RMSNorm
+from mtpctl.model.linear import ColumnParallelLinear, RowParallelLinear
 from mtpctl.model.mtp import MtpLayer
 from mtpctl.model.replay import DecoderLayer
 from mtpctl.model.router import Router
@@ -96,9 +97,9 @@ def _latent_attention(latent: LatentShape) -> ModuleSpec:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=ColumnParallelLinear,
-            linear_q_down_proj=ColumnParallelLinear,
+            linear_q_down_proj=UpstreamColumnParallelLinear,  # upstream takes no other here; `LatentAttention` has its own
             linear_q_up_proj=ColumnParallelLinear,
-            linear_kv_down_proj=ColumnParallelLinear,
+            linear_kv_down_proj=UpstreamColumnParallelLinear,
             linear_kv_up_proj=ColumnParallelLinear,
             core_attention=PackedAttention,
             linear_proj=RowParallelLinear,

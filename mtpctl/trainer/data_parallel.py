@@ -5,10 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from functools import partial
+from typing import Any, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -18,6 +18,8 @@ from mtpctl.kernels.grouped import Stack
 from mtpctl.kernels.main_grad import add_outer_products, expect_first, takes_first
 from mtpctl.model.experts import Experts
 from mtpctl.model.gpt import MtpModel
+from mtpctl.model.latent import ReplicatedLinear
+from mtpctl.model.linear import ColumnParallelLinear, RowParallelLinear
 from mtpctl.trainer.offload import allocate, release
 
 
@@ -43,8 +45,9 @@ class Gradients:
         of_experts = {weight for experts in self._experts for weight in experts.parameters()}
         self._others = [weight for weight in self.model.params_with_grad if weight not in of_experts]
         layers = [part for part in _linear_layers(module) if part.weight not in of_experts and hasattr(part.weight, "main_grad")]
-        fill_buffers(layers, add_outer_products)
-        self._first: list[Tensor] = [part.weight.main_grad for part in layers]
+        # Those whose weights ranks share go upstream's way.
+        fill_buffers([part for part in layers if not isinstance(part, ReplicatedLinear)], add_outer_products)
+        self._first: list[Tensor] = [cast(Any, part.weight).main_grad for part in layers]
         """Buffers that are replaced, those of experts aside."""
         if head_by_kernels and module.post_process and not module.share_embeddings_and_output_weights:
             head = module.output_layer.weight
@@ -106,10 +109,9 @@ def _zero(tensors: list[Tensor]) -> None:
         torch._foreach_zero_(tensors)
 
 
-def _linear_layers(module: MtpModel) -> list[ColumnParallelLinear | RowParallelLinear]:
-    """The linear layers of which megatron-core computes the backward pass. The head's belongs to `mtpctl.kernels`."""
-    kinds = (ColumnParallelLinear, RowParallelLinear)
-    return [part for name, part in module.named_modules() if isinstance(part, kinds) and name != "output_layer"]
+def _linear_layers(module: MtpModel) -> list[ColumnParallelLinear | RowParallelLinear | ReplicatedLinear]:
+    """The linear layers whose gradients are put into buffers by `add_outer_products`. The head's are put there by its own kernels."""
+    return [part for part in module.modules() if isinstance(part, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear)]
 
 
 def _outside(buffer: Tensor, places: Iterable[tuple[int, int]]) -> list[Tensor]:
