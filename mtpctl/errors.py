@@ -35,6 +35,10 @@ class RuntimeFailure(MtpctlError):
     exit_code = 5
 
 
+class SaveFailed(RuntimeFailure):
+    """A checkpoint could not be written. The trainer can go on, and write another one."""
+
+
 class ThresholdMissed(MtpctlError):
     """A measurement or parity check ended beyond its bound."""
 

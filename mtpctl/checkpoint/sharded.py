@@ -29,11 +29,13 @@ from torch.distributed.checkpoint import CheckpointException
 
 from mtpctl.checkpoint.pointer import flush, newest, point_to, pointer_of
 from mtpctl.compat import checkpoint_queue
-from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.errors import SaveFailed, UserError
 
 _ENGINE = "engine.json"
 _FORMAT = 1
 _ASIDE = ".replaced"
+_INDEX_BYTES = 16 << 20
+"""More than the indices of a checkpoint take."""
 _MOST_RANKS = 64
 """The most tp ranks over which a vocabulary may be split."""
 
@@ -130,10 +132,14 @@ class Save:
         checkpoint_queue.install()
         self.path, self.folder = path, path.with_name(path.name + ".partial")
         self._contents, self._state = (contents.steps, contents.slots is not None, contents.adapter), state
+        error: Exception | None = None
         if dist.get_rank() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
-        dist.barrier()
+            try:
+                self.folder.mkdir(parents=True)
+            except OSError as failure:
+                error = failure
+        _agree(self.path, error)
         request = dist_checkpointing.save(contents.tree(reading=False), str(self.folder), async_sharded_save=True, async_strategy="mcore")
         self._finalize = request.finalize_fns
         self._error: BaseException | None = None
@@ -157,16 +163,32 @@ class Save:
         return not waiting
 
     def finish(self) -> None:
-        """Wait for the thread, and put the checkpoint in its place. Raises RuntimeFailure on every rank where one could not write."""
+        """Wait for the thread, and put the checkpoint in its place.
+
+        Raises SaveFailed on every rank where one could not write. Nothing is left of it then, so that its room is free.
+        """
         if self._thread is not None:
             self._thread.join()
-        _agree(self.path, self._error)
+        try:
+            self._finish()
+        except SaveFailed:
+            self.abandon()
+            raise
+
+    def _finish(self) -> None:
+        error = self._error
+        if dist.get_rank() == 0 and error is None:
+            try:
+                _try_room(self.folder)
+            except OSError as failure:
+                error = failure
+        _agree(self.path, error)
         try:
             for step in self._finalize:
                 step()
         except CheckpointException as failure:
-            raise RuntimeFailure(f"checkpoint {self.path} was not written: {failure}") from failure
-        error: Exception | None = None
+            raise SaveFailed(f"checkpoint {self.path} was not written: {failure}") from failure
+        error = None
         if dist.get_rank() == 0:
             try:
                 steps, optimizer, adapter = self._contents
@@ -184,6 +206,15 @@ class Save:
         checkpoint_queue.clear()
         if dist.get_rank() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _try_room(folder: Path) -> None:
+    """Raise OSError where the disk is too full for the indices that rank 0 writes last, while the other ranks wait for it."""
+    trial = folder / "room"
+    try:
+        trial.write_bytes(bytes(_INDEX_BYTES))
+    finally:
+        trial.unlink(missing_ok=True)
 
 
 def _replace(path: Path, whole: Path) -> None:
@@ -205,12 +236,11 @@ def write_record(folder: Path, *, steps: int, optimizer: bool, adapter: AdapterR
 
 
 def _agree(path: Path, error: BaseException | None) -> None:
-    """Raise RuntimeFailure on all ranks where one has an error."""
+    """Raise SaveFailed on all ranks where one has an error."""
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}")
     if failed := [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]:
-        checkpoint_queue.clear()
-        raise RuntimeFailure(f"checkpoint {path} was not written: {failed[0]}") from error
+        raise SaveFailed(f"checkpoint {path} was not written: {failed[0]}") from error
 
 
 def _copied(buckets: list[WriteBucket], live: set[int]) -> list[WriteBucket]:

@@ -18,7 +18,7 @@ def scale(
 ) -> None:
     """Have a run that goes on use another number of rollout replicas. Returns once the run has taken it; replicas join or leave after that.
 
-    The number holds until the next mtpctl scale, or until the run is started again: then it has as many replicas as there is room for.
+    The number holds until the next mtpctl scale, also when the run is started again.
     """
     from mtpctl.cli.targets import load_target
     from mtpctl.errors import UserError

@@ -36,5 +36,6 @@ def _rendered(found: RunOverview) -> str:
     reward = "" if found.reward is None else f", reward {found.reward:.3f}"
     accuracy = "" if found.accuracy is None else f", held-out accuracy {found.accuracy:.3f}"
     replicas = "" if found.replicas is None else f", {found.replicas} rollout replica(s)"
+    replicas += "" if found.asked_replicas is None else f", {found.asked_replicas} asked for by mtpctl scale"
     lines = [f"{found.path}: {found.state}{step}{reward}{accuracy}{replicas}; wrote {format_duration(found.age_s)} ago"]
     return "\n".join([*lines, *(f"restart: {line}" for line in found.restarts)])

@@ -8,7 +8,9 @@ place meanwhile. Where the host of a place is gone, a place on another host take
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypedDict
 
@@ -97,10 +99,15 @@ class Occupied(Exception):
 
 @dataclass
 class Seats:
-    """The seats of all actors, by their names. `found`: where actors have reported that they are."""
+    """The seats of all actors, by their names. `found`: where actors have reported that they are.
+
+    `awaited`: actors that are to be started in their seats, or in others where their hosts are gone, and since when on the clock of
+    `time.monotonic`.
+    """
 
     seats: dict[str, Seat] = field(default_factory=dict)
     found: dict[str, Found] = field(default_factory=dict)
+    awaited: dict[str, float] = field(default_factory=dict)
 
     # ---------------------------------------------------------------------------------------------------- reserving
 
@@ -192,9 +199,20 @@ class Seats:
 
     async def take(self, *actors: str) -> list[Seat]:
         """The seats of these actors, all on one host. Where that host is gone, waits until another one has room for all of them."""
-        while (seats := await self.take_now(actors, together=len(actors))) is None:
-            await asyncio.sleep(LOOK_S)
+        with self.awaiting(actors):
+            while (seats := await self.take_now(actors, together=len(actors))) is None:
+                await asyncio.sleep(LOOK_S)
         return seats
+
+    @contextmanager
+    def awaiting(self, actors: Sequence[str]) -> Iterator[None]:
+        """Count these actors among those that are `awaited` while the block runs."""
+        self.awaited |= dict.fromkeys(actors, time.monotonic())
+        try:
+            yield
+        finally:
+            for actor in actors:
+                del self.awaited[actor]
 
     # ------------------------------------------------------------------------------------------------------ checking
 

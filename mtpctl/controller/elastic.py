@@ -1,14 +1,16 @@
 """Keeps a run at the number of rollout replicas that is asked for, as far as hosts have room (`rollout.replicas: {min, max}`).
 
 Once a second the controller answers requests of `mtpctl scale`, has those replicas leave whose host is gone or is being drained and those
-that are too many, and has replicas join on hosts with room where some are missing. The training loop goes on meanwhile; all that changes
-for it is how many responses the pool takes at once.
+that are too many, and has replicas join on hosts with room where some are missing. The trainer and the log-prob server come first: while
+one of their actors waits for a host no replica joins, and after a while one leaves for it. The training loop goes on meanwhile; all that
+changes for it is how many responses the pool takes at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 
 from mtpctl.cluster.deadlines import one_line
@@ -20,24 +22,27 @@ from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import RolloutBase, check_scale
 from mtpctl.rollout.membership import Membership
 from mtpctl.telemetry.run_directory import RunDirectory
-from mtpctl.telemetry.scale_requests import Answer, forget_requests, take_requests
+from mtpctl.telemetry.scale_requests import Answer, forget_requests, remember, remembered, take_requests
 
 LOOK_S = 1.0
 """Seconds between two looks at requests and hosts."""
+YIELD_S = 10.0
+"""Seconds that an actor of the plan waits for a host, which may be about to join, before a replica beyond the least leaves for it."""
 
 
 class ElasticRollout:
     """Answers requests inside of `watching`, and has replicas join and leave a pool inside of `following`.
 
-    `asked`: the number of replicas to have; at first as many as the recipe allows.
+    `asked`: the number of replicas to have: what `mtpctl scale` asked for last, within the recipe's bounds, or as many as these allow.
     `on_wait` is called once a second while fewer than `rollout.replicas.min` replicas have a host, so that the loop, which waits for their
-    responses, does not take them for stuck. While the trainer is restarted no replica joins: the trainer needs the room that is free.
+    responses, does not take them for stuck.
     """
 
     def __init__(
         self, rollout: RolloutBase, directory: RunDirectory, seats: Seats, state: RunState, waits: Waits, tell: Callable[[str], None]
     ) -> None:
-        self.rollout, self.asked = rollout, rollout.replica_range.max
+        self.rollout, self._before = rollout, remembered(directory)
+        self.asked = rollout.replica_range.clipped(self._before) if self._before else rollout.replica_range.max
         self.on_wait: Callable[[], None] = lambda: None
         self._directory, self._seats, self._state, self._waits, self._tell = directory, seats, state, waits, tell
         self._membership: Membership | None = None
@@ -47,11 +52,15 @@ class ElasticRollout:
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._waiting = contextlib.ExitStack()
         self._waits_for_room = False
+        self._left_at = float("-inf")
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         """Look once a second while the block runs. An error of a look is raised at the end of the block."""
         forget_requests(self._directory)
+        if self._before:
+            bounds = "" if self.asked == self._before else f", and rollout.replicas allows {self.asked}"
+            self._tell(f"{self._before} replica(s) are asked for, since mtpctl scale did so before{bounds}")
         task = asyncio.create_task(self._run(), name="elastic rollout")
         try:
             yield
@@ -86,16 +95,24 @@ class ElasticRollout:
 
     def _answer_requests(self) -> None:
         for request in take_requests(self._directory):
+            answer = self._taken(request.replicas)
             try:
-                check_scale(self.rollout, request.replicas)
-            except UserError as refusal:
-                request.answer(Answer(str(refusal), refused=True))
-                continue
-            self.asked = request.replicas
-            serving = 0 if self._membership is None else self._membership.serving
-            told = f"{self.asked} replica(s) are asked for, and {serving} serve"
-            self._tell(told)
-            request.answer(Answer(told))
+                request.answer(answer)
+            except OSError as error:
+                self._tell(f"mtpctl scale gets no answer ({error.strerror}): {answer.told}")
+
+    def _taken(self, replicas: int) -> Answer:
+        """Have this number from now on, where the recipe allows it and the run directory takes it."""
+        try:
+            check_scale(self.rollout, replicas)
+            remember(self._directory, replicas)
+        except UserError as refusal:
+            return Answer(str(refusal), refused=True)
+        self.asked = replicas
+        serving = 0 if self._membership is None else self._membership.serving
+        told = f"{self.asked} replica(s) are asked for, and {serving} serve"
+        self._tell(told)
+        return Answer(told)
 
     def _look(self, membership: Membership) -> None:
         alive, drained = living(), draining()
@@ -105,6 +122,8 @@ class ElasticRollout:
                 self._leave(membership, index, "its host is being drained" if node in alive else "its host is gone")
         for index in membership.taken[: -self.asked]:
             self._leave(membership, index, f"{self.asked} are asked for")
+        if (actor := self._late_other()) and not self._leaving and len(membership.taken) > self.rollout.replica_range.min:
+            self._leave(membership, membership.taken[0], f"{actor} has no place on any other host")
         for index in [index for index in self._joining if membership.serves(index)]:
             self._tell(f"replica {index} serves")
             self._joining.remove(index)
@@ -130,10 +149,11 @@ class ElasticRollout:
         finally:
             del self._leaving[index]
             self._seats.give_up(_actor(index))
+            self._left_at = time.monotonic()
 
     async def _join(self, membership: Membership) -> None:
         """Have replicas join until none is missing, or no host has room for another one."""
-        while len(membership.taken) < self.asked and not self._state.lost:
+        while len(membership.taken) < self.asked and not self._state.lost and not self._others_awaited():
             index = next(i for i in range(self.asked + len(self._leaving)) if i not in membership.taken and i not in self._leaving)
             actor = _actor(index)
             if await self._seats.add(Claim(actor, self._claim.cpus, self._claim.gpus)) is None:
@@ -141,6 +161,16 @@ class ElasticRollout:
             self._tell(f"replica {index} joins, on host {self._seats.host(actor)}")
             membership.join(index)
             self._joining.add(index)
+
+    def _others_awaited(self) -> dict[str, float]:
+        """The actors of the trainer and the log-prob server that wait for a place, and since when."""
+        return {actor: since for actor, since in self._seats.awaited.items() if not actor.startswith("rollout-")}
+
+    def _late_other(self) -> str:
+        """One of them whose host is gone and that has waited for `YIELD_S`, also since a replica left; empty where there is none."""
+        late = time.monotonic() - YIELD_S
+        lost = self._seats.lost([actor for actor, since in self._others_awaited().items() if max(since, self._left_at) <= late])
+        return lost[0] if lost else ""
 
     def _show_wait(self, placed: int) -> None:
         """Show that the run waits for hosts while fewer than `rollout.replicas.min` replicas have one."""

@@ -152,7 +152,7 @@ class Run:
         self.recipe, self.prepared, self.directory, self.telemetry = recipe, prepared, directory, telemetry
         self.changed, self.status = changed, status
         self.waits = Waits(telemetry.waiting, directory.logs)
-        self.state = RunState(directory.checkpoints, recipe.train, waiting=self.waits.on)
+        self.state = RunState(directory.checkpoints, recipe.train, waiting=self.waits.on, tell=partial(telemetry.event, "checkpoint"))
         self.store = store_in(directory.path, recipe, prepared.model.shape)
 
     async def drive(self) -> bool:

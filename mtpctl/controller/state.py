@@ -17,7 +17,7 @@ from mtpctl.cluster.deadlines import within
 from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.data.cursor import CursorState
-from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.errors import RuntimeFailure, SaveFailed, UserError
 from mtpctl.recipe.train import TrainConfig
 from mtpctl.telemetry.run_directory import RunDirectory
 
@@ -29,6 +29,10 @@ Waiting = Callable[[str], contextlib.AbstractContextManager[object]]
 """Shows what is waited for while its block runs."""
 _UNSAVED = -1
 """No step: that of a newest checkpoint where the one that was begun last has failed."""
+AGAIN_S = 10.0
+"""Seconds, at least, after which a checkpoint that could not be written is tried again."""
+TRIES, GIVE_UP_S = 3, 300.0
+"""A run ends where checkpoints could not be written for so many seconds, and so many times in a row."""
 RESCUE_S = 300.0
 """Seconds that the checkpoint of a stage that failed may take: the trainer itself may be what failed."""
 
@@ -141,9 +145,9 @@ class RunState:
 
     `buffer` is written into checkpoints while a stage has one. `saving` is the checkpoint that is being written. `stopping` is set when a
     stop is asked for: stages return at their next step. While `updating`, the weights may be ahead of `step`; while `lost`, there is no
-    trainer with those of `step`. `saved` is the step of the
-    newest checkpoint, or 0, and `saved_at` the time when it was written, on the clock of `time.monotonic`. `waiting` shows what is waited
-    for. `copies` copies the checkpoints that are published, if the recipe asks for it.
+    trainer with those of `step`. `saved` is the step of the newest checkpoint, or 0, and `saved_at` the time when it was written.
+    `failed_at` are the times at which later ones could not be written. Times are those of `time.monotonic`. `waiting` shows what is waited
+    for, and `tell` logs a line. `copies` copies the checkpoints that are published, if the recipe asks for it.
     """
 
     root: Path
@@ -163,8 +167,10 @@ class RunState:
     saved: int = 0
     tried: int = 0
     saved_at: float = field(default_factory=time.monotonic)
+    failed_at: list[float] = field(default_factory=list)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     waiting: Waiting = contextlib.nullcontext
+    tell: Callable[[str], None] = lambda line: None
     copies: Copies | None = None
     _buffer_written: asyncio.Future[None] | None = None
 
@@ -222,22 +228,49 @@ class RunState:
         return path, within_it
 
     async def checkpoint_if_due(self, trainer: TrainerGroup) -> None:
-        """Publish a checkpoint that has been written meanwhile, and begin one where the recipe wants it by now."""
-        await self.settle(trainer, wait=False)
+        """Publish a checkpoint that has been written meanwhile, and begin one where the recipe wants it by now.
+
+        Where it cannot be written, the run goes on without it, and a later call tries again. Raises RuntimeFailure where that has been so
+        `TRIES` times in a row, over `GIVE_UP_S`.
+        """
+        try:
+            await self.settle(trainer, wait=False)
+            if self._due():
+                await self.checkpoint(trainer, wait=not self.train.async_save)
+        except SaveFailed as failure:
+            self._not_saved(failure)
+
+    def _due(self) -> bool:
+        now = time.monotonic()
+        if self.failed_at:
+            return self.saving is None and now - self.failed_at[-1] >= AGAIN_S
         by_step = self.train.checkpoint_every and self.step % self.train.checkpoint_every == 0
-        by_time = self.train.checkpoint_minutes and time.monotonic() - self.saved_at >= 60 * self.train.checkpoint_minutes
-        if by_step or by_time:
-            await self.checkpoint(trainer, wait=not self.train.async_save)
+        by_time = self.train.checkpoint_minutes and now - self.saved_at >= 60 * self.train.checkpoint_minutes
+        return bool(by_step or by_time)
+
+    def _not_saved(self, failure: SaveFailed) -> None:
+        """Note that a checkpoint could not be written. Raises RuntimeFailure where that has been so for too long."""
+        now = time.monotonic()
+        self.saving, self.saved = None, _UNSAVED
+        self.failed_at.append(now)
+        count, seconds = len(self.failed_at), now - self.failed_at[0]
+        if count >= TRIES and seconds >= GIVE_UP_S:
+            told = f"{failure}; {count} tries within {seconds / 60:.0f} minutes failed; free space and start the same command again"
+            raise RuntimeFailure(told) from failure
+        self.tell(f"{failure}; training goes on, and a checkpoint is tried again after a later update")
 
     async def checkpoint(self, trainer: TrainerGroup, *, wait: bool = True) -> Path | None:
         """Write model, optimizer, this state and the buffer as a checkpoint, and publish it as the newest one when it is whole.
 
         With `wait=False` a later `settle` publishes it. One checkpoint is written at a time. Returns its folder, None where the recipe
-        keeps no checkpoints.
+        keeps no checkpoints. Raises SaveFailed where it cannot be written; where the one before cannot, this one takes its place.
         """
         if not self.train.keep_checkpoints:
             return None
-        await self.settle(trainer)
+        try:
+            await self.settle(trainer)
+        except SaveFailed as failure:
+            self._not_saved(failure)
         path = self.root / f"{self.stage}-{self.step:06d}{'-end' if self.stage in self.ended else ''}"
         with self.waiting(f"trainer: saving {path.name}"):
             folder = Path(await trainer.call("begin_save", str(path)))
@@ -257,15 +290,14 @@ class RunState:
     async def _written(self, trainer: TrainerGroup, path: Path) -> AsyncIterator[None]:
         """The controller's part of a checkpoint is written in the block. Where that fails, the trainer's part is given up with it.
 
-        Raises RuntimeFailure then: without this part a run that resumes would have lost its groups.
+        Raises SaveFailed then: without this part a run that resumes would have lost its groups.
         """
         try:
             yield
         except OSError as error:
             self.saving, self.saved = None, _UNSAVED
             await trainer.call("abandon_save")
-            told = f"checkpoint {path} was not written ({error.strerror}); free space and start the same command again"
-            raise RuntimeFailure(told) from error
+            raise SaveFailed(f"checkpoint {path} was not written: {error.strerror}") from error
 
     def copy_metrics(self) -> dict[str, float]:
         """What became of the copies of checkpoints since the last call; empty where none are made."""
@@ -287,7 +319,7 @@ class RunState:
     async def settle(self, trainer: TrainerGroup, *, wait: bool = True) -> None:
         """Publish the checkpoint that is being written, if any: wait until it is whole, or with `wait=False` publish it only if it is.
 
-        Raises RuntimeFailure where it could not be written.
+        Raises SaveFailed where it could not be written.
         """
         if self.saving is None:
             return
@@ -305,6 +337,6 @@ class RunState:
             await trainer.call("publish_checkpoint", str(path), self.train.keep_checkpoints, needed)
             if self.copies is not None:
                 self.copies.take(path)
-            self.saving = None
+            self.saving, self.failed_at = None, []
             if self.buffer is not None:
                 self.buffer.saved(step)

@@ -200,19 +200,20 @@ class TrainerGroup:
         began, told = time.monotonic(), False
         before = [name for name in self.seats.seats if name.startswith("trainer-")]
         self.seats.close_up(before)
-        while True:
-            late = time.monotonic() - began > ROOM_S
-            for dp in [d for d in range(asked.dp, (least or asked.dp) - 1, -1) if d == asked.dp or (late and self._splits(d))]:
-                self.recipe = self._with_dp(dp)
-                seats = await self.seats.take_now(self.names, together=asked.tp)
-                if seats is not None:
-                    return self._start([seat.options() for seat in seats])
-            if late and not told:
-                told = True
-                tell("no room for the trainer's ranks; waiting for a host that joins, or is free again")
-            if stopping.is_set():
-                raise TrainerLost("trainer: a stop was asked for before there was room for its ranks")
-            await asyncio.sleep(LOOK_S)
+        with self.seats.awaiting(before):
+            while True:
+                late = time.monotonic() - began > ROOM_S
+                for dp in [d for d in range(asked.dp, (least or asked.dp) - 1, -1) if d == asked.dp or (late and self._splits(d))]:
+                    self.recipe = self._with_dp(dp)
+                    seats = await self.seats.take_now(self.names, together=asked.tp)
+                    if seats is not None:
+                        return self._start([seat.options() for seat in seats])
+                if late and not told:
+                    told = True
+                    tell("no room for the trainer's ranks; waiting for a host that joins, or is free again")
+                if stopping.is_set():
+                    raise TrainerLost("trainer: a stop was asked for before there was room for its ranks")
+                await asyncio.sleep(LOOK_S)
 
     def _with_dp(self, dp: int) -> Recipe:
         parallel = self._asked.train.parallel.model_copy(update={"dp": dp})

@@ -46,6 +46,10 @@ class ReplicaRange(Section):
         1, description="Rollout engines, at most: those beyond min join while the run goes on, where hosts have room, and leave with them."
     )
 
+    def clipped(self, replicas: int) -> int:
+        """The number within these bounds that is next to `replicas`."""
+        return min(max(replicas, self.min), self.max)
+
 
 def _kind_of_replicas(value: object) -> str:
     """Which form of `rollout.replicas` a value has: the tag of its type in the annotation of the key."""

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from mtpctl.telemetry.history import Event, History
 from mtpctl.telemetry.metrics_file import plain
+from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.runs import RunOverview
+from mtpctl.telemetry.scale_requests import remembered
 
 EVENTS = 30
 """The newest events, at most so many, are kept."""
@@ -66,7 +68,9 @@ class LiveStatus:
         reward = self.metrics.get("reward/unfiltered_mean", self.metrics.get("reward/mean"))
         age, steps = max(0.0, time.time() - self._wrote), self.totals.get(self.stage)
         replicas = int(self.metrics["rollout/replicas"]) if "rollout/replicas" in self.metrics else None
-        return RunOverview(self.path, "running", self.stage, self.step, steps, reward, self._accuracy, age, list(self.restarts), replicas)
+        asked = remembered(RunDirectory(self.path))
+        restarts = list(self.restarts)
+        return RunOverview(self.path, "running", self.stage, self.step, steps, reward, self._accuracy, age, restarts, replicas, asked)
 
     def as_json(self) -> dict[str, object]:
         """All of it as values that JSON can hold."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.telemetry.patient_file import open_patiently
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -31,24 +31,23 @@ class MetricsFile:
         self.session = 1 + max((row["session"] for row in earlier), default=0)
         if path.exists():
             _cut_torn_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = open_patiently(path)
 
     def append(self, row: Mapping[str, object]) -> None:
         """Write one line. It is in the page cache when this returns, and survives this process, though not the machine.
 
-        Raises RuntimeFailure where it cannot be written; the file may end in an incomplete line then.
+        On a disk that is full it waits for room, beside the run. Raises RuntimeFailure where the disk has been full for `PATIENCE_S`; the
+        file may end in an incomplete line then.
         """
         safe = {key: plain(value) for key, value in {"session": self.session, **row}.items()}
         try:
             self._file.write(json.dumps(safe, allow_nan=False) + "\n")
-            self._file.flush()
         except OSError as error:
             raise RuntimeFailure(f"cannot write {self.path}: {error.strerror}; free space and start the same command again") from error
 
     def close(self) -> None:
-        # What a full disk did not take is tried once more here. `append` has told of it, and the next session cuts a torn line off.
-        with suppress(OSError):
-            self._file.close()
+        """Close the file. A torn line that a full disk leaves is cut off by the next session."""
+        self._file.close()
 
 
 def plain(value: object) -> object:

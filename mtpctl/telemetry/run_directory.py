@@ -46,6 +46,7 @@ class RunDirectory:
         self.samples = self.path / "samples"
         self.report = self.path / "report.html"
         self.requests = self.path / "requests"
+        self.scaled = self.path / "replicas.json"
         self._lock: IO[str] | None = None
 
     @classmethod

@@ -13,6 +13,7 @@ import yaml
 
 from mtpctl.telemetry.history import History, load_history
 from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.scale_requests import remembered
 
 State = Literal["running", "done", "failed", "stopped", "broken off", "empty"]
 """`broken off`: it ended without logging an end, as a killed run does. `empty`: it has logged nothing."""
@@ -25,7 +26,7 @@ class RunOverview:
     """One run: its progress (`step` of `steps` in `stage`), the newest reward and accuracy of RL, seconds since its last metric.
 
     `restarts`: what became of trainers and replicas that were lost, the newest line last. `replicas`: rollout replicas that served at the
-    newest weight sync; None before the first.
+    newest weight sync; None before the first. `asked_replicas`: how many `mtpctl scale` asked for last; None where it never did.
     """
 
     path: Path
@@ -38,6 +39,7 @@ class RunOverview:
     age_s: float
     restarts: list[str] = field(default_factory=list)
     replicas: int | None = None
+    asked_replicas: int | None = None
 
 
 def find_runs(folder: Path) -> list[RunOverview]:
@@ -74,6 +76,7 @@ def describe_run(path: Path) -> RunOverview:
         max(0.0, time.time() - newest.stat().st_mtime),
         [event.message for event in history.events if event.kind == "restart"],
         None if (replicas := _last(history, "rollout/replicas")) is None else int(replicas),
+        remembered(run),
     )
 
 

@@ -7,7 +7,9 @@ the first and the newest ones are kept.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import queue
 import sys
 import threading
@@ -18,6 +20,7 @@ from typing import Literal, NotRequired, TypedDict, get_args
 
 from mtpctl.errors import UserError
 from mtpctl.samples import Sample
+from mtpctl.telemetry.patient_file import PATIENCE_S
 
 Kind = Literal["update", "eval", "dropped"]
 """`update`: trained on; `eval`: of a held-out problem; `dropped`: of a group that is not trained on, for the reason in `note`."""
@@ -27,6 +30,8 @@ MOST_CHARACTERS = 16_000
 """Characters of one text; the middle of a longer one is left out."""
 _WAITING = 64
 """Calls that may wait for the disk."""
+_AGAIN_S = 1.0
+"""Seconds after which rows that the disk did not take are tried again."""
 
 
 class Part(TypedDict):
@@ -153,6 +158,7 @@ class SampleLog:
         self._tables = tables
         self._batches = 0
         self._queue: queue.Queue[list[SampleRow] | None] = queue.Queue(_WAITING)
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._write_all, name="samples", daemon=True)
         self._thread.start()
 
@@ -164,8 +170,9 @@ class SampleLog:
             self._leave_out(rows, "they came faster than they could be written")
 
     def close(self) -> None:
-        """Wait until everything is written. A second call does nothing."""
+        """Wait until everything is written that the disk takes. A second call does nothing."""
         if self._thread.is_alive():
+            self._closing.set()
             self._queue.put(None)
             self._thread.join()
 
@@ -174,16 +181,26 @@ class SampleLog:
             try:
                 self._batches += 1
                 stamp = {"session": self.session, "batch": self._batches, "time": time.time()}
-                self._append("".join(json.dumps({**stamp, **row}) + "\n" for row in rows))
+                self._append_patiently("".join(json.dumps({**stamp, **row}) + "\n" for row in rows))
                 for table in self._tables:
                     table(rows)
             except Exception as error:
-                # Samples are no reason to end a run. A full disk ends it by its metrics; the rest is told at the end.
+                # Samples are no reason to end a run. A disk that stays full ends it by its metrics; the rest is told at the end.
                 self._leave_out(rows, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
     def _leave_out(self, rows: list[SampleRow], why: str) -> None:
         self.left_out += len(rows)
         self.told = f"{self.left_out} samples were left out of samples/ or a table; the last, {why}"
+
+    def _append_patiently(self, lines: str) -> None:
+        """Append the lines, once a disk that is full has room for them. Raises OSError after `PATIENCE_S`, or where it is closed before."""
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return self._append(lines)
+            except OSError:
+                if self._closing.wait(_AGAIN_S) or time.monotonic() >= end:
+                    raise
 
     def _append(self, lines: str) -> None:
         self.folder.mkdir(exist_ok=True)
@@ -191,8 +208,15 @@ class SampleLog:
         number = int(files[-1].stem) if files else 0
         if files and (files[-1].stat().st_size >= FILE_BYTES or not _whole(files[-1])):
             number += 1
-        with (self.folder / f"{number:06d}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(lines)
+        path = self.folder / f"{number:06d}.jsonl"
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(lines)
+        except OSError:
+            with contextlib.suppress(FileNotFoundError):
+                os.truncate(path, size)  # of these lines, which will be written again, none are left
+            raise
         for old in _files(self.folder)[1 : 1 - MOST_FILES]:
             old.unlink()
 

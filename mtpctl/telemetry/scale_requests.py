@@ -4,6 +4,7 @@ Whoever can write there may ask, from any host that sees the directory.
 
 requests/ID.json      {"replicas": 3}                   written by the command, removed by the run once it has read it
 requests/ID.answer    {"told": "…", "refused": false}   written by the run, removed by the command
+replicas.json         {"asked": 3}                      written by the run, which begins with this number when it is started again
 """
 
 from __future__ import annotations
@@ -42,6 +43,27 @@ class ScaleRequest:
     def answer(self, answer: Answer) -> None:
         """Write the answer for the command that waits for it."""
         write_whole(self.file.with_suffix(".answer"), json.dumps(asdict(answer)))
+
+
+def remember(run: RunDirectory, replicas: int) -> None:
+    """Note the number that was asked for last. Called by the run. Raises UserError where it cannot be written."""
+    try:
+        write_whole(run.scaled, json.dumps({"asked": replicas}) + "\n")
+    except OSError as error:
+        raise UserError(f"RUN: cannot write {run.scaled} ({error.strerror}); free space and ask again") from error
+
+
+def remembered(run: RunDirectory) -> int | None:
+    """The number that `mtpctl scale` asked for last, over all starts of the run; None where it never did.
+
+    Raises UserError where the file cannot be read.
+    """
+    try:
+        return int(json.loads(run.scaled.read_text(encoding="utf-8"))["asked"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{run.scaled}: is not what mtpctl scale left; remove it, and ask again") from error
 
 
 def forget_requests(run: RunDirectory) -> None:

@@ -21,6 +21,7 @@ from mtpctl.telemetry.history import History, Row, load_history
 from mtpctl.telemetry.live import LiveStatus
 from mtpctl.telemetry.metrics_file import MetricsFile
 from mtpctl.telemetry.panel import Display, LivePanel, PlainLines
+from mtpctl.telemetry.patient_file import open_patiently
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.sample_log import SampleLog, SampleRow, Tables
 from mtpctl.telemetry.sinks import Sink, TensorBoardSink, check_packages
@@ -34,7 +35,7 @@ def open_log(path: Path) -> TextIO:
     """Open a log to append to. One that has grown over `LOG_BYTES` is renamed to `NAME.1.log` first."""
     if path.exists() and path.stat().st_size > LOG_BYTES:
         path.replace(path.with_suffix(".1.log"))
-    return path.open("a", encoding="utf-8", buffering=1)
+    return open_patiently(path)
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Telemetry:
         self._log = PlainLines(Console(file=self._log_file, no_color=True), totals or {}, early=early, dated=True)
 
     def log(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
-        """Log metrics of a step, whose values `float` converts. Raises RuntimeFailure where the disk is full."""
+        """Log metrics of a step, whose values `float` converts. Raises RuntimeFailure where the disk has been full for `PATIENCE_S`."""
         values = {name: float(value) for name, value in metrics.items()}
         with self._lock:
             self._file.append({"time": time.time(), "phase": phase, "step": step, **values})
@@ -202,8 +203,7 @@ class Telemetry:
                         self._file.append({"time": time.time(), "event": "tracker", "message": sink.failure})
                     self._console.print(f"tracker: {sink.failure}", markup=False, highlight=False, soft_wrap=True)
             self._file.close()
-            with contextlib.suppress(OSError):  # as in `MetricsFile.close`
-                self._log_file.close()
+            self._log_file.close()
 
     @staticmethod
     def _unless(failed: bool) -> contextlib.AbstractContextManager[None]:

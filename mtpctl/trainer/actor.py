@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypedDict
 from mtpctl.cluster.heap import importing, settle_heap
 from mtpctl.cluster.logs import write_to_run
 from mtpctl.cluster.seats import Found, here
-from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.errors import RuntimeFailure, SaveFailed, UserError
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.train import Replay
 from mtpctl.samples import Logprobs, Sample
@@ -324,11 +324,17 @@ class TrainerRank(WeightSource):
         return None if found is None else str(found)
 
     def publish_checkpoint(self, path: str, keep: int, needed: Sequence[str] = ()) -> None:
-        """Make `path` the newest checkpoint, and delete all but the `keep` newest and those whose names are `needed`."""
+        """Make `path` the newest checkpoint, and delete all but the `keep` newest and those whose names are `needed`.
+
+        Raises SaveFailed where the disk does not take it: the one before is the newest then.
+        """
         from mtpctl.checkpoint.sharded import publish_checkpoint
 
         if self.rank == 0:
-            publish_checkpoint(Path(path), keep=keep, needed=needed)
+            try:
+                publish_checkpoint(Path(path), keep=keep, needed=needed)
+            except OSError as error:
+                raise SaveFailed(f"checkpoint {path} was written, but could not be made the newest: {error.strerror}") from error
 
 
 def _sampled_under(sample: Sample, version: int | None) -> npt.NDArray[np.bool_]:

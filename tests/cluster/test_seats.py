@@ -194,3 +194,20 @@ def test_seats_close_up_to_the_hosts_that_are_left(plan: Seats, monkeypatch: pyt
         ("trainer-2", "bb"),
         ("trainer-3", "bb"),
     ]
+
+
+def test_who_waits_for_a_place_is_known_until_the_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas that join leave the room to those who wait (`ElasticRollout`)."""
+    monkeypatch.setattr("mtpctl.cluster.seats.living", set)
+    monkeypatch.setattr("mtpctl.cluster.seats.ray_hosts", list)
+    seats = Seats({"logprob-0-rank-0": Seat(Claim("logprob-0-rank-0", 1), "bb", None)})
+
+    async def wait() -> None:
+        waiting = asyncio.create_task(seats.take("logprob-0-rank-0"))
+        await asyncio.sleep(0)
+        assert list(seats.awaited) == ["logprob-0-rank-0"]
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert not seats.awaited
+
+    asyncio.run(wait())

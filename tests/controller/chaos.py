@@ -60,7 +60,10 @@ SETTINGS = (
     "data.task={name: addition, max_digits: 2, train_size: 5000, eval_size: 8}",
 )
 SERVER = ("logprob.standalone=true",)
-ONE_HOST = ("cluster.num_cpus=3",)
+REPLICAS = (1, 3)
+"""The least and the most rollout replicas of a run whose replicas come and go."""
+ELASTIC = f"rollout.replicas={{min: {REPLICAS[0]}, max: {REPLICAS[1]}}}"
+ONE_HOST = (f"cluster.num_cpus={2 + REPLICAS[1]}",)
 TRAINER, ROLLOUT, LOGPROB = "TrainerRank", "RolloutActor", "ScoreRank"
 KINDS = (
     *(f"{what} {whom}" for whom in (TRAINER, ROLLOUT, LOGPROB) for what in ("kill", "kill", "pause", "stop")),
@@ -70,6 +73,8 @@ IN_SFT = 0.1
 """The share of events in the supervised stage."""
 FILLS = ("fill memory", "fill disk")
 """Events that need a mount namespace."""
+SCALES = ("scale rollout",) * 3
+"""Events that need replicas that come and go: another number of them is asked for than before."""
 HOST_KINDS = (*("host gone" for _ in range(4)), *(f"kill {whom}" for whom in (TRAINER, ROLLOUT, LOGPROB)), "command killed")
 """Events of a run over several hosts."""
 ENDS = {"command killed": {-signal.SIGKILL}, "command ended": {130, -signal.SIGTERM}, "fill disk": {5}, "fill memory": {3, 5}}
@@ -163,7 +168,10 @@ class Hosts:
 
 @dataclass
 class Disturbed:
-    """A run in `folder` that is disturbed by `events`, on one host or on `hosts`. `exits`: the exit codes of its commands."""
+    """A run in `folder` that is disturbed by `events`, on one host or on `hosts`. `exits`: the exit codes of its commands.
+
+    `replicas`: how many rollout replicas were asked for last, in a run whose replicas come and go.
+    """
 
     folder: Path
     sets: Sequence[str]
@@ -173,6 +181,7 @@ class Disturbed:
     hosts: Hosts | None = None
     exits: list[int] = field(default_factory=list)
     process: subprocess.Popen[bytes] | None = None
+    replicas: int = REPLICAS[1]
     _released: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
 
     @property
@@ -244,11 +253,30 @@ class Disturbed:
                 lost, seconds = self.hosts.lose(draw), draw.uniform(0, 15)
                 self._later(seconds, self.hosts.join)
                 return f"killed the raylet of {lost[:8]}, another joins after {seconds:.0f} s"
+            case "scale":
+                return self._scale(draw.choice([count for count in range(REPLICAS[0], REPLICAS[1] + 1) if count != self.replicas]))
             case "command":
                 number = signal.SIGKILL if whom == "killed" else signal.SIGTERM
                 self.process.send_signal(number)
                 return f"sent {number.name}"
         raise AssertionError(f"no event is called {event.kind}")
+
+    def _scale(self, replicas: int) -> str:
+        """Have `mtpctl scale` ask the run for another number of rollout replicas, until it answers. Returns what it was told."""
+        assert self.process is not None
+        command = [*self.space.enter, sys.executable, "-m", "mtpctl", "scale", str(self.run_dir), "--replicas", str(replicas)]
+        before, code, told, end = self.replicas, 2, "", time.monotonic() + END_S
+        while code == 2 and time.monotonic() < end and self.process.poll() is None:  # the run begins, or its disk is full
+            asking = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder, env=with_tree()
+            )
+            while asking.poll() is None:
+                self._release()
+                time.sleep(0.05)
+            code, told = asking.returncode, asking.communicate()[0].strip()
+        if code == 0:
+            self.replicas = replicas
+        return f"asked for {replicas} replica(s) instead of {before}, exit code {code}: {told}"
 
     def _wait_for_actors(self, kind: str) -> list[psutil.Process]:
         """The actors of a kind, once there are any: they may be being started anew."""

@@ -1,4 +1,4 @@
-"""The main job under random events: actors killed and stopped, the command killed, disk and shared memory full.
+"""The main job under random events: actors killed and stopped, replicas added and removed, the command killed, disk and memory full.
 
 What has to hold is checked from the records that each run leaves: `metrics.jsonl`, `samples/` and the last checkpoint. How many events
 there are, and which, say the variables `MTPCTL_CHAOS_EVENTS`, `MTPCTL_CHAOS_SEED` and `MTPCTL_CHAOS_KINDS` (separated by commas).
@@ -26,9 +26,11 @@ from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.telemetry.history import load_history
 from mtpctl.telemetry.sample_log import SampleRow, read_samples
 from tests.controller.chaos import (
+    ELASTIC,
     FILLS,
     HOST_KINDS,
     KINDS,
+    SCALES,
     SERVER,
     Disturbed,
     Hosts,
@@ -56,6 +58,7 @@ def run(folder: Path, events: int, sets: Sequence[str], *, seed: int, steps: int
     # Actors on other hosts would not see its disk.
     with space(folder, wanted=on is None) as place:
         kinds = HOST_KINDS if on is not None else (*KINDS, *FILLS) if place.works else KINDS
+        kinds = (*kinds, *SCALES) if ELASTIC in sets else kinds
         disturbed = Disturbed(
             folder, [*sets, f"train.rl.steps={steps}"], drawn(seed, events, steps - 2, kinds_asked(kinds)), place, seed, on
         )
@@ -137,13 +140,13 @@ def test_the_test_of_lengths_tells_cut_responses_from_whole_ones() -> None:
 
 def test_random_events_lose_and_double_nothing(tmp_path: Path) -> None:
     events, seed = events_asked(), seed_asked()
-    steps = STEPS_AN_EVENT * events
-    disturbed, how = run(tmp_path / "disturbed", events, SERVER, seed=seed, steps=steps)
+    steps, sets = STEPS_AN_EVENT * events, (*SERVER, ELASTIC)
+    disturbed, how = run(tmp_path / "disturbed", events, sets, seed=seed, steps=steps)
     report(disturbed, how)
     trained = check_every_prompt(disturbed, steps)
     check_versions(disturbed, trained)
     check_restarts(disturbed)
-    undisturbed, _ = run(tmp_path / "undisturbed", 0, SERVER, seed=seed, steps=steps)
+    undisturbed, _ = run(tmp_path / "undisturbed", 0, sets, seed=seed, steps=steps)
     lengths = [[row["tokens"] for row in rows] for rows in (trained, check_every_prompt(undisturbed, steps))]
     assert shorter(*lengths) > 0.01
 
@@ -163,12 +166,12 @@ def test_a_deterministic_run_ends_with_the_weights_of_one_that_nothing_disturbed
 
 
 def test_hosts_that_go_lose_and_double_nothing(tmp_path: Path) -> None:
-    """Two data-parallel trainer ranks, an engine and a log-prob replica over four hosts; the trainer goes on with one rank if need be."""
+    """Two data-parallel trainer ranks, a log-prob replica and engines over five hosts; the trainer goes on with one rank if need be."""
     events, seed = events_asked(), seed_asked()
     steps = STEPS_AN_EVENT * events
-    with hosts(3) as three:
-        sets = (*SERVER, "train.parallel.dp=2", "train.min_dp=1")
-        found, how = run(tmp_path / "hosts", events, sets, seed=seed, steps=steps, on=three)
+    with hosts(4) as four:
+        sets = (*SERVER, ELASTIC, "train.parallel.dp=2", "train.min_dp=1")
+        found, how = run(tmp_path / "hosts", events, sets, seed=seed, steps=steps, on=four)
     report(found, how)
     check_versions(found, check_every_prompt(found, steps))
     check_restarts(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from mtpctl.cluster.seats import Claim, Seat, Seats
-from mtpctl.controller.elastic import ElasticRollout
+from mtpctl.controller.elastic import YIELD_S, ElasticRollout
 from mtpctl.controller.state import RunState
 from mtpctl.controller.waits import Waits
 from mtpctl.recipe.rollout import ReplicaRange, VllmConfig
@@ -30,6 +31,7 @@ class Hosts:
     room: dict[str, int]
     drained: set[str] = field(default_factory=set)
     seats: dict[str, Seat] = field(default_factory=dict)
+    awaited: dict[str, float] = field(default_factory=dict)
 
     def taken(self, host: str) -> int:
         return sum(seat.node == host for seat in self.seats.values())
@@ -41,6 +43,9 @@ class Hosts:
                 self.seats[claim.actor] = seat = Seat(claim, host, None)
                 return seat
         return None
+
+    def lost(self, actors: list[str]) -> list[str]:
+        return [actor for actor in actors if actor not in self.seats]
 
     def give_up(self, actor: str) -> None:
         self.seats.pop(actor, None)
@@ -83,7 +88,7 @@ class World:
 
 @asynccontextmanager
 async def world(path: Path, room: dict[str, int], *, least: int = 1, most: int = 4, **options: Any) -> AsyncIterator[World]:
-    """A run that was planned with the `least` replicas on its first hosts."""
+    """A run that was planned with the `least` replicas on its first hosts. With the `path` of another one it is that run started again."""
     hosts = Hosts(room)
     for index in range(least):
         assert await hosts.add(Claim(f"rollout-{index}", 1.0)) is not None
@@ -160,6 +165,47 @@ async def test_what_is_asked_for_is_had_and_answered(tmp_path: Path) -> None:
 
 
 @in_loop
+async def test_what_was_asked_for_holds_when_the_run_is_started_again(tmp_path: Path) -> None:
+    async with world(tmp_path, {"a": 8}) as it:
+        await asyncio.to_thread(ask, it.run, 2)
+        await it.settled(0, 1)
+    async with world(tmp_path, {"a": 8}) as it:
+        await it.settled(0, 1)
+        assert it.said[0] == "2 replica(s) are asked for, since mtpctl scale did so before"
+        await asyncio.to_thread(ask, it.run, 4)
+        await it.settled(0, 1, 2, 3)
+    async with world(tmp_path, {"a": 8}, most=3) as it:
+        await it.settled(0, 1, 2)
+        assert it.said[0] == "4 replica(s) are asked for, since mtpctl scale did so before, and rollout.replicas allows 3"
+    async with world(tmp_path, {"a": 8}, most=5) as it:
+        await it.settled(0, 1, 2, 3)
+
+
+@in_loop
+async def test_a_number_that_cannot_be_remembered_is_not_taken(tmp_path: Path) -> None:
+    """As on a full disk."""
+    async with world(tmp_path, {"a": 8}, most=2) as it:
+        await it.settled(0, 1)
+        it.run.scaled.mkdir()
+        refused = await asyncio.to_thread(ask, it.run, 1)
+        assert (refused.told, refused.refused) == (f"RUN: cannot write {it.run.scaled} (Is a directory); free space and ask again", True)
+        await it.settled(0, 1)
+        it.run.scaled.rmdir()
+        await asyncio.to_thread(ask, it.run, 1)
+        await it.settled(0)
+
+
+@in_loop
+async def test_replicas_follow_what_was_asked_for_where_the_answer_cannot_be_written(tmp_path: Path) -> None:
+    async with world(tmp_path, {"a": 8}, most=2) as it:
+        await it.settled(0, 1)
+        (it.run.requests / "1.answer").mkdir(parents=True)
+        (it.run.requests / "1.json").write_text('{"replicas": 1}')
+        await it.settled(0)
+        assert "mtpctl scale gets no answer (Is a directory): 1 replica(s) are asked for, and 2 serve" in it.said
+
+
+@in_loop
 async def test_those_in_quarantine_are_the_first_to_leave(tmp_path: Path) -> None:
     async with world(tmp_path, {"a": 8}, least=2, most=2, max_restarts=0) as it:
         it.fleet.live[0].die()
@@ -204,6 +250,37 @@ async def test_what_is_free_while_the_trainer_is_lost_is_the_trainers(tmp_path: 
         await asyncio.sleep(0.05)
         await it.settled(0)
         it.state.lost = False
+        await it.settled(0, 1)
+
+
+@in_loop
+async def test_who_is_in_the_plan_gets_the_place_of_a_replica_beyond_the_least(tmp_path: Path) -> None:
+    """The host of a log-prob replica is gone, and rollout has taken all others before it was missed."""
+    async with world(tmp_path, {"a": 1, "b": 1, "c": 1}, most=3) as it:
+        await it.settled(0, 1, 2)
+        it.hosts.awaited["logprob-0"] = time.monotonic()
+        it.hosts.awaited["rollout-1"] = time.monotonic() - YIELD_S
+        await it.settled(0, 1, 2)
+        assert not any("leaves" in line for line in it.said), "another host may join"
+        it.hosts.awaited["logprob-0"] -= YIELD_S
+        await it.until(lambda: "rollout-2" not in it.hosts.seats)
+        assert "replica 2 leaves: logprob-0 has no place on any other host" in it.said
+        it.hosts.seats["logprob-0"] = Seat(Claim("logprob-0", 1.0), "c", None)
+        del it.hosts.awaited["logprob-0"]
+        await it.settled(0, 1)
+        it.hosts.room["d"] = 1
+        it.hosts.awaited["trainer-0"] = time.monotonic()
+        await asyncio.sleep(0.05)
+        await it.settled(0, 1)
+        del it.hosts.awaited["trainer-0"]
+        await it.settled(0, 1, 2)
+
+
+@in_loop
+async def test_the_least_stay_whoever_waits(tmp_path: Path) -> None:
+    async with world(tmp_path, {"a": 2}, least=2, most=3) as it:
+        it.hosts.awaited["trainer-0"] = time.monotonic() - YIELD_S
+        await asyncio.sleep(0.1)
         await it.settled(0, 1)
 
 

@@ -131,3 +131,28 @@ def test_replicas_follow_hosts_that_join_are_drained_and_die(tmp_path: Path) -> 
             run.assert_trained_once()
     finally:
         cluster.shutdown()
+
+
+def test_a_trainer_whose_host_is_gone_gets_the_place_of_a_replica_beyond_the_least(tmp_path: Path) -> None:
+    """Four hosts of one CPU each, and no other joins: without that the run would wait for one for ever."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    others = [cluster.add_node(num_cpus=1) for _ in range(3)]
+    cluster.wait_for_nodes()
+    try:
+        elastic = ("rollout.replicas={min: 1, max: 3}", f"cluster.address={cluster.address}")
+        with scaled(tmp_path / "run", *elastic, "train.parallel.dp=2", "train.checkpoint_every=2") as run:
+            run.trains_on(2)
+            places = next(row["message"] for row in run.rows() if row.get("message", "").startswith("places: "))
+            (host,) = [place.partition(":")[0] for place in places.removeprefix("places: ").split("; ") if "trainer-1" in place]
+            (gone,) = [node for node in others if node.node_id.startswith(host.partition("/")[2])]
+            gone.kill_raylet()
+            run.wait_for(lambda: run.told("replica 1 leaves: trainer-1 has no place on any other host") == 1, 120)
+            run.wait_for(lambda: run.told("trainer back after") == 1, 120)
+            run.trains_on(1)
+            run.stopped()
+        trained = [row["prompt_id"] for row in read_samples(run.run_dir) if row["kind"] == "update"]
+        assert set(Counter(trained).values()) == {SIZE}
+    finally:
+        cluster.shutdown()

@@ -8,24 +8,25 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.controller.sft import check_applied
-from mtpctl.controller.state import RunState, ended_stages, newest_version, version_named
+from mtpctl.controller.state import AGAIN_S, GIVE_UP_S, RunState, ended_stages, newest_version, version_named
 from mtpctl.controller.trainers import TrainerGroup
-from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.errors import RuntimeFailure, SaveFailed, UserError
 from mtpctl.recipe.train import TrainConfig
 
 
 class Trainer:
-    """Writes nothing but folders; a save takes until `written` is set, unless somebody waits for it."""
+    """Writes nothing but folders; a save takes until `written` is set, unless somebody waits for it. The next `breaks` saves fail."""
 
     def __init__(self) -> None:
         self.path, self.folder = Path(), Path("none")
-        self.written, self.broken = False, False
+        self.written, self.breaks = False, 0
         self.published: list[str] = []
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -36,8 +37,10 @@ class Trainer:
             self.folder.mkdir(parents=True)
             return str(self.folder)
         if method == "finish_save":
-            if self.broken:
-                raise RuntimeFailure(f"checkpoint {self.path} was not written: disk full")
+            if self.breaks:
+                self.breaks -= 1
+                shutil.rmtree(self.folder)
+                raise SaveFailed(f"checkpoint {self.path} was not written: disk full")
             if not (args[0] or self.written):
                 return False
             if self.path.exists():
@@ -55,6 +58,13 @@ def run(tmp_path: Path, **fields: Any) -> tuple[RunState, Trainer, TrainerGroup]
     state, trainer = RunState(tmp_path, TrainConfig(checkpoint_every=2, **fields)), Trainer()
     state.begin("sft")
     return state, trainer, cast(TrainerGroup, trainer)
+
+
+def clock(patch: pytest.MonkeyPatch) -> list[float]:
+    """The time that the state has, which the test sets."""
+    now = [1000.0]
+    patch.setattr("mtpctl.controller.state.time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
 
 
 async def step(state: RunState, trainer: TrainerGroup) -> None:
@@ -181,15 +191,65 @@ def test_the_next_one_and_a_stop_wait_for_it(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_what_could_not_be_written_ends_the_run_at_the_next_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_could_not_be_written_is_tried_again_after_a_later_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    now = clock(monkeypatch)
+
+    async def main() -> None:
+        state, trainer, group = run(tmp_path, async_save=beside)
+        told: list[str] = []
+        state.tell = told.append
+        trainer.breaks, trainer.written = 1, True
+        for _ in range(2 + beside):
+            await step(state, group)
+        failed = f"checkpoint {tmp_path}/sft-000002 was not written: disk full"
+        assert told == [f"{failed}; training goes on, and a checkpoint is tried again after a later update"]
+        await step(state, group)
+        assert trainer.published == [] and not list(tmp_path.iterdir()), "not at once"
+        now[0] += AGAIN_S
+        for _ in range(1 + beside):
+            await step(state, group)
+        assert trainer.published == ["sft-000005" if beside else "sft-000004"] and len(told) == 1
+        for _ in range(2 + beside):
+            await step(state, group)
+        assert trainer.published[1:] == (["sft-000006", "sft-000008"] if beside else ["sft-000006"]), "as often as before"
+
+    asyncio.run(main())
+
+
+def test_a_run_ends_where_checkpoints_cannot_be_written_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = clock(monkeypatch)
+
+    async def main() -> None:
+        state, trainer, group = run(tmp_path)
+        trainer.breaks = 3
+        for _ in range(2):
+            await step(state, group)
+        now[0] += GIVE_UP_S
+        await step(state, group)  # an update that takes so long has a try after it
+        assert len(state.failed_at) == 2
+        now[0] += AGAIN_S
+        told = "sft-000004 was not written: disk full; 3 tries within 5 minutes failed; free space and start the same command again"
+        with pytest.raises(RuntimeFailure, match=told):
+            await step(state, group)
+
+    asyncio.run(main())
+
+
+def test_the_last_checkpoint_of_a_stage_must_be_written_and_may_take_the_place_of_one_that_was_not(tmp_path: Path) -> None:
     async def main() -> None:
         state, trainer, group = run(tmp_path, async_save=True)
-        await step(state, group)
-        await step(state, group)
-        trainer.broken = True
-        with pytest.raises(RuntimeFailure, match="was not written: disk full"):
+        for _ in range(2):
             await step(state, group)
-        assert trainer.published == []
+        trainer.breaks = 1
+        state.end("sft")
+        assert await state.checkpoint(group) == tmp_path / "sft-000002-end"
+        assert trainer.published == ["sft-000002-end"]
+        trainer.breaks = 1
+        with pytest.raises(SaveFailed, match="sft-000002-end was not written: disk full"):
+            await state.checkpoint(group)
 
     asyncio.run(main())
 
@@ -216,8 +276,10 @@ def test_a_checkpoint_without_the_controllers_part_is_given_up(tmp_path: Path, m
         state, trainer, group = run(tmp_path)
         state.buffer = Buffer()
         await step(state, group)
-        with pytest.raises(RuntimeFailure, match=r"sft-000002 was not written \(No space left on device\); free space and start the same"):
-            await step(state, group)
+        told: list[str] = []
+        state.tell = told.append
+        await step(state, group)
+        assert "sft-000002 was not written: No space left on device; training goes on" in told[0]
         assert trainer.published == [] and not trainer.folder.exists()
         full = False
         assert await state.rescue(group) == tmp_path / "sft-000002"

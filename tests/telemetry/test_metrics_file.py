@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.telemetry.metrics_file import MetricsFile, read_rows
+from mtpctl.telemetry.patient_file import PATIENCE_S
+from tests.full_disk import full_disk
 
 
 def row(step: int, **metrics: Any) -> dict[str, Any]:
@@ -72,13 +74,33 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, broken: str) -> No
         read_rows(path)
 
 
-def test_a_full_disk_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_wait_for_room_on_a_disk_that_is_full(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "m.jsonl")
+    file.append(row(1))
+    size = file.path.stat().st_size
+    with full_disk(size + 5):
+        for step in (2, 3):
+            file.append(row(step))
+        assert file.path.stat().st_size == size + 5, "the begin of a line"
+        assert [r["step"] for r in read_rows(file.path)] == [1]
+    file.append(row(4))
+    assert [r["step"] for r in read_rows(file.path)] == [1, 2, 3, 4]
+    with full_disk(size):
+        file.append(row(5))
+    file.close()
+    assert [r["step"] for r in read_rows(file.path)] == [1, 2, 3, 4, 5]
 
-    class Full:
-        def write(self, text: str) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(file, "_file", Full())
-    with pytest.raises(RuntimeFailure, match="No space left on device; free space"):
+def test_a_disk_that_stays_full_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = MetricsFile(tmp_path / "m.jsonl")
+    now = [0.0]
+    monkeypatch.setattr("mtpctl.telemetry.patient_file.time", SimpleNamespace(monotonic=lambda: now[0]))
+    with full_disk():
         file.append(row(1))
+        now[0] = PATIENCE_S - 1
+        file.append(row(2))
+        now[0] = PATIENCE_S
+        with pytest.raises(RuntimeFailure, match=r"cannot write .*m\.jsonl: File too large; free space"):
+            file.append(row(3))
+        file.close()
+    assert not file.path.read_text()

@@ -11,6 +11,7 @@ import pytest
 from mtpctl.errors import UserError
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.runs import describe_run, find_runs
+from mtpctl.telemetry.scale_requests import remember
 from tests.cli.test_commands import mtpctl as mtpctl
 
 RECIPE = "train:\n  stages: [sft, rl]\n  sft: {steps: 5}\n  rl: {steps: 10}\n"
@@ -80,5 +81,8 @@ def test_the_status_of_a_run_tells_why_its_trainer_was_started_anew(mtpctl: Any,
     assert told.startswith(f"{path}: broken off, rl step 4 of 10, reward 0.400, held-out accuracy 0.250; wrote ")
     assert told.endswith(" ago\nrestart: m\n")
     assert json.loads(mtpctl("status", str(path), "--json").out)["restarts"] == ["m"]
+    remember(RunDirectory(path), 2)
+    assert "held-out accuracy 0.250, 2 asked for by mtpctl scale; wrote " in mtpctl("status", str(path)).out
+    assert json.loads(mtpctl("status", str(path), "--json").out)["asked_replicas"] == 2
     no = tmp_path / "no"
     assert mtpctl("status", str(no)).err == f"error: RUN: {no} is no run directory; mtpctl runs lists those below a folder\n"

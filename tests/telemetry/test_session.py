@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -18,9 +17,10 @@ from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.samples import Sample
 from mtpctl.telemetry.history import load_history
 from mtpctl.telemetry.run_directory import RunDirectory
-from mtpctl.telemetry.sample_log import sample_row
+from mtpctl.telemetry.sample_log import read_samples, sample_row
 from mtpctl.telemetry.session import Resumed, Telemetry, open_log
 from mtpctl.telemetry.sinks import TensorBoardSink
+from tests.full_disk import full_disk
 
 
 def start(path: Path, config: TelemetryConfig | None = None) -> tuple[Telemetry, io.StringIO]:
@@ -99,31 +99,48 @@ def test_tensorboard_holds_the_same_scalars_by_phase(tmp_path: Path) -> None:
 
 
 @contextmanager
-def full_disk() -> Iterator[None]:
-    """No file takes a byte more while the block runs."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
+def full_for_tensorboard() -> Iterator[None]:
+    """A full disk, by which TensorBoard's threads end: in this test, and not in the next one."""
+    with full_disk():
         yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        # TensorBoard's threads end by the error that they hand on: in this test, and not in the next one.
-        for thread in threading.enumerate():
-            if getattr(thread, "exception", None) is not None:
-                thread.join(10)
+    for thread in threading.enumerate():
+        if getattr(thread, "exception", None) is not None:
+            thread.join(10)
 
 
 broken_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
 @broken_thread
-def test_a_full_disk_ends_a_run_by_one_line(tmp_path: Path) -> None:
+def test_a_disk_that_stays_full_ends_a_run_by_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not by what closing its files would raise."""
+    monkeypatch.setattr("mtpctl.telemetry.patient_file.PATIENCE_S", 0.0)
     telemetry, _ = start(tmp_path / "run", TelemetryConfig())
     told = r"cannot write .*metrics.jsonl: File too large; free space and start"
-    with full_disk(), pytest.raises(RuntimeFailure, match=told), telemetry:
+    with full_for_tensorboard(), pytest.raises(RuntimeFailure, match=told), telemetry:
         telemetry.samples([sample_row(Sample("p", "g", [1]), lambda ids: "", step=1, kind="update")])
         telemetry.log(1, {"reward/mean": 1.0}, "rl")
+
+
+@broken_thread
+def test_a_run_goes_on_while_the_disk_is_full_and_lacks_nothing_then(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    telemetry, _ = start(path)
+    with telemetry:
+        with full_disk():
+            telemetry.samples([sample_row(Sample("p", "g", [1]), lambda ids: "", step=1, kind="update")])
+            telemetry.log(1, {"reward/mean": 1.0}, "rl")
+            telemetry.event("restart", "of somebody")
+        telemetry.log(2, {"reward/mean": 2.0}, "rl")
+        end = time.monotonic() + 30
+        while not read_samples(path):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    history = load_history(path)
+    assert [row.step for row in history.rows] == [1, 2] and [event.message for event in history.events] == ["of somebody"]
+    assert [row["step"] for row in read_samples(path)] == [1]
+    log = (path / "logs" / "run.log").read_text()
+    assert "rl 1/20" in log and "restart: of somebody" in log and "rl 2/20" in log
 
 
 @broken_thread
@@ -132,7 +149,7 @@ def test_tensorboard_goes_on_after_a_disk_that_was_full(tmp_path: Path) -> None:
 
     sink = TensorBoardSink(tmp_path, {})
     sink.write(1, {"reward/mean": 1.0}, "rl")
-    with full_disk():
+    with full_for_tensorboard():
         end = time.monotonic() + 10
         while not sink.failure:
             assert time.monotonic() < end

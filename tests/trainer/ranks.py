@@ -9,6 +9,7 @@ import gc
 import random
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from megatron.core import parallel_state
 
 from mtpctl.compat import cpu_device
 from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.errors import SaveFailed
 from mtpctl.model.parallel import Rank
 from mtpctl.plan.partition import partition
 from mtpctl.routes import RouteShape
@@ -28,6 +30,7 @@ from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import NextToken
 from mtpctl.trainer.policy_objective import PolicyObjective
 from tests.forked import run_ranks
+from tests.full_disk import full_disk
 from tests.trainer.cases import CASES, MODELS, Case, with_origins
 from tests.trainer.tiny import GENTLE, drawn_routes, engine, gradients, mimo, sequences
 
@@ -37,6 +40,17 @@ SMOOTH = GENTLE.model_copy(update={"lr": 1e-3, "eps": 1e-2})
 """An Adam whose steps do not hang on the sign of gradients that are almost nothing."""
 
 CLIPPED = SMOOTH.model_copy(update={"clip_grad": 0.3, "mtp_lr": 5e-3, "weight_decay": 0.1})
+
+
+def failed_save(made: MegatronEngine, rank: Rank, path: Path, *, of: int) -> None:
+    """What one rank cannot write, that of this number, is given up by all, which can save again."""
+    try:
+        with full_disk() if rank.rank == of else nullcontext():
+            made.save(path, {"step": 1})
+    except SaveFailed:
+        assert not path.exists()
+    else:
+        raise AssertionError("a save on a full disk that did not fail")
 
 
 def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
@@ -59,6 +73,7 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
         else:
             made.update(batch, NextToken())
         if case.saved:
+            failed_save(made, rank, root / case.name, of=dist.get_world_size() - 1 if case.parallel.dp == 1 else 0)
             made.save(root / case.name, {"step": 1})
         scored = made.score(batch, record=case.replay)
         for sequence, found_scores in zip(batch, scored, strict=True):

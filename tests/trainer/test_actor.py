@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.checkpoint.pointer import newest
+from mtpctl.errors import RuntimeFailure, SaveFailed, UserError
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Sample, logprobs_of
@@ -19,6 +20,7 @@ from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.scores import TokenScores
 from mtpctl.trainer.sending import WeightSource
 from mtpctl.trainer.share import deal
+from tests.full_disk import full_disk
 
 
 class Engine:
@@ -75,6 +77,16 @@ def test_where_no_checkpoint_is_kept_the_reference_is_not_written_either(tmp_pat
 def test_a_run_that_began_without_a_penalty_cannot_go_on_with_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train\.rl\.kl_coef: .*reference is not there"):
         began(1.0, tmp_path / "reference", resumed=True)
+
+
+def test_a_checkpoint_that_a_full_disk_keeps_from_being_the_newest_fails_as_one_that_is_not_written(tmp_path: Path) -> None:
+    rank = TrainerRank(Recipe().model_dump_json(by_alias=True), 0, 1)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    rank.publish_checkpoint(str(tmp_path / "a"), 2)
+    with full_disk(), pytest.raises(SaveFailed, match=r"b was written, but could not be made the newest: File too large"):
+        rank.publish_checkpoint(str(tmp_path / "b"), 2)
+    assert newest(tmp_path) == tmp_path / "a"
 
 
 @pytest.mark.parametrize("train_mtp", [True, False])

@@ -15,10 +15,11 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from mtpctl.checkpoint.sharded import latest_checkpoint, publish_checkpoint
-from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.errors import SaveFailed, UserError
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.optimizer import OptimizerConfig
 from mtpctl.trainer.objective import NextToken
+from tests.full_disk import full_disk
 from tests.trainer.tiny import engine, mimo, sequences
 
 ADAM = OptimizerConfig(lr=1e-2, warmup_steps=6, clip_grad=0.5)
@@ -132,7 +133,7 @@ def test_optimizer_asked_of_a_checkpoint_without(tmp_path):
 def test_torn_save_leaves_the_last_checkpoint_as_it_was(tmp_path, monkeypatch):
     with engine(mimo(tmp_path / "model")) as made:
         made.save(tmp_path / "checkpoint", {"step": 1})
-        with monkeypatch.context() as patch, pytest.raises(RuntimeFailure, match="rank 0: OSError: disk full"):
+        with monkeypatch.context() as patch, pytest.raises(SaveFailed, match="rank 0: OSError: disk full"):
             patch.setattr(json, "dumps", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
             made.save(tmp_path / "checkpoint", {"step": 2})
         assert made.restore(tmp_path / "checkpoint") == {"step": 1}
@@ -152,6 +153,21 @@ def test_a_save_that_is_given_up_leaves_nothing_and_the_next_one_is_whole(tmp_pa
         expected = steps(made, 2)
         assert made.restore(tmp_path / "checkpoint") == {"step": 1}
         assert made.restore(tmp_path / "next") == {"step": 3}
+        assert steps(made, 2) == expected
+
+
+@pytest.mark.parametrize("most", [0, 100_000])
+def test_a_full_disk_fails_a_save_and_not_the_next_one(tmp_path, most):
+    """Whether it has no room at all, or is full after some of it is written."""
+    with engine(mimo(tmp_path / "model")) as made:
+        made.set_optimizer(ADAM)
+        steps(made, 1)
+        with full_disk(most), pytest.raises(SaveFailed, match=r"a was not written: .*File too large"):
+            made.save(tmp_path / "a", {"step": 1})
+        assert [p.name for p in tmp_path.iterdir()] == ["model"]
+        made.save(tmp_path / "b", {"step": 2})
+        expected = steps(made, 2)
+        assert made.restore(tmp_path / "b") == {"step": 2}
         assert steps(made, 2) == expected
 
 
@@ -255,9 +271,9 @@ class TestWrittenBeside:
             with monkeypatch.context() as patch:
                 patch.setattr(FileSystemWriterAsync, "write_preloaded_data_multithread", fail)
                 saving = made.begin_save(tmp_path / "checkpoint", beside=True)
-                with pytest.raises(RuntimeFailure, match="checkpoint was not written: rank 0: OSError: disk full"):
+                with pytest.raises(SaveFailed, match="checkpoint was not written: rank 0: OSError: disk full"):
                     saving.finish()
-            assert not (tmp_path / "checkpoint").exists()
+            assert [p.name for p in tmp_path.iterdir()] == ["model"], "the room of what was written is free again"
             made.save(tmp_path / "checkpoint", {"step": 1})
             assert made.restore(tmp_path / "checkpoint") == {"step": 1}
 
