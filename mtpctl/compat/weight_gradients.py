@@ -11,28 +11,28 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-AddOuterProducts = Callable[[Tensor, Tensor, Tensor], None]
-"""Takes a buffer [out, in], grad [R, out] and x [R, in]."""
+Accumulate = Callable[[Tensor, Tensor, Tensor], None]
+"""Puts a weight's gradient into its buffer [out, in], from grad [R, out] and x [R, in]."""
 
 
 class _Library:
     """What megatron-core calls of Apex's library."""
 
-    def __init__(self, add: AddOuterProducts) -> None:
-        self._add = add
+    def __init__(self, accumulate: Accumulate) -> None:
+        self._accumulate = accumulate
 
     def wgrad_gemm_accum_fp32(self, x: Tensor, grad: Tensor, buffer: Tensor) -> None:
-        self._add(buffer, grad, x)
+        self._accumulate(buffer, grad, x)
 
 
-def fill_buffers(modules: Sequence[nn.Module], add: AddOuterProducts) -> None:
-    """Have these linear layers call `add` in their backward pass, for weights that have a `main_grad`.
+def fill_buffers(modules: Sequence[nn.Module], accumulate: Accumulate) -> None:
+    """Have these linear layers call `accumulate` in their backward pass, for weights that have a `main_grad`.
 
     Raises RuntimeError where megatron-core's linear layers no longer look for Apex's library.
     """
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
     if not hasattr(layers, "_grad_accum_fusion_available") or any(not hasattr(each, "gradient_accumulation_fusion") for each in modules):
         raise RuntimeError("megatron-core's linear layers no longer take Apex's library for weight gradients")
-    vars(layers)["fused_weight_gradient_mlp_cuda"] = _Library(add)
+    vars(layers)["fused_weight_gradient_mlp_cuda"] = _Library(accumulate)
     for each in modules:
         vars(each)["gradient_accumulation_fusion"] = True

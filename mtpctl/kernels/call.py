@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtpctl.kernels import inputs, reduce
-from mtpctl.kernels.main_grad import takes_first
+from mtpctl.kernels.main_grad import take_stale
 from mtpctl.kernels.problem import Problem
 
 DEFAULT_WORKSPACE_BYTES = 1 << 30
@@ -97,8 +97,8 @@ def weight_sink(weight: Tensor, wanted: bool, main_grad: bool) -> WeightSink:
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
         weight.grad_added_to_main_grad = True
-        # Megatron's hooks fire only for parameters that get a gradient. They add it to the embedding's where the weight is tied to it
+        # Megatron's hooks fire only for parameters that get a gradient. They add it where the weight is tied to the embedding
         # (`zero_out_wgrad`), and never read it for any other weight.
         return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
-    return WeightSink(weight.main_grad, not takes_first(weight.main_grad), finish, shared=True)
+    return WeightSink(weight.main_grad, not take_stale(weight.main_grad), finish, shared=True)

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpctl.kernels.autograd import AutogradContext
+from mtpctl.kernels.main_grad import mark_stale, take_stale
 
 ROW_BYTES = 16
 """Rows of `grouped_mm`'s operands start at multiples of this."""
@@ -39,8 +40,6 @@ class Stack:
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.weights = tuple(weights)
-        self.replaces = False
-        """Whether the next gradients replace what the weights' buffers hold. Otherwise they are added to it."""
         self._values, self._gradients = _StackedView(), _StackedView()
 
     @property
@@ -66,10 +65,10 @@ class Stack:
     def add_gradients(self, grad: Tensor, x: Tensor, ends: Tensor) -> None:
         """Add the sum of outer products over each group's rows, grad [R, out] and x [R, in], to the weights' buffers.
 
-        Where `replaces` is set, the sum replaces what the buffers hold, and `replaces` is unset.
+        Where the buffers are stale, the sum replaces what they hold.
         """
-        replaces, self.replaces = self.replaces, False
         first, last = _buffer(self.weights[0]), _buffer(self.weights[-1])
+        replaces = take_stale(first)
         whole = self._gradients.of(first, last, lambda: self.buffers)
         if whole.data_ptr() != first.data_ptr():  # a copy: they lie apart
             apart, found = self.buffers, list(_outer_products(grad, x, ends).unbind())
@@ -81,11 +80,13 @@ class Stack:
         else:
             whole.add_(_outer_products(grad, x, ends))
 
-    def zero_stale_gradients(self) -> None:
-        """Zero the buffers where no gradients came since `replaces` was set: what they hold is of an earlier update."""
-        if self.replaces:
-            self.replaces = False
-            torch._foreach_zero_(self.buffers)
+    def mark_stale(self) -> None:
+        """An update begins: the next gradients replace what the buffers hold. The first buffer is marked for all."""
+        mark_stale(_buffer(self.weights[0]))
+
+    def stale_buffers(self) -> list[Tensor]:
+        """The buffers that hold what an earlier update left, since no gradients came; they are no longer marked then."""
+        return self.buffers if take_stale(_buffer(self.weights[0])) else []
 
 
 class _StackedView:

@@ -1,6 +1,7 @@
 """The heads of attention from the output of one linear layer: split, their norms, and their rotary position embeddings.
 
     mixed [t, groups, (queries + 2) d]  →  queries [t, groups · queries, d], keys and values [t, groups, d]
+    with gates: (2 queries + 2) d       →  and gates as queries
 
 A group is one key-value head and the query heads that share it. Queries and keys are divided by their root mean square and multiplied
 with a scale, where a family norms heads (QK norm, arXiv 2302.05442), and then rotated (`mtpctl.kernels.rotary`). On a card one kernel does
@@ -25,7 +26,8 @@ from mtpctl.kernels.rotary import rotated
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """How `mixed` is laid out: `groups` of `queries` query heads, as many gates where `gated`, a key head and a value head of `width`."""
+    """How `mixed` is laid out. Each of `groups` groups is `queries` query heads, as many gate heads if `gated`, one key head and one value
+    head, each `width` wide."""
 
     groups: int
     queries: int
@@ -83,7 +85,7 @@ def plainly_split_heads(mixed: Tensor, layout: HeadLayout, norm: HeadNorm | None
 class _Context(AutogradContext, Protocol):
     layout: HeadLayout
     constants: tuple[float, float] | None
-    turned: bool
+    rotates: bool
 
 
 class _SplitHeads(torch.autograd.Function):
@@ -101,7 +103,7 @@ class _SplitHeads(torch.autograd.Function):
 
         mixed = mixed.contiguous()
         ctx.save_for_backward(None if norm is None else mixed, query_weight, key_weight, *(angles or ()))
-        ctx.layout, ctx.turned = layout, angles is not None
+        ctx.layout, ctx.rotates = layout, angles is not None
         ctx.constants = None if norm is None else (norm.eps, norm.offset)
         return heads_triton.split(mixed, layout, norm, angles)
 
@@ -111,5 +113,5 @@ class _SplitHeads(torch.autograd.Function):
 
         mixed, query_weight, key_weight, *angles = ctx.saved_tensors
         norm = None if ctx.constants is None else HeadNorm(query_weight, key_weight, *ctx.constants)
-        turned = (angles[0], angles[1]) if ctx.turned else None
-        return *heads_triton.joined_gradients(grads, mixed, ctx.layout, norm, turned), None, None, None
+        given = (angles[0], angles[1]) if ctx.rotates else None
+        return *heads_triton.joined_gradients(grads, mixed, ctx.layout, norm, given), None, None, None

@@ -39,15 +39,15 @@ def _scale(weight_ptr, column, offset, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _turn(
-    source, place, inside, column, pair, cos, sin, weight_ptr, eps, offset, WIDTH: tl.constexpr, NORMED: tl.constexpr, TURNED: tl.constexpr
+def _rotate(
+    source, place, inside, column, pair, cos, sin, weight_ptr, eps, offset, WIDTH: tl.constexpr, NORMED: tl.constexpr, ROTATED: tl.constexpr
 ):
     """One head of the tokens at `source` [tokens, 1], normed and rotated, to `place` [tokens, 1]."""
     x = tl.load(source + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if NORMED:
         scale = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)[:, None]
         x = x * scale * _scale(weight_ptr, column, offset, WIDTH)[None, :]
-    if TURNED:
+    if ROTATED:
         other = tl.load(source + pair[None, :], mask=inside, other=0.0).to(tl.float32)
         if NORMED:
             other = other * scale * _scale(weight_ptr, pair, offset, WIDTH)[None, :]
@@ -56,7 +56,7 @@ def _turn(
 
 
 @triton.jit
-def _turn_back(
+def _rotate_backward(
     grads,
     source,
     place,
@@ -70,11 +70,11 @@ def _turn_back(
     offset,
     WIDTH: tl.constexpr,
     NORMED: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):
-    """The gradient of one head before `_turn`, to `place`, from that after it. Returns what these tokens add to the weight's gradient."""
+    """The gradient of one head before `_rotate`, to `place`, from that after it. Returns what these tokens add to the weight's gradient."""
     grad = tl.load(grads + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    if TURNED:
+    if ROTATED:
         grad = grad * cos - tl.load(grads + pair[None, :], mask=inside, other=0.0).to(tl.float32) * sin
     of_weight = tl.sum(grad, 0)
     if NORMED:
@@ -94,9 +94,9 @@ def _copy(source, place, inside, column):
 
 
 @triton.jit
-def turn_heads(
+def rotate_heads(
     mixed_ptr,  # [t, g, (Q + 2) d], with another Q d where GATED
-    cos_ptr,  # fp32 [t, n], read where TURNED
+    cos_ptr,  # fp32 [t, n], read where ROTATED
     sin_ptr,
     query_weight_ptr,  # [d], read where NORMED
     key_weight_ptr,
@@ -113,7 +113,7 @@ def turn_heads(
     HALF: tl.constexpr,
     GATED: tl.constexpr,
     NORMED: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTATED: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -124,26 +124,26 @@ def turn_heads(
     row = (token.to(tl.int64) * groups + group)[:, None]
     source, of_keys, of_queries = mixed_ptr + row * HEADS * WIDTH, row * WIDTH, row * QUERIES * WIDTH
     cos, sin, pair = 1.0, 0.0, column
-    if TURNED:
+    if ROTATED:
         cos, sin, pair = _angles(cos_ptr, sin_ptr, token, column, tokens, HALF)
     for i in range(QUERIES):
         place = queries_ptr + of_queries + i * WIDTH
-        _turn(source + i * WIDTH, place, inside, column, pair, cos, sin, query_weight_ptr, eps, offset, WIDTH, NORMED, TURNED)
+        _rotate(source + i * WIDTH, place, inside, column, pair, cos, sin, query_weight_ptr, eps, offset, WIDTH, NORMED, ROTATED)
     if GATED:
         for i in range(QUERIES):
             _copy(source + (QUERIES + i) * WIDTH, gates_ptr + of_queries + i * WIDTH, inside, column)
     key = source + (HEADS - 2) * WIDTH
-    _turn(key, keys_ptr + of_keys, inside, column, pair, cos, sin, key_weight_ptr, eps, offset, WIDTH, NORMED, TURNED)
+    _rotate(key, keys_ptr + of_keys, inside, column, pair, cos, sin, key_weight_ptr, eps, offset, WIDTH, NORMED, ROTATED)
     _copy(source + (HEADS - 1) * WIDTH, values_ptr + of_keys, inside, column)
 
 
 @triton.jit
-def turn_heads_back(
+def rotate_heads_backward(
     queries_grad_ptr,  # [t, g Q, d]
     keys_grad_ptr,  # [t, g, d]
     values_grad_ptr,  # [t, g, d]
     gates_grad_ptr,  # [t, g Q, d], read where GATED
-    mixed_ptr,  # as for `turn_heads`, read where NORMED
+    mixed_ptr,  # as for `rotate_heads`, read where NORMED
     cos_ptr,
     sin_ptr,
     query_weight_ptr,
@@ -159,7 +159,7 @@ def turn_heads_back(
     HALF: tl.constexpr,
     GATED: tl.constexpr,
     NORMED: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTATED: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -170,22 +170,22 @@ def turn_heads_back(
     row = (token.to(tl.int64) * groups + group)[:, None]
     of_mixed, of_keys, of_queries = row * HEADS * WIDTH, row * WIDTH, row * QUERIES * WIDTH
     cos, sin, pair = 1.0, 0.0, column
-    if TURNED:
+    if ROTATED:
         cos, sin, pair = _angles(cos_ptr, sin_ptr, token, column, tokens, HALF)
     of_query_weight = tl.zeros((COLUMNS,), dtype=tl.float32)
     for i in range(QUERIES):
         here = of_mixed + i * WIDTH
-        of_query_weight += _turn_back(
+        of_query_weight += _rotate_backward(
             queries_grad_ptr + of_queries + i * WIDTH, mixed_ptr + here, mixed_grad_ptr + here,
-            inside, column, pair, cos, sin, query_weight_ptr, eps, offset, WIDTH, NORMED, TURNED,
+            inside, column, pair, cos, sin, query_weight_ptr, eps, offset, WIDTH, NORMED, ROTATED,
         )  # fmt: skip
     if GATED:
         for i in range(QUERIES):
             _copy(gates_grad_ptr + of_queries + i * WIDTH, mixed_grad_ptr + of_mixed + (QUERIES + i) * WIDTH, inside, column)
     here = of_mixed + (HEADS - 2) * WIDTH
-    of_key_weight = _turn_back(
+    of_key_weight = _rotate_backward(
         keys_grad_ptr + of_keys, mixed_ptr + here, mixed_grad_ptr + here,
-        inside, column, pair, cos, sin, key_weight_ptr, eps, offset, WIDTH, NORMED, TURNED,
+        inside, column, pair, cos, sin, key_weight_ptr, eps, offset, WIDTH, NORMED, ROTATED,
     )  # fmt: skip
     _copy(values_grad_ptr + of_keys, mixed_grad_ptr + of_mixed + (HEADS - 1) * WIDTH, inside, column)
     if NORMED:
@@ -202,9 +202,9 @@ def split(mixed: Tensor, layout: HeadLayout, norm: HeadNorm | None, angles: tupl
     if tokens:
         grid, shape = _launch(tokens, layout, angles)
         with on_device_of(mixed):
-            turn_heads[grid](
+            rotate_heads[grid](
                 mixed, *(angles or (mixed, mixed)), *_weights(norm, mixed), queries, keys, values, gates,
-                tokens, groups, *_constants(norm), NORMED=norm is not None, TURNED=angles is not None, **shape,
+                tokens, groups, *_constants(norm), NORMED=norm is not None, ROTATED=angles is not None, **shape,
             )  # fmt: skip
     return queries, keys, values, gates
 
@@ -223,9 +223,9 @@ def joined_gradients(
     of_weights = torch.empty(grid[0] * groups if norm else 0, 2, layout.width, dtype=torch.float32, device=queries.device)
     if tokens:
         with on_device_of(queries):
-            turn_heads_back[grid](
+            rotate_heads_backward[grid](
                 queries, keys, values, gates, found if mixed is None else mixed, *(angles or (found, found)), *_weights(norm, found),
-                found, of_weights, tokens, groups, *_constants(norm), NORMED=norm is not None, TURNED=angles is not None, **shape,
+                found, of_weights, tokens, groups, *_constants(norm), NORMED=norm is not None, ROTATED=angles is not None, **shape,
             )  # fmt: skip
     if norm is None:
         return found, None, None

@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from mtpctl.kernels.autograd import AutogradContext
-from mtpctl.kernels.main_grad import add_outer_products
-
-
-def is_buffered(weight: Tensor) -> bool:
-    """Whether the weight trains and has a buffer for its gradient."""
-    return weight.requires_grad and getattr(weight, "main_grad", None) is not None
+from mtpctl.kernels.main_grad import accumulate_weight_grad
 
 
 def buffered_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -39,5 +34,5 @@ class _BufferedLinear(torch.autograd.Function):
         grad = grads[0].flatten(0, -2)
         of_x = (grad @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
         buffer: Tensor = weight.main_grad  # type: ignore[attr-defined]
-        add_outer_products(buffer, grad, x.flatten(0, -2))
+        accumulate_weight_grad(buffer, grad, x.flatten(0, -2))
         return of_x, None

@@ -2,7 +2,8 @@
 
     softmax of the chosen     share = exp(l) / Σ_chosen exp(l)
     softmax of all            share = exp(l) / Σ_all exp(l)
-    sigmoid                   share = σ(l) / Σ_chosen σ(l), the chosen being those of the largest σ(l) + bias (arXiv 2408.15664)
+    sigmoid                   share = σ(l) / Σ_chosen σ(l), the chosen being those of the largest σ(l) + bias (arXiv 2408.15664);
+                              where a token visits one expert, share = σ(l)
 
 Each share is multiplied by a constant. On a card one kernel chooses and one computes the gradient, in place of some thirty small ones.
 Shape legend: T tokens, E experts, k experts a token.
@@ -31,35 +32,35 @@ class RoutingRule:
 
 
 @dataclass(frozen=True, slots=True)
-class GivenRoutes:
-    """Experts that tokens go to in place of those that their logits choose: `experts` [T, k], different ones for each token, where `given`
-    [T] is set.
+class ReplayedRoutes:
+    """Experts that tokens go to in place of those that their logits choose: `experts` [T, k], different ones for each token, where
+    `replayed` [T] is set.
 
     counts [2] int64: how many of these the logits would have chosen too, and how many there are, is added to it. None counts nothing.
     """
 
     experts: Tensor
-    given: Tensor
+    replayed: Tensor
     counts: Tensor | None = None
 
 
-def routed(
-    logits: Tensor, bias: Tensor | None, rule: RoutingRule, load: Tensor | None = None, routes: GivenRoutes | None = None
+def route(
+    logits: Tensor, bias: Tensor | None, rule: RoutingRule, load: Tensor | None = None, replay: ReplayedRoutes | None = None
 ) -> tuple[Tensor, Tensor]:
     """Shares and routes [T, E], bool, of logits [T, E] in fp32 on a card, with k experts a token; `bias` [E] only moves the choice.
 
     `load` [E] int64: each expert's number of tokens is added to it. Of equal scores the first counts as the larger.
     """
-    found: tuple[Tensor, Tensor] = _Routed.apply(logits, bias, rule, load, routes)
+    found: tuple[Tensor, Tensor] = _Routed.apply(logits, bias, rule, load, replay)
     return found
 
 
-def plainly_routed(logits: Tensor, bias: Tensor | None, rule: RoutingRule, given: GivenRoutes | None = None) -> tuple[Tensor, Tensor]:
-    """`routed` in plain PyTorch, without counts."""
+def plain_route(logits: Tensor, bias: Tensor | None, rule: RoutingRule, replay: ReplayedRoutes | None = None) -> tuple[Tensor, Tensor]:
+    """`route` in plain PyTorch, without counts."""
     scores = logits.sigmoid() if rule.scores == "sigmoid" else logits
     chosen = (scores if bias is None else scores + bias).topk(rule.k, dim=1).indices
-    if given is not None:
-        chosen = torch.where(given.given[:, None], given.experts.long(), chosen)
+    if replay is not None:
+        chosen = torch.where(replay.replayed[:, None], replay.experts.long(), chosen)
     routes = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
     if rule.scores == "sigmoid":
         of_chosen = scores.masked_fill(~routes, 0.0)
@@ -78,11 +79,11 @@ class _Context(AutogradContext, Protocol):
 class _Routed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _Context, logits: Tensor, bias: Tensor | None, rule: RoutingRule, load: Tensor | None, given: GivenRoutes | None
+        ctx: _Context, logits: Tensor, bias: Tensor | None, rule: RoutingRule, load: Tensor | None, replay: ReplayedRoutes | None
     ) -> tuple[Tensor, Tensor]:
         from mtpctl.kernels import routing_triton
 
-        shares, routes = routing_triton.routed(logits, bias, rule, load, given)
+        shares, routes = routing_triton.route(logits, bias, rule, load, replay)
         ctx.save_for_backward(logits, routes)
         ctx.mark_non_differentiable(routes)
         ctx.rule = rule

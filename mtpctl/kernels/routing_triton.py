@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpctl.kernels.routing import GivenRoutes, RoutingRule
+from mtpctl.kernels.routing import ReplayedRoutes, RoutingRule
 from mtpctl.kernels.triton_backend import on_device_of
 
 ELEMENTS = 4096
@@ -39,8 +39,8 @@ def _shares(logits, chosen, column, experts, SIGMOID: tl.constexpr, OF_ALL: tl.c
 def choose(
     logits_ptr,  # fp32 [T, E]
     bias_ptr,  # fp32 [E], read where BIASED
-    given_ptr,  # [T, k] integers, read where GIVEN
-    where_ptr,  # bytes [T], read where GIVEN
+    replayed_ptr,  # [T, k] integers, read where REPLAYS
+    where_ptr,  # bytes [T], read where REPLAYS
     shares_ptr,  # fp32 [T, E]
     routes_ptr,  # bytes [T, E]
     load_ptr,  # int64 [E], added to where COUNTED
@@ -53,7 +53,7 @@ def choose(
     SIGMOID: tl.constexpr,
     OF_ALL: tl.constexpr,
     BIASED: tl.constexpr,
-    GIVEN: tl.constexpr,
+    REPLAYS: tl.constexpr,
     COUNTED: tl.constexpr,
     COMPARED: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -75,11 +75,11 @@ def choose(
         taken = column[None, :] == best[:, None]
         chosen = chosen | taken
         scores = tl.where(taken, float("-inf"), scores)
-    if GIVEN:
+    if REPLAYS:
         here = tl.load(where_ptr + token, mask=token < tokens, other=0) != 0
         given = (token < 0)[:, None] & (column < 0)[None, :]
         for i in tl.static_range(K):
-            expert = tl.load(given_ptr + token.to(tl.int64) * K + i, mask=here, other=-1).to(tl.int32)
+            expert = tl.load(replayed_ptr + token.to(tl.int64) * K + i, mask=here, other=-1).to(tl.int32)
             given = given | (column[None, :] == expert[:, None])
         if COMPARED:
             tl.atomic_add(agreed_ptr, tl.sum((given & chosen).to(tl.int64)))
@@ -116,7 +116,7 @@ def choose_back(
     chosen = tl.load(routes_ptr + place, mask=inside, other=0) != 0
     grad = tl.where(chosen, tl.load(grad_ptr + place, mask=inside, other=0.0), 0.0) * scaling
     shares = _shares(logits, chosen, column, experts, SIGMOID, OF_ALL, ONE)
-    # The gradient of x / Σ x is the share times what the expert's own gradient exceeds the mean of all by, times the relative slope of x.
+    # Of a share x_i / Σ x: dL/dl_i = share_i (g_i − Σ_j share_j g_j) x_i′ / x_i, where x is exp or the sigmoid of l.
     mean = tl.sum(grad * shares, 1)[:, None]
     if SIGMOID:
         sigmoid = tl.sigmoid(logits)
@@ -126,20 +126,24 @@ def choose_back(
     tl.store(logits_grad_ptr + place, found, mask=inside)
 
 
-def routed(logits: Tensor, bias: Tensor | None, rule: RoutingRule, load: Tensor | None, given: GivenRoutes | None) -> tuple[Tensor, Tensor]:
-    """`mtpctl.kernels.routing.routed`, without a graph."""
+def route(
+    logits: Tensor, bias: Tensor | None, rule: RoutingRule, load: Tensor | None, replay: ReplayedRoutes | None
+) -> tuple[Tensor, Tensor]:
+    """`mtpctl.kernels.routing.route`, without a graph."""
     logits = logits.contiguous()
     shares, routes = torch.empty_like(logits), torch.empty_like(logits, dtype=torch.bool)
     if len(logits):
         grid, shape = _launch(logits, rule)
-        named, where, agreed = (None, None, None) if given is None else (given.experts.contiguous(), given.given, given.counts)
+        named, where, agreed = (None, None, None) if replay is None else (replay.experts, replay.replayed, replay.counts)
+        named = None if named is None else named.contiguous()
         biases, loads, experts, places, counts = (
             logits if x is None else x for x in (bias, load, named, None if where is None else where.contiguous().view(torch.uint8), agreed)
         )
         with on_device_of(logits):
             choose[grid](
                 logits, biases, experts, places, shares, routes.view(torch.uint8), loads, counts, *logits.shape, rule.scaling, LEAST,
-                K=rule.k, BIASED=bias is not None, GIVEN=given is not None, COUNTED=load is not None, COMPARED=agreed is not None, **shape,
+                K=rule.k, BIASED=bias is not None, REPLAYS=replay is not None, COUNTED=load is not None, COMPARED=agreed is not None,
+                **shape,
             )  # fmt: skip
     return shares, routes
 

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from mtpctl.kernels.autograd import AutogradContext
+from mtpctl.kernels.main_grad import is_buffered
 
 
 class VocabParallelEmbedding(UpstreamVocabParallelEmbedding):
@@ -26,7 +27,7 @@ class VocabParallelEmbedding(UpstreamVocabParallelEmbedding):
 
     def forward(self, input_: Tensor) -> Tensor:
         weight, ids, outside = self.weight, input_, None
-        if getattr(weight, "main_grad", None) is None or not weight.requires_grad:
+        if not is_buffered(weight):
             found: Tensor = super().forward(input_)
             return found
         if self.tp_group.size() > 1:

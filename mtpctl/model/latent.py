@@ -8,7 +8,8 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from torch import Tensor
 
-from mtpctl.kernels.linear import buffered_linear, is_buffered
+from mtpctl.kernels.linear import buffered_linear
+from mtpctl.kernels.main_grad import is_buffered
 from mtpctl.model.packing import Packing
 from mtpctl.model.rope import Rope
 
@@ -42,9 +43,9 @@ class ReplicatedLinear(torch.nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         # In two dimensions: with three torch picks the product by whether the weight takes a gradient, and rounds otherwise.
-        rows = x.flatten(0, -2)
-        out = buffered_linear(rows, self.weight) if is_buffered(self.weight) else F.linear(rows, self.weight)
-        return out.unflatten(0, x.shape[:-1]), None
+        if is_buffered(self.weight):
+            return buffered_linear(x, self.weight), None
+        return F.linear(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1]), None
 
 
 class LatentAttention(MLASelfAttention):

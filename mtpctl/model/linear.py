@@ -1,7 +1,8 @@
 """megatron-core's linear layers, with a short way for ranks that hold a layer whole.
 
-Upstream's forward pass asks for collectives, mixed precision and offloading at each call, and passes through three autograd functions. For
-a card that is as fast as the host's launches, that is most of the time of a layer. Megatron-Bridge knows the classes by their names.
+Upstream's forward pass asks for collectives, mixed precision and offloading at each call, and passes through three autograd functions.
+Where a card finishes as fast as the host can launch, this overhead is a large part of a layer's time. Megatron-Bridge knows the classes by
+their names.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear as UpstreamColumn
 from megatron.core.tensor_parallel import RowParallelLinear as UpstreamRowParallelLinear
 from torch import Tensor
 
-from mtpctl.kernels.linear import buffered_linear, is_buffered
+from mtpctl.kernels.linear import buffered_linear
+from mtpctl.kernels.main_grad import is_buffered
 
 
 class ColumnParallelLinear(UpstreamColumnParallelLinear):

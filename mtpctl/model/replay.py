@@ -7,6 +7,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerLayer
 from torch import Tensor
 
+from mtpctl.kernels.routing import ReplayedRoutes
 from mtpctl.model.packing import Packing
 from mtpctl.model.router import Choice, Router
 
@@ -26,7 +27,7 @@ class DecoderLayer(TransformerLayer):
             return run(*args, packed_seq_params=packed_seq_params, **kwargs)
         router: Router = self.mlp.router
         recorded = packed_seq_params.chosen is not None
-        router.choice = choice = Choice(*self._given(packed_seq_params, self.place), recorded=recorded)
+        router.choice = choice = Choice(self._replay(packed_seq_params, self.place), recorded=recorded)
         try:
             result: tuple[Tensor, Tensor | None] = run(*args, packed_seq_params=packed_seq_params, **kwargs)
         finally:
@@ -35,15 +36,15 @@ class DecoderLayer(TransformerLayer):
             packed_seq_params.chosen[self.place] = choice.chosen.to(torch.int16)
         return result
 
-    def _given(self, packing: Packing, place: int) -> tuple[Tensor | None, Tensor | None]:
-        """The routes of this layer's tokens, [t, k], and which of them have any, [t]."""
+    def _replay(self, packing: Packing, place: int) -> ReplayedRoutes | None:
+        """The routes of this layer's tokens."""
         if packing.routes is None or packing.routed is None:
-            return None, None
-        given, routed = packing.routes[:, place], packing.routed
+            return None
+        experts, replayed = packing.routes[:, place], packing.routed
         if self.config.sequence_parallel:
             tp = self.pg_collection.tp
-            given, routed = (x.chunk(tp.size())[tp.rank()] for x in (given, routed))
-        return given, routed
+            experts, replayed = (x.chunk(tp.size())[tp.rank()] for x in (experts, replayed))
+        return ReplayedRoutes(experts, replayed)
 
 
 def number_layers(model: torch.nn.Module, layers: tuple[int, ...]) -> None:

@@ -14,6 +14,7 @@ Shape legend: T tokens, E experts, k experts a token.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -24,18 +25,18 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from mtpctl.kernels.router_logits import router_logits
-from mtpctl.kernels.routing import GivenRoutes, RoutingRule, routed
+from mtpctl.kernels.routing import ReplayedRoutes, RoutingRule, route
 
 
 class Choice:
-    """The experts of one pass: the router's own, or those that `given` [T, k] names where `routed` [T] is set.
+    """The experts of one pass: the router's own, or those that are replayed.
 
     Has the method of upstream's `RouterReplay` that `topk_routing_with_score_function` calls. `own` and `chosen` [T, k] are known then.
     recorded: whether somebody will read `chosen`.
     """
 
-    def __init__(self, given: Tensor | None, routed: Tensor | None, *, recorded: bool = True) -> None:
-        self.given, self.routed, self.recorded = given, routed, recorded
+    def __init__(self, replay: ReplayedRoutes | None, *, recorded: bool = True) -> None:
+        self.replay, self.recorded = replay, recorded
         self.own = self.chosen = torch.empty(0)
 
     def get_replay_topk(
@@ -49,23 +50,24 @@ class Choice:
         """scores [T, E] → those of the chosen experts, and their numbers, both [T, k]."""
         values, self.own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         self.chosen = self.own
-        if self.given is None or self.routed is None:
+        if self.replay is None:
             return values, self.own
-        self.chosen = torch.where(self.routed[:, None], self.given.long(), self.own)
+        self.chosen = torch.where(self.replay.replayed[:, None], self.replay.experts.long(), self.own)
         return scores.gather(1, self.chosen), self.chosen
 
     def agreement(self) -> tuple[Tensor, Tensor]:
-        """How many of the given experts the router would have chosen too, and how many were given."""
-        assert self.given is not None and self.routed is not None
+        """How many of the replayed experts the router would have chosen too, and how many were replayed."""
+        assert self.replay is not None
         same = (self.chosen[:, :, None] == self.own[:, None, :]).any(-1)
-        return (same & self.routed[:, None]).sum(), self.routed.sum() * self.given.shape[1]
+        replayed = self.replay.replayed
+        return (same & replayed[:, None]).sum(), replayed.sum() * self.replay.experts.shape[1]
 
 
 class Router(TopKRouter):
     """Upstream's weights and choice of experts. `begin` comes before the passes of an update, and `load` is complete after them.
 
-    load [E]: how many tokens visited each expert. replayed [2]: how many of the experts that routes named the router would have chosen
-    too, and how many were named.
+    load [E]: how many tokens visited each expert. replayed [2]: how many of the replayed experts the router would have chosen too, and how
+    many were replayed.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, is_mtp_layer: bool = False) -> None:
@@ -109,7 +111,7 @@ class Router(TopKRouter):
         rule = self._rule(logits)
         if rule is not None:
             counts = trains and real is None and not config.moe_aux_loss_coeff
-            shares, routes = routed(logits, self.expert_bias, rule, self.load if counts else None, self._given(trains))
+            shares, routes = route(logits, self.expert_bias, rule, self.load if counts else None, self._replay(trains))
         else:
             counts = False
             shares, routes = topk_routing_with_score_function(
@@ -123,7 +125,7 @@ class Router(TopKRouter):
                 expert_bias=self.expert_bias,
                 router_replay=self.choice,
             )
-        if trains and rule is None and self.choice is not None and self.choice.given is not None:
+        if trains and rule is None and self.choice is not None and self.choice.replay is not None:
             self.replayed += torch.stack(self.choice.agreement())
         if trains and not counts:
             load = (routes if real is None else routes & real).sum(0)
@@ -145,10 +147,9 @@ class Router(TopKRouter):
             return RoutingRule(self.topk, "softmax of all" if config.moe_router_pre_softmax else "softmax of the chosen", scaling)
         return None
 
-    def _given(self, trains: bool) -> GivenRoutes | None:
-        if self.choice is None or self.choice.given is None or self.choice.routed is None:
-            return None
-        return GivenRoutes(self.choice.given, self.choice.routed, self.replayed if trains else None)
+    def _replay(self, trains: bool) -> ReplayedRoutes | None:
+        replay = None if self.choice is None else self.choice.replay
+        return replace(replay, counts=self.replayed) if replay is not None and trains else replay
 
     def _attach(self, x: Tensor, loss: Tensor) -> Tensor:
         """x, whose backward pass starts the one of `loss`, a sum over tokens, as well."""

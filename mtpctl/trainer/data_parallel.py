@@ -15,7 +15,7 @@ from torch import Tensor
 from mtpctl.compat import router_counters
 from mtpctl.compat.weight_gradients import fill_buffers
 from mtpctl.kernels.grouped import Stack
-from mtpctl.kernels.main_grad import add_outer_products, expect_first, takes_first
+from mtpctl.kernels.main_grad import accumulate_weight_grad, is_buffered, mark_stale, take_stale
 from mtpctl.model.experts import Experts
 from mtpctl.model.gpt import MtpModel
 from mtpctl.model.latent import ReplicatedLinear
@@ -44,14 +44,14 @@ class Gradients:
         self._experts = [part for part in module.modules() if isinstance(part, Experts)]
         of_experts = {weight for experts in self._experts for weight in experts.parameters()}
         self._others = [weight for weight in self.model.params_with_grad if weight not in of_experts]
-        layers = [part for part in _linear_layers(module) if part.weight not in of_experts and hasattr(part.weight, "main_grad")]
-        # Those whose weights ranks share go upstream's way.
-        fill_buffers([part for part in layers if not isinstance(part, ReplicatedLinear)], add_outer_products)
-        self._first: list[Tensor] = [cast(Any, part.weight).main_grad for part in layers]
+        layers = [part for part in _linear_layers(module) if part.weight not in of_experts and is_buffered(part.weight)]
+        # Layers that tp splits run upstream's backward pass, which then calls this function; `ReplicatedLinear` has its own.
+        fill_buffers([part for part in layers if not isinstance(part, ReplicatedLinear)], accumulate_weight_grad)
+        self._replaced: list[Tensor] = [cast(Any, part.weight).main_grad for part in layers]
         """Buffers that are replaced, those of experts aside."""
         if head_by_kernels and module.post_process and not module.share_embeddings_and_output_weights:
             head = module.output_layer.weight
-            self._first += [head.main_grad] if hasattr(head, "main_grad") else []
+            self._replaced += [head.main_grad] if is_buffered(head) else []
         self._others_gradients: list[Tensor] = []
         self._others_key: tuple[int, ...] = ()
 
@@ -64,12 +64,12 @@ class Gradients:
         allocate(self._buffers)
         replaced = [stack for experts in self._experts for stack in experts.stacks()]
         for stack in replaced:
-            stack.replaces = True
-        for buffer in self._first:
-            expect_first(buffer)
+            stack.mark_stale()
+        for buffer in self._replaced:
+            mark_stale(buffer)
         _zero(self._gradients_of_others(replaced))
         for weight in self._others:
-            weight.grad_added_to_main_grad = False  # what the head's kernels set; experts' gradients never reach megatron-core's hook
+            weight.grad_added_to_main_grad = False  # what the head's kernels set, and upstream's layers where tp splits them
         for group in [*self.model.bucket_groups, *self.model.expert_parallel_bucket_groups]:
             group.reset()
 
@@ -79,10 +79,8 @@ class Gradients:
 
     def finish(self, model: list[torch.nn.Module], **options: object) -> None:
         """megatron-core's gradient reductions without its division by tokens, since losses are divided by global counts already."""
-        for experts in self._experts:
-            for stack in experts.stacks():
-                stack.zero_stale_gradients()
-        _zero([buffer for buffer in self._first if takes_first(buffer)])
+        stale = [buffer for experts in self._experts for stack in experts.stacks() for buffer in stack.stale_buffers()]
+        _zero([*stale, *(buffer for buffer in self._replaced if take_stale(buffer))])
         with router_counters.without_counter_reset():
             finalize_model_grads(model, None, **options)
 
@@ -91,7 +89,7 @@ class Gradients:
         buffers = self._buffers
         key = (len(replaced), *(buffer.data_ptr() for buffer in buffers))
         if key != self._others_key:
-            left = [*self._first, *(grad for stack in replaced for grad in stack.buffers)]
+            left = [*self._replaced, *(grad for stack in replaced for grad in stack.buffers)]
             places = sorted((grad.data_ptr(), grad.nbytes) for grad in left)
             self._others_gradients = [part for buffer in buffers for part in _outside(buffer, places)]
             self._others_key = key
@@ -110,7 +108,7 @@ def _zero(tensors: list[Tensor]) -> None:
 
 
 def _linear_layers(module: MtpModel) -> list[ColumnParallelLinear | RowParallelLinear | ReplicatedLinear]:
-    """The linear layers whose gradients are put into buffers by `add_outer_products`. The head's are put there by its own kernels."""
+    """The linear layers whose gradients are put into buffers by `accumulate_weight_grad`. The head's are put there by its own kernels."""
     return [part for part in module.modules() if isinstance(part, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear)]
 
 

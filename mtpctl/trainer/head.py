@@ -261,8 +261,8 @@ class Head:
             "valid_vocab": self.shape.vocab,
             "workspace_bytes": self.kernels.workspace_bytes,
             "implementation": self.kernels.linear_logprob,
-            # A tied head's gradient has another part, the embedding's, which autograd computes. Megatron adds the two on one pipeline
-            # stage, where it sets `zero_out_wgrad`. On several stages autograd has to return the head's part as well, and every slice of
-            # rows then rounds a half-precision gradient once more.
+            # A tied head's weight is the embedding's, which on one pipeline stage adds its part to the same buffer; Megatron marks the
+            # weight there with `zero_out_wgrad`. On several stages autograd returns the head's part, and every slice of rows rounds a
+            # half-precision gradient once more.
             "main_grad": not self.shape.tied or getattr(weight, "zero_out_wgrad", False),
         }

@@ -199,11 +199,11 @@ def test_chosen_experts_and_their_shares(case: RoutingCase, monkeypatch: pytest.
     monkeypatch.setattr(routing_triton, "ELEMENTS", 256)
     logits, bias, grad = case.drawn()
     load = torch.ones(case.experts, dtype=torch.int64)
-    given = case.given()
-    shares, routes = routing_triton.routed(logits, bias, case.rule, load, given)
+    replay = case.replay()
+    shares, routes = routing_triton.route(logits, bias, case.rule, load, replay)
     gradient = routing_triton.gradient(grad, logits, routes, case.rule)
     case.assert_right(shares, routes, gradient)
-    case.assert_counted(given)
+    case.assert_counted(replay)
     assert torch.equal(load - 1, routes.sum(0))
 
 
@@ -213,7 +213,7 @@ def test_a_token_is_sent_to_different_experts_whatever_its_logits_are() -> None:
 
     logits = torch.tensor([[float("nan")] * 5, [float("-inf")] * 5, [0.0] * 5, [float("nan"), 1.0, float("inf"), 2.0, float("-inf")]])
     for scores in SCORES:
-        _shares, routes = routing_triton.routed(logits, None, RoutingRule(3, scores), None, None)
+        _shares, routes = routing_triton.route(logits, None, RoutingRule(3, scores), None, None)
         assert routes.sum(1).tolist() == [3, 3, 3, 3]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtpctl.kernels.routing import GivenRoutes, RoutingRule, Scores, plainly_routed
+from mtpctl.kernels.routing import ReplayedRoutes, RoutingRule, Scores, plain_route
 
 SCORES: tuple[Scores, ...] = ("softmax of the chosen", "softmax of all", "sigmoid")
 
@@ -27,13 +27,13 @@ class RoutingCase:
     biased: bool = False
     replays: bool = False
 
-    def given(self, device: str = "cpu") -> GivenRoutes | None:
+    def replay(self, device: str = "cpu") -> ReplayedRoutes | None:
         """Routes for two thirds of the tokens, where the case replays some."""
         if not self.replays:
             return None
         experts = drawn_routes(self.tokens, self.experts, self.rule.k).nonzero()[:, 1].view(self.tokens, -1).to(torch.int16)
         counts = torch.zeros(2, dtype=torch.int64, device=device)
-        return GivenRoutes(experts.to(device), (torch.arange(self.tokens) % 3 > 0).to(device), counts)
+        return ReplayedRoutes(experts.to(device), (torch.arange(self.tokens) % 3 > 0).to(device), counts)
 
     def drawn(self, device: str = "cpu") -> tuple[Tensor, Tensor | None, Tensor]:
         """Logits, bias, and a gradient of the shares."""
@@ -46,21 +46,21 @@ class RoutingCase:
         """Compare with autograd through plain PyTorch in float64."""
         logits, bias, grad = self.drawn()
         leaf = logits.double().requires_grad_()
-        biases, given = None if bias is None else bias.double(), self.given()
-        right, chosen = plainly_routed(leaf, biases, self.rule, given)
+        biases, replay = None if bias is None else bias.double(), self.replay()
+        right, chosen = plain_route(leaf, biases, self.rule, replay)
         assert torch.equal(routes.cpu(), chosen)
         (of_logits,) = torch.autograd.grad(right, leaf, grad.double())
         for mine, exact in ((shares, right), (gradient, of_logits)):
             assert (mine.cpu().double() - exact).norm() <= 1e-6 * exact.norm()
 
-    def assert_counted(self, given: GivenRoutes | None) -> None:
-        """Given routes that the logits would have chosen too were counted, and all of them."""
-        if given is None or given.counts is None:
+    def assert_counted(self, replay: ReplayedRoutes | None) -> None:
+        """Replayed experts that the logits would have chosen too were counted, and all of them."""
+        if replay is None or replay.counts is None:
             return
         logits, bias, _grad = self.drawn()
-        own = plainly_routed(logits, bias, self.rule)[1][given.given.cpu()]
-        taken = own.gather(1, given.experts.cpu().long()[given.given.cpu()])
-        assert given.counts.tolist() == [int(taken.sum()), taken.numel()]
+        own = plain_route(logits, bias, self.rule)[1][replay.replayed.cpu()]
+        taken = own.gather(1, replay.experts.cpu().long()[replay.replayed.cpu()])
+        assert replay.counts.tolist() == [int(taken.sum()), taken.numel()]
 
 
 ROUTING_CASES = [

@@ -20,14 +20,17 @@ CHOICE = {**BLOCK, "K": 4, "COUNTED": True}
 ROWS = {"BLOCK": 32, "EXPERTS": 64}
 KERNELS = [
     *(
-        (kernel, {**HEADS, "GATED": gated, "NORMED": normed, "TURNED": turned})
-        for kernel in (heads_triton.turn_heads, heads_triton.turn_heads_back)
-        for gated, normed, turned in ((True, True, True), (False, False, True), (False, True, False))
+        (kernel, {**HEADS, "GATED": gated, "NORMED": normed, "ROTATED": rotated})
+        for kernel in (heads_triton.rotate_heads, heads_triton.rotate_heads_backward)
+        for gated, normed, rotated in ((True, True, True), (False, False, True), (False, True, False))
     ),
     (norm_triton.norm, {"BLOCK": 1024}),
     (norm_triton.norm_back, {"BLOCK": 1024}),
     *(
-        (routing_triton.choose, {**CHOICE, "SIGMOID": sigmoid, "OF_ALL": not sigmoid, "BIASED": sigmoid, "GIVEN": given, "COMPARED": given})
+        (
+            routing_triton.choose,
+            {**CHOICE, "SIGMOID": sigmoid, "OF_ALL": not sigmoid, "BIASED": sigmoid, "REPLAYS": given, "COMPARED": given},
+        )
         for sigmoid in FLAGS
         for given in FLAGS
     ),
@@ -43,7 +46,7 @@ POINTERS = {
     **dict.fromkeys(("routes_ptr", "where_ptr"), BYTES),
     **dict.fromkeys(("counts_ptr", "total_ptr", "before_ptr", "row_of_ptr", "token_of_ptr"), WHOLE),
     **dict.fromkeys(("load_ptr", "agreed_ptr", "pair_of_ptr"), LONG),
-    "given_ptr": "*i16",
+    "replayed_ptr": "*i16",
 }
 """Element types of pointers; all others are to bf16. Numbers are integers, but for these."""
 FRACTIONS = ("eps", "offset", "scaling", "lowest")

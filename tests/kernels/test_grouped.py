@@ -63,26 +63,25 @@ def test_the_first_gradients_replace_what_the_buffers_hold_and_later_ones_are_ad
         weight.main_grad = buffer  # type: ignore[attr-defined]
     right = torch.autograd.grad(one_by_one(x, COUNTS, weights).sum(), weights)
     stack = Stack(weights)
-    stack.replaces = True
+    stack.mark_stale()
     for times in (1, 2):
         grouped_linear(x, ends, stack).sum().backward()
         for buffer, wanted in zip(buffers, right, strict=True):
             torch.testing.assert_close(buffer, times * wanted)
 
 
-def test_buffers_that_no_gradient_replaced_are_zeroed() -> None:
+def test_buffers_are_stale_until_a_gradient_came_or_somebody_asked() -> None:
     x, ends, weights = problem(torch.float32, 12, 20, COUNTS)
     for weight in weights:
         weight.main_grad = torch.full_like(weight, torch.nan).detach()  # type: ignore[attr-defined]
     stack = Stack(weights)
-    stack.replaces = True
-    stack.zero_stale_gradients()
-    assert all(not buffer.any() for buffer in stack.buffers)
+    assert stack.stale_buffers() == []
+    stack.mark_stale()
+    assert [id(buffer) for buffer in stack.stale_buffers()] == [id(buffer) for buffer in stack.buffers]
+    assert stack.stale_buffers() == []
+    stack.mark_stale()
     grouped_linear(x, ends, stack).sum().backward()
-    before = [buffer.clone() for buffer in stack.buffers]
-    stack.zero_stale_gradients()
-    assert any(buffer.any() for buffer in before)
-    assert all(torch.equal(buffer, held) for buffer, held in zip(stack.buffers, before, strict=True))
+    assert stack.stale_buffers() == [] and all(torch.isfinite(buffer).all() for buffer in stack.buffers)
 
 
 def test_weights_that_are_frozen_get_no_gradient_and_the_rows_do() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtpctl.kernels.main_grad import add_outer_products, expect_first, takes_first
+from mtpctl.kernels.main_grad import accumulate_weight_grad, mark_stale, take_stale
 
 
 @pytest.mark.parametrize(
@@ -20,17 +20,17 @@ from mtpctl.kernels.main_grad import add_outer_products, expect_first, takes_fir
 def test_the_first_product_replaces_and_the_second_is_added(device: str, dtype: torch.dtype, bound: float) -> None:
     generator = torch.Generator().manual_seed(0)
     buffer = torch.full((16, 24), torch.nan, device=device)
-    expect_first(buffer)
+    mark_stale(buffer)
     right = torch.zeros(16, 24, dtype=torch.float64)
     for _ in range(2):
         grad, x = (torch.randn(40, width, generator=generator).to(device, dtype) for width in (16, 24))
-        add_outer_products(buffer, grad, x)
+        accumulate_weight_grad(buffer, grad, x)
         right += grad.double().t().cpu() @ x.double().cpu()
         assert (buffer.cpu().double() - right).norm() <= bound * right.norm()
 
 
 def test_a_buffer_that_nobody_marked_is_added_to() -> None:
     buffer = torch.ones(2)
-    assert not takes_first(buffer)
-    expect_first(buffer)
-    assert takes_first(buffer) and not takes_first(buffer)
+    assert not take_stale(buffer)
+    mark_stale(buffer)
+    assert take_stale(buffer) and not take_stale(buffer)

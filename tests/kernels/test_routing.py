@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-from mtpctl.kernels.routing import RoutingRule, plainly_routed, routed
+from mtpctl.kernels.routing import RoutingRule, plain_route, route
 from tests.kernels.routes import ROUTING_CASES, RoutingCase
 
 
@@ -22,7 +22,7 @@ def test_shares_and_routes_are_upstreams(case: RoutingCase) -> None:
         score_function="sigmoid" if rule.scores == "sigmoid" else "softmax",
         expert_bias=bias,
     )
-    found = plainly_routed(logits, bias, rule)
+    found = plain_route(logits, bias, rule)
     assert torch.equal(found[1], routes) and torch.allclose(found[0], shares)
 
 
@@ -33,9 +33,9 @@ def test_shares_and_routes_are_upstreams(case: RoutingCase) -> None:
 def test_a_card_chooses_the_same(case: RoutingCase) -> None:
     logits, bias, grad = case.drawn("cuda")
     load = torch.ones(case.experts, dtype=torch.int64, device="cuda")
-    given = case.given("cuda")
-    shares, routes = routed(logits.requires_grad_(), bias, case.rule, load, given)
+    replay = case.replay("cuda")
+    shares, routes = route(logits.requires_grad_(), bias, case.rule, load, replay)
     (gradient,) = torch.autograd.grad(shares, logits, grad)
     case.assert_right(shares, routes, gradient)
-    case.assert_counted(given)
+    case.assert_counted(replay)
     assert torch.equal(load - 1, routes.sum(0))
