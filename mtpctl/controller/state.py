@@ -32,7 +32,7 @@ _UNSAVED = -1
 AGAIN_S = 10.0
 """Seconds, at least, after which a checkpoint that could not be written is tried again."""
 TRIES, GIVE_UP_S = 3, 300.0
-"""A run ends where checkpoints could not be written for so many seconds, and so many times in a row."""
+"""The run ends after `TRIES` failures in a row that span at least `GIVE_UP_S` seconds."""
 RESCUE_S = 300.0
 """Seconds that the checkpoint of a stage that failed may take: the trainer itself may be what failed."""
 
@@ -238,7 +238,7 @@ class RunState:
             if self._due():
                 await self.checkpoint(trainer, wait=not self.train.async_save)
         except SaveFailed as failure:
-            self._not_saved(failure)
+            self._not_saved(failure, "training goes on, and a checkpoint is tried again after a later update")
 
     def _due(self) -> bool:
         now = time.monotonic()
@@ -248,8 +248,8 @@ class RunState:
         by_time = self.train.checkpoint_minutes and now - self.saved_at >= 60 * self.train.checkpoint_minutes
         return bool(by_step or by_time)
 
-    def _not_saved(self, failure: SaveFailed) -> None:
-        """Note that a checkpoint could not be written. Raises RuntimeFailure where that has been so for too long."""
+    def _not_saved(self, failure: SaveFailed, then: str) -> None:
+        """Note that a checkpoint could not be written, and tell what happens `then`. Raises RuntimeFailure after too many failures."""
         now = time.monotonic()
         self.saving, self.saved = None, _UNSAVED
         self.failed_at.append(now)
@@ -257,7 +257,7 @@ class RunState:
         if count >= TRIES and seconds >= GIVE_UP_S:
             told = f"{failure}; {count} tries within {seconds / 60:.0f} minutes failed; free space and start the same command again"
             raise RuntimeFailure(told) from failure
-        self.tell(f"{failure}; training goes on, and a checkpoint is tried again after a later update")
+        self.tell(f"{failure}; {then}")
 
     async def checkpoint(self, trainer: TrainerGroup, *, wait: bool = True) -> Path | None:
         """Write model, optimizer, this state and the buffer as a checkpoint, and publish it as the newest one when it is whole.
@@ -270,7 +270,7 @@ class RunState:
         try:
             await self.settle(trainer)
         except SaveFailed as failure:
-            self._not_saved(failure)
+            self._not_saved(failure, "the next one takes its place")
         path = self.root / f"{self.stage}-{self.step:06d}{'-end' if self.stage in self.ended else ''}"
         with self.waiting(f"trainer: saving {path.name}"):
             folder = Path(await trainer.call("begin_save", str(path)))

@@ -34,7 +34,8 @@ class MetricsFile:
         self._file = open_patiently(path)
 
     def append(self, row: Mapping[str, object]) -> None:
-        """Write one line. It is in the page cache when this returns, and survives this process, though not the machine.
+        """Write one line. Unless the disk is full, it is in the page cache when this returns, and survives this process, though not the
+        machine.
 
         On a disk that is full it waits for room, beside the run. Raises RuntimeFailure where the disk has been full for `PATIENCE_S`; the
         file may end in an incomplete line then.

@@ -14,7 +14,7 @@ PATIENCE_S = 300.0
 
 
 class PatientFile(io.BufferedIOBase):
-    """Appends to a file. What the disk does not take waits in memory, and is written in order as soon as it has room.
+    """Appends to a file. What the disk does not take waits in memory, and is written in order by the next call that finds room.
 
     `write` raises OSError where the disk has taken nothing for `PATIENCE_S`.
     """

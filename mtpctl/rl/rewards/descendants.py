@@ -22,12 +22,12 @@ def started_by(pid: int) -> list[int]:
     return [each for child in children for each in (child, *started_by(child))]
 
 
-def adopt() -> None:
+def become_subreaper() -> None:
     """Have descendants of this process stay its own where their parents end, also those in sessions of their own."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def leave() -> None:
+def exit_with_descendants() -> None:
     """End this process, and all its descendants before it: a program that nobody ends would keep its port and its memory."""
     end = time.monotonic() + _END_S
     while (started := started_by(os.getpid())) and time.monotonic() < end:

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import cast
 
 from mtpctl.errors import MtpctlError
-from mtpctl.rl.rewards.descendants import adopt, leave
+from mtpctl.rl.rewards.descendants import become_subreaper, exit_with_descendants
 from mtpctl.rl.rewards.frames import receive, send
 from mtpctl.rl.rewards.function import RewardFunction, Role, load_function
 from mtpctl.rl.rewards.outcome import Answered
@@ -101,8 +101,8 @@ def main(end: int) -> None:
     os.dup2(2, 1)
     # Ctrl-C reaches every process of the terminal; when these end is the controller's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Of a worker that ends before the programs that it started: this process ends them.
-    adopt()
+    # Programs of a worker that ended before them get this process for a parent, which ends them.
+    become_subreaper()
     control = socket.socket(fileno=end)
     job = cast(Job, receive(control))
     try:
@@ -118,10 +118,10 @@ def main(end: int) -> None:
         asked, ends, _, _ = socket.recv_fds(control, 1, 1)
         if asked == SERVE:
             # Nobody is there to end it where it hangs in the function.
-            threading.Thread(target=_leave_with, args=(control,), daemon=True).start()
+            threading.Thread(target=_exit_with, args=(control,), daemon=True).start()
             _serve(control, function, job.timeout_s)
         if asked != FORK:
-            leave()
+            exit_with_descendants()
         try:
             child = os.fork()
         except OSError as error:  # no memory, or too many processes: the controller sees the socket closed, and counts it
@@ -135,12 +135,12 @@ def main(end: int) -> None:
         os.close(ends[0])
 
 
-def _leave_with(channel: socket.socket) -> None:
+def _exit_with(channel: socket.socket) -> None:
     """Wait until the controller closes the socket or dies, and end this process then."""
     hung_up = select.poll()
     hung_up.register(channel, select.POLLRDHUP)
     hung_up.poll()
-    leave()
+    exit_with_descendants()
 
 
 def _serve(channel: socket.socket, function: RewardFunction, timeout_s: float) -> None:
@@ -156,7 +156,7 @@ def _serve(channel: socket.socket, function: RewardFunction, timeout_s: float) -
             asked = cast(Asked, receive(channel))
             send(channel, (asked.number, *function.run(asked.response, asked.problem, asked.sample)))
     except (EOFError, ConnectionError):
-        leave()
+        exit_with_descendants()
 
 
 class _Coroutines:
@@ -182,7 +182,7 @@ class _Coroutines:
                 else:
                     loop.call_soon_threadsafe(self._begin, cast(Asked, asked))
         except (EOFError, ConnectionError):
-            leave()
+            exit_with_descendants()
 
     def _begin(self, asked: Asked) -> None:
         task = asyncio.create_task(self._answer(asked))
