@@ -1,7 +1,7 @@
 """Root-mean-square norms (arXiv 1910.07467) over the last dimension:
 
-    rms_norm(x, w)          x / rms(x) · (offset + w)              rms(x) = sqrt(mean x² + eps)
-    gated_rms_norm(x, z, w) x / rms(x) · (offset + w) · silu(z)
+    rms_norm(x, w)          x / rms(x) · (offset + w)     rms(x) = sqrt(mean x² + eps)
+    gated_rms_norm(x, z, w) x / rms(x) · w · silu(z)
 
 The offset is 1 in families whose weights are stored around 0; the sum is in fp32. PyTorch's norms have no offset, so on a card kernels of
 ours compute the norms of those families. Where flash-linear-attention is installed, its kernels compute the gated norms of rows as wide as
@@ -38,13 +38,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     return F.rms_norm(x, (len(weight),), weight + offset if offset else weight, eps)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """x / rms(x) · (offset + weight) · silu(gate), in the shape and dtype of x [..., n]; gate [..., n], weight [n]."""
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) · weight · silu(gate), in the shape and dtype of x [..., n]; gate [..., n], weight [n]."""
     # The kernel cannot be started for no rows at all.
     if x.is_cuda and _fla_gated_norm is not None and x.shape[-1] <= NARROW and x.numel() > 0:
-        found: Tensor = _fla_gated_norm(x, gate, weight.float() + offset if offset else weight, None, eps=eps)
+        found: Tensor = _fla_gated_norm(x, gate, weight, None, eps=eps)
         return found
-    return (rms_norm(x, weight, eps, offset) * F.silu(gate.float())).to(x.dtype)
+    return (F.rms_norm(x, (len(weight),), weight, eps) * F.silu(gate.float())).to(x.dtype)
 
 
 class _Context(AutogradContext, Protocol):
