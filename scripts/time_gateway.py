@@ -123,9 +123,6 @@ class Measurement:
     def __init__(self, generate: Generate, tokenizer: Tokenizer, context: int, pipe: Connection, vocab: int | None) -> None:
         self.generate, self.tokenizer, self.context, self.pipe, self.vocab = generate, tokenizer, context, pipe, vocab
 
-    def request(self, sample: Sample, max_tokens: int) -> GenerationRequest:
-        return GenerationRequest(sample, max_tokens)
-
     async def directly(self, talk: Talk) -> Way:
         """The conversations as requests with the tokens that the gateway would make of the messages."""
         replies = ChatReplies(self.tokenizer)
@@ -136,11 +133,11 @@ class Measurement:
 
         async def one(number: int, first: list[int], others: list[list[int]]) -> Sample:
             sample = Sample(str(number), str(number), first)
-            sample = await self.generate(self.request(sample, talk.tokens))
+            sample = await self.generate(GenerationRequest(sample, talk.tokens))
             for ids in others:
                 sample = sample.copy()
                 sample.append(ids, [0.0] * len(ids), sample.version_spans[-1].version, trained=False)
-                sample = await self.generate(self.request(sample, len(sample.response_ids) + talk.tokens))
+                sample = await self.generate(GenerationRequest(sample, len(sample.response_ids) + talk.tokens))
             return sample
 
         began, cpu = time.perf_counter(), time.process_time()
@@ -153,7 +150,7 @@ class Measurement:
         """The conversations of clients in another process, which ask over HTTP."""
         model = Model(self.generate, self.tokenizer, AnswerReader(self.tokenizer, None), self.context)
         async with Gateway(model, self.tokenizer, "policy", talk.turns, listen("127.0.0.1", 0)) as gateway:
-            opened = [gateway.open(self.request(Sample(str(n), str(n), []), self.context))[0] for n in range(talk.batch)]
+            opened = [gateway.open(GenerationRequest(Sample(str(n), str(n), []), self.context))[0] for n in range(talk.batch)]
             self.pipe.send(([(gateway.base_url(secret), talk.questions(n)) for n, secret in enumerate(opened)], talk.tokens))
             cpu = time.process_time()
             while not self.pipe.poll():

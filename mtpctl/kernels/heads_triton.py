@@ -22,6 +22,14 @@ ELEMENTS = 2048
 
 
 @triton.jit
+def _tile(tokens, groups, WIDTH: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
+    """This program's tokens, the columns of a head, which of both there are, and the tokens' rows among those of all groups."""
+    token, column = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, COLUMNS)
+    inside = (token < tokens)[:, None] & (column < WIDTH)[None, :]
+    return token, column, inside, (token.to(tl.int64) * groups + tl.program_id(1))[:, None]
+
+
+@triton.jit
 def _angles(cos_ptr, sin_ptr, token, column, tokens, HALF: tl.constexpr):
     """Cosine and signed sine that each column is multiplied with, and the column that it is paired with."""
     first, turns = column < HALF, column < 2 * HALF
@@ -118,10 +126,7 @@ def rotate_heads(
     COLUMNS: tl.constexpr,
 ):
     HEADS: tl.constexpr = QUERIES * (2 if GATED else 1) + 2
-    token, group = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
-    column = tl.arange(0, COLUMNS)
-    inside = (token < tokens)[:, None] & (column < WIDTH)[None, :]
-    row = (token.to(tl.int64) * groups + group)[:, None]
+    token, column, inside, row = _tile(tokens, groups, WIDTH, TOKENS, COLUMNS)
     source, of_keys, of_queries = mixed_ptr + row * HEADS * WIDTH, row * WIDTH, row * QUERIES * WIDTH
     cos, sin, pair = 1.0, 0.0, column
     if ROTATED:
@@ -164,10 +169,7 @@ def rotate_heads_backward(
     COLUMNS: tl.constexpr,
 ):
     HEADS: tl.constexpr = QUERIES * (2 if GATED else 1) + 2
-    token, group = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
-    column = tl.arange(0, COLUMNS)
-    inside = (token < tokens)[:, None] & (column < WIDTH)[None, :]
-    row = (token.to(tl.int64) * groups + group)[:, None]
+    token, column, inside, row = _tile(tokens, groups, WIDTH, TOKENS, COLUMNS)
     of_mixed, of_keys, of_queries = row * HEADS * WIDTH, row * WIDTH, row * QUERIES * WIDTH
     cos, sin, pair = 1.0, 0.0, column
     if ROTATED:
@@ -189,7 +191,7 @@ def rotate_heads_backward(
     )  # fmt: skip
     _copy(values_grad_ptr + of_keys, mixed_grad_ptr + of_mixed + (HEADS - 1) * WIDTH, inside, column)
     if NORMED:
-        place = weight_grads_ptr + (tl.program_id(0) * groups + group) * 2 * WIDTH + column
+        place = weight_grads_ptr + (tl.program_id(0) * groups + tl.program_id(1)) * 2 * WIDTH + column
         tl.store(place, of_query_weight, mask=column < WIDTH)
         tl.store(place + WIDTH, of_key_weight, mask=column < WIDTH)
 

@@ -55,23 +55,6 @@ def route(
     return found
 
 
-def plain_route(logits: Tensor, bias: Tensor | None, rule: RoutingRule, replay: ReplayedRoutes | None = None) -> tuple[Tensor, Tensor]:
-    """`route` in plain PyTorch, without counts."""
-    scores = logits.sigmoid() if rule.scores == "sigmoid" else logits
-    chosen = (scores if bias is None else scores + bias).topk(rule.k, dim=1).indices
-    if replay is not None:
-        chosen = torch.where(replay.replayed[:, None], replay.experts.long(), chosen)
-    routes = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
-    if rule.scores == "sigmoid":
-        of_chosen = scores.masked_fill(~routes, 0.0)
-        shares = of_chosen / of_chosen.sum(1, keepdim=True) if rule.k > 1 else of_chosen
-    elif rule.scores == "softmax of all":
-        shares = logits.softmax(1).masked_fill(~routes, 0.0)
-    else:
-        shares = logits.masked_fill(~routes, float("-inf")).softmax(1)
-    return shares * rule.scaling, routes
-
-
 class _Context(AutogradContext, Protocol):
     rule: RoutingRule
 

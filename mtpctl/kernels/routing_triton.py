@@ -22,6 +22,14 @@ LEAST = -3.0e38
 
 
 @triton.jit
+def _tile(tokens, experts, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+    """This program's tokens, the experts, which of both there are, and the places of their pairs in [T, E]."""
+    token, column = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
+    inside = (token < tokens)[:, None] & (column < experts)[None, :]
+    return token, column, inside, token.to(tl.int64)[:, None] * experts + column[None, :]
+
+
+@triton.jit
 def _shares(logits, chosen, column, experts, SIGMOID: tl.constexpr, OF_ALL: tl.constexpr, ONE: tl.constexpr):
     """What each expert's share would be if only these logits counted (0 where it counts for nothing), before it is multiplied."""
     counts = (column < experts)[None, :] if OF_ALL else chosen
@@ -59,10 +67,7 @@ def choose(
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    column = tl.arange(0, EXPERTS)
-    inside = (token < tokens)[:, None] & (column < experts)[None, :]
-    place = token.to(tl.int64)[:, None] * experts + column[None, :]
+    token, column, inside, place = _tile(tokens, experts, TOKENS, EXPERTS)
     logits = tl.load(logits_ptr + place, mask=inside, other=0.0)
     scores = tl.sigmoid(logits) if SIGMOID else logits
     if BIASED:
@@ -108,10 +113,7 @@ def choose_back(
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    column = tl.arange(0, EXPERTS)
-    inside = (token < tokens)[:, None] & (column < experts)[None, :]
-    place = token.to(tl.int64)[:, None] * experts + column[None, :]
+    _token, column, inside, place = _tile(tokens, experts, TOKENS, EXPERTS)
     logits = tl.load(logits_ptr + place, mask=inside, other=0.0)
     chosen = tl.load(routes_ptr + place, mask=inside, other=0) != 0
     grad = tl.where(chosen, tl.load(grad_ptr + place, mask=inside, other=0.0), 0.0) * scaling

@@ -19,6 +19,16 @@ COLUMNS = 1024
 
 
 @triton.jit
+def _gate_and_up(gate_up_ptr, row, start, width, BLOCK: tl.constexpr):
+    """A block of a row's columns, which of them there are, and their gate and up in fp32."""
+    column = start + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_up_ptr + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    return column, inside, gate, up
+
+
+@triton.jit
 def swiglu(
     gate_up_ptr,  # [R, 2 F]
     scale_ptr,  # [R], read where SCALED
@@ -32,10 +42,7 @@ def swiglu(
     if SCALED:
         scale = tl.load(scale_ptr + row).to(tl.float32)
     for start in range(0, width, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        inside = column < width
-        gate = tl.load(gate_up_ptr + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(gate_up_ptr + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+        column, inside, gate, up = _gate_and_up(gate_up_ptr, row, start, width, BLOCK)
         product = gate * tl.sigmoid(gate) * up * scale
         tl.store(out_ptr + row * width + column, product.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -57,10 +64,7 @@ def swiglu_backward(
         scale = tl.load(scale_ptr + row).to(tl.float32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, width, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        inside = column < width
-        gate = tl.load(gate_up_ptr + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(gate_up_ptr + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+        column, inside, gate, up = _gate_and_up(gate_up_ptr, row, start, width, BLOCK)
         grad = tl.load(grad_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
         sigmoid = tl.sigmoid(gate)
         if SCALED:

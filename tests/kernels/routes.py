@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtpctl.kernels.routing import ReplayedRoutes, RoutingRule, Scores, plain_route
+from mtpctl.kernels.routing import ReplayedRoutes, RoutingRule, Scores
 
 SCORES: tuple[Scores, ...] = ("softmax of the chosen", "softmax of all", "sigmoid")
 
@@ -17,6 +17,23 @@ def drawn_routes(tokens: int, experts: int, k: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     chosen = torch.rand(tokens, max(k, experts - 1), generator=generator).topk(k, dim=1).indices
     return torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen, True)
+
+
+def plain_route(logits: Tensor, bias: Tensor | None, rule: RoutingRule, replay: ReplayedRoutes | None = None) -> tuple[Tensor, Tensor]:
+    """`mtpctl.kernels.routing.route` in plain PyTorch, without counts: what the kernels are held against."""
+    scores = logits.sigmoid() if rule.scores == "sigmoid" else logits
+    chosen = (scores if bias is None else scores + bias).topk(rule.k, dim=1).indices
+    if replay is not None:
+        chosen = torch.where(replay.replayed[:, None], replay.experts.long(), chosen)
+    routes = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
+    if rule.scores == "sigmoid":
+        of_chosen = scores.masked_fill(~routes, 0.0)
+        shares = of_chosen / of_chosen.sum(1, keepdim=True) if rule.k > 1 else of_chosen
+    elif rule.scores == "softmax of all":
+        shares = logits.softmax(1).masked_fill(~routes, 0.0)
+    else:
+        shares = logits.masked_fill(~routes, float("-inf")).softmax(1)
+    return shares * rule.scaling, routes
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-from mtpctl.kernels.routing import RoutingRule, plain_route, route
-from tests.kernels.routes import ROUTING_CASES, RoutingCase
+from mtpctl.kernels.routing import RoutingRule, route
+from tests.kernels.routes import ROUTING_CASES, RoutingCase, plain_route
 
 
 @pytest.mark.parametrize("case", [case for case in ROUTING_CASES if not case.replays], ids=str)
