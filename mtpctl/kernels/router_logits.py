@@ -34,14 +34,18 @@ class _RouterLogits(torch.autograd.Function):
         states, weight = ctx.saved_tensors
         x, grad = states.flatten(0, -2), grads[0].flatten(0, -2)
         if x.is_cuda and x.dtype in products.HALF:
-            high = grad.to(x.dtype)
-            low = (grad - high).to(x.dtype)
-            of_states, of_weight = _sum_of_products(high, low, weight), _sum_of_products(high.t(), low.t(), x)
+            parts = _split(grad, x.dtype)
+            of_states = parts @ weight.repeat(2, 1)
+            of_weight = torch.mm(parts.t(), x, out_dtype=torch.float32).view(2, *weight.shape).sum(0)
         else:
             of_states, of_weight = grad @ weight.to(grad.dtype), grad.t() @ x.to(grad.dtype)
         return of_states.to(states.dtype).view_as(states), of_weight.to(weight.dtype)
 
 
-def _sum_of_products(a: Tensor, b: Tensor, other: Tensor) -> Tensor:
-    """a @ other + b @ other in fp32."""
-    return torch.addmm(torch.mm(a, other, out_dtype=torch.float32), b, other, out_dtype=torch.float32)
+def _split(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers of fp32 [n, E] as sums of two of half precision → [n, 2 E]: the rounded numbers, and behind them what rounding took away."""
+    parts = torch.empty(len(x), 2, x.shape[1], dtype=dtype, device=x.device)
+    high, low = parts.unbind(1)
+    high.copy_(x)
+    torch.sub(x, high, out=low)
+    return parts.flatten(1)

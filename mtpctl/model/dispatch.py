@@ -12,7 +12,6 @@ Shape legend: T tokens, k experts a token, E experts in all, L experts a rank, P
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from torch import Tensor
 from mtpctl.kernels.autograd import AutogradContext
 from mtpctl.kernels.grouped import row_sums
 from mtpctl.kernels.order import ExpertOrder
+from mtpctl.kernels.rows import distinct_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,7 @@ class Order:
 
 def shares_of_rows(shares: Tensor, order: ExpertOrder) -> Tensor:
     """The share [R] of each row in the sum of its token, from shares [T, E] by token and expert."""
-    found: Tensor = _SharesOfRows.apply(shares, order.pair_of)
-    return found
+    return distinct_rows(shares.flatten(), order.pair_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,21 +105,3 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, None, None]:
         (token_of,) = ctx.saved_tensors
         return grads[0].index_select(0, token_of), None, None
-
-
-class _SharesContext(AutogradContext, Protocol):
-    shape: torch.Size
-
-
-class _SharesOfRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _SharesContext, shares: Tensor, pair_of: Tensor) -> Tensor:
-        ctx.save_for_backward(pair_of)
-        ctx.shape = shares.shape
-        return shares.flatten().index_select(0, pair_of)
-
-    @staticmethod
-    def backward(ctx: _SharesContext, *grads: Tensor) -> tuple[Tensor, None]:
-        # No two rows are of one token and one expert, so nothing is added up.
-        (pair_of,) = ctx.saved_tensors
-        return grads[0].new_zeros(ctx.shape.numel()).index_copy_(0, pair_of, grads[0]).view(ctx.shape), None

@@ -20,6 +20,7 @@ from torch import Tensor
 from mtpctl.kernels.norm import gated_rms_norm, rms_norm
 from mtpctl.kernels.swiglu import swiglu
 from mtpctl.model.draft_attention import joined_attention
+from mtpctl.model.flash import FlashPrefix, flash_attention
 from mtpctl.model.linear import ColumnParallelLinear
 from mtpctl.model.packing import Packing
 from mtpctl.model.recompute import recomputed
@@ -149,32 +150,19 @@ class PackedAttention(torch.nn.Module):
         return out.reshape(query.shape[0], 1, -1)
 
     def _flash_joined(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, p: Packing) -> Tensor:
-        from mtpctl.model.flash_prefix import FlashPrefix
-
         dim, wanted = q.shape[2], v.shape[2]
         q, k, v, keys, values = _alike_wide(q, k, v, keys, values)
-        scale = dim**-0.5 if self.scale is None else self.scale
+        scale = self._scale(dim)
         return joined_attention(q, k, v, keys, values, FlashPrefix(p, scale), scale)[..., :wanted]
 
     def _flash(self, q: Tensor, k: Tensor, v: Tensor, p: Packing) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
         dim, wanted = q.shape[2], v.shape[2]
-        q, k, v = _alike_wide(q, k, v)
-        out = varlen_attn(
-            q,
-            k,
-            v,
-            p.cu_seqlens_q,
-            p.cu_seqlens_kv,
-            p.max_seqlen_q,
-            p.max_seqlen_kv,
-            window_size=(-1, 0),
-            scale=dim**-0.5 if self.scale is None else self.scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        assert isinstance(out, Tensor)
+        out, _lse = flash_attention(*_alike_wide(q, k, v), p, self._scale(dim))
         return out[..., :wanted]
+
+    def _scale(self, dim: int) -> float:
+        """What scores of heads of width `dim` are multiplied by."""
+        return dim**-0.5 if self.scale is None else self.scale
 
     def _grouped(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, later: tuple[Tensor, Tensor] | None = None) -> Tensor:
         places, parts = [], []
@@ -191,10 +179,10 @@ class PackedAttention(torch.nn.Module):
         return q.new_empty(q.shape[0], q.shape[1], v.shape[2]).index_put((torch.cat(places),), torch.cat(parts))
 
 
-def _alike_wide(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _alike_wide(*tensors: Tensor) -> list[Tensor]:
     """The flash kernel takes one width for all, a multiple of 8. Zeros change no score, and only add columns of zeros to the output."""
     width = -(-max(x.shape[-1] for x in tensors) // 8) * 8
-    return tuple(F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors)
+    return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
 
 
 def _with_later(k: Tensor, v: Tensor, mask: Tensor | None, later: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

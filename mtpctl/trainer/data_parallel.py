@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from mtpctl.compat import router_counters
+from mtpctl.compat import router_updates
 from mtpctl.compat.weight_gradients import fill_buffers
 from mtpctl.kernels.grouped import Stack
 from mtpctl.kernels.main_grad import accumulate_weight_grad, is_buffered, mark_stale, take_stale
@@ -81,7 +81,7 @@ class Gradients:
         """megatron-core's gradient reductions without its division by tokens, since losses are divided by global counts already."""
         stale = [buffer for experts in self._experts for stack in experts.stacks() for buffer in stack.stale_buffers()]
         _zero([*stale, *(buffer for buffer in self._replaced if take_stale(buffer))])
-        with router_counters.without_counter_reset():
+        with router_updates.without_router_updates():
             finalize_model_grads(model, None, **options)
 
     def _gradients_of_others(self, replaced: list[Stack]) -> list[Tensor]:

@@ -26,6 +26,7 @@ from mtpctl.kernels.draft_terms import Draft, DraftLossOut
 from mtpctl.kernels.logprob import LogProbOut, linear_logprob
 from mtpctl.kernels.policy import TokenLoss, linear_policy_loss
 from mtpctl.kernels.problem import DraftLoss
+from mtpctl.kernels.rows import distinct_rows
 from mtpctl.model.packing import Packing
 from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.parallel import ParallelConfig
@@ -74,7 +75,7 @@ class Head:
 
         def logprob(rows: Tensor, labels: Tensor, temperature: float | Tensor) -> LogProbOut:
             return linear_logprob(
-                state[rows],
+                distinct_rows(state, rows),
                 weight,
                 labels,
                 temperature=temperature,
@@ -122,7 +123,7 @@ class Head:
             rows, labels = own[places], labels[places]
             temperature = temperature[places] if isinstance(temperature, Tensor) else temperature
         one = linear_policy_loss(
-            state[rows],
+            distinct_rows(state, rows),
             weight,
             labels,
             token_loss if places is None else lambda logprob, entropy, rows: token_loss(logprob, entropy, places[rows]),
@@ -144,7 +145,7 @@ class Head:
         """The logits of `ids` [R, k] and behind them of `labels` [R], of states, weight and rows as in `logprob`, without cp."""
         options = self._kernel_options(weight)
         return candidates(
-            self._gather_sequence(state)[rows],
+            distinct_rows(self._gather_sequence(state), rows),
             weight,
             torch.cat([ids, labels.unsqueeze(1)], 1),
             temperature=temperature,
@@ -178,12 +179,13 @@ class Head:
         drafts: of each depth its rows, and a draft whose `hidden` are all of this rank's states [t, H].
         """
         one = linear_policy_loss(
-            self._gather_sequence(state)[rows],
+            distinct_rows(self._gather_sequence(state), rows),
             weight,
             labels,
             token_loss,
             drafts=[
-                replace(draft, hidden=self._gather_sequence(draft.hidden)[places.rows], rows=places.tokens) for places, draft in drafts
+                replace(draft, hidden=distinct_rows(self._gather_sequence(draft.hidden), places.rows), rows=places.tokens)
+                for places, draft in drafts
             ],
             grad_scale=scale,
             temperature=temperature,
@@ -228,7 +230,7 @@ class Head:
         options["implementation"] = "auto" if self.kernels.linear_logprob == "liger" else self.kernels.linear_logprob
         teacher = teacher_states(packing, trunk, targets, depth, group)
         out = linear_draft_loss(
-            state[rows],
+            distinct_rows(state, rows),
             teacher,
             weight,
             labels,

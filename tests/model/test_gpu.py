@@ -1,4 +1,4 @@
-"""The attention of a drafter on a card: two parts joined around the flash kernel are what one softmax over both gives."""
+"""Attention on a card, a drafter's too: two parts joined around the flash kernel are what one softmax over both gives."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ def attended(dtype: torch.dtype, later: int) -> list[torch.Tensor]:
     torch.nn.Module.__init__(module)
     module.scale, module.cp_group = WIDTH**-0.5, None
     packing = Packing.of(LENGTHS, "cuda")
-    packing = packing.moved(packing.position_ids + later, None, EarlierDepths([k, *keys[:-1]], [v, *values[:-1]]))
-    out = module(q, keys[-1], values[-1], None, packed_seq_params=packing)
+    if later:
+        packing = packing.moved(packing.position_ids + later, None, EarlierDepths([k, *keys[:-1]], [v, *values[:-1]]))
+    out = module(q, [k, *keys][-1], [v, *values][-1], None, packed_seq_params=packing)
     weights = torch.randn(out.shape, generator=g).to("cuda", dtype)
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
 
 
-@pytest.mark.parametrize("later", [1, 2])
+@pytest.mark.parametrize("later", [0, 1, 2])
 def test_the_flash_kernel_joined_with_later_depths_is_one_softmax(later: int) -> None:
     for half, exact in zip(attended(torch.bfloat16, later), attended(torch.float32, later), strict=True):
         assert (half.float() - exact).norm() <= 0.02 * exact.norm()

@@ -99,8 +99,9 @@ def test_the_flash_kernel_is_given_what_it_takes(monkeypatch, dim, value_dim, cp
 
     from mtpctl.model.layers import PackedAttention
 
-    def kernel(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, scale, enable_gqa):
-        assert q.shape[2] == k.shape[2] == v.shape[2] and q.shape[2] % 8 == 0 and window_size == (-1, 0) and enable_gqa
+    def kernel(q, k, v, packing, scale):
+        assert q.shape[2] == k.shape[2] == v.shape[2] and q.shape[2] % 8 == 0
+        cu_q, cu_k, max_q, max_k = packing.cu_seqlens_q, packing.cu_seqlens_kv, packing.max_seqlen_q, packing.max_seqlen_kv
         out = torch.empty_like(q)
         for i in range(len(cu_q) - 1):
             rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
@@ -109,9 +110,9 @@ def test_the_flash_kernel_is_given_what_it_takes(monkeypatch, dim, value_dim, cp
             mask = torch.ones(count, seen, dtype=torch.bool).tril(seen - count)
             qs, ks, vs = (x.transpose(0, 1) for x in (q[rows], k[keys], v[keys]))
             out[rows] = F.scaled_dot_product_attention(qs, ks, vs, mask, scale=scale, enable_gqa=True).transpose(0, 1)
-        return out
+        return out, None
 
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    monkeypatch.setattr("mtpctl.model.layers.flash_attention", kernel)
     lengths = [5, 17, 1, 9, 2, 6]
     torch.manual_seed(0)
     q, k = (torch.randn(sum(lengths), heads, dim) for heads in (4, 2))
