@@ -35,7 +35,10 @@ class _RouterLogits(torch.autograd.Function):
         x, grad = states.flatten(0, -2), grads[0].flatten(0, -2)
         if x.is_cuda and x.dtype in products.HALF:
             parts = _split(grad, x.dtype)
-            of_states = parts @ weight.repeat(2, 1)
+            twice = weight.repeat(2, 1)
+            # Where its rows are not aligned, the library's product was seen to round to half precision more than once.
+            aligned = parts.shape[1] % products.ALIGNED == 0
+            of_states = parts @ twice if aligned else torch.mm(parts, twice, out_dtype=torch.float32)
             of_weight = torch.mm(parts.t(), x, out_dtype=torch.float32).view(2, *weight.shape).sum(0)
         else:
             of_states, of_weight = grad @ weight.to(grad.dtype), grad.t() @ x.to(grad.dtype)
