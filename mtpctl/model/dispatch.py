@@ -4,7 +4,7 @@
     tokens [T, H] ◄──Sum───── rows [T k, H] ◄──────────────── exchange ──── their outputs
 
 A rank's experts come last expert first, as `Experts` wants them. `exchange` is there with expert parallelism alone; it needs to know on
-the host how many rows travel, and is the only place where the host waits.
+the host how many rows travel, and is the only place where the host waits. While rows travel, a rank can compute something else.
 
 Shape legend: T tokens, k experts a token, E experts in all, L experts a rank, P expert-parallel ranks, R rows, H hidden size.
 """
@@ -12,10 +12,10 @@ Shape legend: T tokens, k experts a token, E experts in all, L experts a rank, P
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 
 from mtpctl.kernels.autograd import AutogradContext
@@ -49,38 +49,106 @@ def shares_of_rows(shares: Tensor, order: ExpertOrder) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Rows between expert-parallel ranks: `sent` and `received` rows by rank, and the order by expert of those that are received."""
+    """Rows between expert-parallel ranks: `sent` and `received` rows by rank, the order by expert of those that are received, and how many
+    a rank would receive if all received as many."""
 
     group: dist.ProcessGroup
     sent: list[int]
     received: list[int]
     order: Order
     counts: Tensor
+    even: int
 
     @classmethod
     def plan(cls, counts: Tensor, group: dist.ProcessGroup) -> Exchange:
         """Ask all ranks how many rows they send. counts [E]: this rank's rows for each expert, ordered as they are sent."""
         ranks = group.size()
-        mine = counts.view(ranks, -1).to(torch.int64)
-        theirs = torch.empty_like(mine)
-        dist.all_to_all_single(theirs, mine.contiguous(), group=group)
-        sent, received = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
+        mine = counts.to(torch.int64)
+        everyone = mine.new_empty(ranks * len(mine))
+        dist.all_gather_into_tensor(everyone, mine, group=group)
+        theirs = everyone.view(ranks, ranks, -1)[:, group.rank()]
+        told: list[int] = torch.cat([mine.view(ranks, -1).sum(1), theirs.sum(1), everyone.sum().view(1)]).tolist()
+        sent, received, rows = told[:ranks], told[ranks:-1], told[-1]
         # Rows come by rank, and by expert within a rank.
-        local = torch.arange(mine.shape[1], device=counts.device).repeat(ranks)
+        local = torch.arange(theirs.shape[1], device=counts.device).repeat(ranks)
         expert_of = local.repeat_interleave(theirs.flatten(), output_size=sum(received))
         token_of = expert_of.argsort(stable=True)
         row_of = torch.empty_like(token_of).scatter_(0, token_of, torch.arange(len(token_of), device=counts.device))
-        return cls(group, sent, received, Order(row_of[:, None].to(torch.int32), token_of.to(torch.int32)), theirs.sum(0))
+        order = Order(row_of[:, None].to(torch.int32), token_of.to(torch.int32))
+        return cls(group, sent, received, order, theirs.sum(0), -(-rows // ranks))
 
-    def forth(self, rows: Tensor) -> Tensor:
+    def forth(self, rows: Tensor) -> Travel:
         """This rank's rows [T k, …] → the rows that its experts get, by rank."""
-        found: Tensor = all_to_all(self.group, rows, self.received, self.sent)
-        return found
+        return Travel(rows, self.sent, self.received, self.group)
 
-    def back(self, rows: Tensor) -> Tensor:
+    def back(self, rows: Tensor) -> Travel:
         """The experts' outputs, by rank → those of this rank's rows."""
-        found: Tensor = all_to_all(self.group, rows, self.sent, self.received)
-        return found
+        return Travel(rows, self.received, self.sent, self.group)
+
+
+class Travel:
+    """Rows on their way between ranks: `sent` [rows to each rank] leave at once, `received` are there when `arrived` returns.
+
+    What is computed in between runs while the rows travel. So do its gradients while those of the rows travel back, since autograd runs
+    operations in the reverse of the order in which they were called.
+    """
+
+    def __init__(self, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> None:
+        self._sent, self._received, self._group = sent, received, group
+        self._coming: tuple[Tensor, dist.Work] | None = None
+        self._left: Tensor | None = _Departed.apply(rows, self)
+
+    def arrived(self) -> Tensor:
+        """The rows, once they are there. To be called once."""
+        rows: Tensor = _Arrived.apply(self._left, self)
+        self._left = None
+        return rows
+
+    def shape_left(self, arrived: Tensor) -> tuple[int, ...]:
+        """The shape of what left, by that of what arrived."""
+        return sum(self._sent), *arrived.shape[1:]
+
+    def start(self, rows: Tensor, *, back: bool = False) -> None:
+        """Send rows, or gradients the other way. What comes is what `wait` returns."""
+        sent, received = (self._received, self._sent) if back else (self._sent, self._received)
+        coming = rows.new_empty(sum(received), *rows.shape[1:])
+        self._coming = coming, dist.all_to_all_single(coming, rows.contiguous(), received, sent, group=self._group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """What `start` asked for, once it is there."""
+        assert self._coming is not None, "rows arrive once, after they left"
+        (coming, work), self._coming = self._coming, None
+        work.wait()
+        return coming
+
+
+class _TravelContext(AutogradContext, Protocol):
+    travel: Travel
+
+
+class _Departed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _TravelContext, rows: Tensor, travel: Travel) -> Tensor:
+        ctx.travel = travel
+        travel.start(rows)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: _TravelContext, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.travel.wait(), None
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _TravelContext, left: Tensor, travel: Travel) -> Tensor:
+        ctx.travel = travel
+        return travel.wait()
+
+    @staticmethod
+    def backward(ctx: _TravelContext, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.travel.start(grads[0], back=True)
+        # Stands for the gradient of what left, which has this shape, and which the other function's backward pass waits for.
+        return grads[0].new_zeros(()).expand(ctx.travel.shape_left(grads[0])), None
 
 
 class _Gather(torch.autograd.Function):

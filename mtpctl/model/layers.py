@@ -94,6 +94,10 @@ class GatedMlp(MLP):
 
     def forward(self, hidden_states: Tensor, /, per_token_scale: Tensor | None = None, **_: object) -> tuple[Tensor, Tensor | None]:
         gate_up, _bias = self.linear_fc1(hidden_states)
+        return self.down(gate_up, per_token_scale)
+
+    def down(self, gate_up: Tensor, per_token_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The second half: the gated product, and the layer that brings it back to the hidden size."""
         product = swiglu(gate_up, per_token_scale)
         scale = None if per_token_scale is None else per_token_scale.detach()
         with recomputed(product, partial(swiglu, gate_up.detach(), scale)):
@@ -157,7 +161,8 @@ class PackedAttention(torch.nn.Module):
 
     def _flash(self, q: Tensor, k: Tensor, v: Tensor, p: Packing) -> Tensor:
         dim, wanted = q.shape[2], v.shape[2]
-        out, _lse = flash_attention(*_alike_wide(q, k, v), p, self._scale(dim))
+        q, k, v = _alike_wide(q, k, v)
+        out, _lse = flash_attention(q, k, v, p, self._scale(dim))
         return out[..., :wanted]
 
     def _scale(self, dim: int) -> float:

@@ -18,6 +18,7 @@ from mtpctl.recipe.train import LoraConfig
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import NextToken
 from tests.families.toys import TOYS, toy_folder
+from tests.model.kept import Kept
 from tests.trainer.cases import MODELS
 from tests.trainer.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
 
@@ -60,3 +61,38 @@ def test_weights_and_gradient_buffers_of_experts_are_read_where_they_lie(tmp_pat
                 weights = [getattr(expert, name).weight for expert in reversed(layer.experts.local_experts)]
                 for tensors in (weights, [weight.main_grad for weight in weights]):
                     assert stacked(tensors).data_ptr() == tensors[0].data_ptr()
+
+
+def test_a_part_of_the_rows_keeps_what_goes_in_and_comes_out_alone(tmp_path: Path) -> None:
+    folder = mimo(tmp_path / "model", **MODELS["qwen3-moe"] | {"moe_intermediate_size": 64})
+    with engine(folder, mtp=MtpConfig(mode="off")) as made:
+        made.model.train()
+        layer = next(module for module in made.module.modules() if isinstance(module, MixtureOfExperts))
+        hidden, count = folder.shape.hidden, 64
+        received, shares = torch.randn(2 * count, hidden, requires_grad=True), torch.rand(2 * count, requires_grad=True)
+        places = torch.randperm(2 * count)[:count]
+        # The part lies in the middle of all rows: those of the first experts come before it, those of the last behind.
+        ends = torch.arange(-2, 6, dtype=torch.int32) * (count // 4)
+        upstream = torch.randn(count, hidden)
+        found: list[tuple[int, list[torch.Tensor]]] = []
+        for run in (
+            lambda: layer.experts.run(received[places], ends.clamp(0, count), shares[places]),
+            lambda: layer._run_part(received, shares, places, ends),
+        ):
+            made.gradients.clear()
+            with Kept(*made.module.parameters()) as memory:
+                out = run()
+            kept = memory.bytes
+            grads = torch.autograd.grad(out, [received, shares], upstream) if not found else _backward(out, upstream, received, shares)
+            buffers = [weight.main_grad.clone() for name, weight in layer.experts.named_parameters() if name.endswith("weight")]
+            found.append((kept, [out.detach(), *grads, *buffers]))
+    (whole, right), (kept, mine) = found
+    assert kept <= out.nbytes + ends.nbytes + 64 < whole / 3
+    for a, b in zip(mine, right, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def _backward(out: torch.Tensor, upstream: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
+    """The gradients of leaves by `backward`, which what is checkpointed needs."""
+    out.backward(upstream)
+    return [leaf.grad for leaf in leaves]

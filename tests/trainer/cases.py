@@ -77,7 +77,8 @@ class Case:
     """like: the case of one process that it must equal; restore: the case whose checkpoint it begins from;
     poisoned: before its second update stands one in which a weight of its last rank is NaN; few: three sequences too long to be
     packed, one of them without a token to draft; clipped: trunk and MTP have clips under their norms, rates of their own and decay;
-    policy: the second update is one of RL; replay: all passes follow routes that no router would choose, but for some tokens'."""
+    policy: the second update is one of RL; replay: all passes follow routes that no router would choose, but for some tokens';
+    crowded: these routes lead to the first half of the experts, which are those of one of two ranks."""
 
     name: str
     parallel: ParallelConfig
@@ -91,6 +92,7 @@ class Case:
     clipped: bool = False
     policy: RlConfig | None = None
     replay: bool = False
+    crowded: bool = False
 
     @property
     def bound(self) -> float:
@@ -152,6 +154,10 @@ def _lora(name: str, model: str = "mimo", *, saved: bool = False, restore: str =
 def _replay(name: str, model: str, **settings: Any) -> Case:
     mode, like = ("isolated" if model == "deepseek" else "off"), f"{model}-replay"
     return replace(_case(name, model, mode, like=like, **settings), replay=True)
+
+
+def _crowded(name: str, **settings: Any) -> Case:
+    return replace(_case(name, "deepseek", "isolated", like="crowded", **settings), replay=True, crowded=True)
 
 
 CASES = [
@@ -263,6 +269,9 @@ CASES = [
     _replay("replay-cp2-ep2-recomputed", "deepseek", cp=2, ep=2, fields=FULL),
     _replay("replay-cp2-dp2-ep2", "qwen3-moe", cp=2, dp=2, ep=2),
     _replay("replay-pp2-recomputed", "qwen3-moe", pp=2, fields=FULL),
+    _crowded("crowded"),
+    _crowded("crowded-ep2", dp=2, ep=2),
+    _crowded("crowded-ep2-recomputed", dp=2, ep=2, fields=FULL),
 ]
 
 DEFAULT = frozenset(
@@ -271,7 +280,7 @@ DEFAULT = frozenset(
         *("tp2-tied-joint", "tied-clipped-sp2"),
         *("deepseek-tp2-ep2", "deepseek-few-ep2", "deepseek-balanced-cp2", "qwen3.5-sp2", "qwen3.5-cp2"),
         *("token-sp2", "own-cp2", "gspo-cp2"),
-        *("cp2-tied-against-trunk", "replay-sp2-pp2-recomputed", "replay-cp2-ep2-recomputed"),
+        *("cp2-tied-against-trunk", "replay-sp2-pp2-recomputed", "replay-cp2-ep2-recomputed", "crowded-ep2"),
         *("dp2-sharded-to-tp2-sharded", "lora-moe-ep2", "lora-to-tp2"),
     }
 )

@@ -9,7 +9,8 @@ import gc
 import random
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import Tensor
 
 from mtpctl.compat import cpu_device
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.errors import SaveFailed
+from mtpctl.model.experts import MixtureOfExperts
 from mtpctl.model.parallel import Rank
 from mtpctl.plan.partition import partition
 from mtpctl.routes import RouteShape
@@ -66,7 +69,7 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
             else sequences(9, seed=3, vocab=61)
         )
         if case.replay:
-            batch = followed(batch, folder)
+            batch = followed(batch, folder, crowded=case.crowded)
         made.set_optimizer(CLIPPED if case.clipped else SMOOTH)
         if case.restore:
             assert made.restore(root / case.restore) == {"step": 1}
@@ -88,7 +91,10 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
         told = batch if case.policy is None else with_columns(batch, scores)
         objective = NextToken() if case.policy is None else PolicyObjective(case.policy, max_tokens=20)
         members, passes = own_part(batch, case)
-        metrics = made.update([told[i] for i in members], objective, passes=passes)
+        with counted_parts() as parts:
+            metrics = made.update([told[i] for i in members], objective, passes=passes)
+        crowd = case.crowded and case.parallel.ep > 1 and parallel_state.get_expert_model_parallel_rank() == 0
+        assert parts or not crowd
         weights = {name: value.clone() for name, value in made.export()}
         if case.fields.get("lora"):
             weights |= {name: value.clone() for name, value in made.export_adapter()}
@@ -96,16 +102,35 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
         return found | {"seconds": {"start": stood - began, "work": time.perf_counter() - stood}}
 
 
-def followed(batch: list[Sequence], folder: HfFolder) -> list[Sequence]:
+def followed(batch: list[Sequence], folder: HfFolder, *, crowded: bool) -> list[Sequence]:
     """The batch with routes: none for the second sequence, and of some first tokens for the fourth."""
     shape = RouteShape.of(folder.shape)
     assert shape is not None
+    if crowded:
+        shape = replace(shape, experts=shape.experts // 2)
     found = [replace(s, routes=drawn_routes(shape, len(s.token_ids) - 1, number)) for number, s in enumerate(batch)]
     found[1] = batch[1]
     routes = found[3].routes
     assert routes is not None
     found[3] = replace(found[3], routes=routes[:2])
     return found
+
+
+@contextmanager
+def counted_parts() -> Iterator[list[int]]:
+    """The rows of each part in which a rank runs its experts because too many came; none where they run in one go."""
+    rows: list[int] = []
+    whole = MixtureOfExperts._run_part
+
+    def run_part(self: MixtureOfExperts, received: Tensor, of_received: Tensor, places: Tensor, ends: Tensor) -> Tensor:
+        rows.append(len(places))
+        return whole(self, received, of_received, places, ends)
+
+    MixtureOfExperts._run_part = run_part  # type: ignore[method-assign]
+    try:
+        yield rows
+    finally:
+        MixtureOfExperts._run_part = whole  # type: ignore[method-assign]
 
 
 def poisoned_update(made: MegatronEngine, batch: list[Sequence]) -> None:
