@@ -2,7 +2,7 @@
 
 A copy has the layout of a run directory, so that whoever downloads it has a run:
 
-    recipe.resolved.yaml, metrics.jsonl                          as they were at the newest checkpoint
+    recipe.resolved.yaml, metrics.jsonl, replicas.json           as they were at the newest checkpoint
     model/, tokenizer/, start/, reference/                       those that the run has, once
     checkpoints/NAME/…                                           the newest `keep`
     checkpoints/latest                                           the name of the newest one
@@ -29,7 +29,7 @@ _LISTING = "files.json"
 _FORMAT = 1
 _ONCE = ("model", "tokenizer", "start", "reference")
 """Folders that a run writes once. All but the policy that RL began with could be made again, but not everywhere to the last bit."""
-_TEXTS = ("recipe.resolved.yaml", "metrics.jsonl")
+_TEXTS = ("recipe.resolved.yaml", "metrics.jsonl", "replicas.json")
 _CHUNK = 1 << 24
 
 

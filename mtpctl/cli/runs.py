@@ -46,4 +46,5 @@ def _rendered(found: list[RunOverview], folder: Path) -> str:
         step = f"{run.stage} {run.step}{of}" if run.stage else "–"
         rows.append((str(run.path), run.state, step, number(run.reward), number(run.accuracy), format_duration(run.age_s)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, *(f"unreadable: {run.fault}" for run in found if run.fault)])

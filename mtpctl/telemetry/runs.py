@@ -11,12 +11,14 @@ from typing import Literal
 
 import yaml
 
+from mtpctl.errors import UserError
 from mtpctl.telemetry.history import History, load_history
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.scale_requests import remembered
 
-State = Literal["running", "done", "failed", "stopped", "broken off", "empty"]
-"""`broken off`: it ended without logging an end, as a killed run does. `empty`: it has logged nothing."""
+State = Literal["running", "done", "failed", "stopped", "broken off", "empty", "unreadable"]
+"""`broken off`: it ended without logging an end, as a killed run does. `empty`: it has logged nothing. `unreadable`: what it logged is
+broken."""
 DEPTH = 4
 """Levels of folders in which runs are searched."""
 
@@ -27,6 +29,7 @@ class RunOverview:
 
     `restarts`: what became of trainers and replicas that were lost, the newest line last. `replicas`: rollout replicas that served at the
     newest weight sync; None before the first. `asked_replicas`: how many `mtpctl scale` asked for last; None where it never did.
+    `fault`: why the run is unreadable.
     """
 
     path: Path
@@ -40,11 +43,19 @@ class RunOverview:
     restarts: list[str] = field(default_factory=list)
     replicas: int | None = None
     asked_replicas: int | None = None
+    fault: str = ""
 
 
 def find_runs(folder: Path) -> list[RunOverview]:
-    """All runs below the folder, or the folder itself where it is one; the newest first."""
-    return sorted((describe_run(path) for path in _below(folder, DEPTH)), key=lambda run: run.age_s)
+    """All runs below the folder, or the folder itself where it is one; the newest first. One that is unreadable hides no other."""
+    return sorted((_readable_or_not(path) for path in _below(folder, DEPTH)), key=lambda run: run.age_s)
+
+
+def _readable_or_not(path: Path) -> RunOverview:
+    try:
+        return describe_run(path)
+    except UserError as error:
+        return RunOverview(path, "unreadable", "", 0, None, None, None, _age(RunDirectory(path)), fault=str(error))
 
 
 def _below(folder: Path, depth: int) -> Iterator[Path]:
@@ -57,14 +68,13 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def describe_run(path: Path) -> RunOverview:
-    """The overview of one run. Raises UserError where the metrics are broken."""
+    """The overview of one run. Raises UserError where its metrics, or what `mtpctl scale` left, are broken."""
     run = RunDirectory(path)
     history = load_history(path)
     stage = history.rows[-1].phase if history.rows else ""
     step = history.last_step(stage) if stage else 0
     plan = _stages(run)
     unfiltered = _last(history, "reward/unfiltered_mean")
-    newest = run.metrics if run.metrics.exists() else run.recipe
     return RunOverview(
         path,
         _state(run, history, plan),
@@ -73,11 +83,17 @@ def describe_run(path: Path) -> RunOverview:
         plan.get(stage),
         _last(history, "reward/mean") if unfiltered is None else unfiltered,
         _last(history, "eval/accuracy"),
-        max(0.0, time.time() - newest.stat().st_mtime),
+        _age(run),
         [event.message for event in history.events if event.kind == "restart"],
         None if (replicas := _last(history, "rollout/replicas")) is None else int(replicas),
         remembered(run),
     )
+
+
+def _age(run: RunDirectory) -> float:
+    """Seconds since the run wrote its newest metric, or its recipe where it has none."""
+    newest = run.metrics if run.metrics.exists() else run.recipe
+    return max(0.0, time.time() - newest.stat().st_mtime)
 
 
 def _state(run: RunDirectory, history: History, plan: dict[str, int]) -> State:

@@ -75,6 +75,17 @@ def test_runs_are_found_below_a_folder_and_not_within_each_other(mtpctl: Any, tm
     assert mtpctl("runs", str(tmp_path / "no")).err == f"error: FOLDER: no folder {tmp_path / 'no'}; name one with runs in it\n"
 
 
+def test_an_unreadable_run_hides_no_other_and_says_why(mtpctl: Any, tmp_path: Path) -> None:
+    run(tmp_path / "a", 4, "stop")
+    broken = run(tmp_path / "b", 10)
+    RunDirectory(broken).scaled.write_text("{")
+    told = mtpctl("runs", str(tmp_path)).out.splitlines()
+    assert {line.split()[1] for line in told[1:3]} == {"stopped", "unreadable"}
+    assert told[3] == f"unreadable: {broken}/replicas.json: is not what mtpctl scale left; remove it, and ask again"
+    faults = {row["path"]: row["fault"] for row in json.loads(mtpctl("runs", str(tmp_path), "--json").out)}
+    assert faults[str(tmp_path / "a")] == "" and faults[str(broken)] == told[3].removeprefix("unreadable: ")
+
+
 def test_the_status_of_a_run_tells_why_its_trainer_was_started_anew(mtpctl: Any, tmp_path: Path) -> None:
     path = run(tmp_path / "a", 4, "restart")
     told = mtpctl("status", str(path)).out
