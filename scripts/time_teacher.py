@@ -7,7 +7,8 @@ Three runs: a supervised warm start; RL from it, whose last weights become the t
 same warm start, with the settings of `TAUGHT`, which `--teach KEY=VALUE` overrides. Both learn from as many responses an update. Seconds
 are those of updates with all waiting, syncs and the teacher's own scoring, evaluations excluded; where all share one card they are seconds
 of the card. A level is reached where the line through the held-out accuracies first crosses it. Runs that the folder holds are reused.
-Prints a table, the curves and the KL over windows, and then the same as a line of JSON.
+Prints a table, the curves and the KL over windows, and then the same as a line of JSON. Exit code 6 where the student takes more than the
+bound's share of RL's seconds, or the KL does not fall.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def main(
 
 
 def tell(learned: Outcome, taught: Outcome, window: int) -> None:
-    """Print the comparison of the run that learned by reward with the one that was taught by its last weights."""
+    """Print the comparison of the run that learned by reward with the one that was taught by its last weights; exit code 6 as above."""
     accuracy = evaluations_of(learned.history)[-1].accuracy
     level = accuracy - WITHIN
     runs = [of_run("RL", learned, level), of_run("teacher", taught, level)]
@@ -134,6 +135,8 @@ def tell(learned: Outcome, taught: Outcome, window: int) -> None:
     print(f"share of RL's seconds: {'–' if share is None else f'{share:.3f}'}, bound {BOUND:.3f}; KL falls from window to window: {falls}")
     found = {"teacher_accuracy": accuracy, "level": level, "share": share, "kl_windows": kl, "kl_falls": falls}
     print(json.dumps({"environment": machines([learned.versions, taught.versions]), **found, "runs": runs}))
+    if share is None or share > BOUND or not falls:
+        raise typer.Exit(6)
 
 
 def table(runs: Sequence[dict[str, object]], accuracy: float, kl: Sequence[float], window: int) -> str:
