@@ -49,15 +49,17 @@ def shares_of_rows(shares: Tensor, order: ExpertOrder) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Rows between expert-parallel ranks: `sent` and `received` rows by rank, the order by expert of those that are received, and how many
-    a rank would receive if all received as many."""
+    """Rows between expert-parallel ranks: `sent` and `received` rows by rank, and the order by expert of those that are received.
+
+    counts [E]: the received rows of each of this rank's experts. even_share: the rows of all ranks over the number of ranks, rounded up.
+    """
 
     group: dist.ProcessGroup
     sent: list[int]
     received: list[int]
     order: Order
     counts: Tensor
-    even: int
+    even_share: int
 
     @classmethod
     def plan(cls, counts: Tensor, group: dist.ProcessGroup) -> Exchange:
@@ -87,7 +89,7 @@ class Exchange:
 
 
 class Travel:
-    """Rows on their way between ranks: `sent` [rows to each rank] leave at once, `received` are there when `arrived` returns.
+    """Rows on their way between ranks: they leave when this is made, `sent` rows to each rank, and `arrived` waits for those that come.
 
     What is computed in between runs while the rows travel. So do its gradients while those of the rows travel back, since autograd runs
     operations in the reverse of the order in which they were called.
@@ -104,7 +106,7 @@ class Travel:
         self._left = None
         return rows
 
-    def shape_left(self, arrived: Tensor) -> tuple[int, ...]:
+    def departed_shape(self, arrived: Tensor) -> tuple[int, ...]:
         """The shape of what left, by that of what arrived."""
         return sum(self._sent), *arrived.shape[1:]
 
@@ -147,8 +149,8 @@ class _Arrived(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _TravelContext, *grads: Tensor) -> tuple[Tensor, None]:
         ctx.travel.start(grads[0], back=True)
-        # Stands for the gradient of what left, which has this shape, and which the other function's backward pass waits for.
-        return grads[0].new_zeros(()).expand(ctx.travel.shape_left(grads[0])), None
+        # A placeholder of the right shape: the gradient itself is on its way, and `_Departed.backward` waits for it.
+        return grads[0].new_zeros(()).expand(ctx.travel.departed_shape(grads[0])), None
 
 
 class _Gather(torch.autograd.Function):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mtpctl.kernels.grouped import Stack
-from mtpctl.kernels.order import expert_order
+from mtpctl.kernels.order import ExpertOrder, expert_order
 from mtpctl.kernels.rows import distinct_rows
 from mtpctl.kernels.swiglu import swiglu
 from mtpctl.model.dispatch import Exchange, Order, shares_of_rows
@@ -28,50 +28,25 @@ from mtpctl.model.layers import GatedMlp
 from mtpctl.model.lora import GroupedLayer
 from mtpctl.model.recompute import recomputed
 
-HOT = 1.5
-"""An expert-parallel rank that receives more than this times its even share of the rows runs its experts in parts, at most an even share at
-a time. Of each part it keeps what went in and came out, and computes the rest again in the backward pass."""
+HOT = 2.0
+"""Times its even share of the rows beyond which an expert-parallel rank runs its experts in parts."""
 
 
 class SharedExperts(SharedExpertMLP, GatedMlp):
     """Experts that every token visits, and the gate of their output where the model has one; products are recomputed as in `GatedMlp`."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]  # as upstream has it
-        return self.finished(hidden_states, self.begun(hidden_states))
+        return self.gated_down(hidden_states, self.up(hidden_states))
 
-    def begun(self, hidden_states: Tensor) -> Tensor:
+    def up(self, hidden_states: Tensor) -> Tensor:
         """The first half of a pass: gate and up-projection."""
         gate_up, _bias = self.linear_fc1(hidden_states)
         return gate_up
 
-    def finished(self, hidden_states: Tensor, gate_up: Tensor) -> Tensor:
-        """The second half."""
+    def gated_down(self, hidden_states: Tensor, gate_up: Tensor) -> Tensor:
+        """The second half: the product, the layer that brings it back to the hidden size, and the gate of the output."""
         out, _bias = self.down(gate_up)
         return out * F.linear(hidden_states, self.gate_weight).sigmoid() if self.use_shared_expert_gate else out
-
-
-class _SharedPass:
-    """A pass of the shared experts in halves, which run when they are asked for. Without such experts nothing runs, and `out` is None."""
-
-    def __init__(self, experts: SharedExperts | None, hidden: Tensor) -> None:
-        self._experts, self._hidden = experts, hidden
-        self._gate_up: Tensor | None = None
-        self.out: Tensor | None = None
-
-    def run(self) -> None:
-        """Both halves."""
-        self.begin()
-        self.finish()
-
-    def begin(self) -> None:
-        """The first half, unless it has run."""
-        if self._experts is not None and self._gate_up is None and self.out is None:
-            self._gate_up = self._experts.begun(self._hidden)
-
-    def finish(self) -> None:
-        """The second half, unless it has run."""
-        if self._experts is not None and self._gate_up is not None:
-            self.out, self._gate_up = self._experts.finished(self._hidden, self._gate_up), None
 
 
 class Experts(SequentialMLP):
@@ -103,6 +78,21 @@ class Experts(SequentialMLP):
         with recomputed(product, partial(swiglu, gate_up.detach(), shares.detach())):
             return self._linear("linear_fc2", product, ends)
 
+    def run_in_parts(self, rows: Tensor, ends: Tensor, shares: Tensor, most: int) -> Tensor:
+        """`run` on at most `most` rows at a time. Of each part only rows and shares are kept; the backward pass computes the rest again."""
+        if torch.is_grad_enabled() and not (rows.requires_grad or shares.requires_grad) and any(p.requires_grad for p in self.parameters()):
+            # Adapters of the experts train on an input that takes no gradient: without one a checkpoint would give them none.
+            rows = rows.detach().requires_grad_()
+        outs = []
+        for start, part, of_part in zip(range(0, len(rows), most), rows.split(most), shares.split(most), strict=True):
+            arguments = part, (ends - start).clamp(0, len(part)), of_part
+            if not torch.is_grad_enabled():
+                outs.append(self.run(*arguments))
+            else:
+                # The other kind of checkpoint works by hooks on saved tensors. Those of `recomputed` lie inside and would keep theirs.
+                outs.append(checkpoint(self.run, *arguments, use_reentrant=True, preserve_rng_state=False))
+        return torch.cat(outs)
+
     def stacks(self) -> list[Stack]:
         """The weights whose gradients are added to their buffers past autograd. None are known before the first forward pass."""
         return [layer.weights for layer in self._layers.values() if layer.weights.buffered]
@@ -125,8 +115,8 @@ class MixtureOfExperts(MoELayer):
     """Upstream's router and parameters; the tokens' way to the routed experts and back is `mtpctl.model.dispatch`.
 
     While rows travel between ranks the shared experts run: their first half on the way there, the second on the way back. Where tp splits
-    those, they run before, since their own collectives are not to meet the exchange. Where tp splits each routed expert, ranks gather
-    their tokens, and sum up what their parts of the experts gave.
+    the shared experts they run before, so that their collectives and the exchange never run at the same time. Where tp splits each routed
+    expert, ranks gather their tokens, and sum up what their parts of the experts gave.
     """
 
     def forward(
@@ -134,54 +124,47 @@ class MixtureOfExperts(MoELayer):
     ) -> tuple[Tensor, Tensor | None]:
         """[t, 1, H] → the same, and no bias. padding_mask [t]: set where a token only fills up the row."""
         tokens, split = hidden_states.flatten(0, -2), self.experts.tp_group
-        shared = _SharedPass(self.shared_experts if self.use_shared_expert else None, hidden_states)
-        if self.ep_group.size() == 1 or self.tp_group.size() > 1:
-            shared.run()
+        beside = self.use_shared_expert and self.ep_group.size() > 1 and self.tp_group.size() == 1
+        shared = self.shared_experts(hidden_states) if self.use_shared_expert and not beside else None
         shares, routes = self.route(hidden_states, padding_mask)
         if split.size() > 1:
             # Each rank's part of an expert gives a part of a token's and of a share's gradient.
             tokens, shares = (gather_from_sequence_parallel_region(x, group=split) for x in (tokens, shares))
             routes = gather_from_sequence_parallel_region(routes.to(torch.uint8), group=split).bool()
-        out = self._routed(tokens, shares, routes, shared)
+        order = expert_order(routes, self.config.moe_router_topk, self.ep_group.size())
+        if self.ep_group.size() == 1:
+            out = self._routed(tokens, shares, order)
+        else:
+            out, shared = self._exchanged(tokens, shares, order, hidden_states if beside else None, shared)
         if split.size() > 1:
             out = reduce_scatter_to_sequence_parallel_region(out.to(shares.dtype), group=split).to(hidden_states.dtype)
         out = out.view_as(hidden_states)
-        return (out if shared.out is None else out + shared.out), None
+        return (out if shared is None else out + shared), None
 
-    def _routed(self, tokens: Tensor, shares: Tensor, routes: Tensor, shared: _SharedPass) -> Tensor:
-        """tokens [T, H], shares and routes [T, E] → the sum of what each token's experts on all ranks give [T, H]."""
-        sorted_rows = expert_order(routes, self.config.moe_router_topk, self.ep_group.size())
-        order, of_rows = Order(sorted_rows.row_of, sorted_rows.token_of), shares_of_rows(shares, sorted_rows)
-        if self.ep_group.size() == 1:
-            return order.sum(self._run(tokens, of_rows, order, sorted_rows.counts))
+    def _routed(self, tokens: Tensor, shares: Tensor, sorted_rows: ExpertOrder) -> Tensor:
+        """tokens [T, H], shares [T, E] → the sum of what each token's experts give [T, H], where this rank has all of them."""
+        order = Order(sorted_rows.row_of, sorted_rows.token_of)
+        return order.sum(self._run(tokens, shares_of_rows(shares, sorted_rows), order, sorted_rows.counts))
+
+    def _exchanged(
+        self, tokens: Tensor, shares: Tensor, sorted_rows: ExpertOrder, beside: Tensor | None, shared: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `_routed`, with the experts of all ranks, and the shared experts' output: for the states `beside`, or `shared` as it is given."""
+        order = Order(sorted_rows.row_of, sorted_rows.token_of)
         exchange = Exchange.plan(sorted_rows.counts, self.ep_group)
-        coming, of_coming = exchange.forth(order.gather(tokens)), exchange.forth(of_rows)
-        shared.begin()
-        returning = exchange.back(self._run_received(coming.arrived(), of_coming.arrived(), exchange))
-        shared.finish()
-        return order.sum(returning.arrived())
-
-    def _run_received(self, received: Tensor, of_received: Tensor, exchange: Exchange) -> Tensor:
-        """The outputs of this rank's experts for the rows [R, H] that came, and their shares [R], in the order in which they came."""
-        places, even = exchange.order.token_of, exchange.even
-        if len(received) <= HOT * even:
-            found = self._run(received, of_received[places], exchange.order, exchange.counts)
+        coming = exchange.forth(order.gather(tokens))
+        coming_shares = exchange.forth(shares_of_rows(shares, sorted_rows))
+        gate_up = None if beside is None else self.shared_experts.up(beside)
+        received, of_rows = coming.arrived(), distinct_rows(coming_shares.arrived(), exchange.order.token_of.long())
+        if len(received) <= HOT * exchange.even_share:
+            found = self._run(received, of_rows, exchange.order, exchange.counts)
         else:
             ends = exchange.counts.cumsum(0, dtype=torch.int32)
-            parts = zip(range(0, len(received), even), places.long().split(even), strict=True)
-            found = torch.cat([self._run_part(received, of_received, part, ends - start) for start, part in parts])
-        return exchange.order.sum(found)
-
-    def _run_part(self, received: Tensor, of_received: Tensor, places: Tensor, ends: Tensor) -> Tensor:
-        """The outputs for the rows at `places`; ends [E] may lie before the first of these and behind the last."""
-
-        def run(received: Tensor, of_received: Tensor) -> Tensor:
-            rows, shares = distinct_rows(received, places), distinct_rows(of_received, places)
-            return self.experts.run(rows, ends.clamp(0, len(places)), shares)
-
-        # Another kind of checkpoint would keep what the hooks of `recomputed` keep.
-        found: Tensor = checkpoint(run, received, of_received, use_reentrant=True, preserve_rng_state=False)
-        return found
+            found = self.experts.run_in_parts(exchange.order.gather(received), ends, of_rows, exchange.even_share)
+        returning = exchange.back(exchange.order.sum(found))
+        if beside is not None and gate_up is not None:
+            shared = self.shared_experts.gated_down(beside, gate_up)
+        return order.sum(returning.arrived()), shared
 
     def _run(self, tokens: Tensor, of_rows: Tensor, order: Order, counts: Tensor) -> Tensor:
         rows = order.gather(tokens)

@@ -1,7 +1,7 @@
 """The variable-length flash kernel of PyTorch, for packed samples on a card in half precision.
 
-PyTorch's public function for it, `torch.nn.attention.varlen.varlen_attn`, passes through a custom operator, which takes the host about as
-long as the kernel takes a card. What is called here is the operator below, which autograd knows by itself.
+PyTorch's public function for it, `torch.nn.attention.varlen.varlen_attn`, passes through a custom operator, whose wrapper takes the host
+longer than a kernel of a short pass takes the card. Called here is the operator below it, which autograd knows by itself.
 
 Shape legend: t tokens, s keys, h query heads, g key-value heads, d width of a head, the same for queries, keys and values.
 """
@@ -65,8 +65,8 @@ class FlashPrefix:
             p.cu_seqlens_kv,
             p.max_seqlen_q,
             p.max_seqlen_kv,
-            0.0,
-            True,
+            0.0,  # dropout
+            True,  # causal
             unused,
             unused,
             scale=self.scale,

@@ -57,8 +57,8 @@ def start(rank: Rank, parallel: ParallelConfig) -> None:
             timeout=datetime.timedelta(seconds=rank.deadline_s),
         )
         if cuda:
-            # NCCL allocates at a group's first collective, which for this group is one of a checkpoint; engines may have filled the card
-            # by then, and the run would end at its first save.
+            # NCCL allocates at a group's first collective. With one rank that is a checkpoint's, and by then engines may have filled the
+            # card, so that the run would end at its first save.
             dist.all_reduce(torch.zeros(1, device="cuda"))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,

@@ -18,6 +18,7 @@ from mtpctl.errors import UserError
 from mtpctl.families.shape import ModelShape
 from mtpctl.model.packing import Packing, blocks
 from mtpctl.routes import Routes, RouteShape
+from mtpctl.trainer.upload import uploaded
 
 
 @dataclass
@@ -151,30 +152,26 @@ def pack(
     begin = np.where(mask, 0, index + 1)
     begin[opens] = np.maximum(begin[opens], opens)
     placed = index - np.maximum.accumulate(begin)
-    drafts = []
+    arrays = [row, rows, labels, mask.astype(np.float32), np.repeat(np.arange(len(chosen)), responses)]
+    names = chosen[0].columns.keys()
+    arrays += [np.concatenate([s.columns[name] for s in chosen]) for name in names]
     for depth in range(1, depths + 1):
         tokens = np.flatnonzero(placed >= depth)
-        drafts.append(DraftRows(*(_on(values, device) for values in (rows[tokens] - depth, labels[tokens], tokens))))
+        arrays += [rows[tokens] - depth, labels[tokens], tokens]
+    there = iter(uploaded(arrays, device))
     packing = replace(Packing.of(lengths, device, cp_rank=cp_rank, cp=cp), spare=spare)
-    names = chosen[0].columns.keys()
-    columns = {name: _on(np.concatenate([s.columns[name] for s in chosen]), device) for name in names}
     return MicroBatch(
-        input_ids=_on(row, device),
+        input_ids=next(there),
         packing=_routed(packing, chosen),
-        rows=_on(rows, device),
-        labels=_on(labels, device),
-        mask=_on(mask.astype(np.float32), device),
-        seq_ids=_on(np.repeat(np.arange(len(chosen)), responses), device),
-        columns=columns,
+        rows=next(there),
+        labels=next(there),
+        mask=next(there),
+        seq_ids=next(there),
+        columns={name: next(there) for name in names},
         order=order,
         lengths=responses,
-        drafts=drafts,
+        drafts=[DraftRows(next(there), next(there), next(there)) for _ in range(depths)],
     )
-
-
-def _on(values: np.ndarray, device: torch.device | str) -> Tensor:
-    """Values that nobody else holds, as a tensor on the device."""
-    return torch.from_numpy(values).to(device)
 
 
 def _routed(packing: Packing, chosen: list[Sequence]) -> Packing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -63,36 +64,30 @@ def test_weights_and_gradient_buffers_of_experts_are_read_where_they_lie(tmp_pat
                     assert stacked(tensors).data_ptr() == tensors[0].data_ptr()
 
 
-def test_a_part_of_the_rows_keeps_what_goes_in_and_comes_out_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("frozen_input", [False, True])
+def test_parts_keep_what_goes_in_alone_and_give_the_same_gradients(tmp_path: Path, frozen_input: bool) -> None:
     folder = mimo(tmp_path / "model", **MODELS["qwen3-moe"] | {"moe_intermediate_size": 64})
     with engine(folder, mtp=MtpConfig(mode="off")) as made:
         made.model.train()
-        layer = next(module for module in made.module.modules() if isinstance(module, MixtureOfExperts))
+        experts = next(module for module in made.module.modules() if isinstance(module, MixtureOfExperts)).experts
         hidden, count = folder.shape.hidden, 64
-        received, shares = torch.randn(2 * count, hidden, requires_grad=True), torch.rand(2 * count, requires_grad=True)
-        places = torch.randperm(2 * count)[:count]
-        # The part lies in the middle of all rows: those of the first experts come before it, those of the last behind.
-        ends = torch.arange(-2, 6, dtype=torch.int32) * (count // 4)
-        upstream = torch.randn(count, hidden)
+        rows, shares = torch.randn(count, hidden, requires_grad=not frozen_input), torch.rand(count, requires_grad=not frozen_input)
+        leaves = [] if frozen_input else [rows, shares]
+        ends, upstream = torch.tensor([3, 3, 20, 21, 40, 55, 64, 64], dtype=torch.int32), torch.randn(count, hidden)
         found: list[tuple[int, list[torch.Tensor]]] = []
-        for run in (
-            lambda: layer.experts.run(received[places], ends.clamp(0, count), shares[places]),
-            lambda: layer._run_part(received, shares, places, ends),
-        ):
+        for run in (experts.run, partial(experts.run_in_parts, most=24)):
             made.gradients.clear()
-            with Kept(*made.module.parameters()) as memory:
-                out = run()
+            for leaf in leaves:
+                leaf.grad = None
+            with Kept(rows, shares, *made.module.parameters()) as memory:
+                out = run(rows, ends, shares)
             kept = memory.bytes
-            grads = torch.autograd.grad(out, [received, shares], upstream) if not found else _backward(out, upstream, received, shares)
-            buffers = [weight.main_grad.clone() for name, weight in layer.experts.named_parameters() if name.endswith("weight")]
-            found.append((kept, [out.detach(), *grads, *buffers]))
-    (whole, right), (kept, mine) = found
-    assert kept <= out.nbytes + ends.nbytes + 64 < whole / 3
-    for a, b in zip(mine, right, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def _backward(out: torch.Tensor, upstream: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
-    """The gradients of leaves by `backward`, which what is checkpointed needs."""
-    out.backward(upstream)
-    return [leaf.grad for leaf in leaves]
+            out.backward(upstream)
+            buffers = [weight.main_grad.clone() for name, weight in experts.named_parameters() if name.endswith("weight")]
+            found.append((kept, [out.detach(), *(leaf.grad for leaf in leaves), *buffers]))
+        (whole, right), (kept, mine) = found
+        assert kept <= out.nbytes + 3 * ends.nbytes < whole / 3
+        for a, b in zip(mine, right, strict=True):
+            torch.testing.assert_close(a, b)
+        with torch.no_grad():
+            torch.testing.assert_close(experts.run_in_parts(rows, ends, shares, 24), mine[0])

@@ -160,6 +160,13 @@ def _crowded(name: str, **settings: Any) -> Case:
     return replace(_case(name, "deepseek", "isolated", like="crowded", **settings), replay=True, crowded=True)
 
 
+def _crowded_lora(name: str, **settings: Any) -> Case:
+    """Adapters of experts alone, so that those of the first layer have an input that takes no gradient."""
+    lora = LoraConfig(rank=4, targets=["linear_fc1", "linear_fc2"])
+    made = _case(name, "qwen3-moe", "off", fields={"lora": lora}, like="crowded-lora", **settings)
+    return replace(made, replay=True, crowded=True)
+
+
 CASES = [
     *(_case(f"{model}-{mode}", model, mode, saved=True) for model in ("mimo", "tied") for mode in ("joint", "isolated")),
     _case("tp2", tp=2, poisoned=True),
@@ -272,6 +279,8 @@ CASES = [
     _crowded("crowded"),
     _crowded("crowded-ep2", dp=2, ep=2),
     _crowded("crowded-ep2-recomputed", dp=2, ep=2, fields=FULL),
+    _crowded_lora("crowded-lora"),
+    _crowded_lora("crowded-lora-ep2", dp=2, ep=2),
 ]
 
 DEFAULT = frozenset(
@@ -280,7 +289,7 @@ DEFAULT = frozenset(
         *("tp2-tied-joint", "tied-clipped-sp2"),
         *("deepseek-tp2-ep2", "deepseek-few-ep2", "deepseek-balanced-cp2", "qwen3.5-sp2", "qwen3.5-cp2"),
         *("token-sp2", "own-cp2", "gspo-cp2"),
-        *("cp2-tied-against-trunk", "replay-sp2-pp2-recomputed", "replay-cp2-ep2-recomputed", "crowded-ep2"),
+        *("cp2-tied-against-trunk", "replay-sp2-pp2-recomputed", "replay-cp2-ep2-recomputed", "crowded-ep2", "crowded-lora-ep2"),
         *("dp2-sharded-to-tp2-sharded", "lora-moe-ep2", "lora-to-tp2"),
     }
 )

@@ -24,7 +24,8 @@ from torch import Tensor
 from mtpctl.compat import cpu_device
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.errors import SaveFailed
-from mtpctl.model.experts import MixtureOfExperts
+from mtpctl.model import experts
+from mtpctl.model.experts import Experts
 from mtpctl.model.parallel import Rank
 from mtpctl.plan.partition import partition
 from mtpctl.routes import RouteShape
@@ -61,6 +62,8 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
     gradients and weights. `seconds`: until the engine stood, and from then on."""
     began = time.perf_counter()
     folder = mimo(root / case.model / f"{rank.rank}-{case.name}", **MODELS[case.model])
+    if case.crowded:
+        experts.HOT = 1.5  # twice its share is the most that comes to one of two ranks
     with engine(folder, rank=rank, parallel=case.parallel, **case.fields) as made:
         stood = time.perf_counter()
         batch = (
@@ -94,7 +97,7 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
         with counted_parts() as parts:
             metrics = made.update([told[i] for i in members], objective, passes=passes)
         crowd = case.crowded and case.parallel.ep > 1 and parallel_state.get_expert_model_parallel_rank() == 0
-        assert parts or not crowd
+        assert bool(parts) == crowd or not case.crowded, f"{len(parts)} passes in parts"
         weights = {name: value.clone() for name, value in made.export()}
         if case.fields.get("lora"):
             weights |= {name: value.clone() for name, value in made.export_adapter()}
@@ -118,19 +121,19 @@ def followed(batch: list[Sequence], folder: HfFolder, *, crowded: bool) -> list[
 
 @contextmanager
 def counted_parts() -> Iterator[list[int]]:
-    """The rows of each part in which a rank runs its experts because too many came; none where they run in one go."""
+    """The rows of each pass that a rank runs through its experts in parts, because too many came."""
     rows: list[int] = []
-    whole = MixtureOfExperts._run_part
+    whole = Experts.run_in_parts
 
-    def run_part(self: MixtureOfExperts, received: Tensor, of_received: Tensor, places: Tensor, ends: Tensor) -> Tensor:
-        rows.append(len(places))
-        return whole(self, received, of_received, places, ends)
+    def run_in_parts(self: Experts, all_rows: Tensor, ends: Tensor, shares: Tensor, most: int) -> Tensor:
+        rows.append(len(all_rows))
+        return whole(self, all_rows, ends, shares, most)
 
-    MixtureOfExperts._run_part = run_part  # type: ignore[method-assign]
+    Experts.run_in_parts = run_in_parts  # type: ignore[method-assign]
     try:
         yield rows
     finally:
-        MixtureOfExperts._run_part = whole  # type: ignore[method-assign]
+        Experts.run_in_parts = whole  # type: ignore[method-assign]
 
 
 def poisoned_update(made: MegatronEngine, batch: list[Sequence]) -> None:
