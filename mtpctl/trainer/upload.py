@@ -28,10 +28,12 @@ def in_one_copy(arrays: Sequence[np.ndarray], device: torch.device | str) -> lis
     for each in arrays:
         starts.append(size)
         size += -(-each.nbytes // ALIGNED) * ALIGNED
-    together = np.empty(size, np.uint8)
+    # From pinned memory, so that the host does not wait until the card comes to the copy.
+    together = torch.empty(size, dtype=torch.uint8, pin_memory=torch.device(device).type == "cuda")
+    here = together.numpy()
     for start, each in zip(starts, arrays, strict=True):
-        together[start : start + each.nbytes] = np.ascontiguousarray(each).reshape(-1).view(np.uint8)
-    there = torch.from_numpy(together).to(device)
+        here[start : start + each.nbytes] = np.ascontiguousarray(each).reshape(-1).view(np.uint8)
+    there = together.to(device, non_blocking=True)
     return [
         there[start : start + each.nbytes].view(torch.from_numpy(each).dtype).view(each.shape)
         for start, each in zip(starts, arrays, strict=True)
