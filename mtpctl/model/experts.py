@@ -149,7 +149,7 @@ class MixtureOfExperts(MoELayer):
     def _exchanged(
         self, tokens: Tensor, shares: Tensor, sorted_rows: ExpertOrder, beside: Tensor | None, shared: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """As `_routed`, with the experts of all ranks; and what the shared experts give: for the states `beside`, else `shared` as it is."""
+        """As `_routed`, with the experts of all ranks; and what the shared experts give: for the states `beside`, else `shared`."""
         order = Order(sorted_rows.row_of, sorted_rows.token_of)
         exchange = Exchange.plan(sorted_rows.counts, self.ep_group)
         coming = exchange.forth(order.gather(tokens))
