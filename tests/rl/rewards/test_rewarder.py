@@ -285,7 +285,10 @@ def wait_until(holds: Callable[[], bool], seconds: float) -> None:
 
 
 def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # also where it ends between the two calls
+        return False
 
 
 def test_math_that_would_take_for_ever_is_wrong_and_holds_up_nobody() -> None:
