@@ -20,6 +20,7 @@ from mtpctl.rollout.environments import environment_of
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.turns import Turns
 from tests.controller.test_rl import World, recipe_of, stage_of
+from tests.processes import runs
 from tests.rollout.fake_chat import NO_CHAT
 from tests.rollout.test_busy import PLACES, Bytes, Steady
 
@@ -112,4 +113,4 @@ def test_a_stop_waits_for_neither(tmp_path: Path, text: str, reward_s: float, tu
     took = asyncio.run(asyncio.wait_for(stopped(), 60))
     print(f"stopped after {took:.2f} s")
     assert took < 20
-    assert not [each for each in set(psutil.Process().children()) - others if each.status() != psutil.STATUS_ZOMBIE]
+    assert not [each for each in set(psutil.Process().children()) - others if runs(each)]

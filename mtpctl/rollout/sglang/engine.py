@@ -218,7 +218,7 @@ class SglangEngine(Engine):
 
     @property
     def _errored(self) -> bool:
-        return any(not process.is_running() or process.status() == psutil.STATUS_ZOMBIE for process in self._processes)
+        return not all(map(_runs, self._processes))
 
     async def shutdown(self) -> None:
         await asyncio.to_thread(self._engine.shutdown)
@@ -264,3 +264,11 @@ def usable_context(manager: TokenizerManager) -> int:
 def option_names(server_args: type[ServerArgs]) -> list[str]:
     """Every option of SGLang's `ServerArgs`."""
     return list(getattr(server_args, "__struct_fields__", None) or server_args.__annotations__)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether the process has not ended; it may do so between the two questions."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -6,11 +6,11 @@ import asyncio
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from mtpctl.bench.doctor import part
 from mtpctl.errors import EnvironmentMissing, RuntimeFailure
+from tests.processes import runs
 
 MODULE = """
 import os, subprocess, sys, time
@@ -87,6 +87,6 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(run: object, tmp_pa
         run("hangs", 5.0)  # type: ignore[operator]
     child = int((tmp_path / "child").read_text())
     end = time.monotonic() + 10
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+    while runs(child):
         assert time.monotonic() < end
         time.sleep(0.1)

@@ -21,6 +21,7 @@ from mtpctl.rl.rewards.outcome import Outcome
 from mtpctl.rl.rewards.rewarder import Rewarder
 from mtpctl.samples import Sample
 from tests.environment import with_tree
+from tests.processes import runs
 
 PROBLEM = Problem("rows.jsonl:1", "1+1=", "2")
 
@@ -150,7 +151,7 @@ def test_those_that_hang_hold_up_nobody_and_are_told_by_their_line(plain: str, k
     assert all(outcome.reward == 1.0 for _, outcome in found[3:])
     assert max(seconds for seconds, _ in found[3:]) < 11.5 < min(seconds for seconds, _ in found[:3])
     left = set(psutil.Process().children(recursive=True)) - before
-    assert not [each for each in left if each.status() != psutil.STATUS_ZOMBIE]
+    assert not [each for each in left if runs(each)]
 
 
 def test_calls_that_only_wait_get_more_processes_than_there_are_cpus_unless_the_recipe_has_their_number(plain: str) -> None:
@@ -231,9 +232,9 @@ def test_what_a_late_call_started_ends_with_it_also_in_a_session_of_its_own(tmp_
     started = [int(pid) for pid in pids.read_text().split()]
     assert outcome.timed_out and len(started) == 2
     deadline = time.monotonic() + 5
-    while any(map(alive, started)) and time.monotonic() < deadline:
+    while any(map(runs, started)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(map(alive, started))
+    assert not any(map(runs, started))
 
 
 CONTROLLER = """\
@@ -274,7 +275,7 @@ def test_what_a_call_started_ends_with_a_controller_that_is_killed(tmp_path: Pat
             started = [worker, child, *started_by(child)]
         finally:
             controller.kill()
-    wait_until(lambda: not any(map(alive, started)), 20)
+    wait_until(lambda: not any(map(runs, started)), 20)
 
 
 def wait_until(holds: Callable[[], bool], seconds: float) -> None:
@@ -282,13 +283,6 @@ def wait_until(holds: Callable[[], bool], seconds: float) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # also where it ends between the two calls
-        return False
 
 
 def test_math_that_would_take_for_ever_is_wrong_and_holds_up_nobody() -> None:
