@@ -136,9 +136,12 @@ def suggest(path: Keys, siblings: tuple[str, ...] = ()) -> str:
     """What a message about an unknown key ends with: `; did you mean ...?`, searched first among its siblings, then
     among the names that other frameworks have, then among all keys.
 
-    Where nothing is like it: the siblings' names, or an empty text without siblings.
+    Where nothing is like it: the siblings' names, or an empty text without siblings. A key with its value stuck to it is told so.
     """
     prefix = ".".join(path[:-1])
+    name, colon, value = path[-1].partition(":")
+    if colon and name in siblings:
+        return f"; YAML wants a space behind the colon: {name}: {value}"
     known = ours(path)
     # A name of another framework's is no misspelling, unless it is one by a letter.
     close = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.85 if known else 0.7)

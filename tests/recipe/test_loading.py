@@ -161,6 +161,7 @@ def test_appending_starts_from_the_default(base: Path) -> None:
         ("train.rl.stepz=3", "did you mean train.rl.steps?"),
         ("train.lr=1", "did you mean train.rl.optimizer.lr?"),
         ("train.rl={steps: 3, grup: 3}", "train.rl.grup is not a key"),
+        ("train.parallel={dp:2,ep:2}", "train.parallel.dp:2 is not a key; YAML wants a space behind the colon: dp: 2"),
         ("async_.sync_every=3", "did you mean async.sync_every?"),
         ("seed", "write KEY=VALUE"),
         ("=3", "write KEY=VALUE"),
