@@ -106,10 +106,6 @@ class Travel:
         self._left = None
         return rows
 
-    def departed_shape(self, arrived: Tensor) -> tuple[int, ...]:
-        """The shape of what left, by that of what arrived."""
-        return sum(self._sent), *arrived.shape[1:]
-
     def start(self, rows: Tensor, *, back: bool = False) -> None:
         """Send rows, or gradients the other way. What comes is what `wait` returns."""
         sent, received = (self._received, self._sent) if back else (self._sent, self._received)
@@ -126,6 +122,7 @@ class Travel:
 
 class _TravelContext(AutogradContext, Protocol):
     travel: Travel
+    left: torch.Size
 
 
 class _Departed(torch.autograd.Function):
@@ -143,14 +140,14 @@ class _Departed(torch.autograd.Function):
 class _Arrived(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _TravelContext, left: Tensor, travel: Travel) -> Tensor:
-        ctx.travel = travel
+        ctx.travel, ctx.left = travel, left.shape
         return travel.wait()
 
     @staticmethod
     def backward(ctx: _TravelContext, *grads: Tensor) -> tuple[Tensor, None]:
         ctx.travel.start(grads[0], back=True)
         # A placeholder of the right shape: the gradient itself is on its way, and `_Departed.backward` waits for it.
-        return grads[0].new_zeros(()).expand(ctx.travel.departed_shape(grads[0])), None
+        return grads[0].new_zeros(()).expand(ctx.left), None
 
 
 class _Gather(torch.autograd.Function):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mtpctl.kernels.grouped import Stack
-from mtpctl.kernels.order import ExpertOrder, expert_order
+from mtpctl.kernels.order import expert_order
 from mtpctl.kernels.rows import distinct_rows
 from mtpctl.kernels.swiglu import swiglu
 from mtpctl.model.dispatch import Exchange, Order, shares_of_rows
@@ -83,15 +83,10 @@ class Experts(SequentialMLP):
         if torch.is_grad_enabled() and not (rows.requires_grad or shares.requires_grad) and any(p.requires_grad for p in self.parameters()):
             # Adapters of the experts train on an input that takes no gradient: without one a checkpoint would give them none.
             rows = rows.detach().requires_grad_()
-        outs = []
-        for start, part, of_part in zip(range(0, len(rows), most), rows.split(most), shares.split(most), strict=True):
-            arguments = part, (ends - start).clamp(0, len(part)), of_part
-            if not torch.is_grad_enabled():
-                outs.append(self.run(*arguments))
-            else:
-                # The other kind of checkpoint works by hooks on saved tensors. Those of `recomputed` lie inside and would keep theirs.
-                outs.append(checkpoint(self.run, *arguments, use_reentrant=True, preserve_rng_state=False))
-        return torch.cat(outs)
+        # The other kind of checkpoint works by hooks on saved tensors. Those of `recomputed` lie inside and would keep theirs.
+        run = partial(checkpoint, self.run, use_reentrant=True, preserve_rng_state=False) if torch.is_grad_enabled() else self.run
+        parts = zip(range(0, len(rows), most), rows.split(most), shares.split(most), strict=True)
+        return torch.cat([run(part, (ends - start).clamp(0, len(part)), of_part) for start, part, of_part in parts])
 
     def stacks(self) -> list[Stack]:
         """The weights whose gradients are added to their buffers past autograd. None are known before the first forward pass."""
@@ -124,46 +119,45 @@ class MixtureOfExperts(MoELayer):
     ) -> tuple[Tensor, Tensor | None]:
         """[t, 1, H] → the same, and no bias. padding_mask [t]: set where a token only fills up the row."""
         tokens, split = hidden_states.flatten(0, -2), self.experts.tp_group
-        beside = self.use_shared_expert and self.ep_group.size() > 1 and self.tp_group.size() == 1
-        shared = self.shared_experts(hidden_states) if self.use_shared_expert and not beside else None
+        travels = self.ep_group.size() > 1
+        beside = hidden_states if self.use_shared_expert and travels and self.tp_group.size() == 1 else None
+        shared = self.shared_experts(hidden_states) if self.use_shared_expert and beside is None else None
         shares, routes = self.route(hidden_states, padding_mask)
         if split.size() > 1:
             # Each rank's part of an expert gives a part of a token's and of a share's gradient.
             tokens, shares = (gather_from_sequence_parallel_region(x, group=split) for x in (tokens, shares))
             routes = gather_from_sequence_parallel_region(routes.to(torch.uint8), group=split).bool()
-        order = expert_order(routes, self.config.moe_router_topk, self.ep_group.size())
-        if self.ep_group.size() == 1:
-            out = self._routed(tokens, shares, order)
+        sorted_rows = expert_order(routes, self.config.moe_router_topk, self.ep_group.size())
+        order, of_rows = Order(sorted_rows.row_of, sorted_rows.token_of), shares_of_rows(shares, sorted_rows)
+        if travels:
+            out, halves = self._exchanged(tokens, of_rows, order, sorted_rows.counts, beside)
+            shared = shared if halves is None else halves
         else:
-            out, shared = self._exchanged(tokens, shares, order, hidden_states if beside else None, shared)
+            out = order.sum(self._run(tokens, of_rows, order, sorted_rows.counts))
         if split.size() > 1:
             out = reduce_scatter_to_sequence_parallel_region(out.to(shares.dtype), group=split).to(hidden_states.dtype)
         out = out.view_as(hidden_states)
         return (out if shared is None else out + shared), None
 
-    def _routed(self, tokens: Tensor, shares: Tensor, sorted_rows: ExpertOrder) -> Tensor:
-        """tokens [T, H], shares [T, E] → the sum of what each token's experts give [T, H], where this rank has all of them."""
-        order = Order(sorted_rows.row_of, sorted_rows.token_of)
-        return order.sum(self._run(tokens, shares_of_rows(shares, sorted_rows), order, sorted_rows.counts))
-
     def _exchanged(
-        self, tokens: Tensor, shares: Tensor, sorted_rows: ExpertOrder, beside: Tensor | None, shared: Tensor | None
+        self, tokens: Tensor, of_rows: Tensor, order: Order, counts: Tensor, beside: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """As `_routed`, with the experts of all ranks; and what the shared experts give: for the states `beside`, else `shared`."""
-        order = Order(sorted_rows.row_of, sorted_rows.token_of)
-        exchange = Exchange.plan(sorted_rows.counts, self.ep_group)
-        coming = exchange.forth(order.gather(tokens))
-        coming_shares = exchange.forth(shares_of_rows(shares, sorted_rows))
+        """The sum of what the experts of all ranks give each of this rank's tokens [T, H], with the shares of_rows [R] of their rows.
+
+        counts [E]: the rows of each expert. beside: states for which the shared experts run meanwhile; what they give comes second.
+        """
+        exchange = Exchange.plan(counts, self.ep_group)
+        coming, coming_shares = exchange.forth(order.gather(tokens)), exchange.forth(of_rows)
         gate_up = None if beside is None else self.shared_experts.up(beside)
-        received, of_rows = coming.arrived(), distinct_rows(coming_shares.arrived(), exchange.order.token_of.long())
+        received, of_received = coming.arrived(), distinct_rows(coming_shares.arrived(), exchange.order.token_of.long())
         if len(received) <= HOT * exchange.even_share:
-            found = self._run(received, of_rows, exchange.order, exchange.counts)
+            found = self._run(received, of_received, exchange.order, exchange.counts)
         else:
             ends = exchange.counts.cumsum(0, dtype=torch.int32)
-            found = self.experts.run_in_parts(exchange.order.gather(received), ends, of_rows, exchange.even_share)
+            received = exchange.order.gather(received)  # frees what came
+            found = self.experts.run_in_parts(received, ends, of_received, exchange.even_share)
         returning = exchange.back(exchange.order.sum(found))
-        if beside is not None and gate_up is not None:
-            shared = self.shared_experts.gated_down(beside, gate_up)
+        shared = None if gate_up is None else self.shared_experts.gated_down(beside, gate_up)
         return order.sum(returning.arrived()), shared
 
     def _run(self, tokens: Tensor, of_rows: Tensor, order: Order, counts: Tensor) -> Tensor:

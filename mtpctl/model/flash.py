@@ -16,24 +16,20 @@ from torch import Tensor
 from mtpctl.model.packing import Packing
 
 
+def _samples(p: Packing) -> tuple[Tensor, Tensor, int, int, float, bool]:
+    """What the operator and its backward pass take of a packing, no dropout, and that attention is causal."""
+    return p.cu_seqlens_q, p.cu_seqlens_kv, p.max_seqlen_q, p.max_seqlen_kv, 0.0, True
+
+
+_CAUSAL_WINDOW = {"window_size_left": -1, "window_size_right": 0}
+
+
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> tuple[Tensor, Tensor]:
     """Causal attention of q [t, h, d] to k and v [s, g, d] within the packing's samples → [t, h, d], and the log-sum-exp of the scores as
     the kernel tells it, fp32 [h, t] or [t, h]. The first is differentiable. d is a multiple of 8."""
-    p = packing
+    no_mask_for_debugging = False
     out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
-        q,
-        k,
-        v,
-        p.cu_seqlens_q,
-        p.cu_seqlens_kv,
-        p.max_seqlen_q,
-        p.max_seqlen_kv,
-        0.0,  # dropout
-        True,  # causal
-        False,  # no mask for debugging
-        scale=scale,
-        window_size_left=-1,
-        window_size_right=0,
+        q, k, v, *_samples(packing), no_mask_for_debugging, scale=scale, **_CAUSAL_WINDOW
     )
     return out, lse
 
@@ -52,25 +48,9 @@ class FlashPrefix:
         return out, lse.transpose(0, 1).contiguous() if self.heads_first else lse
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        p = self.packing
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a random generator, for dropout
+        told = lse.transpose(0, 1).contiguous() if self.heads_first else lse
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward.default(
-            grad.contiguous(),
-            q,
-            k,
-            v,
-            out,
-            lse.transpose(0, 1).contiguous() if self.heads_first else lse,
-            p.cu_seqlens_q,
-            p.cu_seqlens_kv,
-            p.max_seqlen_q,
-            p.max_seqlen_kv,
-            0.0,  # dropout
-            True,  # causal
-            unused,
-            unused,
-            scale=self.scale,
-            window_size_left=-1,
-            window_size_right=0,
+            grad.contiguous(), q, k, v, out, told, *_samples(self.packing), unused, unused, scale=self.scale, **_CAUSAL_WINDOW
         )
         return found

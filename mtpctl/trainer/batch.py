@@ -190,7 +190,7 @@ def _routed(packing: Packing, chosen: list[Sequence]) -> Packing:
     device, own = packing.tokens.device, packing.tokens.cpu().numpy()
     # Of the whole row where a rank has all of it: no copy then.
     mine = (of_row, routed) if packing.ranks == 1 else (of_row[own], routed[own])
-    there, which = (torch.from_numpy(x).to(device) for x in mine)
+    there, which = uploaded(mine, device)
     return replace(packing, routes=there, routed=which)
 
 
