@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import pytest
 
@@ -18,11 +18,13 @@ from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
 T = TypeVar("T")
 
 
-def cpu_settings(folder: Path, *, k: int = 1, routes: tuple[int, ...] = (), **rollout: Any) -> VllmSettings:
+def cpu_settings(
+    folder: Path, *, k: int = 1, routes: tuple[int, ...] = (), precision: Literal["fp32", "bf16"] = "fp32", **rollout: Any
+) -> VllmSettings:
     """Settings of a tiny engine on one CPU thread. `routes`: see `VllmSettings`."""
     options: dict[str, Any] = {"max_in_flight": 64, "context": 256, "threads": 1, "kv_cache_bytes": 64 << 20}
     config = VllmConfig(**options | {"speculation": SpeculationConfig(num_tokens=k)} | rollout)
-    return engine_settings(config, model=str(folder), precision="fp32", device="cpu", seed=0, routes=routes)
+    return engine_settings(config, model=str(folder), precision=precision, device="cpu", seed=0, routes=routes)
 
 
 def card_settings(folder: Path, *, k: int = 1, **rollout: Any) -> VllmSettings:

@@ -77,6 +77,7 @@ def install() -> None:
         routes,
         sampler,
         seeds,
+        short_queries,
     )
 
     mimo_config.install()
@@ -86,6 +87,7 @@ def install() -> None:
     packed.install()
     experts.install()
     rotary.install()
+    short_queries.install()
     drafter.install()
     depths.install()
     aborts.install()

@@ -13,7 +13,7 @@ from mtpctl.rollout.vllm.patches.version import PINNED
 from mtpctl.rollout.vllm.plugin import OURS
 
 NO_PATCHES = {"assign", "draft_times", "route_requests", "route_slots", "version"}
-FOR_CPUS = {"experts", "gemm", "packed", "rotary", "sampler", "seeds"}
+FOR_CPUS = {"experts", "gemm", "packed", "rotary", "sampler", "seeds", "short_queries"}
 PROGRAM = """
 import asyncio, importlib, json, pkgutil, sys
 from torch import nn
