@@ -2,7 +2,8 @@
 
 A response is one list of tokens, the model's turns and the environment's replies in order. The environment's tokens have a loss mask
 of 0 and a log-prob of 0, so per-token lists stay aligned and no loss, correction or entropy includes them. `max_tokens`, the context and
-the deadline include them. No token that the model sampled is ever tokenised again.
+the deadline include them: a reply that reaches beyond `max_tokens` is cut there, and ends the response. No token that the model sampled
+is ever tokenised again.
 """
 
 from __future__ import annotations
@@ -121,10 +122,13 @@ class Play:
             # Nothing would separate the next turn from this one, and the old stop string would end it at once, again and again.
             return False
         sample.append(tokens, [0.0] * len(tokens), sample.version_spans[-1].version, trained=False)
-        sample.finish_reason = None
         assert sample.environment is not None
         sample.environment.turns += 1
-        return True
+        full = len(sample.response_ids) >= self._request.max_tokens
+        if full:
+            sample.cut(self._request.max_tokens)
+        sample.finish_reason = "length" if full else None
+        return not full
 
     def _reward(self, sample: Sample, value: float | None) -> bool:
         sample.environment_reward = value

@@ -46,12 +46,12 @@ def sample_of(text: str, reason: str = "stop") -> Sample:
     return sample
 
 
-def go_on(sample: Sample, limit: int = 4, kind: type = Calculator) -> bool:
+def go_on(sample: Sample, limit: int = 4, kind: type = Calculator, max_tokens: int = 500) -> bool:
     """One turn of an environment of its own that the sample's response has."""
 
     async def drive() -> bool:
         played = Turns(EnvironmentClass("tests:it", kind, {}), Bytes(), limit, NO_CHAT)
-        play = played.play(GenerationRequest(sample, 500))
+        play = played.play(GenerationRequest(sample, max_tokens))
         try:
             assert await play.open(sample)
             return await play.go_on(sample)
@@ -84,6 +84,17 @@ def test_a_turn_without_a_call_ends_the_response() -> None:
     sample = sample_of("the answer is 42")
     assert not go_on(sample)
     assert sample.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(("limit", "ends"), [(38, False), (37, True), (20, True), (18, True)])
+def test_a_reply_beyond_max_tokens_is_cut_there_and_ends_the_response(limit: int, ends: bool) -> None:
+    """18 tokens of the model and 19 of the reply: with exactly 37 there is no room for another turn either."""
+    sample = sample_of("a <calc>6*7</calc>")
+    assert go_on(sample, max_tokens=limit) is not ends
+    whole = "a <calc>6*7</calc><result>42</result>"
+    assert Bytes().decode(sample.response_ids) == whole[:limit]
+    assert sample.finish_reason == ("length" if ends else None)
+    assert sample.version_spans == [VersionSpan(0, min(limit, len(whole)), 3)]
 
 
 @pytest.mark.parametrize("said", [None, ""])

@@ -29,6 +29,7 @@ from tests.rollout.chat_families import FAMILIES, Family, tokenizer_of
 from tests.rollout.test_engine import Core, Made
 
 STOP = "</call>"
+MAX_TOKENS = 250
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}}
 
 
@@ -165,6 +166,7 @@ def check(sample: Sample, note: Note, family: Family, tokenizer: HfTokenizer, en
     """Compare a response, token by token, with what its engines and its environment noted."""
     ids, mask, logprobs = sample.response_ids.tolist(), sample.loss_mask, sample.behaviour_logprobs
     assert len(ids) == len(mask) == len(logprobs)
+    assert len(ids) <= MAX_TOKENS, "turns and replies together"
     assert sample.version_spans[0].start == 0 and sample.version_spans[-1].end == len(ids)
     assert all(one.end == two.start for one, two in zip(sample.version_spans, sample.version_spans[1:], strict=False))
     versions = [span.version for span in sample.version_spans for _ in range(span.start, span.end)]
@@ -199,13 +201,14 @@ def check(sample: Sample, note: Note, family: Family, tokenizer: HfTokenizer, en
             text = family.behind(said)  # type: ignore[arg-type]
             last = tokenizer.inner.convert_ids_to_tokens(turn[-1]) if turn[-1] in ends else None
             expected = tokenizer.encode(text.removeprefix(last) if last else text)
+        expected = expected[: MAX_TOKENS - place]
         assert ids[place : place + len(expected)] == expected
         assert not any(mask[place : place + len(expected)])
         assert logprobs[place : place + len(expected)].tolist() == [0.0] * len(expected)
         assert set(versions[place : place + len(expected)]) == {versions[place - 1]}
         place += len(expected)
         turn_began = place
-    assert next(replies, None) is None, "nothing that it said is missing"
+    assert next(replies, None) is None or len(ids) == MAX_TOKENS, "nothing that it said is missing"
     assert len(seen) <= 1, "the last turn alone may be without a reply"
     assert sample.environment is not None and sample.environment.turns == len(note.said)
     assert (sample.environment.errors, sample.environment.timeouts) == (0, 0), sample.environment.failure
@@ -229,7 +232,7 @@ async def play(family: Family, count: int, seed: int) -> tuple[list[Sample], dic
 
     async def requests() -> AsyncIterator[GenerationRequest]:
         for prompt_id, note in notes.items():
-            yield GenerationRequest(Sample(prompt_id, prompt_id, prompt), 250, stop_token_ids=ends, problem=note)
+            yield GenerationRequest(Sample(prompt_id, prompt_id, prompt), MAX_TOKENS, stop_token_ids=ends, problem=note)
 
     async def syncs() -> None:
         """New versions, while responses and replies are under way."""
