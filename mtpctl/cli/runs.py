@@ -40,11 +40,12 @@ def _rendered(found: list[RunOverview], folder: Path) -> str:
     def number(value: float | None) -> str:
         return "–" if value is None or not math.isfinite(value) else f"{value:.3f}"
 
-    rows = [("run", "state", "step", "reward", "held-out", "age")]
+    rows = [("run", "state", "step", "reward", "unfiltered", "held-out", "age")]
     for run in found:
         of = "" if run.steps is None else f"/{run.steps}"
         step = f"{run.stage} {run.step}{of}" if run.stage else "–"
-        rows.append((str(run.path), run.state, step, number(run.reward), number(run.accuracy), format_duration(run.age_s)))
+        values = (number(run.reward), number(run.unfiltered_reward), number(run.accuracy))
+        rows.append((str(run.path), run.state, step, *values, format_duration(run.age_s)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([*lines, *(f"unreadable: {run.fault}" for run in found if run.fault)])

@@ -34,6 +34,7 @@ def _rendered(found: RunOverview) -> str:
     of = "" if found.steps is None else f" of {found.steps}"
     step = f", {found.stage} step {found.step}{of}" if found.stage else ""
     reward = "" if found.reward is None else f", reward {found.reward:.3f}"
+    reward += "" if found.unfiltered_reward is None else f", unfiltered {found.unfiltered_reward:.3f}"
     accuracy = "" if found.accuracy is None else f", held-out accuracy {found.accuracy:.3f}"
     replicas = "" if found.replicas is None else f", {found.replicas} rollout replica(s)"
     replicas += "" if found.asked_replicas is None else f", {found.asked_replicas} asked for by mtpctl scale"

@@ -22,7 +22,7 @@ from mtpctl.telemetry.summary import before_and_after
 
 METRICS = {
     "eval/accuracy": "Held-out accuracy",
-    "reward/unfiltered_mean": "Reward",
+    "reward/unfiltered_mean": "Reward, unfiltered",
     "reward/mean": "Reward",
     "rollout/spec_accept_rate": "Draft acceptance",
     "actor/entropy": "Entropy",

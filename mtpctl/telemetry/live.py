@@ -65,12 +65,14 @@ class LiveStatus:
 
     def overview(self) -> RunOverview:
         """The run as `mtpctl runs` lists it."""
-        reward = self.metrics.get("reward/unfiltered_mean", self.metrics.get("reward/mean"))
+        reward, unfiltered = self.metrics.get("reward/mean"), self.metrics.get("reward/unfiltered_mean")
         age, steps = max(0.0, time.time() - self._wrote), self.totals.get(self.stage)
         replicas = int(self.metrics["rollout/replicas"]) if "rollout/replicas" in self.metrics else None
         asked = remembered(RunDirectory(self.path))
         restarts = list(self.restarts)
-        return RunOverview(self.path, "running", self.stage, self.step, steps, reward, self._accuracy, age, restarts, replicas, asked)
+        return RunOverview(
+            self.path, "running", self.stage, self.step, steps, reward, unfiltered, self._accuracy, age, restarts, replicas, asked
+        )
 
     def as_json(self) -> dict[str, object]:
         """All of it as values that JSON can hold."""
@@ -78,6 +80,7 @@ class LiveStatus:
         return asdict(found) | {
             "path": str(self.path),
             "reward": None if found.reward is None else plain(found.reward),
+            "unfiltered_reward": None if found.unfiltered_reward is None else plain(found.unfiltered_reward),
             "accuracy": None if found.accuracy is None else plain(found.accuracy),
             "waiting": list(self.waiting),
             "errors": [asdict(event) for event in self.trouble()],

@@ -38,6 +38,7 @@ PLAIN_METRICS = {
     "mtp/loss_1": "mtp",
     "eval/accuracy": "held-out",
     "reward/mean": "reward",
+    "reward/unfiltered_mean": "unfiltered",
     "rollout/spec_accept_rate": "accept",
     "response/length_mean": "length",
     "actor/entropy": "entropy",

@@ -174,9 +174,11 @@ def _tiles(history: History) -> str:
     tiles = []
     # Of the two rows of held-out accuracy the later one stays: the mean of the late evaluations.
     changes = {row.name: row for row in before_and_after(history)}
-    reward = "reward/unfiltered_mean" if "reward/unfiltered_mean" in changes else "reward/mean"
+    reward = ("reward/unfiltered_mean", "Reward, unfiltered")
+    if reward[0] not in changes:
+        reward = ("reward/mean", "Reward")
     for colour, (name, label) in enumerate(
-        (("eval/accuracy", "Held-out accuracy"), ("rollout/spec_accept_rate", "Draft acceptance"), (reward, "Reward"))
+        (("eval/accuracy", "Held-out accuracy"), ("rollout/spec_accept_rate", "Draft acceptance"), reward)
     ):
         if (row := changes.get(name)) is not None:
             points: Points = [(float(x), y) for x, y in history.series(name, "rl")]

@@ -38,6 +38,7 @@ class RunOverview:
     step: int
     steps: int | None
     reward: float | None
+    unfiltered_reward: float | None
     accuracy: float | None
     age_s: float
     restarts: list[str] = field(default_factory=list)
@@ -55,7 +56,7 @@ def _readable_or_not(path: Path) -> RunOverview:
     try:
         return describe_run(path)
     except UserError as error:
-        return RunOverview(path, "unreadable", "", 0, None, None, None, _age(RunDirectory(path)), fault=str(error))
+        return RunOverview(path, "unreadable", "", 0, None, None, None, None, _age(RunDirectory(path)), fault=str(error))
 
 
 def _below(folder: Path, depth: int) -> Iterator[Path]:
@@ -74,14 +75,14 @@ def describe_run(path: Path) -> RunOverview:
     stage = history.rows[-1].phase if history.rows else ""
     step = history.last_step(stage) if stage else 0
     plan = _stages(run)
-    unfiltered = _last(history, "reward/unfiltered_mean")
     return RunOverview(
         path,
         _state(run, history, plan),
         stage,
         step,
         plan.get(stage),
-        _last(history, "reward/mean") if unfiltered is None else unfiltered,
+        _last(history, "reward/mean"),
+        _last(history, "reward/unfiltered_mean"),
         _last(history, "eval/accuracy"),
         _age(run),
         [event.message for event in history.events if event.kind == "restart"],

@@ -41,6 +41,7 @@ def render(live: LiveStatus, replicas: ReplicaCounts | None) -> str:
         ("stage", found.stage or "–"),
         ("step", f"{found.step}{of}" if found.stage else "–"),
         ("reward", "–" if found.reward is None else format_value(found.reward, "number")),
+        ("reward, unfiltered", "–" if found.unfiltered_reward is None else format_value(found.unfiltered_reward, "number")),
         ("held-out accuracy", "–" if found.accuracy is None else format_value(found.accuracy, "share")),
         ("newest row", f"{format_duration(found.age_s)} ago"),
         ("rollout replicas", "–" if replicas is None else replicas.told()),

@@ -49,7 +49,7 @@ def test_what_was_logged_last_is_shown(tmp_path: Path) -> None:
     async def use(client: httpx.AsyncClient) -> None:
         found = (await client.get("/status.json")).json()
         assert (found["state"], found["stage"], found["step"], found["steps"]) == ("running", "rl", 7, 20)
-        assert (found["reward"], found["accuracy"]) == (0.25, 0.5) and 0 <= found["age_s"] < 20
+        assert (found["reward"], found["unfiltered_reward"], found["accuracy"]) == (0.5, 0.25, 0.5) and 0 <= found["age_s"] < 20
         assert found["replicas"] == {"serving": 2, "asked": 3, "least": 1, "most": 4, "restarts": 1}
         assert found["restarts"] == ["trainer back after 3 s"] and found["waiting"] == ["rollout: waiting for room, 3 s"]
         assert [(event["kind"], event["message"]) for event in found["errors"]] == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +63,25 @@ def test_an_earlier_stage_that_ended_is_no_end_of_the_run(tmp_path: Path) -> Non
     assert (found.state, found.stage, found.step, found.steps, found.reward) == ("broken off", "sft", 5, 5, None)
 
 
+def test_the_two_rewards_of_a_run_have_two_names(mtpctl: Any, tmp_path: Path) -> None:
+    """That of the batches that were trained on, and that of all groups."""
+    found = describe_run(run(tmp_path / "a", 4))
+    assert (found.reward, found.unfiltered_reward) == (0.9, 0.4)
+    header, line = mtpctl("runs", str(tmp_path)).out.splitlines()
+    assert dict(zip(re.split(r" {2,}", header), re.split(r" {2,}", line), strict=True))["reward"] == "0.900"
+    assert dict(zip(re.split(r" {2,}", header), re.split(r" {2,}", line), strict=True))["unfiltered"] == "0.400"
+    assert "reward 0.900, unfiltered 0.400" in mtpctl("status", str(tmp_path / "a")).out
+
+
 def test_runs_are_found_below_a_folder_and_not_within_each_other(mtpctl: Any, tmp_path: Path) -> None:
     run(tmp_path / "x" / "a", 4, "stop")
     run(tmp_path / "x" / "a" / "inner", 1)
     run(tmp_path / "b", 10)
     assert {found.path for found in find_runs(tmp_path)} == {tmp_path / "x" / "a", tmp_path / "b"}
     lines = mtpctl("runs", str(tmp_path)).out.splitlines()
-    assert lines[0].split() == ["run", "state", "step", "reward", "held-out", "age"]
+    assert lines[0].split() == ["run", "state", "step", "reward", "unfiltered", "held-out", "age"]
     row = next(line for line in lines if "/x/a" in line)
-    assert row.split()[1:6] == ["stopped", "rl", "4/10", "0.400", "0.250"]
+    assert row.split()[1:7] == ["stopped", "rl", "4/10", "0.900", "0.400", "0.250"]
     assert {row["state"] for row in json.loads(mtpctl("runs", str(tmp_path), "--json").out)} == {"stopped", "done"}
     assert mtpctl("runs", str(tmp_path / "no")).err == f"error: FOLDER: no folder {tmp_path / 'no'}; name one with runs in it\n"
 
@@ -89,7 +100,7 @@ def test_an_unreadable_run_hides_no_other_and_says_why(mtpctl: Any, tmp_path: Pa
 def test_the_status_of_a_run_tells_why_its_trainer_was_started_anew(mtpctl: Any, tmp_path: Path) -> None:
     path = run(tmp_path / "a", 4, "restart")
     told = mtpctl("status", str(path)).out
-    assert told.startswith(f"{path}: broken off, rl step 4 of 10, reward 0.400, held-out accuracy 0.250; wrote ")
+    assert told.startswith(f"{path}: broken off, rl step 4 of 10, reward 0.900, unfiltered 0.400, held-out accuracy 0.250; wrote ")
     assert told.endswith(" ago\nrestart: m\n")
     assert json.loads(mtpctl("status", str(path), "--json").out)["restarts"] == ["m"]
     remember(RunDirectory(path), 2)
