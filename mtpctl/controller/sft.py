@@ -89,9 +89,11 @@ class SftStage:
 def check_applied(metrics: dict[str, float], bad: int, limit: int) -> int:
     """Count updates in a row that were skipped because loss or gradient was not finite: `bad` before this one. Returns the new count.
 
+    An update is skipped if all of its optimizer steps are; one of which some were applied ends the row.
+
     Raises RuntimeFailure where it reaches `limit`.
     """
-    if not metrics["skipped"]:
+    if metrics["skipped"] < 1:
         return 0
     if bad + 1 >= limit:
         raise RuntimeFailure(f"trainer: {bad + 1} updates in a row had a loss or gradient that is not finite; lower the learning rate")

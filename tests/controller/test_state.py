@@ -300,9 +300,10 @@ def test_the_newest_checkpoint_is_read_without_a_trainer(tmp_path: Path) -> None
     assert (ended_stages(tmp_path), newest_version(tmp_path)) == (["sft"], (tmp_path / "rl-000004", 3))
 
 
-def test_skipped_updates_in_a_row_end_the_run_and_one_that_is_applied_begins_the_count_anew() -> None:
+@pytest.mark.parametrize("applied", [0.0, 0.25, 0.75])
+def test_skipped_updates_in_a_row_end_the_run_and_one_that_is_applied_in_part_restarts_the_count(applied: float) -> None:
     bad = 0
-    for skipped in (1.0, 1.0, 0.0, 1.0, 1.0):
+    for skipped in (1.0, 1.0, applied, 1.0, 1.0):
         bad = check_applied({"skipped": skipped}, bad, 3)
     with pytest.raises(RuntimeFailure, match="3 updates in a row had a loss or gradient that is not finite"):
         check_applied({"skipped": 1.0}, bad, 3)
