@@ -30,13 +30,13 @@ def speculation(samples: list[Sample]) -> dict[str, float]:
 
 
 def reward_parts(samples: list[Sample]) -> dict[str, float]:
-    """`reward/<part>`: the mean of each part over the samples whose reward came with it."""
+    """`reward/<part>`: the mean of each part over the trajectories whose reward came with it."""
     names = dict.fromkeys(name for sample in samples for name in sample.reward_parts)
     return {f"reward/{name}": statistics.fmean(s.reward_parts[name] for s in samples if name in s.reward_parts) for name in names}
 
 
 def cut_share(samples: list[Sample], reason: str) -> float:
-    """Share of the responses that ended for `reason`."""
+    """Share of the responses that ended for `reason`; of an agent's trajectory, its last sample counts."""
     return sum(sample.finish_reason == reason for sample in samples) / len(samples)
 
 
@@ -73,14 +73,17 @@ def teacher_kl(samples: list[Sample]) -> dict[str, float]:
     return {"teacher/kl": apart / max(sum(sample.sampled for sample, _ in taught), 1)}
 
 
-def of_samples(samples: list[Sample], version: int, sync_every: int = 1, ahead: int = 0) -> dict[str, float]:
-    """Reward, length and staleness of the samples of one update.
+def of_trajectories(trajectories: list[Sample], version: int, sync_every: int = 1, ahead: int = 0) -> dict[str, float]:
+    """Reward, length and staleness of one update, from its trajectories: each its last sample, with the others in `earlier`.
+
+    Rewards, and why a response ended, count once for a trajectory. Lengths, staleness and speculation are of all samples.
 
     `version` was published last, `ahead` updates before this one; versions are published every `sync_every` updates. Staleness in versions
     is from the version that sampled a token to `version`. Staleness in updates adds `ahead`, and takes each version as `sync_every`
     updates, which is too many for a version that a resumed run published between two syncs.
     """
-    rewards = [s.reward or 0.0 for s in samples]
+    samples = [part for trajectory in trajectories for part in trajectory.parts]
+    rewards = [trajectory.reward or 0.0 for trajectory in trajectories]
     lengths = [len(s.response_ids) for s in samples]
     staleness = [version - min((span.version for span in s.version_spans), default=version) for s in samples]
     ages = [(span.end - span.start, version - span.version) for s in samples for span in s.version_spans]
@@ -91,8 +94,8 @@ def of_samples(samples: list[Sample], version: int, sync_every: int = 1, ahead: 
         "reward/std": statistics.pstdev(rewards),
         "response/length_mean": sum(lengths) / len(lengths),
         "response/length_max": float(max(lengths)),
-        "response/truncated_fraction": cut_share(samples, "length"),
-        "response/deadline_fraction": cut_share(samples, DEADLINE),
+        "response/truncated_fraction": cut_share(trajectories, "length"),
+        "response/deadline_fraction": cut_share(trajectories, DEADLINE),
         "async/staleness_mean": sum(staleness) / len(staleness),
         "async/staleness_max": float(max(staleness)),
         "async/staleness_tokens_mean": by_token,
@@ -100,4 +103,4 @@ def of_samples(samples: list[Sample], version: int, sync_every: int = 1, ahead: 
         "async/staleness_updates_max": float(ahead + sync_every * max(staleness)),
         "async/partial_ratio": partial / len(samples),
     }
-    return metrics | teacher_kl(samples) | reward_parts(samples) | speculation(samples) | environment_use(samples)
+    return metrics | teacher_kl(samples) | reward_parts(trajectories) | speculation(samples) | environment_use(trajectories)

@@ -33,7 +33,7 @@ from mtpctl.controller.buffer import Group, SampleBuffer
 from mtpctl.controller.clock import BusyClock
 from mtpctl.controller.evaluate import cut_responses, evaluate
 from mtpctl.controller.keeping import Keeper
-from mtpctl.controller.metrics import of_samples
+from mtpctl.controller.metrics import of_trajectories
 from mtpctl.controller.payback import Measured, PayBack
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.rollout_loop import RolloutLoop, Score, Teach
@@ -237,15 +237,16 @@ class RlStage:
 
     async def _update(self, groups: list[Group]) -> tuple[dict[str, float], float]:
         """One policy update on the groups. Returns its metrics, and the seconds that the trainer took."""
-        samples = [part for group in groups for sample in group.samples for part in sample.parts]
+        trajectories = [sample for group in groups for sample in group.samples]
+        samples = [part for trajectory in trajectories for part in trajectory.parts]
         began = time.perf_counter()
         self.state.updating = True
         metrics = await self.trainer.rl_step(samples, self.state.version, self.payback is None or self.payback.training)
         seconds = time.perf_counter() - began
         self._skipped_in_a_row = check_applied(metrics, self._skipped_in_a_row, self.recipe.train.max_bad_steps)
         updates_since_sync = self.state.step - max(self.state.synced_at, 0)
-        metrics |= of_samples(samples, self.state.version, self.recipe.async_.sync_every, updates_since_sync)
-        self._warn_of_deadlines(metrics["response/deadline_fraction"], len(samples))
+        metrics |= of_trajectories(trajectories, self.state.version, self.recipe.async_.sync_every, updates_since_sync)
+        self._warn_of_deadlines(metrics["response/deadline_fraction"], len(trajectories))
         self.state.step += 1
         self.state.updating = False
         self._updated.set()

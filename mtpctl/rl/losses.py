@@ -16,8 +16,9 @@ decoupled   w = old/behaviour always, bounded as the correction says (off: not a
 gspo        r = (π/old)^(1/length) of the whole response, GSPO (arXiv 2507.18071). Its value is a constant, and the
             gradient flows through each token's own log-prob (their GSPO-token form): the same gradient, and separable
 
-a is 1 for the token mean (DAPO) and for the sum over a constant (Dr. GRPO), 1/length of the token's response for the sequence mean (GRPO
-as first published).
+a is 1 for the token mean (DAPO) and for the sum over a constant (Dr. GRPO), 1/length of the token's trajectory for the sequence mean
+(GRPO as first published). A trajectory is one response, or all samples that an agent's work on a problem became. The ratio of gspo, and a
+correction of the level sequence, are of one sample.
 
 Shapes: T tokens of S packed responses (and prompts, whose mask is 0). Sums come back: divide by `loss_denominator` of
 the whole batch, over micro-batches and ranks, never by what one micro-batch happens to hold.
@@ -49,7 +50,8 @@ class LossInputs:
 
     `mask` is 1 at tokens that are trained. `seq_ids` numbers the responses from 0 to `num_sequences` - 1. `same_weights` is 1 at tokens
     that were sampled under the very weights that `logprob` is computed with; where it is given, the loss also measures how far behaviour
-    and trained policy are apart (see `mismatch`).
+    and trained policy are apart (see `mismatch`). `trajectory_tokens` is the number of trained tokens of the token's trajectory; None if
+    each response is a trajectory.
     """
 
     logprob: Tensor
@@ -62,6 +64,7 @@ class LossInputs:
     entropy: Tensor | None = None
     ref_logprob: Tensor | None = None
     same_weights: Tensor | None = None
+    trajectory_tokens: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +125,10 @@ def token_terms(inputs: LossInputs, config: RlConfig) -> TokenTerms:
         ).weight
     aggregation = mask
     if config.aggregate == "sequence":
-        length = sequence_sum(mask, inputs.seq_ids, inputs.num_sequences)
-        aggregation = mask / length.clamp(min=1)[inputs.seq_ids]
+        length = inputs.trajectory_tokens
+        if length is None:
+            length = sequence_sum(mask, inputs.seq_ids, inputs.num_sequences)[inputs.seq_ids]
+        aggregation = mask / length.clamp(min=1)
     behaviour = None if inputs.same_weights is None else inputs.behaviour_logprob
     return TokenTerms(anchor, inputs.advantage, weight, aggregation, inputs.ref_logprob, behaviour, inputs.same_weights)
 
@@ -199,11 +204,14 @@ def policy_loss(inputs: LossInputs, config: RlConfig) -> LossOut:
     return token_policy_loss(inputs.logprob, inputs.entropy, token_terms(inputs, config), config)
 
 
-def loss_denominator(config: RlConfig, *, tokens: int, sequences: int, max_tokens: int) -> int:
-    """The denominator of the summed loss of a whole batch, at least 1: the number of its trained tokens, of its responses, or of the
-    tokens that its responses might have had, at most `max_tokens` each.
+def loss_denominator(config: RlConfig, *, tokens: int, trajectories: int, max_tokens: int) -> int:
+    """The denominator of the summed loss of a whole batch, at least 1: the number of its trained tokens, of its trajectories, or of
+    trajectories times `max_tokens`.
+
+    Trajectories without a trained token count: Dr. GRPO (arXiv 2503.20783) divides by the number of sampled responses, whatever of them
+    is left after masking.
     """
-    return max({"token": tokens, "sequence": sequences, "constant": sequences * max_tokens}[config.aggregate], 1)
+    return max({"token": tokens, "sequence": trajectories, "constant": trajectories * max_tokens}[config.aggregate], 1)
 
 
 _MEANS = {"ratio": "ratio_mean", "clip_low": "clip_fraction_low", "clip_high": "clip_fraction_high", "clip_dual": "clip_fraction_dual"}
@@ -213,7 +221,7 @@ _MEANS = {"ratio": "ratio_mean", "clip_low": "clip_fraction_low", "clip_high": "
 def loss_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
     """`actor/*` from sums that were added up over all micro-batches and ranks, and `rollout_corr/*` where the loss measured the mismatch.
 
-    `actor/pg_loss` is a mean over tokens, or over responses with aggregate: sequence. Every other sum becomes its mean over tokens.
+    `actor/pg_loss` is a mean over tokens, or over trajectories with aggregate: sequence. Every other sum becomes its mean over tokens.
     """
     s = {name: float(value) for name, value in sums.items()}
     tokens = max(s["tokens"], 1.0)

@@ -24,9 +24,11 @@ class Metric:
 
 
 METRICS: dict[str, Metric] = {
-    "reward/mean": Metric("reward", "number", "Mean reward of the batch's responses."),
-    "reward/unfiltered_mean": Metric("reward, unfiltered", "number", "The same with the groups that dynamic sampling dropped."),
-    "reward/std": Metric("reward std", "number", "Standard deviation of the batch's rewards."),
+    "reward/mean": Metric("reward", "number", "Mean reward of the batch's responses; an agent's trajectory counts once."),
+    "reward/unfiltered_mean": Metric(
+        "reward, unfiltered", "number", "The same over all groups that were completed since the last update, dropped ones included."
+    ),
+    "reward/std": Metric("reward std", "number", "Standard deviation of these rewards."),
     "reward/errors": Metric(
         "rewards failed", "number", "Calls of the reward function that failed since the last update, late ones included."
     ),
@@ -57,7 +59,7 @@ METRICS: dict[str, Metric] = {
     "eval/mixed_fraction": Metric("held-out mixed", "share", "Held-out responses with a token of another version than the first."),
     "eval/spec_accept_rate": Metric("held-out acceptance", "share", "Draft tokens accepted on held-out problems."),
     "sft/loss": Metric("SFT loss", "nats", "Cross-entropy of the supervised stage, per supervised token."),
-    "actor/pg_loss": Metric("policy loss", "number", "Surrogate loss, mean over tokens, or over responses with aggregate: sequence."),
+    "actor/pg_loss": Metric("policy loss", "number", "Surrogate loss, mean over tokens, or over trajectories with aggregate: sequence."),
     "actor/entropy": Metric("entropy", "nats", "Mean entropy of the policy that is updated, at the response's tokens."),
     "actor/grad_norm": Metric("trunk", "number", "Gradient norm of the trunk, before clipping."),
     "actor/ratio_mean": Metric("ratio", "number", "Mean of new over old probability."),

@@ -199,7 +199,9 @@ class TrainerRank(WeightSource):
         began = time.perf_counter()
         assert share.dp_rank == recipe.train.parallel.dp_rank(self.rank), "the share of another rank"
         if not share.minibatches:
-            raise RuntimeFailure("rollout.deadline_s: no response of a whole batch has a token; raise it, or lower rollout.max_in_flight")
+            raise RuntimeFailure(
+                "rollout.deadline_s: no response of a whole batch has a sampled token; raise it, or lower rollout.max_in_flight"
+            )
         samples = share.samples()
         if recipe.old_logprobs == "behaviour":
             for sample in samples:
@@ -214,22 +216,29 @@ class TrainerRank(WeightSource):
         gains = advantages(table, rl, max_tokens=recipe.rollout.max_tokens, context=context)
         if rl.teacher is not None and not rl.teacher.rewards:
             gains = [0.0] * len(gains)
-        objective = PolicyObjective(rl, max_tokens=recipe.rollout.max_tokens)
         parts = []
         # Without recomputed old log-probs the loss itself compares behaviour and trained policy. It can do so in the first minibatch
         # alone: after it the weights are no published version's.
         weights = None if recipe.old_logprobs == "recompute" else -1 if self.ahead else version
+        by_trajectory = rl.aggregate == "sequence"
         for minibatch in share.minibatches:
             batch = [
                 training_sequence(
-                    samples[i], gains[share.places[i]], reference[i], weights, replay=self.replay != "off", teacher=rl.teacher
+                    samples[i],
+                    gains[share.places[i]],
+                    reference[i],
+                    weights,
+                    replay=self.replay != "off",
+                    teacher=rl.teacher,
+                    trajectory_tokens=int(share.trajectory_tokens[i]) if by_trajectory else None,
                 )
                 for i in minibatch.members
             ]
+            spare = stand_in(reference=self.reference is not None, weights=weights, teacher=rl.teacher, by_trajectory=by_trajectory)
             parts.append(
                 self.engine.update(
-                    batch or [stand_in(reference=self.reference is not None, weights=weights, teacher=rl.teacher)],
-                    objective,
+                    batch or [spare],
+                    PolicyObjective(rl, max_tokens=recipe.rollout.max_tokens, trajectories=minibatch.trajectories),
                     temperature=recipe.rollout.temperature,
                     total_steps=rl.steps * rl.minibatches,
                     train_mtp=train_mtp,

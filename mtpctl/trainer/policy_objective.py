@@ -30,19 +30,21 @@ class PolicyObjective:
 
     With a teacher's candidates it adds `coef` times the KL over them to each token's term, weighed as the term is.
 
-    With a column same_weights (see `LossInputs`) it also tells how far behaviour and trained policy are apart. `max_tokens` bounds a
-    response, which `aggregate: constant` divides by.
+    With a column same_weights (see `LossInputs`) it also tells how far behaviour and trained policy are apart. With a column
+    trajectory_tokens, samples of one trajectory count as one response. `max_tokens` bounds a response, which `aggregate: constant` divides
+    by. `trajectories`: those of the optimizer step, on all ranks, including those without a trained token; None: each sequence is one.
     """
 
     needs_entropy = True
 
-    def __init__(self, config: RlConfig, *, max_tokens: int) -> None:
-        self.config, self.max_tokens = config, max_tokens
+    def __init__(self, config: RlConfig, *, max_tokens: int, trajectories: int | None = None) -> None:
+        self.config, self.max_tokens, self.trajectories = config, max_tokens, trajectories
         self.token_policy_loss = loss_of(config)
         self.couples_tokens = config.loss == "gspo"
 
     def denominator(self, *, tokens: int, sequences: int) -> float:
-        return float(loss_denominator(self.config, tokens=tokens, sequences=sequences, max_tokens=self.max_tokens))
+        trajectories = sequences if self.trajectories is None else self.trajectories
+        return float(loss_denominator(self.config, tokens=tokens, trajectories=trajectories, max_tokens=self.max_tokens))
 
     def candidate_ids(self, micro: MicroBatch) -> Tensor | None:
         teacher = self.config.teacher
@@ -95,6 +97,7 @@ class PolicyObjective:
             entropy=entropy,
             ref_logprob=columns.get("reference"),
             same_weights=columns.get("same_weights"),
+            trajectory_tokens=columns.get("trajectory_tokens"),
         )
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
@@ -152,11 +155,13 @@ def training_sequence(
     *,
     replay: bool = False,
     teacher: TeacherConfig | None = None,
+    trajectory_tokens: int | None = None,
 ) -> Sequence:
     """A scored sample as the engine trains on it; with `replay` under its routes.
 
     `weights`: the version that does, where the loss is to compare policies; -1: none's. `teacher`: with `topk` its
     candidates become columns that `PolicyObjective` reads; else `coef` times `teacher_gain` is added to each token's advantage.
+    `trajectory_tokens`: the sampled tokens of the sample's trajectory, if the loss weighs tokens by them.
     """
     assert sample.old_logprobs is not None, f"{sample.prompt_id} was not scored"
     tokens, spans = len(sample.response_ids), sample.version_spans
@@ -169,13 +174,15 @@ def training_sequence(
         columns |= _taught(sample, teacher, columns)
     if reference is not None:
         columns["reference"] = np.asarray(reference, np.float32)
+    if trajectory_tokens is not None:
+        columns["trajectory_tokens"] = np.full(tokens, trajectory_tokens, np.float32)
     if weights is not None:
         under = np.array([span.version == weights for span in spans], np.float32)
         columns["same_weights"] = np.repeat(under, [span.end - span.start for span in spans])
     return replace(scoring_sequence(sample, replay=replay), columns=columns)
 
 
-def stand_in(*, reference: bool, weights: int | None, teacher: TeacherConfig | None = None) -> Sequence:
+def stand_in(*, reference: bool, weights: int | None, teacher: TeacherConfig | None = None, by_trajectory: bool = False) -> Sequence:
     """What a rank without a sample of a minibatch lays out: two tokens that no loss sees, with the columns that the others have."""
     nothing = [0.0]
     sample = Sample("", "", ids_of([0]), response_ids=ids_of([0]), loss_mask=mask_of([0]), behaviour_logprobs=logprobs_of(nothing))
@@ -183,4 +190,5 @@ def stand_in(*, reference: bool, weights: int | None, teacher: TeacherConfig | N
     if teacher is not None:
         sample.teacher_logprobs = logprobs_of(nothing)
         sample.candidates, sample.candidate_logprobs = ids_of([0] * teacher.topk), logprobs_of(nothing * teacher.topk)
-    return training_sequence(sample, 0.0, logprobs_of(nothing) if reference else None, weights, teacher=teacher)
+    old = logprobs_of(nothing) if reference else None
+    return training_sequence(sample, 0.0, old, weights, teacher=teacher, trajectory_tokens=0 if by_trajectory else None)

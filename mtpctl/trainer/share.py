@@ -28,7 +28,7 @@ class BatchTable:
 
     `groups`: the number of the sample's group; `trajectories`: that of its trajectory, which may be several samples. `prompts` and
     `responses`: their tokens. `sampled`: response tokens that the policy sampled. `scored`: whether the sample has old log-probs.
-    `minibatch`: how many samples an optimizer step takes; the last one may take fewer.
+    `steps`: the optimizer step that trains on the sample, from 0. A step takes whole groups, as many as any other or one more.
     """
 
     rewards: npt.NDArray[np.float64]
@@ -37,7 +37,7 @@ class BatchTable:
     responses: Ints
     sampled: Ints
     scored: npt.NDArray[np.bool_]
-    minibatch: int
+    steps: Ints
     trajectories: Ints
 
     @classmethod
@@ -49,15 +49,16 @@ class BatchTable:
             rewards.append(sample.reward)
         numbers = {group_id: number for number, group_id in enumerate(dict.fromkeys(s.group_id for s in samples))}
         trajectories = {each: number for number, each in enumerate(dict.fromkeys((s.group_id, s.index) for s in samples))}
+        groups = np.array([numbers[s.group_id] for s in samples], np.int32)
         return cls(
             np.array(rewards),
-            np.array([numbers[s.group_id] for s in samples], np.int32),
+            groups,
             np.array([len(s.prompt_ids) for s in samples], np.int32),
             np.array([len(s.response_ids) for s in samples], np.int32),
             np.array([s.sampled for s in samples], np.int32),
             np.array([s.old_logprobs is not None for s in samples]),
-            # Groups restored from a checkpoint may be of another size than new ones.
-            -(-len(samples) // minibatches),
+            # By groups, which may have different numbers of samples: of agents, and where a checkpoint had another group_size.
+            groups * minibatches // max(len(numbers), 1),
             np.array([trajectories[s.group_id, s.index] for s in samples], np.int32),
         )
 
@@ -66,27 +67,40 @@ class BatchTable:
         """Whether a response with tokens to train on lacks its old log-probs."""
         return bool((~self.scored & (self.responses > 0)).any())
 
+    @property
+    def trajectory_tokens(self) -> Ints:
+        """For each sample, the sampled tokens of its whole trajectory."""
+        totals = np.zeros(int(self.trajectories.max(initial=-1)) + 1, np.int32)
+        np.add.at(totals, self.trajectories, self.sampled)
+        return totals[self.trajectories]
+
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """This rank's part of an optimizer step. `members`: indices into the share; `passes`: its micro-batches, as indices into `members`."""
+    """This rank's part of an optimizer step. `members`: indices into the share; `passes`: its micro-batches, as indices into `members`.
+
+    `trajectories`: those of the whole step, on all ranks, including trajectories without a trained token.
+    """
 
     members: list[int]
     passes: list[list[int]]
+    trajectories: int
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
     """The samples of one data-parallel rank that have response tokens.
 
-    `places`: their indices in the batch, ascending. `ids` holds each prompt followed by its response; the other columns over tokens hold
-    response tokens alone. `old`: old log-probs, of scored samples alone; `teacher`: a teacher's, of the samples that are `taught`. `spans`:
-    how many version spans a sample has, which together cover its response; `span_lengths` and `span_versions` have an entry for each span.
+    `places`: their indices in the batch, ascending. `trajectory_tokens`: see `BatchTable`. `ids` holds each prompt followed by its
+    response; the other columns over tokens hold response tokens alone. `old`: old log-probs, of scored samples alone; `teacher`: a
+    teacher's, of the samples that are `taught`. `spans`: how many version spans a sample has, which together cover its response;
+    `span_lengths` and `span_versions` have an entry for each span.
     """
 
     dp_rank: int
     minibatches: list[Minibatch]
     places: Ints
+    trajectory_tokens: Ints
     prompts: Ints
     responses: Ints
     names: list[tuple[str, int]]
@@ -107,14 +121,15 @@ class Share:
     candidate_logprobs: npt.NDArray[np.float32]
 
     @classmethod
-    def of(cls, batch: Sequence[Sample], places: list[int], dp_rank: int, minibatches: list[Minibatch]) -> Share:
-        """The share that holds the samples at these indices of the batch."""
+    def of(cls, batch: Sequence[Sample], places: list[int], dp_rank: int, minibatches: list[Minibatch], trajectory_tokens: Ints) -> Share:
+        """The share that holds the samples at these indices of the batch. `trajectory_tokens`: of every sample of the batch."""
         samples = [batch[place] for place in places]
         spans = [span for s in samples for span in s.version_spans]
         return cls(
             dp_rank,
             minibatches,
             np.array(places, np.int32),
+            trajectory_tokens[places],
             np.array([len(s.prompt_ids) for s in samples], np.int32),
             np.array([len(s.response_ids) for s in samples], np.int32),
             [(s.prompt_id, s.index) for s in samples],
@@ -179,26 +194,30 @@ def deal(
 ) -> tuple[BatchTable, list[Callable[[], Share]]]:
     """The table of an update's samples, and for each of `dp` ranks a function that makes its share.
 
-    `partition` deals out the samples of each optimizer step. Samples without response tokens are in the table alone: their rewards count
-    for their groups, but there is nothing to train on. Shares are made one at a time, since each is a copy of its samples' tokens.
+    `partition` deals out the samples of each optimizer step. Samples without response tokens are in the table alone: they count in their
+    groups and in the loss's number of trajectories, but there is nothing to train on. A step without a sampled token is left out. Shares
+    are made one at a time, since each is a copy of its samples' tokens.
     """
     table = BatchTable.of(samples, minibatches)
-    lengths = table.prompts + table.responses
-    steps: list[tuple[list[int], list[list[list[int]]]]] = []
-    for start in range(0, len(samples), table.minibatch):
-        places = [place for place in range(start, min(start + table.minibatch, len(samples))) if table.responses[place]]
-        if places:
-            steps.append((places, partition(lengths[places].tolist(), tokens_per_microbatch, dp)))
+    lengths, trajectory_tokens = table.prompts + table.responses, table.trajectory_tokens
+    steps: list[tuple[list[int], list[list[list[int]]], int]] = []
+    for step in range(minibatches):
+        members = np.flatnonzero(table.steps == step)
+        places = [place for place in members.tolist() if table.responses[place]]
+        if table.sampled[members].any():
+            trajectories = len(np.unique(table.trajectories[members]))
+            steps.append((places, partition(lengths[places].tolist(), tokens_per_microbatch, dp), trajectories))
 
     def share(rank: int) -> Share:
         found: list[int] = []
         parts = []
-        for places, dealt in steps:
+        for places, dealt, trajectories in steps:
             mine = sorted(i for micro in dealt[rank] for i in micro)
             number = {i: n for n, i in enumerate(mine)}
-            parts.append(Minibatch(list(range(len(found), len(found) + len(mine))), [[number[i] for i in micro] for micro in dealt[rank]]))
+            passes = [[number[i] for i in micro] for micro in dealt[rank]]
+            parts.append(Minibatch(list(range(len(found), len(found) + len(mine))), passes, trajectories))
             found += [places[i] for i in mine]
-        return Share.of(samples, found, rank, parts)
+        return Share.of(samples, found, rank, parts, trajectory_tokens)
 
     return table, [partial(share, rank) for rank in range(dp)]
 

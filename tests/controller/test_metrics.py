@@ -3,7 +3,7 @@
 import pytest
 
 from mtpctl.controller.clock import BusyClock
-from mtpctl.controller.metrics import of_samples, speculation
+from mtpctl.controller.metrics import of_trajectories, speculation
 from mtpctl.samples import EnvironmentUse, Sample, Speculation
 from mtpctl.trainer.actor import mean_of
 
@@ -18,7 +18,7 @@ def sample(*versions: tuple[int, int], reward: float = 1.0) -> Sample:
 
 
 def test_staleness_is_counted_from_the_oldest_weights_that_made_a_token() -> None:
-    metrics = of_samples([sample((2, 3), (2, 5)), sample((4, 5), reward=0.0)], version=5)
+    metrics = of_trajectories([sample((2, 3), (2, 5)), sample((4, 5), reward=0.0)], version=5)
     assert metrics["async/staleness_mean"] == 1.0
     assert metrics["async/staleness_max"] == 2.0
     assert metrics["async/partial_ratio"] == 0.5
@@ -27,7 +27,7 @@ def test_staleness_is_counted_from_the_oldest_weights_that_made_a_token() -> Non
 
 def test_staleness_by_token_weighs_versions_by_their_tokens_and_in_updates_counts_those_since_the_sync() -> None:
     """Published every 4 updates, 3 ago: a token of the version before is 7 updates old."""
-    metrics = of_samples([sample((1, 4), (2, 5)), sample((5, 5))], version=5, sync_every=4, ahead=3)
+    metrics = of_trajectories([sample((1, 4), (2, 5)), sample((5, 5))], version=5, sync_every=4, ahead=3)
     assert metrics["async/staleness_tokens_mean"] == 1 / 8
     assert metrics["async/staleness_mean"] == 1 / 2
     assert (metrics["async/staleness_updates_mean"], metrics["async/staleness_updates_max"]) == (3.5, 7.0)
@@ -37,7 +37,7 @@ def test_cut_off_is_what_the_engine_cut_at_whatever_limit() -> None:
     """The prompt may leave less room in the context than `max_tokens`; and an end may come at the last token."""
     cut, ended, empty = sample((3, 1)), sample((4, 1)), sample()
     cut.finish_reason, ended.finish_reason, empty.finish_reason = "length", "stop", "deadline"
-    metrics = of_samples([cut, ended, empty], version=2)
+    metrics = of_trajectories([cut, ended, empty], version=2)
     assert metrics["response/truncated_fraction"] == metrics["response/deadline_fraction"] == pytest.approx(1 / 3)
     assert metrics["async/staleness_mean"] == pytest.approx(2 / 3)
 
@@ -46,7 +46,7 @@ def test_what_the_environment_did_is_told_a_response() -> None:
     plain, failed, quick = sample((3, 1)), sample((3, 1)), sample((3, 1))
     failed.environment = EnvironmentUse(turns=1, seconds=3.0, errors=1)
     quick.environment, quick.environment_reward = EnvironmentUse(turns=4, seconds=1.0, timeouts=1), 0.5
-    metrics = of_samples([failed, quick], version=1)
+    metrics = of_trajectories([failed, quick], version=1)
     assert {name: value for name, value in metrics.items() if name.startswith("environment/")} == {
         "environment/turns": 2.5,
         "environment/seconds": 2.0,
@@ -54,14 +54,27 @@ def test_what_the_environment_did_is_told_a_response() -> None:
         "environment/timeouts": 0.5,
         "environment/reward": 0.5,
     }
-    assert not any(name.startswith("environment/") for name in of_samples([plain], version=1))
+    assert not any(name.startswith("environment/") for name in of_trajectories([plain], version=1))
 
 
 def test_what_agents_did_is_told_a_trajectory() -> None:
     one, two = sample((3, 1)), sample((3, 1))
     one.environment, two.environment = EnvironmentUse(turns=4, samples=3, rewritten=1), EnvironmentUse(turns=2, samples=1)
-    metrics = of_samples([one, two], version=1)
+    metrics = of_trajectories([one, two], version=1)
     assert (metrics["environment/samples"], metrics["environment/rewritten"], metrics["environment/turns"]) == (2.0, 0.25, 3.0)
+
+
+def test_a_trajectory_counts_once_in_rewards_and_in_why_responses_ended() -> None:
+    """Of two, the one without reward became nine samples: 0.5 and not 0.1."""
+    one, forked = sample((3, 1)), sample((3, 1), reward=0.0)
+    forked.earlier = [sample((2, 1), reward=0.0) for _ in range(8)]
+    one.reward_parts, one.finish_reason = {"format": 1.0}, "deadline"
+    for part in forked.parts:
+        part.reward_parts, part.finish_reason = {"format": 0.0}, "length"
+    metrics = of_trajectories([one, forked], version=1)
+    assert metrics["reward/mean"] == metrics["reward/std"] == metrics["reward/format"] == 0.5
+    assert metrics["response/deadline_fraction"] == metrics["response/truncated_fraction"] == 0.5
+    assert metrics["response/length_mean"] == pytest.approx((2 * 3 + 8 * 2) / 10), "lengths are of samples"
 
 
 def test_acceptance_is_counted_over_drafts_and_by_position_over_steps() -> None:

@@ -210,7 +210,7 @@ def test_dr_grpo_is_the_sum_over_tokens_divided_by_responses_and_the_longest_res
     config = RlConfig(preset="dr_grpo")
     inputs = batch()
     inputs = replace(inputs, old_logprob=inputs.logprob.detach())
-    loss = policy_loss(inputs, config).loss_sum / loss_denominator(config, tokens=12, sequences=3, max_tokens=16)
+    loss = policy_loss(inputs, config).loss_sum / loss_denominator(config, tokens=12, trajectories=3, max_tokens=16)
     expected = torch.stack([-(inputs.advantage * inputs.mask)[inputs.seq_ids == s].sum() / 16 for s in range(3)]).mean()
     torch.testing.assert_close(loss, expected)
 
@@ -367,8 +367,19 @@ def test_sequence_mean_weighs_responses_alike_and_token_mean_tokens() -> None:
     torch.testing.assert_close(per_response, -torch.ones(3, dtype=torch.float64))
     assert set(token[inputs.mask.bool()].tolist()) == {-1.0}
     for kind, expected in (("token", 10), ("sequence", 3), ("constant", 3 * 8)):
-        assert loss_denominator(RlConfig(aggregate=kind), tokens=10, sequences=3, max_tokens=8) == expected  # type: ignore[arg-type]
-        assert loss_denominator(RlConfig(aggregate=kind), tokens=0, sequences=0, max_tokens=8) == 1  # type: ignore[arg-type]
+        assert loss_denominator(RlConfig(aggregate=kind), tokens=10, trajectories=3, max_tokens=8) == expected  # type: ignore[arg-type]
+        assert loss_denominator(RlConfig(aggregate=kind), tokens=0, trajectories=0, max_tokens=8) == 1  # type: ignore[arg-type]
+
+
+def test_sequence_mean_takes_the_length_of_the_trajectory() -> None:
+    """The first two responses are samples of one trajectory, of 5 trained tokens each, the third has another."""
+    inputs = batch()
+    inputs = replace(inputs, old_logprob=inputs.logprob.detach(), advantage=torch.ones_like(inputs.advantage))
+    lengths = torch.zeros(3, dtype=torch.float64).index_add_(0, inputs.seq_ids, inputs.mask)
+    of = torch.tensor([lengths[0] + lengths[1], lengths[0] + lengths[1], lengths[2]])
+    found = gradient(replace(inputs, trajectory_tokens=of[inputs.seq_ids]), RlConfig(aggregate="sequence"))
+    per_sample = torch.zeros(3, dtype=torch.float64).index_add_(0, inputs.seq_ids, found)
+    assert per_sample[0] + per_sample[1] == pytest.approx(-1.0) and per_sample[2] == pytest.approx(-1.0)
 
 
 def test_metrics_by_hand() -> None:
@@ -392,6 +403,39 @@ def test_metrics_by_hand() -> None:
     assert metrics["actor/ppo_kl"] == pytest.approx(-math.log(1.5 * 0.5 * 5.0) / 4)
     assert metrics["actor/pg_loss"] == pytest.approx((-1.28 + 0.8 + 3.0 - 1.0) / 4)
     assert metrics["actor/entropy"] == 2.5
+
+
+@pytest.mark.parametrize(("loss", "gradient_at"), [("ppo", 0.0), ("decoupled", 0.0), ("sapo", 0.0), ("cispo", 1.28)])
+def test_a_log_ratio_beyond_the_bound_has_no_gradient_but_under_cispo(loss: str, gradient_at: float) -> None:
+    """The advantage is negative, where PPO clips no ratio above 1."""
+    assert one_token(math.exp(20.5), -1.0, loss=loss)[1] == pytest.approx(gradient_at)
+    if loss in ("ppo", "decoupled"):
+        assert one_token(math.exp(19.5), -1.0, loss=loss)[1] == pytest.approx(math.exp(19.5))
+
+
+@pytest.mark.parametrize(("level", "exact"), [("sequence", True), ("token", False)])
+def test_gspo_under_a_token_correction_is_gspo_token_with_weighed_advantages(level: str, exact: bool) -> None:
+    """The paper's GSPO-token (section 4.3) with an advantage w A for each token; with a weight a response, GSPO itself."""
+    inputs = batch(spread=0.1)
+    correction = {"mode": "truncate", "level": level, "high": 1.1}
+    config = RlConfig(loss="gspo", aggregate="sequence", clip_low=0.03, clip_high=0.04, correction=correction)  # type: ignore[arg-type]
+    token_form, sequence_form = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for s in range(3):
+        keep = (inputs.seq_ids == s) & inputs.mask.bool()
+        log_ratio = (inputs.logprob - inputs.old_logprob)[keep]
+        rho = (inputs.old_logprob - inputs.behaviour_logprob)[keep]
+        weight = (rho.sum() if level == "sequence" else rho).exp().clamp(max=1.1)
+        advantage = weight * inputs.advantage[keep][0]
+        ratio = log_ratio.mean().detach().exp() * (log_ratio - log_ratio.detach()).exp()
+        token_form = token_form - torch.minimum(ratio * advantage, ratio.clamp(0.97, 1.04) * advantage).mean()
+        ratio = log_ratio.mean().exp()
+        whole = advantage.mean()
+        sequence_form = sequence_form - torch.minimum(ratio * whole, ratio.clamp(0.97, 1.04) * whole)
+    (by_token,) = torch.autograd.grad(token_form, inputs.logprob, retain_graph=True)
+    (by_sequence,) = torch.autograd.grad(sequence_form, inputs.logprob)
+    found = gradient(inputs, config)
+    torch.testing.assert_close(found, by_token)
+    assert torch.allclose(found, by_sequence) is exact
 
 
 @pytest.mark.parametrize("loss", ["ppo", "cispo", "sapo"])

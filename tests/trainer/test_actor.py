@@ -14,9 +14,11 @@ from mtpctl.checkpoint.pointer import newest
 from mtpctl.errors import RuntimeFailure, SaveFailed, UserError
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
-from mtpctl.samples import Sample, logprobs_of
+from mtpctl.rl.losses import token_terms
+from mtpctl.samples import Sample, logprobs_of, mask_of
 from mtpctl.trainer.actor import TrainerRank, threads_in
-from mtpctl.trainer.batch import Sequence
+from mtpctl.trainer.batch import Sequence, pack
+from mtpctl.trainer.policy_objective import PolicyObjective
 from mtpctl.trainer.scores import TokenScores
 from mtpctl.trainer.sending import WeightSource
 from mtpctl.trainer.share import deal
@@ -158,7 +160,7 @@ def test_a_response_without_a_token_counts_for_its_group_and_is_not_trained_on()
     rank, engine = recorder(minibatches=2)
     step(rank, batch(2, 0, 1, 3), 1)
     assert [[s.columns["advantage"].tolist() for s in part] for part in engine.batches] == [[[-0.5, -0.5]], [[-0.5], [0.5] * 3]]
-    with pytest.raises(RuntimeFailure, match=r"rollout\.deadline_s: no response of a whole batch has a token"):
+    with pytest.raises(RuntimeFailure, match=r"rollout\.deadline_s: no response of a whole batch has a sampled token"):
         step(rank, batch(0, 0), 1)
 
 
@@ -166,7 +168,7 @@ def test_minibatches_hold_every_sample_of_groups_of_several_sizes() -> None:
     """As a run has them that goes on with another `group_size` than the groups that wait in its checkpoint."""
     rank, engine = recorder(minibatches=2)
     step(rank, batch(1, 1, 1, 1, 1), 1)
-    assert [len(part) for part in engine.batches] == [3, 2]
+    assert [len(part) for part in engine.batches] == [4, 1]
 
 
 def test_reinforce_pp_normalises_over_the_whole_update_whatever_its_minibatches() -> None:
@@ -186,6 +188,36 @@ def test_a_constant_divisor_is_the_longest_response_that_the_recipe_allows() -> 
     rank, engine = recorder(aggregate="constant", minibatches=2)
     step(rank, batch(2, 4, 1, 2), 1)
     assert engine.denominators == [2 * rank.recipe.rollout.max_tokens] * 2
+
+
+@pytest.mark.parametrize(("aggregate", "constant"), [("sequence", 1), ("constant", 16)])
+def test_trajectories_count_whatever_is_left_of_them(aggregate: str, constant: int) -> None:
+    """Dr. GRPO divides by the responses of a group: one that is empty, and one that is fully masked, are among them."""
+    rank, engine = recorder(aggregate=aggregate)
+    rank.recipe = rank.recipe.model_copy(update={"rollout": rank.recipe.rollout.model_copy(update={"max_tokens": 16})})
+    samples = batch(2, 0, 3, 1)
+    samples[2].loss_mask = mask_of([0, 0, 0])
+    step(rank, samples, 1)
+    assert [len(part) for part in engine.batches] == [3] and engine.denominators == [4 * constant]
+
+
+@pytest.mark.parametrize("aggregate", ["sequence", "constant", "token"])
+def test_a_trajectory_that_was_forked_weighs_as_one_that_was_not(aggregate: str) -> None:
+    """Two trajectories of 12 tokens, the second in three samples: the sum of the gradient's weights is the same for both."""
+    rank, engine = recorder(aggregate=aggregate, advantage="grpo_no_std")
+    whole, *parts = batch(12, 2, 3, 7)
+    for part in parts:
+        part.prompt_id, part.group_id, part.index, part.reward = whole.prompt_id, whole.group_id, 1, 1.0
+    step(rank, [whole, *parts], 1)
+    weights = []
+    for sequence in engine.batches[0]:
+        micro = pack([sequence], [0], 0, "cpu")
+        objective = PolicyObjective(rank.recipe.train.rl, max_tokens=rank.recipe.rollout.max_tokens)
+        terms = token_terms(objective._inputs(micro, micro.columns["old"], None), rank.recipe.train.rl)
+        weights.append(terms.aggregation.sum().item())
+    assert weights[0] == pytest.approx(sum(weights[1:]))
+    tokens = {"sequence": 2.0, "constant": 2.0 * rank.recipe.rollout.max_tokens, "token": 24.0}
+    assert engine.denominators == [tokens[aggregate]]
 
 
 @pytest.mark.parametrize("context", [6, None])
@@ -224,7 +256,7 @@ def test_an_update_that_recomputes_nothing_compares_policies_in_its_first_part()
     assert all(s.columns["old"].tolist() == s.columns["behaviour"].tolist() for part in engine.batches for s in part)
     engine.batches.clear()
     step(rank, batch(2, 2), 2)
-    assert [s.columns["same_weights"].tolist() for s in engine.batches[0]] == [[0, 0]], "it is ahead of version 2 now"
+    assert [s.columns["same_weights"].tolist() for s in engine.batches[0]] == [[0, 0], [0, 0]], "it is ahead of version 2 now"
 
 
 @pytest.mark.parametrize(

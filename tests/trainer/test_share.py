@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from mtpctl.samples import Sample, ids_of, logprobs_of
+from mtpctl.samples import Sample, ids_of, logprobs_of, mask_of
 from mtpctl.trainer.share import deal
 
 
@@ -71,19 +71,73 @@ def test_every_sample_with_a_token_reaches_one_rank_as_it_was(dp: int, minibatch
 def test_each_optimizer_step_is_dealt_out_by_itself() -> None:
     """Its samples are those of its groups, each rank has as many micro-batches, and the budget holds."""
     samples = drawn(50, seed=1)
-    table, made = deal(samples, minibatches=3, tokens_per_microbatch=120, dp=4)
+    _, made = deal(samples, minibatches=3, tokens_per_microbatch=120, dp=4)
     shares = [make() for make in made]
-    assert table.minibatch == 17
+    bounds = [0, 20, 36, 50]  # 13 groups of four, the last of two: five groups, and twice four
     for step in range(3):
         parts = [share.minibatches[step] for share in shares]
         places = {int(share.places[i]) for share, part in zip(shares, parts, strict=True) for i in part.members}
-        assert places == {i for i in range(17 * step, min(17 * step + 17, 50)) if samples[i].response_ids}
+        assert places == {i for i in range(bounds[step], bounds[step + 1]) if samples[i].response_ids}
+        assert {part.trajectories for part in parts} == {bounds[step + 1] - bounds[step]}
         assert len({len(part.passes) for part in parts}) == 1
         for share, part in zip(shares, parts, strict=True):
             assert sorted(chain.from_iterable(part.passes)) == list(range(len(part.members)))
             for micro in part.passes:
                 lengths = [int(share.prompts[part.members[i]] + share.responses[part.members[i]]) for i in micro]
                 assert len(lengths) <= 1 or sum(lengths) <= 120
+
+
+def forked(sizes: list[list[int]]) -> list[Sample]:
+    """Groups of trajectories, each of so many samples of three tokens."""
+    made = []
+    for group, trajectories in enumerate(sizes):
+        for index, count in enumerate(trajectories):
+            for _ in range(count):
+                sample = Sample(f"p{group}", str(group), [1, 2], index, reward=0.0)
+                sample.append([3, 4, 5], [-1.0] * 3, 0)
+                made.append(sample)
+    return made
+
+
+@pytest.mark.parametrize("dp", [1, 2, 5])
+@pytest.mark.parametrize("minibatches", [1, 2, 4])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [[1, 1], [1, 1], [1, 1], [1, 1]],
+        [[1, 9], [1, 1], [7, 1], [1, 1]],
+        [[5, 5], [1], [1, 1, 1], [2, 1]],
+        [[1], [1], [1], [1], [13], [1, 1], [1]],
+    ],
+)
+def test_an_update_makes_as_many_optimizer_steps_as_the_recipe_says(sizes: list[list[int]], minibatches: int, dp: int) -> None:
+    """Whole groups each, of whatever size, and of trajectories that are several samples."""
+    samples = forked(sizes)
+    table, made = deal(samples, minibatches=minibatches, tokens_per_microbatch=16, dp=dp)
+    shares = [make() for make in made]
+    assert {len(share.minibatches) for share in shares} == {minibatches}
+    steps = [
+        {samples[share.places[i]].group_id for share in shares for i in share.minibatches[step].members} for step in range(minibatches)
+    ]
+    assert sum(map(len, steps)) == len(set.union(*steps)) == len(sizes), "no group is in two steps"
+    assert max(map(len, steps)) - min(map(len, steps)) <= 1
+    for step, groups in enumerate(steps):
+        trajectories = sum(len(sizes[int(group)]) for group in groups)
+        assert {share.minibatches[step].trajectories for share in shares} == {trajectories}
+    for share in shares:
+        counts = [sizes[int(samples[place].group_id)][samples[place].index] for place in share.places]
+        assert share.trajectory_tokens.tolist() == [3 * count for count in counts]
+    assert len(table.rewards) == len(samples)
+
+
+def test_a_step_without_a_sampled_token_is_left_out() -> None:
+    """An environment's tokens alone are nothing to train on; the other steps are as they were."""
+    samples = forked([[1, 1], [1, 1], [1, 1]])
+    for sample in samples[2:4]:
+        sample.loss_mask = mask_of([0, 0, 0])
+    _, (make,) = deal(samples, minibatches=3, tokens_per_microbatch=64, dp=1)
+    share = make()
+    assert [[int(share.places[i]) for i in part.members] for part in share.minibatches] == [[0, 1], [4, 5]]
 
 
 def test_a_batch_without_a_token_has_no_optimizer_step() -> None:
