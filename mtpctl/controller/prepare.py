@@ -19,6 +19,7 @@ from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.serving import check_importable
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters
+from mtpctl.plan.fitting import misfits
 from mtpctl.plan.memory import WEIGHT_BYTES
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.data import DataConfig
@@ -89,6 +90,9 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     context = recipe.rollout.context or model.shape.max_positions
     if context > model.shape.max_positions:
         raise UserError(f"rollout.context: {context} is more than the {model.shape.max_positions} positions of the model; lower it")
+    # Cluster resources are checked when the cluster is known.
+    if mistake := next((misfit.error for misfit in misfits(recipe, model.shape) if isinstance(misfit.error, UserError)), None):
+        raise mistake
     tools: Sequence[object] = ()
     if tried.environment is not None:
         tried.environment.check_text(tokenizer)

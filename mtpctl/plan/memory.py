@@ -20,6 +20,8 @@ WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
 """Bytes of a weight, by its precision."""
 MASTER, MOMENTS, GRADIENT = 4, 8, 4
 """Bytes a parameter: fp32 masters beside bf16 weights, Adam's two moments, and the fp32 gradient buffer."""
+CPU_KV_CACHE_BYTES = 256 << 20
+"""Default KV cache of an engine on a CPU, unless one sample of full length needs more."""
 OPTIMIZER_SLICE = 1 << 30
 """Bytes of fp32 parameters that Adam is given at once."""
 
@@ -103,9 +105,12 @@ def engine_memory(recipe: Recipe, shape: ModelShape) -> EngineMemory:
     weights = held.parameters * width
     per_token = kv_bytes_per_token(shape, rollout.tp, width, drafting=drafting)
     cache, card = rollout.kv_cache_bytes, recipe.cluster.gpu_gib
-    if cache is None and card is not None:
-        cache = int(card * GIB * rollout.gpu_memory) - weights
     state = _sequence_state(recipe, shape, width)
+    if cache is None and recipe.device == "cpu":
+        context = min(rollout.context or shape.max_positions, shape.max_positions)
+        cache = max(CPU_KV_CACHE_BYTES, context * per_token + state)
+    elif cache is None and card is not None:
+        cache = int(card * GIB * rollout.gpu_memory) - weights
     return EngineMemory(weights, per_token, cache, state, state * rollout.max_in_flight)
 
 

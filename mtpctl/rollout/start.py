@@ -9,7 +9,12 @@ from typing import Protocol
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.replicas import Tell, tell_nobody
 from mtpctl.cluster.seats import Options, Seats
+from mtpctl.families.reading import shape_of
+from mtpctl.plan.fitting import changed
+from mtpctl.plan.memory import engine_memory
 from mtpctl.plan.placement import Placement
+from mtpctl.recipe.model import ModelConfig
+from mtpctl.recipe.model_source import hf_config
 from mtpctl.recipe.rollout import SglangConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.actor import EngineSettings, Replica, start_replica
@@ -59,6 +64,10 @@ async def start_pool(
     anywhere: Options = {"num_cpus": seat.cpus * rollout.tp, "num_gpus": seat.gpus * rollout.tp}
     starts = count()
     environment = environment_of(rollout)
+    cache = rollout.kv_cache_bytes
+    if cache is None and placement.device == "cpu":
+        shape = shape_of(hf_config(ModelConfig(path=model)) or {})
+        cache = engine_memory(changed(recipe, {"rollout.context": context}), shape).kv_cache
     turns, named = None, None
     if rollout.stop or environment or rollout.agents_play:
         assert tokenizer is not None, "stop strings, which agents send too, and environments read and write text"
@@ -68,7 +77,7 @@ async def start_pool(
 
     def settings() -> EngineSettings:
         stream = (first + 1_000_003 * next(starts)) % (1 << 31)
-        sized = rollout.model_copy(update={"context": context})
+        sized = rollout.model_copy(update={"context": context, "kv_cache_bytes": cache})
         precision = recipe.train.precision
         if isinstance(sized, SglangConfig):
             return sglang_engine_settings(sized, model=model, precision=precision, seed=stream, tokenizer=named)

@@ -108,3 +108,9 @@ def test_single_ones_are_told(tmp_path: Path) -> None:
 
 def test_what_no_checker_looks_at_is_not_checked(tmp_path: Path) -> None:
     assert prepare(from_rows(tmp_path, [WRONG], "train.stages=[sft]"), tmp_path / "run").unrewarded == ""
+
+
+def test_a_cache_that_holds_less_than_one_sample_is_rejected_before_anything_starts(tmp_path: Path) -> None:
+    small = recipe("rollout.kv_cache_bytes=4096")
+    with pytest.raises(UserError, match=r"rollout\.kv_cache_bytes: 4096 bytes hold \d+ tokens .*, less than one sample of 64"):
+        prepare(small, tmp_path / "run")

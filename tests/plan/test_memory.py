@@ -254,6 +254,14 @@ def test_kv_cache() -> None:
     assert engine_memory(recipe("cluster.gpu_gib="), MIMO).kv_tokens is None
 
 
+def test_default_cache_on_a_cpu_holds_one_sample_of_full_length() -> None:
+    recipe = load_recipe("tiny_mtp", sets=["rollout.kv_cache_bytes=null"]).recipe
+    short = engine_memory(recipe, shape_of(recipe.model.config or {}))
+    assert short.kv_cache == 256 << 20
+    long = engine_memory(recipe, shape_of({**(recipe.model.config or {}), "max_position_embeddings": 1 << 20}))
+    assert long.kv_tokens == 1 << 20
+
+
 def test_a_cache_too_small_for_one_sample_names_what_would_do() -> None:
     needed = 10240 * kv_bytes_per_token(MIMO, 1, 2, drafting=True)
     with pytest.raises(UserError, match=f"rollout.kv_cache_bytes: .* give at least {needed}"):

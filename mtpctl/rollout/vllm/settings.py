@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mtpctl.errors import UserError
+from mtpctl.plan.memory import CPU_KV_CACHE_BYTES
 from mtpctl.plan.wire import ADAPTED
 from mtpctl.recipe.model import DTYPES
 from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, VllmConfig
@@ -14,7 +15,6 @@ from mtpctl.rollout.vllm.plugin import OURS, TRANSFER_BACKEND
 
 Arguments = dict[str, Any]
 """Keyword arguments of vLLM's `AsyncEngineArgs`."""
-CPU_KV_CACHE_BYTES = 256 << 20
 SCHEDULERS = {
     False: "mtpctl.rollout.vllm.scheduler.SwitchingScheduler",
     True: "mtpctl.rollout.vllm.scheduler.AsyncSwitchingScheduler",
