@@ -11,8 +11,7 @@ import torch
 
 from mtpctl.convert.folder_weights import INDEXES
 from mtpctl.convert.hf_folder import HfConfig
-from mtpctl.families.reading import MTP_COUNTS
-from mtpctl.families.shape import ModelShape
+from mtpctl.families.reading import MTP_COUNTS, stated_positions
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5", ".distcp")
 """Suffixes of files that are weights, which are converted or left behind."""
@@ -34,7 +33,7 @@ def carry(source: Path, target: Path) -> None:
         shutil.copyfile(source / name, target / name)
 
 
-def written_config(config: HfConfig, shape: ModelShape, dtype: torch.dtype, *, mtp_layers: int) -> HfConfig:
+def written_config(config: HfConfig, dtype: torch.dtype, *, mtp_layers: int) -> HfConfig:
     """The config of a folder whose weights are of `dtype` and hold `mtp_layers` MTP layers.
 
     max_position_embeddings is the length that the model was trained with, where the published file is known to state another.
@@ -43,7 +42,7 @@ def written_config(config: HfConfig, shape: ModelShape, dtype: torch.dtype, *, m
     made = {name: value for name, value in config.items() if name != "quantization_config"}
     where = _part_with(made, "max_position_embeddings")
     if where.get("max_position_embeddings") is not None:
-        where["max_position_embeddings"] = shape.max_positions
+        where["max_position_embeddings"] = stated_positions(config)
     count = next((key for key in MTP_COUNTS if key in _part_with(made, key)), None)
     if count is not None:
         _part_with(made, count)[count] = mtp_layers

@@ -101,7 +101,7 @@ def _to_megatron(weights: ModelWeights, target: Path, options: ConversionOptions
     folder, layout = weights.folder, weights.layout
     sizes = names_in(folder.shape, mtp=True)
     types = cast({name: weights.dtype(name) for name in weights}, sizes, NAMES.get(options.dtype or ""))
-    config = written_config(folder.config, folder.shape, main_dtype(types, sizes), mtp_layers=folder.shape.mtp_layers)
+    config = written_config(folder.config, main_dtype(types, sizes), mtp_layers=folder.shape.mtp_layers)
     extras = [stored for stored in layout if not stored.pieces]
     weights.check_aliases()
     weights.check_extras()
@@ -161,7 +161,7 @@ def _to_hf(
                 else PartReader(checkpoint, skeleton)
             )
             types, layout = _types_and_layout(reference, reader, sizes, NAMES.get(options.dtype or ""))
-            config = written_config(folder.config, shape, main_dtype(types, sizes), mtp_layers=shape.mtp_layers if mtp else 0)
+            config = written_config(folder.config, main_dtype(types, sizes), mtp_layers=shape.mtp_layers if mtp else 0)
             extras = [stored for stored in layout if not stored.pieces]
             journal = stack.enter_context(_journal_of(target, _conversion("hf", files, config, layout)))
             writer = HfWriter(journal.work, layout, sizes)

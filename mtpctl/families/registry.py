@@ -32,6 +32,7 @@ class Family:
     `output_biases`: config fields that add a bias to an output projection of attention or MLP, which the trainer does not support.
     `required_values`: config fields and the one value of each that the trainer supports; engines assume another where a config
     has none, so that it has to be stated.
+    `head_dim`: the width of a head if a config states none; None: the hidden size divided by the heads.
     `imports`: packages that vLLM's module of the family imports, beyond what vLLM itself needs.
     """
 
@@ -52,6 +53,7 @@ class Family:
     delta: Literal["none", "fused", "separate"] = "none"
     moe: MoeFields | None = None
     mtp: MtpConvention | None = None
+    head_dim: int | None = None
     head_dim_follows_hidden: bool = False
     required_values: tuple[tuple[str, str], ...] = ()
     imports: tuple[str, ...] = ()
@@ -90,7 +92,7 @@ _QWEN_MTP = MtpConvention(
 )
 
 _QWEN2 = Family("qwen2", ("Qwen2ForCausalLM",), ("qwen2",), qkv_bias=True, head_dim_follows_hidden=True)
-_QWEN3 = Family("qwen3", ("Qwen3ForCausalLM",), ("qwen3",), output_biases=("attention_bias",), qk_norm=True)
+_QWEN3 = Family("qwen3", ("Qwen3ForCausalLM",), ("qwen3",), output_biases=("attention_bias",), qk_norm=True, head_dim=128)
 _QWEN_MOE = MoeFields(shared="none", shared_gate=False, router_bias=False, dense="sparse_step", unnormalised_topk=True)
 _QWEN_NEXT_MOE = replace(_QWEN_MOE, shared="shared_expert", shared_gate=True, unnormalised_topk=False)
 _DEEPSEEK_MOE = MoeFields(shared="shared_experts", shared_gate=False, router_bias=True, dense="first")
@@ -100,6 +102,7 @@ _QWEN3_NEXT = replace(
     architectures=("Qwen3NextForCausalLM",),
     model_types=("qwen3_next",),
     rotary_fraction=0.25,
+    head_dim=256,
     gated_attention=True,
     delta="fused",
     moe=_QWEN_NEXT_MOE,
@@ -119,7 +122,7 @@ FAMILIES: tuple[Family, ...] = (
     replace(_QWEN2, name="mimo", architectures=("MiMoForCausalLM",), model_types=("mimo",), mtp=_MIMO_MTP),
     _QWEN2,
     _QWEN3,
-    replace(_QWEN3, name="qwen3-moe", architectures=("Qwen3MoeForCausalLM",), model_types=("qwen3_moe",), moe=_QWEN_MOE),
+    replace(_QWEN3, name="qwen3-moe", architectures=("Qwen3MoeForCausalLM",), model_types=("qwen3_moe",), head_dim=None, moe=_QWEN_MOE),
     _QWEN3_NEXT,
     _QWEN3_5,
     replace(
@@ -150,6 +153,7 @@ FAMILIES: tuple[Family, ...] = (
         ("deepseek_v3",),
         max_positions=4096,
         latent=True,
+        output_biases=("attention_bias",),
         required_values=(("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
         moe=_DEEPSEEK_MOE,
         mtp=_DEEPSEEK_MTP,

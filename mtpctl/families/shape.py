@@ -9,10 +9,12 @@ LayerKind = Literal["full_attention", "linear_attention"]
 
 
 class RopeScaling(TypedDict, total=False):
-    """The fields of a config that scale rotary embeddings, as transformers names them; YaRN may leave most of them out."""
+    """The fields of a config that scale rotary embeddings, as transformers names them; YaRN may leave most of them out.
+
+    `rope_type` and, except with linear scaling, `original_max_position_embeddings` are filled in if the config lacks them.
+    """
 
     rope_type: str
-    type: str
     factor: float
     original_max_position_embeddings: int
     low_freq_factor: float

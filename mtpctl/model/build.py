@@ -93,7 +93,7 @@ def complete_config(
     if shape.latent:
         scaling = shape.rope_scaling or {}
         settings |= {
-            "rope_type": "yarn" if scaling.get("rope_type", scaling.get("type")) == "yarn" else "rope",
+            "rope_type": "yarn" if scaling.get("rope_type") == "yarn" else "rope",
             "rotary_scaling_factor": scaling.get("factor", 1.0),
             "mscale_all_dim": scaling.get("mscale_all_dim") or 0.0,
         }

@@ -55,7 +55,7 @@ def rope_of(shape: ModelShape) -> Rope:
     scaling = shape.rope_scaling
     if scaling is None:
         return Rope(plain)
-    kind = scaling.get("rope_type", scaling.get("type"))
+    kind = scaling["rope_type"]
     if kind == "linear":
         return Rope(plain / scaling["factor"])
     if kind == "llama3":
@@ -74,8 +74,7 @@ def _by_wavelength(plain: Tensor, scaling: RopeScaling) -> Tensor:
 
 def _yarn(plain: Tensor, shape: ModelShape, scaling: RopeScaling) -> Rope:
     """Waves that turn more than `beta_fast` times over the trained length are kept, fewer than `beta_slow` slowed, between a ramp."""
-    trained = scaling.get("original_max_position_embeddings") or shape.max_positions
-    factor = scaling.get("factor") or shape.max_positions / trained
+    trained, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     dims = 2 * len(plain)
 
     def dimension(turns: float) -> float:
@@ -85,7 +84,7 @@ def _yarn(plain: Tensor, shape: ModelShape, scaling: RopeScaling) -> Rope:
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dims - 1)
-    slowed = ((torch.arange(len(plain)) - low) / max(high - low, 0.001)).clamp(0, 1)
+    slowed = ((torch.arange(len(plain)) - low) / ((high - low) or 0.001)).clamp(0, 1)
     attention = scaling.get("attention_factor")
     if attention is None:
         ours, whole = scaling.get("mscale"), scaling.get("mscale_all_dim")

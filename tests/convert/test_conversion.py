@@ -108,10 +108,9 @@ def test_what_lies_beside_the_weights_comes_along_and_the_config_is_mended(tmp_p
 def test_the_published_length_of_mimo_7b_is_mended() -> None:
     from mtpctl.convert.carried import written_config
     from mtpctl.families.hub import hub_config
-    from mtpctl.families.reading import shape_of
 
     config = hub_config("XiaomiMiMo/MiMo-7B-RL") | {"max_position_embeddings": 640000}
-    made = written_config(config, shape_of(config), torch.bfloat16, mtp_layers=1)
+    made = written_config(config, torch.bfloat16, mtp_layers=1)
     assert made["max_position_embeddings"] == 32768 and config["max_position_embeddings"] == 640000
 
 

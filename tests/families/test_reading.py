@@ -11,7 +11,7 @@ from mtpctl.families.hub import HUB_CONFIGS, hub_config
 from mtpctl.families.reading import MTP_COUNTS, shape_of
 from mtpctl.families.registry import FAMILIES
 from mtpctl.families.serving import check_importable
-from tests.families.toys import TOYS
+from tests.families.toys import SIZES, TOYS
 
 MIMO: dict[str, Any] = {
     "architectures": ["MiMoForCausalLM"],
@@ -89,13 +89,6 @@ def test_hub_configs_are_copies() -> None:
     assert hub_config("XiaomiMiMo/MiMo-7B-RL")["vocab_size"] == 151680
 
 
-def test_rope_parameters_of_newer_configs() -> None:
-    rope = {"rope_theta": 7.0, "rope_type": "yarn", "factor": 4.0, "partial_rotary_factor": 0.5}
-    shape = shape_of({**MIMO, "rope_theta": None, "rope_parameters": rope})
-    assert (shape.rope_theta, shape.rotary_fraction, shape.rope_scaling) == (7.0, 0.5, rope)
-    assert shape_of(MIMO).rope_scaling is None
-
-
 def test_linear_attention_by_interval() -> None:
     shape = shape_of({**MIMO, "architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 8, "full_attention_interval": 4})
     assert [i for i, kind in enumerate(shape.layer_kinds) if kind == "full_attention"] == [3, 7]
@@ -132,13 +125,18 @@ def test_linear_attention_by_interval() -> None:
         ({"rope_scaling": {"type": ["yarn"]}}, r"RoPE scaling \['yarn'\] is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "RoPE scaling 'linear' lacks factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1}}, "'llama3' lacks high_freq_factor"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "RoPE scaling 'yarn' lacks factor"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "RoPE scaling 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "type": "linear", "factor": 2.0}}, "rope_type 'yarn' and type 'linear' contradict"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "for each kind of layer are not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for mimo; 1 is"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "factor must be a number above 0, got '4'"),
         (
             {"architectures": ["Qwen3_5ForCausalLM"], "num_nextn_predict_layers": None, "mtp_num_hidden_layers": 2},
             "2 MTP layers of qwen3.5 would share one projection, which is not supported; 1 is",
         ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; silu is"),
-        ({"use_sliding_window": True}, "use_sliding_window is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window True is not supported"),
         ({"architectures": ["Glm4MoeForCausalLM"], "norm_topk_prob": False}, "norm_topk_prob false is not supported for glm4-moe"),
         ({"architectures": ["Qwen3NextForCausalLM"], "norm_topk_prob": False}, "norm_topk_prob false is not supported for qwen3-next"),
         ({"architectures": ["Qwen3_5ForCausalLM"], "layer_types": 4}, "layer_types must name"),
@@ -170,6 +168,104 @@ def test_linear_attention_by_interval() -> None:
 def test_what_does_not_fit_is_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         shape_of({**MIMO, **fields})
+
+
+TOY_OF = {**TOYS, "qwen2": {**MIMO, "architectures": ["Qwen2ForCausalLM"], "num_nextn_predict_layers": 0}} | {
+    name: {**SIZES, **fields, "architectures": [architecture], "num_nextn_predict_layers": 0}
+    for name, architecture, fields in (
+        ("llama", "LlamaForCausalLM", {}),
+        ("qwen3", "Qwen3ForCausalLM", {}),
+        ("qwen3-moe", "Qwen3MoeForCausalLM", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}),
+    )
+}
+
+
+@pytest.mark.parametrize("family", TOY_OF)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attn_logit_softcapping", 50.0),
+        ("final_logit_softcapping", 30.0),
+        ("logit_scale", 0.0625),
+        ("logits_scaling", 8.0),
+        ("embedding_multiplier", 12.0),
+        ("residual_multiplier", 0.22),
+        ("attention_multiplier", 0.0078125),
+        ("query_pre_attn_scalar", 224),
+        ("clip_qkv", 8.0),
+        ("hidden_act", "gelu_pytorch_tanh"),
+        ("hidden_activation", "gelu"),
+        ("alibi", True),
+        ("is_causal", False),
+        ("position_embedding_type", "alibi"),
+        ("use_sliding_window", True),
+        ("layer_types", ["sliding_attention", "full_attention"]),
+        ("no_rope_layers", [1, 0]),
+        ("dual_chunk_attention_config", {"chunk_size": 8192}),
+        ("use_parallel_residual", True),
+        ("mlp_bias", True),
+        ("layer_scale", True),
+        ("moe_layer_freq", 2),
+    ],
+)
+def test_field_that_changes_the_mathematics_is_named(family: str, key: str, value: object) -> None:
+    with pytest.raises(UserError, match=rf"model config: {key} ") as caught:
+        shape_of({**TOY_OF[family], key: value})
+    assert "not supported" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("qwen3-next", {"attn_output_gate": False}, "attn_output_gate must be true for qwen3-next"),
+        ("qwen3", {"attn_output_gate": True}, "attn_output_gate must be false for qwen3"),
+        ("qwen3-next", {"qkv_bias": True}, "qkv_bias true is not supported for qwen3-next; false is"),
+        ("llama", {"qkv_bias": True}, "qkv_bias true is not supported for llama"),
+        ("qwen2", {"qk_norm": True}, "qk_norm true is not supported for qwen2"),
+        ("qwen3", {"use_qk_norm": False}, "use_qk_norm false is not supported for qwen3"),
+        ("deepseek-v3", {"attention_bias": True}, "attention_bias puts a bias on the output projections of deepseek-v3"),
+        ("deepseek-v3", {"rope_interleave": False}, "rope_interleave False is not supported"),
+        ("deepseek-v3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for deepseek-v3"),
+        (
+            "deepseek-v3",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "RoPE scaling 'linear' is not supported for deepseek-v3; yarn is",
+        ),
+        ("deepseek-v3", {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 0.7}}, "mscale and mscale_all_dim .* both be given"),
+        ("deepseek-v3", {"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 1.1}}, "attention_factor is not supported"),
+        ("deepseek-v3", {"index_topk": 2048}, "index_topk 2048 is not supported"),
+        ("glm4-moe", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported for glm4-moe; 'sigmoid' is"),
+        ("glm4-moe", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported for glm4-moe"),
+        ("qwen3-moe", {"routed_scaling_factor": 2.5}, "routed_scaling_factor 2.5 is not supported for qwen3-moe; 1 is"),
+        ("llama", {"sliding_window": 64}, "sliding_window 64 is not supported"),
+        ("qwen3.5", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings True is not supported"),
+    ],
+)
+def test_field_that_one_family_does_not_implement_is_named(family: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        shape_of({**TOY_OF[family], **fields})
+
+
+@pytest.mark.parametrize("family", TOY_OF)
+def test_fields_of_published_configs_that_change_nothing_are_accepted(family: str) -> None:
+    unused = {
+        "attention_dropout": 0.1,
+        "pretraining_tp": 1,
+        "ep_size": 1,
+        "aux_loss_alpha": 0.001,
+        "moe_layer_freq": 1,
+        "router_aux_loss_coef": 0.001,
+        "output_router_logits": False,
+        "use_sliding_window": False,
+        "sliding_window": 64,
+        "max_window_layers": 2,
+        "logit_scale": 1.0,
+        "final_logit_softcapping": None,
+        "is_causal": True,
+        "mlp_bias": False,
+        "unsloth_version": "2026.9",
+    }
+    assert shape_of({**TOY_OF[family], **unused}) == shape_of(TOY_OF[family])
 
 
 def test_an_unknown_hub_id_names_the_known_ones() -> None:
