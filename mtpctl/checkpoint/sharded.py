@@ -370,6 +370,11 @@ def _check_fit(path: Path, tree: ShardedTree) -> None:
             f"{path}: its optimizer does not remember {lacks[0].removeprefix('optimizer.')} and {len(lacks) - 1} more that this run "
             "steps with; train what it trained (train.rl.train_mtp, train.precision), or start in another run_dir"
         )
+    if any(name.endswith("out_norm.gain") for name in lacks) and any(name.endswith("out_norm.weight") for name in saved):
+        raise UserError(
+            f"{path}: was saved by an earlier release, which stored the output norms of linear attention around 0; "
+            "convert it with that release, and start from the folder in another run_dir"
+        )
     if differ:
         more = f" and {len(differ) - 6} more" if len(differ) > 6 else ""
         raise UserError(f"{path} is a checkpoint of another model: {'; '.join(differ[:6])}{more}")

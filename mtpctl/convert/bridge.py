@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from torch import Tensor
 
-from mtpctl.compat import bridge_config, mimo_config
+from mtpctl.compat import bridge_config, mimo_config, output_norms
 from mtpctl.compat.transformer_engine import import_auto_bridge
 from mtpctl.convert import mappings
 from mtpctl.convert.hf_folder import HfFolder
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 AutoBridge = import_auto_bridge()
 mappings.register()
 bridge_config.install()
+output_norms.install()
 
 
 class WeightBridge:

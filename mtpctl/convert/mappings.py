@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _LAYERS = {
     "column": ("LoraColumnParallelLinear",),
     "row": ("LoraRowParallelLinear",),
-    "replicated": ("ReplicatedLinear", "LoraReplicatedLinear", "Router"),
+    "replicated": ("ReplicatedLinear", "LoraReplicatedLinear", "Router", "GatedRMSNorm"),
 }
 """How our linear layers lie over tp, by the name of their class; a norm-and-linear layer is known by the end of its name."""
 _CONVERSION = "megatron.bridge.models.conversion"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as UpstreamGatedDeltaNet
 from torch import Tensor
 
@@ -25,6 +26,10 @@ except ImportError:
     causal_conv1d = chunk_gated_delta_rule = None
 
 
+GAIN = "gain"
+"""The last part of the key by which checkpoints keep the output norm."""
+
+
 class GatedDeltaNet(UpstreamGatedDeltaNet):
     """[T, 1, H] → [T, 1, H]. Megatron-Bridge knows its parameters by the class's name."""
 
@@ -32,6 +37,13 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
         with flash_linear_attention.not_required():
             super().__init__(*args, **kwargs)
         self.out_norm.of_own_heads = not self.config.sequence_parallel
+
+    def sharded_state_dict(self, prefix: str = "", *args: object, **kwargs: object) -> ShardedStateDict:
+        """Upstream's, with the output norm under another key: older checkpoints keep it around 0, as `out_norm.weight`."""
+        state: ShardedStateDict = super().sharded_state_dict(prefix, *args, **kwargs)
+        norm = state[f"{prefix}out_norm.weight"]
+        norm.key = norm.key.removesuffix("weight") + GAIN
+        return state
 
     def _setup_variant_attrs(self) -> None:
         super()._setup_variant_attrs()

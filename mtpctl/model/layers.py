@@ -57,16 +57,23 @@ class RMSNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self._summed_weight(), self.eps, norm_offset(self.config))
 
-    def gated(self, x: Tensor, gate: Tensor) -> Tensor:
-        """The norm of x times silu(gate); x and gate have the same shape.
-
-        Hugging Face folders, and engines with them, hold the weights of these norms around 1. So the sum is rounded here as it is there.
-        """
-        weight, offset = self._summed_weight(), norm_offset(self.config)
-        return gated_rms_norm(x, gate, weight + offset if offset else weight, self.eps)
-
     def _summed_weight(self) -> Tensor:
         return copy_to_tensor_model_parallel_region(self.weight) if self.of_own_heads else self.weight
+
+
+class GatedRMSNorm(RMSNorm):
+    """The norm at the output of linear attention. Its weight is around 1, as folders and engines hold it, if those of other norms are not.
+
+    Adding 1 to a stored weight would round it.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **options: object) -> None:
+        super().__init__(config, hidden_size, eps, **options)
+        torch.nn.init.ones_(self.weight)
+
+    def gated(self, x: Tensor, gate: Tensor) -> Tensor:
+        """The norm of x times silu(gate); x and gate have the same shape."""
+        return gated_rms_norm(x, gate, self._summed_weight(), self.eps)
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):

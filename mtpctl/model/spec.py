@@ -27,7 +27,7 @@ from mtpctl.model.attention import SelfAttention
 from mtpctl.model.delta_net import GatedDeltaNet
 from mtpctl.model.experts import Experts, MixtureOfExperts, SharedExperts
 from mtpctl.model.latent import LatentAttention
-from mtpctl.model.layers import GatedMlp, LayerNormColumnParallelLinear, PackedAttention, RMSNorm
+from mtpctl.model.layers import GatedMlp, GatedRMSNorm, LayerNormColumnParallelLinear, PackedAttention, RMSNorm
 from mtpctl.model.linear import ColumnParallelLinear, RowParallelLinear
 from mtpctl.model.mtp import MtpLayer
 from mtpctl.model.replay import DecoderLayer
@@ -112,7 +112,7 @@ def _latent_attention(latent: LatentShape) -> ModuleSpec:
 def _delta_net() -> ModuleSpec:
     return ModuleSpec(
         module=GatedDeltaNet,
-        submodules=GatedDeltaNetSubmodules(in_proj=LayerNormColumnParallelLinear, out_norm=RMSNorm, out_proj=RowParallelLinear),
+        submodules=GatedDeltaNetSubmodules(in_proj=LayerNormColumnParallelLinear, out_norm=GatedRMSNorm, out_proj=RowParallelLinear),
     )
 
 
