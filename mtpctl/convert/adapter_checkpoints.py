@@ -23,10 +23,10 @@ from mtpctl.model.lora import Adapter
 from mtpctl.recipe.train import LoraConfig
 
 
-def adapted(path: Path, folder: HfFolder, adapter: sharded.AdapterRecord) -> Skeleton:
-    """The model with adapters like those of the checkpoint at `path`, in their precision."""
+def adapted(path: Path, folder: HfFolder, adapter: sharded.AdapterRecord, *, precision: str | None = None) -> Skeleton:
+    """The model with adapters like those of the checkpoint at `path`, by default in their precision."""
     wide = all(saved.properties.dtype is torch.float32 for saved in _saved(path).values())
-    return Skeleton(folder, mtp=True, precision="fp32" if wide else "bf16", lora=_config(adapter))
+    return Skeleton(folder, mtp=True, precision=precision or ("fp32" if wide else "bf16"), lora=_config(adapter))
 
 
 def needed_weights(path: Path, weights: ModelWeights | None) -> ModelWeights:
@@ -41,7 +41,7 @@ def write_adapter(path: Path, skeleton: Skeleton, folder: HfFolder, adapter: sha
 
     Raises UserError where the adapter was trained on other weights than the folder's.
     """
-    _fill(path, skeleton, folder.path, adapter)
+    fill_adapter(path, skeleton, folder.path, adapter)
     lora = _config(adapter)
     tensors = {name: value.clone() for name, value in export_adapter(skeleton.bridge, [skeleton.model], lora)}
     save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -54,7 +54,7 @@ class MergedReader:
     """The model's weights with the adapters merged in, and the MTP layers that were trained beside them."""
 
     def __init__(self, path: Path, skeleton: Skeleton, weights: ModelWeights, adapter: sharded.AdapterRecord) -> None:
-        _fill(path, skeleton, weights.folder.path, adapter)
+        fill_adapter(path, skeleton, weights.folder.path, adapter)
         self.skeleton, self.weights = skeleton, weights
         held = _saved(path)
         empty = {name: torch.empty(p.shape, device="meta") for name, p in skeleton.parameters.items()}
@@ -88,7 +88,7 @@ def _saved(path: Path) -> dict[str, TensorStorageMetadata]:
     return {name: saved for name, saved in found.items() if isinstance(saved, TensorStorageMetadata) and not name.startswith("optimizer.")}
 
 
-def _fill(path: Path, skeleton: Skeleton, base: Path, adapter: sharded.AdapterRecord) -> None:
+def fill_adapter(path: Path, skeleton: Skeleton, base: Path, adapter: sharded.AdapterRecord) -> None:
     """Load adapters and MTP layers from the checkpoint as the trainer restores them; the rest of the model stays without values."""
     held = _saved(path)
     names = {name for name, key in skeleton.saved_as() if key in held}

@@ -21,6 +21,7 @@ import torch
 
 from mtpctl.checkpoint.sharded import AdapterRecord, adapter_of
 from mtpctl.convert.adapter_checkpoints import MergedReader, adapted, needed_weights, write_adapter
+from mtpctl.convert.adapter_verification import verify_adapter, verify_merged
 from mtpctl.convert.carried import carried_files, carry, write_config, written_config
 from mtpctl.convert.dtypes import NAMES, cast, common, main_dtype
 from mtpctl.convert.folder_weights import FolderWeights
@@ -81,16 +82,16 @@ def convert(source: Path, target: Path, options: ConversionOptions, *, say: Say,
     adapter = None if checkpoint is None else adapter_of(checkpoint)
     if options.merge and adapter is None:
         raise UserError(f"--merge: {source} holds no adapter")
-    if options.verify and adapter is not None:
-        raise UserError("--verify: what an adapter is merged into or written as has no other side to be compared with; leave it out")
     if options.dtype and adapter is not None and not options.merge:
         raise UserError("--dtype: an adapter's folder keeps the type that it was trained in; leave it out, or write the model with --merge")
     check_target(source, target, force=options.force)
+    if target.is_symlink():
+        target = target.resolve()  # the folder that the link names is written or replaced, and the link stays
     began = time.perf_counter()
     if checkpoint is None:
         made = _to_megatron(ModelWeights(source), target, options, say, progress)
     elif adapter is not None and not options.merge:
-        made = _to_peft(checkpoint, reference_of(checkpoint, options.model), adapter, target, say)
+        made = _to_peft(checkpoint, reference_of(checkpoint, options.model), adapter, target, options, say)
     else:
         made = _to_hf(checkpoint, reference_of(checkpoint, options.model), adapter, target, options, say, progress)
     tensors, nbytes, verified = made
@@ -187,22 +188,28 @@ def _to_hf(
             (journal.work / LAYOUT).unlink(missing_ok=True)
             write_config(config, journal.work)
         verified = None
-        if options.verify:
+        if options.verify and adapter is not None:
+            base = needed_weights(checkpoint, reference.weights)
+            verified = verify_merged(ModelWeights(journal.work), checkpoint, base, adapter, carried=reference.carried)
+        elif options.verify:
             verified = verify_conversion(ModelWeights(journal.work), checkpoint, folder, carried=reference.carried)
         journal.publish()
     return len(layout), writer.nbytes, verified
 
 
-def _to_peft(checkpoint: Path, reference: Reference, adapter: AdapterRecord, target: Path, say: Say) -> _Written:
+def _to_peft(
+    checkpoint: Path, reference: Reference, adapter: AdapterRecord, target: Path, options: ConversionOptions, say: Say
+) -> _Written:
     files = sorted(path for path in checkpoint.iterdir() if path.is_file())
     if has_mtp(checkpoint):
         say("an adapter's folder has no place for the MTP layers that were trained beside it; --merge writes both")
     with _journal_of(target, _conversion("hf", files, {}, [])) as journal:
-        folder = needed_weights(checkpoint, reference.weights).folder
-        with adapted(checkpoint, folder, adapter) as skeleton:
-            tensors, nbytes = write_adapter(checkpoint, skeleton, folder, adapter, journal.work)
+        weights = needed_weights(checkpoint, reference.weights)
+        with adapted(checkpoint, weights.folder, adapter) as skeleton:
+            tensors, nbytes = write_adapter(checkpoint, skeleton, weights.folder, adapter, journal.work)
+        verified = verify_adapter(journal.work, checkpoint, weights, adapter) if options.verify else None
         journal.publish()
-    return tensors, nbytes, None
+    return tensors, nbytes, verified
 
 
 def _types_and_layout(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,14 @@ from mtpctl.families.reading import MTP_COUNTS, shape_of
 from mtpctl.families.registry import FAMILIES
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, tensor_shapes
+
+PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
+"""Prefixes that wrappers put before the names of a language model's decoder."""
+
+HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+"""The names of a stored head."""
+
+_LOG = logging.getLogger(__name__)
 
 type HfConfig = dict[str, Any]
 """The contents of a `config.json`."""
@@ -72,7 +82,43 @@ class HfFolder:
         stated = "tie_word_embeddings" in config or "tie_word_embeddings" in text
         if not stated and not self.shape.tied and not any(name.endswith("lm_head.weight") for name in weights.entries):
             config["tie_word_embeddings"] = True
+        if self.shape.tied and (head := _other_head(weights)) is not None:
+            _warn_of_head(self.path, head)
+            config["tie_word_embeddings"] = False
         return self if config == self.config else HfFolder(self.path, config, shape_of(config))
+
+
+def _other_head(weights: FolderWeights) -> str | None:
+    """The name of a stored head that differs from the embedding, None if there is none: transformers and vLLM use such a head."""
+    head = next((name for name in HEADS if name in weights), None)
+    embedding = next((name for prefix in PREFIXES if (name := f"{prefix}embed_tokens.weight") in weights), None)
+    if head is None or embedding is None:
+        return None
+    state = tuple((entry.file, entry.start, entry.file.stat().st_mtime_ns) for entry in (weights.entries[head], weights.entries[embedding]))
+    if state not in _same_heads:
+        _same_heads[state] = _same_values(weights.tensor(head), weights.tensor(embedding))
+    return None if _same_heads[state] else head
+
+
+_same_heads: dict[object, bool] = {}
+"""By files and their state, whether head and embedding are equal: a process opens a folder several times."""
+
+
+def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two matrices are equal in the narrower of their types. Most that differ do so in their first rows."""
+    if one.shape != other.shape:
+        return False
+    dtype = min(one.dtype, other.dtype, key=lambda each: each.itemsize)
+    return torch.equal(one[:8].to(dtype), other[:8].to(dtype)) and torch.equal(one.to(dtype), other.to(dtype))
+
+
+@cache
+def _warn_of_head(path: Path, head: str) -> None:
+    """Log once that the head is not tied."""
+    _LOG.warning(
+        f"{path / 'config.json'}: tie_word_embeddings is true, and the folder stores another {head}; "
+        "it is used, as transformers and vLLM use it. Set tie_word_embeddings: false."
+    )
 
 
 def create_hf_folder(config: HfConfig, path: str | Path, seed: int, *, dtype: torch.dtype = torch.float32) -> HfFolder:

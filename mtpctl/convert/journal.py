@@ -103,9 +103,14 @@ class Journal:
         """Rename the folder, which is whole now, to its target, replacing what is there."""
         old = self.target.with_name(self.target.name + ".replaced")
         if self.target.exists():
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
             self.target.rename(old)
         self.work.rename(self.target)
         (self.target / JOURNAL).unlink()
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
         flush(self.target.parent)
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder, or a link that stands in its place."""
+    path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)

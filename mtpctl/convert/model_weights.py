@@ -18,15 +18,12 @@ import torch
 from torch import Tensor
 
 from mtpctl.convert.folder_weights import FolderWeights
-from mtpctl.convert.hf_folder import HfConfig, HfFolder
+from mtpctl.convert.hf_folder import PREFIXES, HfConfig, HfFolder
 from mtpctl.convert.layout import Stored
 from mtpctl.convert.tensor_files import CODES
 from mtpctl.errors import UserError
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
-
-PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
-"""Prefixes that wrappers put before the names of a language model's decoder."""
 
 SCALE = "_scale_inv"
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -136,7 +133,7 @@ class ModelWeights(Mapping[str, Tensor]):
             if name in self.raw and not torch.equal(self.raw.tensor(name).view(torch.uint8), self[original].contiguous().view(torch.uint8)):
                 raise UserError(
                     f"{self.folder.path}: {name} should repeat {self._places[original].name} and differs from it; "
-                    + ("set tie_word_embeddings: false in config.json" if alias == "lm_head.weight" else "such a head cannot be converted")
+                    "such a head cannot be converted"
                 )
 
     # ----------------------------------------------------------------------------------------------------- finding

@@ -46,27 +46,29 @@ def verify_conversion(
     Raises ThresholdMissed naming what differs.
     """
     mtp = has_mtp(saved)
-    tensors = _compare_extras(weights, carried)
+    tensors = compare_extras(weights, carried)
     with Skeleton(folder, mtp=mtp) as skeleton:
         reader = PartReader(saved, skeleton)
         for number in range(len(reader.parts)):
             for name, value in reader.read(number).items():
                 for hf_name, tensor in skeleton.to_hf(name, value).items():
-                    _same(hf_name, weights[hf_name].to(tensor.dtype), tensor)
+                    compare(hf_name, weights[hf_name].to(tensor.dtype), tensor)
                     tensors += 1
         wide = all(dtype is torch.float32 for dtype in reader.dtypes.values())
     return Verified(tensors, *_logits(weights, saved, folder, mtp=mtp, precision="fp32" if wide else "bf16"))
 
 
-def _compare_extras(weights: ModelWeights, beside: FolderWeights | None) -> int:
+def compare_extras(weights: ModelWeights, beside: FolderWeights | None) -> int:
+    """Compare what a folder holds outside the language model. Returns the number of tensors."""
     for name in weights.extras:
         if beside is None or name not in beside:
             raise ThresholdMissed(f"verify: {name} is on one side alone")
-        _same(name, weights.raw.tensor(name), beside.tensor(name))
+        compare(name, weights.raw.tensor(name), beside.tensor(name))
     return len(weights.extras)
 
 
-def _same(name: str, here: Tensor, there: Tensor) -> None:
+def compare(name: str, here: Tensor, there: Tensor) -> None:
+    """Raise ThresholdMissed if two tensors differ in shape, type or a bit."""
     if here.shape != there.shape or here.dtype != there.dtype:
         raise ThresholdMissed(f"verify: {name} is {here.dtype} {list(here.shape)} here and {there.dtype} {list(there.shape)} there")
     if here.numel() and not torch.equal(here.contiguous().view(torch.uint8), there.contiguous().view(torch.uint8)):
@@ -78,17 +80,22 @@ def _logits(weights: ModelWeights, saved: Path, folder: HfFolder, *, mtp: bool, 
     """Fill the same modules from both sides in turn, as the trainer does: restoring the checkpoint, and loading the folder."""
     with Skeleton(folder, mtp=mtp, precision=precision) as skeleton:
         sharded.restore(saved, sharded.Contents(skeleton.model, None, 0, None, None))
-        there = _prompt_logits(skeleton)
+        there = prompt_logits(skeleton)
         skeleton.bridge.fill([skeleton.model], weights)
-        here = _prompt_logits(skeleton)
+        here = prompt_logits(skeleton)
+    return compare_logits(here, there, BOUND)
+
+
+def compare_logits(here: list[Tensor], there: list[Tensor], bound: float) -> tuple[float, float | None]:
+    """The largest difference of the trunk's logits, and of the MTP depths'. Raises ThresholdMissed if one is beyond `bound`."""
     found = [float((a - b).abs().max()) for a, b in zip(here, there, strict=True)]
-    if max(found) > BOUND:
-        raise ThresholdMissed(f"verify: logits differ by {max(found):.2g} on the fixed prompt, {BOUND:g} is allowed")
+    if max(found) > bound:
+        raise ThresholdMissed(f"verify: logits differ by {max(found):.2g} on the fixed prompt, {bound:g} is allowed")
     return found[0], max(found[1:], default=None)
 
 
 @torch.no_grad()
-def _prompt_logits(skeleton: Skeleton) -> list[Tensor]:
+def prompt_logits(skeleton: Skeleton) -> list[Tensor]:
     """Logits of the trunk and of each MTP depth, in fp32."""
     skeleton.model.eval()
     ids = (torch.arange(1, PROMPT + 1) * 7919) % skeleton.shape.vocab

@@ -96,6 +96,22 @@ def test_inspect(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> 
     assert "mtp_layers.0" in json.loads(convert("--inspect", folder, "--json").out)["missing"]
 
 
+def test_force_replaces_the_folder_behind_a_link_each_time(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
+    """The link stays, and nothing else is left beside it or beside the folder."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(disk / "checkpoint")
+    assert convert(folder, link).code == 0
+    marker = disk / "checkpoint" / "marker"
+    for _ in range(2):
+        marker.write_text("")
+        assert convert(folder, link, "--force").code == 0
+        assert link.is_symlink() and not marker.exists() and (disk / "checkpoint" / "metadata.json").is_file()
+    assert [path.name for path in disk.iterdir()] == ["checkpoint"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "hf", "link"]
+
+
 # ---------------------------------------------------------------------------------------------------------- bad input
 
 

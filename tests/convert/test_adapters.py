@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mtpctl.convert.hf_folder import HfFolder
-from mtpctl.errors import UserError
+from mtpctl.convert.hf_writer import HfWriter
+from mtpctl.errors import ThresholdMissed, UserError
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.optimizer import OptimizerConfig
 from mtpctl.recipe.train import LoraConfig
@@ -76,6 +79,49 @@ def test_pefts_folder_gives_transformers_the_merged_models_logits(tmp_path: Path
     assert moved > 0.01 and apart < 1e-5
 
 
+@pytest.mark.parametrize("case", ["mimo", "qwen3-moe", "qwen3.5"])
+def test_verify_compares_merged_weights_with_base_and_adapter(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model(case, tmp_path / "hf")
+    trained(tmp_path, HfFolder.open(tmp_path / "hf"))
+    made = converted(tmp_path / "step-1", tmp_path / "merged", model=tmp_path / "hf", merge=True, verify=True)
+    assert made.verified is not None and made.verified.tensors == made.tensors and made.verified.logits < 1e-5
+    assert (made.verified.mtp_logits is None) == (case == "qwen3-moe")
+    monkeypatch.setattr(HfWriter, "put", spoiled(HfWriter.put, "o_proj.weight"))
+    with pytest.raises(ThresholdMissed, match=r"verify: .*o_proj\.weight differs, first at element 0"):
+        converted(tmp_path / "step-1", tmp_path / "spoiled", model=tmp_path / "hf", merge=True, verify=True)
+    assert not (tmp_path / "spoiled").exists()
+
+
+def spoiled(put: Callable[[HfWriter, str, Tensor], None], ending: str) -> Callable[[HfWriter, str, Tensor], None]:
+    """A writer that changes one tensor by one bit."""
+
+    def write(writer: HfWriter, name: str, tensor: Tensor) -> None:
+        if name.endswith(ending):
+            tensor = tensor.clone()
+            tensor.view(torch.uint8)[0, 0] ^= 1
+        put(writer, name, tensor)
+
+    return write
+
+
+@pytest.mark.parametrize("case", ["mimo", "qwen3.5"])
+def test_verify_compares_pefts_folder_with_the_checkpoint(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model(case, tmp_path / "hf")
+    trained(tmp_path, HfFolder.open(tmp_path / "hf"))
+    made = converted(tmp_path / "step-1", tmp_path / "adapter", model=tmp_path / "hf", verify=True)
+    assert made.verified is not None and made.verified.tensors == made.tensors and made.verified.logits < 1e-4
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for change, message in (
+        (lambda name, value: {name: value + 1e-3}, "verify: .*lora_A.weight differs"),
+        (lambda name, value: {}, "verify: .*lora_A.weight is on one side alone"),
+    ):
+        first = min(stored)
+        spoilt = {**{name: value for name, value in stored.items() if name != first}, **change(first, stored[first])}
+        monkeypatch.setattr("mtpctl.convert.adapter_verification.load_file", lambda _, spoilt=spoilt: spoilt)
+        with pytest.raises(ThresholdMissed, match=message):
+            converted(tmp_path / "step-1", tmp_path / "spoiled", model=tmp_path / "hf", verify=True)
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     folder = mimo(tmp_path / "hf")
     with engine(folder, lora=LORA) as made:
@@ -85,8 +131,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         converted(tmp_path / "step-1", tmp_path / "merged", model=other.path, merge=True)
     with pytest.raises(UserError, match="does not tell what model it is of"):
         converted(tmp_path / "step-1", tmp_path / "merged", merge=True)
-    with pytest.raises(UserError, match="has no other side to be compared with"):
-        converted(tmp_path / "step-1", tmp_path / "merged", model=folder.path, merge=True, verify=True)
     with pytest.raises(UserError, match="--dtype: an adapter's folder keeps the type"):
         converted(tmp_path / "step-1", tmp_path / "adapter", model=folder.path, dtype="fp16")
     with pytest.raises(UserError, match="holds no adapter"):

@@ -14,6 +14,7 @@ from torch import Tensor
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.errors import UserError
+from mtpctl.recipe.model import MtpConfig
 from tests.convert.found import pack, quantize
 from tests.convert.models import assert_same_tensors, change_config, converted, model, tensors, write
 from tests.trainer.tiny import mimo
@@ -67,12 +68,41 @@ def test_a_head_that_is_tied_and_stored_all_the_same(tmp_path: Path) -> None:
     assert_same_tensors(there_and_back(tmp_path), folder)
 
 
-def test_a_head_that_should_be_tied_and_is_another(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrapper", ["", "language_model."])
+def test_stored_head_that_differs_from_the_embedding_is_used(tmp_path: Path, wrapper: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Although the config ties them, as transformers and vLLM do."""
     folder = mimo(tmp_path / "hf", tie_word_embeddings=True).path
     held = tensors(folder)
-    write(folder, held | {"lm_head.weight": held["model.embed_tokens.weight"] + 1})
-    with pytest.raises(UserError, match=r"lm_head.weight should repeat model.embed_tokens.weight and differs.*tie_word_embeddings: false"):
-        converted(folder, tmp_path / "checkpoint")
+    head = held["model.embed_tokens.weight"] + 1
+    write(folder, {wrapper + name: value for name, value in (held | {"lm_head.weight": head}).items()})
+    weights = ModelWeights(folder)
+    assert not weights.shape.tied and torch.equal(weights["lm_head.weight"], head)
+    assert [record.message for record in caplog.records if "tie_word_embeddings" in record.message] == [
+        f"{folder / 'config.json'}: tie_word_embeddings is true, and the folder stores another {wrapper}lm_head.weight; "
+        "it is used, as transformers and vLLM use it. Set tie_word_embeddings: false."
+    ]
+    back = there_and_back(tmp_path)
+    assert_same_tensors(back, folder)
+    assert json.loads((back / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_logits_of_a_head_that_should_be_tied_are_those_of_transformers(tmp_path: Path) -> None:
+    from tests.model.test_mimo import packed_logits
+    from tests.trainer.tiny import engine, sequences
+
+    reference = model("qwen2-tied", tmp_path)
+    held = tensors(tmp_path)
+    head = held["model.embed_tokens.weight"].flip(0).contiguous()
+    write(tmp_path, held | {"lm_head.weight": head})
+    reference.lm_head.weight = torch.nn.Parameter(head)  # as `from_pretrained` leaves the two: it does not tie what differs
+    ids = [sample.token_ids.tolist() for sample in sequences(3)]
+    with engine(HfFolder.open(tmp_path), train=False, mtp=MtpConfig(mode="off")) as made:
+        (logits,) = packed_logits(made, ids, 0)
+        exported = {name: value.clone() for name, value in made.export()}
+    with torch.no_grad():
+        for found, sample in zip(logits, ids, strict=True):
+            torch.testing.assert_close(found, reference(torch.tensor([sample])).logits[0], atol=1e-5, rtol=0)
+    assert torch.equal(exported["lm_head.weight"], head)
 
 
 def test_a_head_that_is_missing(tmp_path: Path) -> None:
