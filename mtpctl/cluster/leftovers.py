@@ -25,6 +25,8 @@ PREFIX = "mtpctl-"
 """Prefix of the names of mtpctl's folders in shared memory."""
 
 MARK = ".mtpctl-owner"
+ENDED = "ZX"
+"""States of processes that have ended, of which some are not yet waited for."""
 _GOING = f".{PREFIX}going-"
 _NAMESPACE = "/proc/self/ns/pid"
 
@@ -62,11 +64,11 @@ def unmark(folder: Path) -> None:
 
 
 def make_marked(folder: Path) -> None:
-    """Make `folder` with the mark of this process in it from the first moment on."""
+    """Make `folder` with the mark of this process in it from the first moment on. No other user can read it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
+    aside.mkdir(mode=0o700)
     mark(aside)
     aside.rename(folder)
 
@@ -122,10 +124,10 @@ def elsewhere() -> list[Path]:
     return [folder for folder, owner in owners if owner is not None and not _counts_here(owner)]
 
 
-def remove() -> list[Leftover]:
-    """Remove what `find` finds, unless another process is doing so. Returns what was removed."""
+def remove(*, wait: bool = False) -> list[Leftover]:
+    """Remove what `find` finds. If another process is doing so, do nothing, or with `wait` do it afterwards. Returns what was removed."""
     try:
-        with _alone(wait=False):
+        with _alone(wait=wait):
             return [left for left in find() if _remove(left.path)]
     except BlockingIOError:
         return []
@@ -226,14 +228,21 @@ def _abandoned(folder: Path) -> bool:
     return not running and not _named_by_a_process(folder.name)
 
 
-def _identity(pid: int) -> Owner:
-    """The mark that a running process would make. Raises ProcessLookupError where no process has that id."""
+def started(pid: int) -> int:
+    """The start time of a running process, in clock ticks after the boot. Raises ProcessLookupError if no running process has that id."""
     try:
         # The name of the program is the second field, in brackets, and may hold blanks and brackets.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError as error:
         raise ProcessLookupError(pid) from error
-    return {"pid": pid, "started": int(fields[19]), **_origin()}
+    if fields[0] in ENDED:
+        raise ProcessLookupError(pid)
+    return int(fields[19])
+
+
+def _identity(pid: int) -> Owner:
+    """The mark that a running process would make. Raises ProcessLookupError if no running process has that id."""
+    return {"pid": pid, "started": started(pid), **_origin()}
 
 
 def _origin() -> Origin:

@@ -6,8 +6,13 @@ import contextlib
 import logging
 import os
 import re
+import secrets
+import shutil
 import signal
 import socket
+import stat
+import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +20,18 @@ from typing import Any
 
 from mtpctl.cluster import leftovers
 from mtpctl.cluster.logs import folder_for_all
+from mtpctl.cluster.watchdog import Watchdog
 from mtpctl.errors import ClusterResources, EnvironmentMissing
 from mtpctl.recipe.cluster import ClusterConfig
 
 ANSWER_S = 5.0
 """Seconds in which the address of a cluster takes a connection."""
+SHARED_BYTES = 4 << 20
+"""Bytes of shared memory that actors need besides weights."""
+LOOPBACK = "lo"
+"""The name of the loopback interface on Linux."""
+NEEDED = ("gcs_server", "raylet")
+"""The daemons without which a local cluster does not work."""
 
 
 def on_one_host() -> bool:
@@ -50,6 +62,16 @@ def _too_few(name: str, need: float, have: float, field: str) -> ClusterResource
     )
 
 
+def check_shared_memory() -> None:
+    """Raise EnvironmentMissing if the shared memory of this host is full. Processes keep their semaphores there, if nothing else."""
+    memory = leftovers.SHARED_MEMORY
+    if memory.is_dir() and (free := shutil.disk_usage(memory).free) < SHARED_BYTES:
+        raise EnvironmentMissing(
+            f"{memory}: {free >> 10} KiB are free, and actors need {SHARED_BYTES >> 10} or more; free space there, or give the container "
+            "more (docker run --shm-size)"
+        )
+
+
 def _check_answers(address: str | None) -> None:
     """Raise EnvironmentMissing where nothing listens at `host:port`: Ray would look for a minute."""
     found = re.fullmatch(r"(?:\w+://)?([^/]+):([0-9]+)", address or "")
@@ -63,17 +85,63 @@ def _check_answers(address: str | None) -> None:
 
 def _environment(config: ClusterConfig, logs: Path | None) -> dict[str, str]:
     """Variables of all actors."""
-    interface = config.interface
+    # On one host ranks need no other interface. Nothing that they listen on is authenticated.
+    interface = config.interface or (None if config.address else LOOPBACK)
     talking = {} if interface is None else {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
     return talking | (folder_for_all(logs) if logs else {})
 
 
+class Daemons:
+    """The processes of a local Ray cluster, in sessions of their own; see `mtpctl.cluster.watchdog`."""
+
+    def __init__(self) -> None:
+        self._watchdog = Watchdog()
+        self._started: dict[str, subprocess.Popen[bytes]] = {}
+
+    def starting(self) -> contextlib.AbstractContextManager[None]:
+        """Have `ray.init` in this block start its processes as these daemons."""
+        from mtpctl.compat import ray_daemons
+
+        return ray_daemons.starting(self._watchdog.register, self._started)
+
+    def ended(self) -> str | None:
+        """The name and exit status of a daemon that the cluster needs and that has ended, if any."""
+        for name in NEEDED:
+            if name in self._started and (status := self._started[name].poll()) is not None:
+                return f"{name} has ended with {f'signal {-status}' if status < 0 else f'exit code {status}'}"
+        return None
+
+    def close(self) -> None:
+        """End all of them that are left, and what they have started."""
+        self._watchdog.close()
+
+
+def keep_token_private() -> None:
+    """Create the file with the token of local Ray clusters, or restrict one that other users can read, since Ray creates it readable.
+
+    Whoever has the token can run code in the user's clusters. If the home directory is not writable, the error is left to Ray.
+    """
+    if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as file:  # with mode 0600
+            file.write(secrets.token_hex(32).encode())
+            file.flush()
+            with contextlib.suppress(FileExistsError):
+                os.link(file.name, path)
+        if path.stat().st_uid == os.getuid() and stat.S_IMODE(path.stat().st_mode) & 0o077:
+            path.chmod(0o600)
+
+
 @contextlib.contextmanager
-def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = True, logs: Path | None = None) -> Iterator[None]:
+def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = True, logs: Path | None = None) -> Iterator[Daemons | None]:
     """Connect to a Ray cluster that has `cpus` and `gpus` while the block runs; with `tidy`, first remove what killed runs left here.
 
-    Actors that write to files of their run (`cluster/logs.py`) do so in the folder `logs`. Leaves the handler of SIGTERM as it was. Raises
-    ClusterResources where there are fewer CPUs or GPUs, EnvironmentMissing where Ray does not start or does not answer at the address.
+    Yields the daemons of a cluster that was started here, None for one that was joined. Actors that write to files of their run
+    (`cluster/logs.py`) do so in the folder `logs`. Leaves the handler of SIGTERM as it was. Raises ClusterResources if there are fewer CPUs
+    or GPUs, EnvironmentMissing if shared memory is full, and if Ray does not start or does not answer at the address.
     """
     check_room(config, cpus=cpus, gpus=gpus)
     if tidy:
@@ -85,38 +153,51 @@ def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = Tru
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
     # Ray would start an idle worker per CPU, and every actor here is started in an environment of its own all the same.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    on_sigterm = signal.getsignal(signal.SIGTERM)
     _check_answers(config.address)
-    try:
-        context: Any = ray.init(
-            # Without an address Ray joins whatever RAY_ADDRESS or somebody's `ray start` on this machine names.
-            address=config.address or "local",
-            num_cpus=None if config.address else config.num_cpus,
-            num_gpus=None if config.address else config.num_gpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=True,
-            logging_level=logging.ERROR,
-            namespace="mtpctl",
-            runtime_env={"env_vars": variables} if (variables := _environment(config, logs)) else None,
-        )
-    except Exception as error:  # Ray raises plain `Exception` where one of its own processes does not start.
-        where = f"no Ray cluster answers at {config.address}" if config.address else "Ray did not start on this machine"
-        raise EnvironmentMissing(f"cluster.address: {where}: {str(error).splitlines()[0]}") from error
-    session = None if config.address else Path(context.address_info["session_dir"])
-    try:
-        if session is not None:
+    with contextlib.ExitStack() as stack:
+        daemons = None
+        if config.address is None:
+            check_shared_memory()
+            keep_token_private()
+            daemons = Daemons()
+            stack.callback(daemons.close)
+        stack.callback(ray.shutdown)
+        context = _connected(config, logs, daemons)
+        if daemons is not None:
+            session = Path(context.address_info["session_dir"])
+            stack.callback(leftovers.unmark, session)  # Errors point to Ray's logs in it.
             with contextlib.suppress(OSError):  # On a full disk the session stays should the run be killed; the run needs no mark.
                 leftovers.mark(session)
-        if threading.current_thread() is threading.main_thread():
-            # Ray's own handler ends the process at once, and what it has started is left behind.
-            signal.signal(signal.SIGTERM, on_sigterm)
         have = ray.cluster_resources()
         for name, need, field in (("CPU", cpus, "num_cpus"), ("GPU", gpus, "num_gpus")):
             if need > have.get(name, 0):
                 raise _too_few(name, need, have.get(name, 0), field)
-        yield
-    finally:
-        if session is not None:
-            leftovers.unmark(session)  # Errors point to Ray's logs in it.
-        ray.shutdown()
+        yield daemons
+
+
+def _connected(config: ClusterConfig, logs: Path | None, daemons: Daemons | None) -> Any:
+    """What `ray.init` returns. Raises EnvironmentMissing if it fails."""
+    import ray
+
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    with contextlib.nullcontext() if daemons is None else daemons.starting():
+        try:
+            return ray.init(
+                # Without an address Ray joins whatever RAY_ADDRESS or somebody's `ray start` on this machine names.
+                address=config.address or "local",
+                num_cpus=None if config.address else config.num_cpus,
+                num_gpus=None if config.address else config.num_gpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=True,
+                logging_level=logging.ERROR,
+                namespace="mtpctl",
+                runtime_env={"env_vars": variables} if (variables := _environment(config, logs)) else None,
+            )
+        except Exception as error:  # Ray raises plain `Exception` where one of its own processes does not start.
+            where = f"no Ray cluster answers at {config.address}" if config.address else "Ray did not start on this machine"
+            raise EnvironmentMissing(f"cluster.address: {where}: {str(error).splitlines()[0]}") from error
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                # Ray's own handler ends the process at once, and what it has started is left behind.
+                signal.signal(signal.SIGTERM, on_sigterm)

@@ -17,8 +17,17 @@ _CONNECT_S = 20.0
 
 
 def host_store(host: str = "") -> TCPStore:
-    """A store at a free port of `host`, by default this host's address. It ends with the returned object."""
-    return TCPStore(host or _own_address(), 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
+    """A store at a free port of `host`, by default this host's address. It ends with the returned object.
+
+    Anyone who reaches the port can read and write the store. By itself torch would listen on all interfaces.
+    """
+    host = host or _own_address()
+    listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    address, port = listening.getsockname()[:2]
+    # The store closes the socket.
+    return TCPStore(
+        address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S), master_listen_fd=listening.detach()
+    )
 
 
 def _own_address() -> str:

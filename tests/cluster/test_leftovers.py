@@ -14,7 +14,7 @@ import threading
 import time
 import types
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -222,6 +222,7 @@ class Ray(types.ModuleType):
 def ray(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Ray:
     found = Ray(memory.parent / "ray" / "session_2")
     monkeypatch.setitem(sys.modules, "ray", found)
+    monkeypatch.setattr("mtpctl.cluster.local.Daemons.starting", lambda self: nullcontext())
     return found
 
 

@@ -7,11 +7,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mtpctl.cluster.local import check_room, cluster, on_one_host
-from mtpctl.errors import ClusterResources
+from mtpctl.errors import ClusterResources, EnvironmentMissing
 from mtpctl.recipe.cluster import ClusterConfig
 
 
@@ -83,3 +84,13 @@ def test_hosts_that_are_gone_do_not_count(alive: list[bool], one: bool, monkeypa
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": each} for each in alive])
     assert on_one_host() is one
+
+
+def test_full_shared_memory_is_reported_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtpctl.cluster.local.shutil.disk_usage", lambda path: SimpleNamespace(free=12 << 10))
+    monkeypatch.setattr("ray.init", None)
+    with (
+        pytest.raises(EnvironmentMissing, match=r"^/dev/shm: 12 KiB are free, and actors need 4096 or more; free space there"),
+        cluster(ClusterConfig(num_cpus=1), cpus=1, gpus=0),
+    ):
+        pass

@@ -1,0 +1,149 @@
+"""Ends the daemons of a local Ray cluster when the command that started them has ended, however it ended.
+
+Ray's daemons run in sessions of their own, so that a signal to the process group of the command does not reach them. The watchdog is a
+small process that also has a session of its own. Each daemon writes its process id and start time into a pipe that the watchdog reads.
+Once the command closes the watchdog, or has ended without doing so, the watchdog kills every process of the daemons' sessions and their
+descendants, and no other. If the command was killed, it also removes what the command left in shared memory.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtpctl.cluster import leftovers
+
+END_S = 15.0
+"""Seconds in which processes that were killed have to be gone."""
+_CLOSED = b"closed"
+_LOOK_S = 0.5
+_PAUSE_S = 0.02
+
+
+class Watchdog:
+    """The command's end of the pipe, and the process that reads it."""
+
+    def __init__(self) -> None:
+        reading, self._pipe = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                # -P: modules of the working directory are not imported.
+                [sys.executable, "-P", "-m", __name__, str(os.getpid()), str(leftovers.started(os.getpid()))],
+                stdin=reading,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(self._pipe)
+            raise
+        finally:
+            os.close(reading)
+        self._closed = False
+
+    def register(self) -> None:
+        """Report the calling process to the watchdog. A daemon calls it before its program begins, as the leader of its session."""
+        os.write(self._pipe, b"%d %d\n" % (os.getpid(), leftovers.started(os.getpid())))
+
+    def close(self) -> None:
+        """End what is left of the daemons' sessions. Returns once it has ended."""
+        if self._closed:
+            return
+        self._closed = True
+        with suppress(BrokenPipeError):  # the watchdog was killed
+            os.write(self._pipe, _CLOSED + b"\n")
+        os.close(self._pipe)
+        try:
+            self._process.wait(2 * END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What `/proc` says of a process. `started` is in clock ticks after the boot."""
+
+    pid: int
+    parent: int
+    session: int
+    started: int
+
+
+def running() -> dict[int, Process]:
+    """The processes of this machine that have not ended, by their ids."""
+    processes = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # ended meanwhile
+            # The name of the program is the second field, in brackets, and may hold blanks and brackets.
+            state, parent, _, session, *fields = path.read_text().rpartition(")")[2].split()
+            if state not in leftovers.ENDED:
+                processes[int(path.parent.name)] = Process(int(path.parent.name), int(parent), int(session), int(fields[15]))
+    return processes
+
+
+def members(sessions: dict[int, int]) -> list[Process]:
+    """The processes of these sessions and their descendants. sessions: the start time of each session's leader, by its process id.
+
+    The id of a session is not used again while it has a member. If its leader started at another time, it is another session.
+    """
+    processes = running()
+    ours = {leader for leader, started in sessions.items() if leader not in processes or processes[leader].started == started}
+    found = {process.pid for process in processes.values() if process.session in ours}
+    while more := {process.pid for process in processes.values() if process.parent in found} - found:
+        found |= more
+    return [processes[pid] for pid in found]
+
+
+def end(sessions: dict[int, int]) -> None:
+    """Kill the members of the sessions until none is left, for at most `END_S`."""
+    deadline = time.monotonic() + END_S
+    while (left := members(sessions)) and time.monotonic() < deadline:
+        for process in left:
+            with suppress(ProcessLookupError, PermissionError):
+                if leftovers.started(process.pid) == process.started:
+                    os.kill(process.pid, signal.SIGKILL)
+        time.sleep(_PAUSE_S)
+
+
+def watch(command: int, started: int) -> None:
+    """Read the pipe on stdin until the command, of this id and start time, closes it or has ended. Then end the daemons."""
+    text = b""
+    while True:
+        if select.select([0], [], [], _LOOK_S)[0]:
+            part = os.read(0, 1 << 16)
+            text += part
+            if not part or text.endswith(_CLOSED + b"\n"):
+                break
+        elif _ended(command, started):
+            break
+    *lines, _ = text.split(b"\n")
+    closed = _CLOSED in lines
+    end({int(pid): int(ticks) for pid, ticks in (line.split() for line in lines if line != _CLOSED)})
+    if closed:
+        return
+    deadline = time.monotonic() + END_S
+    while not _ended(command, started) and time.monotonic() < deadline:
+        time.sleep(_PAUSE_S)
+    leftovers.remove(wait=True)
+
+
+def _ended(pid: int, started: int) -> bool:
+    try:
+        return leftovers.started(pid) != started
+    except ProcessLookupError:
+        return True
+
+
+if __name__ == "__main__":
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+    watch(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,70 @@
+"""Start the daemons of a local Ray cluster in sessions of their own, on the loopback interface.
+
+Ray 2.60 starts the GCS server, the raylet and its helpers in the process group of the driver. `timeout`, a shell that ends a job, and a
+terminal that is closed signal the whole group: the daemons end first, and the driver can no longer save a checkpoint. To reproduce, start
+`ray.init()` in a script and send SIGTERM to its process group.
+
+Ray also listens on all interfaces if the host has one that is not the loopback: it resolves 127.0.0.1 to the address of that one, unless
+clusters of several hosts are switched off, which it does by default on macOS only. And it replaces the driver's handler of SIGTERM by one
+that ends the process at once.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from mtpctl.compat.replaced import replaced
+from mtpctl.errors import UpstreamMoved
+
+PINNED = "2.60.0"
+ONE_HOST = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""The variable that, if false, has Ray use the loopback address. Ray reads it on every system, whatever its name says."""
+
+
+def own_sessions(register: Callable[[], None], started: dict[str, subprocess.Popen[bytes]]) -> Callable[..., subprocess.Popen[bytes]]:
+    """A stand-in for `Popen` that starts each process in a session of its own and adds it to `started`, by its program.
+
+    `register` is called in the new process before its program begins.
+    """
+
+    def start(command: list[str], *, preexec_fn: Callable[[], None], **options: Any) -> subprocess.Popen[bytes]:
+        def begin() -> None:
+            register()
+            preexec_fn()
+
+        process: subprocess.Popen[bytes] = subprocess.Popen(command, preexec_fn=begin, start_new_session=True, **options)
+        started[os.path.basename(command[0])] = process
+        return process
+
+    return start
+
+
+@contextmanager
+def starting(register: Callable[[], None], started: dict[str, subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Have `ray.init` start its daemons by `own_sessions`, on the loopback interface, and leave the handler of SIGTERM alone.
+
+    Raises UpstreamMoved for another release of Ray than the pinned one.
+    """
+    if ray.__version__ != PINNED:
+        raise UpstreamMoved(f"{__name__} was written for Ray {PINNED}, found {ray.__version__}: compare ray._private.services first")
+    moved = f"{__name__}: Ray starts its processes in another way"
+    before = os.environ.get(ONE_HOST)
+    os.environ[ONE_HOST] = "0"  # for the processes that Ray starts; this one has read it already
+    try:
+        with (
+            replaced("ray._private.ray_constants", "ENABLE_RAY_CLUSTER", False, moved),
+            replaced("ray._private.services", "ConsolePopen", own_sessions(register, started), moved),
+            replaced("ray._private.utils", "set_sigterm_handler", lambda handler: None, moved),
+        ):
+            yield
+    finally:
+        if before is None:
+            del os.environ[ONE_HOST]
+        else:
+            os.environ[ONE_HOST] = before
