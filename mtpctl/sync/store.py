@@ -44,6 +44,10 @@ def default_root(name: str, needed_bytes: int, fallback: Path) -> Path:
     return fallback
 
 
+def _unusable(folder: Path, error: OSError) -> EnvironmentMissing:
+    return EnvironmentMissing(f"{folder}: cannot hold published weights ({error.strerror}); free space there and start again")
+
+
 class VersionStore:
     """Versions under one folder. One process writes, any number read."""
 
@@ -79,16 +83,18 @@ class VersionStore:
             self.discard(version)
             folder.mkdir(parents=True)
         except OSError as error:
-            told = f"{folder}: cannot hold published weights ({error.strerror}); free space there and start again"
-            raise EnvironmentMissing(told) from error
+            raise _unusable(folder, error) from error
         return folder
 
     def commit(self, manifest: Manifest) -> None:
-        """Publish what was written, and drop all but the newest versions."""
+        """Publish what was written, and drop all but the newest versions. Raises EnvironmentMissing if the file system is full."""
         folder = self.folder(manifest.version)
         draft = folder / f"{_MANIFEST}.{os.getpid()}"
-        draft.write_text(json.dumps(manifest.to_dict()))
-        draft.replace(folder / _MANIFEST)
+        try:
+            draft.write_text(json.dumps(manifest.to_dict()))
+            draft.replace(folder / _MANIFEST)
+        except OSError as error:
+            raise _unusable(folder, error) from error
         keep = set(self.versions()[-KEPT:])
         for path in self.root.glob("v*"):
             if int(path.name[1:]) not in keep:

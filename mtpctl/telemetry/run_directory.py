@@ -21,6 +21,8 @@ from mtpctl.telemetry.versions import collect_versions
 RECIPE = "recipe.resolved.yaml"
 """The recipe of the run's latest start, with every default written out."""
 LOCK = ".lock"
+PRIVATE = 0o600
+"""The mode of recipes: they may name data, hosts and people."""
 _FOLDERS = ("checkpoints", "buffer", "logs", "tensorboard")
 _ATTEMPTS, _ATTEMPT_S = 3, 0.05
 _ROOM = 64 << 20
@@ -107,8 +109,8 @@ class RunDirectory:
         """
         with _writing(self.path):
             if self.recipe.exists() and (earlier := self.recipe.read_text()) != recipe_text:
-                write_whole(self.logs / f"recipe.{len(list(self.logs.glob('recipe.*.yaml'))) + 1}.yaml", earlier)
-            write_whole(self.recipe, recipe_text)
+                write_whole(self.logs / f"recipe.{len(list(self.logs.glob('recipe.*.yaml'))) + 1}.yaml", earlier, mode=PRIVATE)
+            write_whole(self.recipe, recipe_text, mode=PRIVATE)
             write_whole(self.versions, json.dumps(collect_versions(), indent=2) + "\n")
 
     def close(self) -> None:
@@ -149,22 +151,23 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _make(path: Path, recipe_text: str) -> None:
-    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))  # with mode 0700
     try:
-        aside.chmod(0o755)
         for folder in _FOLDERS:
             (aside / folder).mkdir()
-        write_whole(aside / RECIPE, recipe_text)
+        write_whole(aside / RECIPE, recipe_text, mode=PRIVATE)
         aside.rename(path)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write under another name, then rename: a reader sees the whole file, or the earlier one."""
+def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
+    """Write under another name, then rename: a reader sees the whole file, or the earlier one. `mode`: as far as the umask allows."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        aside.unlink(missing_ok=True)
+        aside.touch(mode)
         aside.write_text(text, encoding="utf-8")
         aside.replace(path)
     except BaseException:
