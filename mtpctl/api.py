@@ -25,6 +25,7 @@ from mtpctl.errors import (
     ThresholdMissed,
     UserError,
 )
+from mtpctl.signals import STOP_SIGNALS, exit_code
 
 if TYPE_CHECKING:
     from mtpctl.recipe.schema import Recipe
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from mtpctl.telemetry.sample_log import SampleRow
 
 _ERRORS = {error.exit_code: error for error in (UserError, EnvironmentMissing, ClusterResources, RuntimeFailure, ThresholdMissed)}
-_STOPPED = 130
+_STOPPED = tuple(map(exit_code, STOP_SIGNALS))
 
 
 class Change(TypedDict):
@@ -178,9 +179,9 @@ def _follow(command: list[str]) -> None:
         except KeyboardInterrupt:
             child.send_signal(signal.SIGINT)
             interrupted = True
-    if interrupted and code in (0, _STOPPED):
+    if interrupted and code in (0, *_STOPPED):
         raise KeyboardInterrupt
-    if code == _STOPPED:
+    if code in _STOPPED:
         raise RuntimeFailure("the run was stopped on request; train again to continue")
     if code:
         raise _ERRORS.get(code, MtpctlError)(said or f"mtpctl train ended with exit code {code}")

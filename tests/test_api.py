@@ -82,7 +82,12 @@ def test_train_runs_the_command_and_prints_its_lines(
 
 @pytest.mark.parametrize(
     ("code", "error", "told"),
-    [(2, UserError, "seed: must be a number"), (130, RuntimeFailure, "stopped on request"), (1, MtpctlError, "seed: must be a number")],
+    [
+        (2, UserError, "seed: must be a number"),
+        (130, RuntimeFailure, "stopped on request"),
+        (143, RuntimeFailure, "stopped on request"),
+        (1, MtpctlError, "seed: must be a number"),
+    ],
 )
 def test_what_the_command_ends_with_is_raised(code: int, error: type[MtpctlError], told: str) -> None:
     program = f"import sys; print('error: seed: must be a number', file=sys.stderr); sys.exit({code})"

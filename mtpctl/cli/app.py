@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import traceback
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from mtpctl.cli import init_process
 from mtpctl.cli.answers import answer
 from mtpctl.errors import MtpctlError
+from mtpctl.signals import exit_code, raising_on_stop
 
 if TYPE_CHECKING:
     from typer._click import Command, Context
@@ -38,7 +41,6 @@ COMMANDS = {
 }
 """Each command: its module and function, imported when it is used, and its line in the list of commands."""
 
-INTERRUPTED = 130
 ANYWHERE = ("--debug", "--verbose", "-v")
 """Options that may stand anywhere on the line. Each of them also shows warnings that are known to be idle."""
 
@@ -59,8 +61,11 @@ class _Commands(TyperGroup):
         return name, _imported(name) if name and listed else None, rest
 
     def invoke(self, ctx: Context) -> object:
-        # A scheduler's SIGTERM ends a command as Ctrl-C does, with everything that it has started.
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        # A scheduler's SIGTERM and a closed terminal end a command as Ctrl-C does, with everything that it has started.
+        with raising_on_stop():
+            return self._invoked(ctx)
+
+    def _invoked(self, ctx: Context) -> object:
         try:
             return super().invoke(ctx)
         except MtpctlError as error:
@@ -72,9 +77,7 @@ class _Commands(TyperGroup):
             raise typer.Exit(error.exit_code) from error
         except KeyboardInterrupt as error:
             print("interrupted", file=sys.stderr)
-            raise typer.Exit(INTERRUPTED) from error
-        finally:
-            signal.signal(signal.SIGTERM, before)
+            raise typer.Exit(exit_code(getattr(error, "number", signal.SIGINT))) from error
 
 
 def _imported(name: str) -> Command:
@@ -123,8 +126,11 @@ def _everywhere(
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit.
 
-    Exit codes: those of `mtpctl.errors`, 2 for a wrong command line, 130 after Ctrl-C or SIGTERM, 1 for a bug, with its traceback.
+    Exit codes: those of `mtpctl.errors`, 2 for a wrong command line, 128 and its number after a signal that asks for a stop (130 for
+    Ctrl-C), 1 for a bug, with its traceback.
     """
+    if os.getpid() == 1:
+        init_process.fork_command()
     arguments = sys.argv[1:] if arguments is None else arguments
     asked = [option for option in ANYWHERE if option in arguments]
     arguments = [*asked, *(argument for argument in arguments if argument not in ANYWHERE)]

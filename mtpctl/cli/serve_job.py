@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import signal
 import socket
 import tempfile
 from collections.abc import AsyncIterator
@@ -22,6 +21,7 @@ from mtpctl.rollout.protocol import Generator
 from mtpctl.rollout.requests import request_for
 from mtpctl.rollout.sample_file import SampleFile
 from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.signals import stop_signals
 from mtpctl.sync.store import VersionStore
 
 
@@ -47,7 +47,7 @@ def serve(recipe: Recipe, out: Path | None, *, host: str, port: int, say: Say, s
 
 async def _serve(recipe: Recipe, source: Source, store: VersionStore, file: SampleFile | None, bound: socket.socket, say: Say) -> int:
     stopping, loop = asyncio.Event(), asyncio.get_running_loop()
-    for each in (signal.SIGINT, signal.SIGTERM):
+    for each in stop_signals():
         loop.add_signal_handler(each, stopping.set)
     stopped = asyncio.create_task(stopping.wait())
     finished = 0

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-import signal
 import socket
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.deadlines import finished_before, within
 from mtpctl.cluster.heap import settle_heap
-from mtpctl.cluster.local import check_room, cluster
+from mtpctl.cluster.local import Daemons, check_room, cluster
 from mtpctl.cluster.room import Host
 from mtpctl.cluster.seats import Seats
 from mtpctl.controller.buffer import SampleBuffer
@@ -30,6 +29,7 @@ from mtpctl.controller.sft import SftStage
 from mtpctl.controller.start_teacher import start_teacher
 from mtpctl.controller.state import RunState, check_stages, resumed_from
 from mtpctl.controller.status_http import status_app, status_socket
+from mtpctl.controller.stopping import Stops
 from mtpctl.controller.trainers import TrainerGroup, TrainerLost
 from mtpctl.controller.waits import Waits
 from mtpctl.controller.weights import WeightSync
@@ -45,17 +45,16 @@ from mtpctl.rollout.installed import check_engine
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.start import start_pool
 from mtpctl.routes import RouteShape
+from mtpctl.signals import exit_code, raise_on_stop
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.session import Resumed, Telemetry, show_ended
 from mtpctl.telemetry.sinks import check_packages
 from mtpctl.telemetry.status_page import ReplicaCounts
 from mtpctl.web.server import address_of, serving
 
-INTERRUPTED = 130
-
 
 def run(recipe: Recipe, *, plain: bool = False) -> int:
-    """Train as the recipe says. Returns the exit code: 0, or 130 after a stop that was asked for."""
+    """Train as the recipe says. Returns the exit code: 0, or that of the signal that asked for a stop."""
     totals: dict[str, int] = {stage: getattr(recipe.train, stage).steps for stage in recipe.train.stages}
     check_copies(recipe)
     tell = partial(print, flush=True)
@@ -106,11 +105,12 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
                 telemetry.event("copy", fetched)
             if prepared.unrewarded:
                 telemetry.event("data", prepared.unrewarded)
-            with cluster(recipe.cluster, cpus=cpus, gpus=gpus, logs=directory.logs):
-                finished = asyncio.run(Run(recipe, prepared, directory, telemetry, changed, status).drive())
-                if finished:
+            with cluster(recipe.cluster, cpus=cpus, gpus=gpus, logs=directory.logs) as daemons:
+                stopped_by = asyncio.run(Run(recipe, prepared, directory, telemetry, changed, status, daemons).drive())
+                raise_on_stop()  # The event loop has taken its handlers with it.
+                if stopped_by is None:
                     telemetry.print_summary()
-    return 0 if finished else INTERRUPTED
+    return 0 if stopped_by is None else exit_code(stopped_by)
 
 
 def _to_go_on(recipe: Recipe, stage: str) -> str:
@@ -130,7 +130,7 @@ class Run:
     """The actors of one run, where they sit, and the order in which its stages use them.
 
     `changed`: how RL by this recipe differs from RL in the run so far, which the line of the resume says; empty where it does not.
-    `status`: the socket of the status page, where there is one.
+    `status`: the socket of the status page, where there is one. `daemons`: those of a cluster that the run has started.
     """
 
     placement: Placement
@@ -148,20 +148,22 @@ class Run:
         telemetry: Telemetry,
         changed: str = "",
         status: socket.socket | None = None,
+        daemons: Daemons | None = None,
     ) -> None:
         self.recipe, self.prepared, self.directory, self.telemetry = recipe, prepared, directory, telemetry
         self.changed, self.status = changed, status
         self.waits = Waits(telemetry.waiting, directory.logs)
         self.state = RunState(directory.checkpoints, recipe.train, waiting=self.waits.on, tell=partial(telemetry.event, "checkpoint"))
+        self.stops = Stops(self.state, partial(telemetry.event, "stop"), daemons)
         self.store = store_in(directory.path, recipe, prepared.model.shape)
 
-    async def drive(self) -> bool:
-        """Run all stages. Returns False where a stop was asked for before the end, after a checkpoint unless the recipe keeps none."""
-        self._handle_signals()
+    async def drive(self) -> int | None:
+        """Run all stages. If a signal asks for a stop, returns its number, after a checkpoint unless the recipe keeps none."""
         for caution in cautions_of(self.recipe):
             self.telemetry.event("caution", caution)
-        self.store.claim()
         async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(self.stops.handled())
+            self.store.claim()
             stack.callback(self.store.close)
             if "rl" in self.recipe.train.stages and (bound := gateway_socket(self.recipe.rollout)) is not None:
                 self.gateway = stack.enter_context(contextlib.closing(bound))
@@ -174,7 +176,7 @@ class Run:
                 stack.push_async_callback(self._copied, copies)
             found = await seated(self.recipe, self.waits, self.state.stopping)
             if found is None:
-                return False
+                return self.stops.number
             self.placement, self.seats = found
             self.telemetry.event("start", f"places: {self.seats.told()}")
             if "rl" in self.recipe.train.stages and self.recipe.rollout.elastic:
@@ -207,8 +209,8 @@ class Run:
                 path = await self.state.checkpoint(trainer)
                 kept = f"checkpoint {path}" if path else "train.keep_checkpoints is 0: it cannot be resumed"
                 self.telemetry.event("stop", f"stopped in {self.state.stage} at step {self.state.step}; {kept}")
-                return False
-        return True
+                return self.stops.number
+        return None
 
     async def _copied(self, copies: Copies) -> None:
         """Wait until the newest checkpoint is copied too."""
@@ -224,20 +226,6 @@ class Run:
         else:
             if path is not None:
                 self.telemetry.event("stop", f"failed in {self.state.stage} at step {self.state.step}; checkpoint {path}")
-
-    def _handle_signals(self) -> None:
-        """Let the first Ctrl-C or SIGTERM (which schedulers send) ask for a clean stop. The next one ends the process at once."""
-        loop = asyncio.get_running_loop()
-        signals = (signal.SIGINT, signal.SIGTERM)
-
-        def ask() -> None:
-            self.state.stopping.set()
-            self.telemetry.event("stop", "stopping after this step; once more to give up at once")
-            for each in signals:
-                loop.remove_signal_handler(each)
-
-        for each in signals:
-            loop.add_signal_handler(each, ask)
 
     async def _start_actors(self, stack: contextlib.AsyncExitStack) -> tuple[ReplicaPool, LogprobServer | None]:
         """Start what RL needs besides the trainer: the rollout engines, and the log-prob server where the recipe has one."""
@@ -356,7 +344,8 @@ class Run:
             await SftStage(self.recipe, self.prepared, trainer, self.telemetry, self.state, beside=starting, revive=self.revival).run()
         else:
             assert starting is not None
-            await self._rl(trainer, *await starting, resumed)
+            if await finished_before(starting, self.state.stopping):
+                await self._rl(trainer, *starting.result(), resumed)
         if not self.state.stopping.is_set():
             self.state.end(stage)
             await self.state.checkpoint(trainer)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mtpctl.cli.app import main
-from mtpctl.errors import EnvironmentMissing
+from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.loading import load_recipe
 from tests.families.toys import TOYS
 
@@ -309,21 +309,40 @@ def test_a_recipe_that_does_not_fit_starts_nothing(mtpctl: Any, monkeypatch: pyt
     assert mtpctl("train", "tiny_mtp", "--set", "train.stages=[]").code == 2
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_a_schedulers_sigterm_are_exit_130(mtpctl: Any, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals) -> None:
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_stop_signal_ends_a_command_with_128_and_its_number(
+    mtpctl: Any, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals, code: int
+) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         signal.raise_signal(sent)
 
     # A shell's background job ignores Ctrl-C, and so would this one.
-    before = signal.default_int_handler if sent == signal.SIGINT else signal.getsignal(sent)
+    before = signal.default_int_handler if sent == signal.SIGINT else signal.SIG_DFL
     monkeypatch.setattr("mtpctl.recipe.loading.load_recipe", interrupted)
     inherited = signal.signal(sent, before)
     try:
         told = mtpctl("recipe", "validate", "tiny_mtp")
-        assert (told.code, told.err) == (130, "interrupted\n")
+        assert (told.code, told.err) == (code, "interrupted\n")
         assert signal.getsignal(sent) == before
     finally:
         signal.signal(sent, inherited)
+
+
+def test_ignored_sighup_stays_ignored(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`nohup` starts the command so."""
+    handlers: list[object] = []
+
+    def load(*_: Any, **__: Any) -> None:
+        handlers.append(signal.getsignal(signal.SIGHUP))
+        raise UserError("seed: none")
+
+    monkeypatch.setattr("mtpctl.recipe.loading.load_recipe", load)
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        mtpctl("recipe", "validate", "tiny_mtp")
+    finally:
+        signal.signal(signal.SIGHUP, inherited)
+    assert handlers == [signal.SIG_IGN]
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ SCALES = ("scale rollout",) * 3
 """Events that need replicas that come and go: another number of them is asked for than before."""
 HOST_KINDS = (*("host gone" for _ in range(4)), *(f"kill {whom}" for whom in (TRAINER, ROLLOUT, LOGPROB)), "command killed")
 """Events of a run over several hosts."""
-ENDS = {"command killed": {-signal.SIGKILL}, "command ended": {130, -signal.SIGTERM}, "fill disk": {5}, "fill memory": {3, 5}}
+ENDS = {"command killed": {-signal.SIGKILL}, "command ended": {143, -signal.SIGTERM}, "fill disk": {5}, "fill memory": {3, 5}}
 """The exit codes with which the command may end after an event, to be started again. It goes on by itself after all others."""
 LONG_S = {TRAINER: 190.0, ROLLOUT: 120.0, LOGPROB: 120.0}
 """Longer than the deadlines of calls to these actors in the settings above."""

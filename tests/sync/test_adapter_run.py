@@ -73,7 +73,7 @@ class Start:
     def stop(self) -> None:
         """Ask for a clean stop, and see it come."""
         self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(120) == 130, self.log.read_text()
+        assert self.process.wait(120) == 143, self.log.read_text()
         assert "Traceback" not in self.log.read_text()
 
 

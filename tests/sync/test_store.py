@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from mtpctl.sync.protocol import VersionConflict
 from mtpctl.sync.publisher import Publisher
 from mtpctl.sync.store import KEPT, VersionStore, default_root, name_of
 from mtpctl.sync.transports.base import open_reader
+from tests.full_disk import full_disk
 
 
 def tensors(value: float) -> list[tuple[str, torch.Tensor]]:
@@ -217,3 +219,12 @@ def test_manifest_counts_bytes(tmp_path: Path) -> None:
     manifest = publisher(tmp_path).publish(tensors(1), 1)
     assert isinstance(manifest, Manifest)
     assert manifest.nbytes == 8 * 4 + 4 * 4
+
+
+def test_manifest_that_does_not_fit_is_reported_with_its_folder(tmp_path: Path) -> None:
+    store = VersionStore(tmp_path)
+    manifest = publisher(tmp_path).publish(tensors(1), 1)
+    folder = store.prepare(2)
+    with full_disk(), pytest.raises(EnvironmentMissing, match=f"^{folder}: cannot hold published weights .*; free space there"):
+        store.commit(replace(manifest, version=2))
+    assert store.versions() == [1]

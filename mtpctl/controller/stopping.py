@@ -1,0 +1,99 @@
+"""Stops a run on a signal: the first asks for a stop after the current update, the second gives up what is still running.
+
+A run whose Ray cluster is lost stops too: actors still answer for a while, so that the trainer can write its checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from mtpctl.cluster.local import Daemons
+from mtpctl.controller.state import RunState
+from mtpctl.errors import MtpctlError, RuntimeFailure
+from mtpctl.signals import StopRequested, exit_code, stop_signals
+
+GIVE_UP_S = 8.0
+"""Seconds that a run has to end after a second signal. Then its process ends, and the watchdog ends the others."""
+LOOK_S = 0.5
+LOST_S = 45.0
+"""Seconds that a run has to end after its cluster was lost. Ray ends processes that have missed the GCS server for 60 s."""
+SHOW_CURSOR = "\x1b[?25h"
+
+
+class Stops:
+    """The stop of a run. `number` is the signal that asked for it; `tell` logs a line; `daemons` are those that the run has started."""
+
+    number: int | None = None
+
+    def __init__(self, state: RunState, tell: Callable[[str], None], daemons: Daemons | None = None) -> None:
+        self.state, self.tell, self.daemons = state, tell, daemons
+        self._signals = stop_signals()
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handle the stop signals, in the event loop that is running, and watch the cluster while the block runs.
+
+        Raises RuntimeFailure if the cluster was lost, in place of what that has caused.
+        """
+        for each in self._signals:
+            asyncio.get_running_loop().add_signal_handler(each, self._take, each)
+        watching = asyncio.create_task(self._watch(), name="cluster")
+        try:
+            yield
+        except MtpctlError as error:
+            if (lost := self._lost()) is not None:
+                raise lost from error
+            raise
+        finally:
+            watching.cancel()
+        if (lost := self._lost()) is not None and self.number is None and self.state.stopping.is_set():
+            raise lost
+
+    def _take(self, number: int) -> None:
+        if self.number is None:
+            self.number = number
+            self.state.stopping.set()
+            self.tell("stopping after this step; another signal gives up at once")
+            return
+        for each in self._signals:
+            asyncio.get_running_loop().remove_signal_handler(each)
+            signal.signal(each, lambda number, frame: _end(exit_code(number), "interrupted"))
+        _end_after(GIVE_UP_S, exit_code(number), "interrupted")
+        # Out of the event loop, which then cancels its tasks.
+        raise StopRequested(number)
+
+    async def _watch(self) -> None:
+        """Stop the run as on a signal once a daemon of its cluster has ended."""
+        while (lost := self._lost()) is None:
+            await asyncio.sleep(LOOK_S)
+        self.state.stopping.set()
+        self.tell(f"{lost}; stopping after this step")
+        _end_after(LOST_S, lost.exit_code, f"error: {lost}")
+
+    def _lost(self) -> RuntimeFailure | None:
+        """The loss of the cluster, if a daemon of it has ended."""
+        ended = None if self.daemons is None else self.daemons.ended()
+        return None if ended is None else RuntimeFailure(f"Ray on this machine: {ended}; start the same command again to continue")
+
+
+def _end_after(seconds: float, code: int, line: str) -> None:
+    def end() -> None:
+        time.sleep(seconds)
+        _end(code, line)
+
+    threading.Thread(target=end, name="end", daemon=True).start()
+
+
+def _end(code: int, line: str) -> None:
+    """End the process at once. What it has started is ended by the watchdog, as after SIGKILL."""
+    if sys.stdout.isatty():
+        os.write(1, SHOW_CURSOR.encode())
+    os.write(2, f"{line}\n".encode())
+    os._exit(code)

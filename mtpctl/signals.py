@@ -1,0 +1,51 @@
+"""The signals that ask a command to stop, and the exit codes that they lead to."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C; `timeout`, schedulers and container runtimes; a terminal that was closed."""
+
+
+class StopRequested(KeyboardInterrupt):
+    """A signal asks the command to stop. Libraries treat it as Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def exit_code(number: int) -> int:
+    """The exit code after a stop by this signal, as shells report it: 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP."""
+    return 128 + number
+
+
+def stop_signals() -> list[signal.Signals]:
+    """The stop signals that this process handles. `nohup` ignores SIGHUP for the command that it starts, and so does the command then."""
+    return [each for each in STOP_SIGNALS if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
+
+
+def raise_on_stop() -> None:
+    """Raise KeyboardInterrupt in the main thread on SIGINT, and its subclass StopRequested on the other stop signals."""
+    for each in stop_signals():
+        # asyncio cancels its main task on SIGINT only if the handler is Python's own.
+        signal.signal(each, signal.default_int_handler if each == signal.SIGINT else _raise)
+
+
+@contextmanager
+def raising_on_stop() -> Iterator[None]:
+    """`raise_on_stop` while the block runs, except that a SIGINT which the caller ignores or handles itself is left alone."""
+    before = {each: signal.signal(each, _raise) for each in stop_signals() if each != signal.SIGINT}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise StopRequested(number)
