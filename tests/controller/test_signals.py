@@ -71,6 +71,7 @@ class Command:
     process: subprocess.Popen[bytes]
     log: Path
     first: bool
+    began: float
 
     @classmethod
     def start(cls, run_dir: Path, sft_steps: int, *, first: bool) -> Command:
@@ -79,17 +80,14 @@ class Command:
         command = [sys.executable, "-m", "mtpctl", "train", str(RECIPE), "--plain", *sets]
         command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *command] if first else command
         environment = with_tree(**{MARK: mark, "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"})
+        began = time.time()
         with log.open("wb") as file:
             process = subprocess.Popen(command, stdout=file, stderr=file, cwd=run_dir.parent, env=environment, start_new_session=True)
-        return cls(run_dir, mark, process, log, first)
+        return cls(run_dir, mark, process, log, first, began)
 
     def rows(self) -> list[dict[str, object]]:
         file = self.run_dir / "metrics.jsonl"
         return [row for row in read_rows(file) if float(str(row["time"])) > self.began] if file.exists() else []
-
-    @property
-    def began(self) -> float:
-        return psutil.Process(self.process.pid).create_time()
 
     def in_phase(self, phase: str) -> bool:
         """Whether the run is in this phase now."""
@@ -125,6 +123,13 @@ class Command:
         while not condition():
             assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
             time.sleep(0.005)
+
+    def end(self) -> int:
+        """The exit code. The command has to end within `END_S`."""
+        try:
+            return self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {END_S} s: {self.processes()}\n{self.log.read_text()}")
 
     def signal(self, number: int, target: str) -> None:
         with suppress(ProcessLookupError):  # it ended between two signals
@@ -182,7 +187,7 @@ def test_signals_end_a_run_with_a_checkpoint_and_nothing_left(
         if times > 1:
             time.sleep(0.3)
             command.signal(number, target)
-        code = command.process.wait(END_S)
+        code = command.end()
         print(f"ended after {time.monotonic() - sent:.1f} s")
         text = command.log.read_text()
         # A shell reports both alike. A second signal may come when the command is about to exit.
@@ -220,7 +225,7 @@ def test_run_that_loses_the_gcs_server_saves_its_update_and_ends_by_itself(run_d
     command.wait_for(lambda: command.in_phase("rl"))
     started = psutil.Process(command.process.pid).children(recursive=True)
     next(process for process in started if process.name() == "gcs_server").kill()
-    assert command.process.wait(END_S) == 5, command.log.read_text()
+    assert command.end() == 5, command.log.read_text()
     errors = [line for line in command.log.read_text().splitlines() if line.startswith("error: ")]
     assert errors == ["error: Ray on this machine: gcs_server has ended with signal 9; start the same command again to continue"]
     assert not [process for process in {*started, *command.processes()} if runs(process)]
