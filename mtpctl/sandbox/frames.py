@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 
 
-def read_frame(descriptor: int) -> bytes | None:
-    """The next message; None where the stream has ended."""
+def read_frame(descriptor: int, largest: int = 1 << 32) -> bytes | None:
+    """The next message; None if the stream has ended. Raises ValueError for a message of more than `largest` bytes."""
     head = _read(descriptor, 4)
-    return None if head is None else _read(descriptor, int.from_bytes(head, "big"))
+    if head is None:
+        return None
+    length = int.from_bytes(head, "big")
+    if length > largest:
+        raise ValueError(f"a message of {length} bytes")
+    return _read(descriptor, length)
 
 
 def write_frame(descriptor: int, message: bytes) -> None:

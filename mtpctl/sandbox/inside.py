@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ast
 import atexit
-import builtins
-import importlib
 import json
 import linecache
 import os
@@ -23,7 +21,9 @@ from contextlib import suppress
 from typing import TypedDict
 
 from mtpctl.sandbox.frames import read_frame, write_frame
-from mtpctl.sandbox.questions import Peer, PeerGone
+from mtpctl.sandbox.judging import compiled, in_a_line, run_tests
+from mtpctl.sandbox.questions import AnswerEnd, TestsEnd
+from mtpctl.sandbox.verdicts import VerdictWriter
 
 JOB, CHANNEL, LINK = 3, 4, 5
 NOT_CONFINED = 96
@@ -39,6 +39,7 @@ class Job(TypedDict, total=False):
     tests: list[str]
     names: list[str]
     builtins: list[str]
+    key: str
 
 
 def play() -> None:
@@ -66,7 +67,7 @@ def _program(job: Job) -> int:
     """The code as a program of its own: its exit code."""
     module = _main_module()
     try:
-        _execute(_compiled(job["code"], _FILE), module)
+        _execute(compiled(job["code"], _FILE), module)
         code = 0
     except SystemExit as error:
         code = _exit_code(error)
@@ -117,61 +118,27 @@ def _cell(code: str, file: str, module: types.ModuleType) -> None:
 def _answer(job: Job) -> int:
     """Execute the code, and then do what the tests ask for."""
     module = _main_module("answer")
-    peer = Peer(LINK, trusted=False)
+    end = AnswerEnd(LINK)
     try:
-        _execute(_compiled(job["code"], _FILE), module)
+        _execute(compiled(job["code"], _FILE), module)
         error = ""
     except BaseException as raised:
         _print_error(raised)
-        error = _in_a_line(raised)
-    peer.answer(vars(module), error)
+        error = in_a_line(raised)
+    end.answer(vars(module), error)
     return 0
 
 
 def _tests(job: Job) -> int:
-    """Run the tests one by one, and tell of each on the channel whether it passed."""
-    peer = Peer(LINK, trusted=True)
-    space: dict[str, object] = {"__name__": "tests", "__builtins__": builtins}
-    try:
-        error = peer.begin()
-        names = [name for name in job["names"] if not _own(name, space, job["builtins"])]
-        space |= peer.fetch(names)
-    except PeerGone:
-        error = "the answer's process ended before the tests began"
-    for place, test in enumerate(job["tests"]):
-        file = f"test {place}"
-        told = error
-        if not told:
-            try:
-                exec(_compiled(test, file), space)
-            except BaseException as raised:
-                told = _in_a_line(raised)
-                if isinstance(raised, PeerGone):
-                    error = told
-        write_frame(CHANNEL, json.dumps({"passed": not told, "error": told[:500]}).encode())
+    """Run the tests, and report each on the channel."""
+    run_tests(job["tests"], job["names"], job["builtins"], TestsEnd(LINK), VerdictWriter(CHANNEL, job["key"]))
     return 0
-
-
-def _own(name: str, space: dict[str, object], wanted: list[str]) -> bool:
-    """Whether a name in the tests means Python's own thing, whatever the answer calls so; modules are imported here."""
-    if name in wanted:
-        return False
-    if name in sys.stdlib_module_names or name in ("np", "numpy"):
-        with suppress(ImportError):
-            space[name] = importlib.import_module("numpy" if name == "np" else name)
-            return True
-    return hasattr(builtins, name)
 
 
 def _main_module(name: str = "__main__") -> types.ModuleType:
     module = types.ModuleType(name)
     sys.modules[name] = module
     return module
-
-
-def _compiled(code: str, file: str) -> types.CodeType:
-    linecache.cache[file] = (len(code), None, code.splitlines(True), file)
-    return compile(code, file, "exec", dont_inherit=True)
 
 
 def _execute(code: types.CodeType, module: types.ModuleType) -> None:
@@ -194,10 +161,3 @@ def _print_error(error: BaseException) -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         traceback.print_exception(type(error), error, trace)
-
-
-def _in_a_line(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}".strip().splitlines()[0].rstrip(": ")
-    except BaseException:
-        return type(error).__name__

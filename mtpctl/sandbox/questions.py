@@ -1,285 +1,341 @@
 """How tests ask an answer that runs in another process, so that no line of the answer runs where it is judged.
 
-The tests hold a `Remote` for each function and class of the answer. A call sends the arguments as data, and what comes back is data too: a
-new list or number of this process, with Python's own `==`. So an answer can return what it likes, and no more: it sees neither tests nor
-expected values, cannot end their process, and can patch none but its own.
+`TestsEnd` is trusted, `AnswerEnd` shares its process with the answer and may be replaced by it. What the tests receive is plain data
+(`values`) or a proxy (`remote`): no function, no class, and nothing that is looked up by a name which the answer chose. Only exception
+classes are looked up, in `_EXCEPTIONS`; those of the answer have a namesake. A call that raises StopIteration raises RuntimeError in the
+tests, as it does in a generator (PEP 479); otherwise `all(map(f, xs))` would stop at the first call and pass.
 
-Objects that are no data stay in the answer's process: `Remote` forwards attributes, calls, indexing, iteration, and operators between two
-such objects. Between one of them and data of the tests no operator is forwarded, since an object could claim to equal any value: the two
-are unequal, and other operators are a TypeError.
-
-The answer can call functions of the tests that it is given, and do nothing else with them. A list, dict or set that it changes is changed
-for the tests when the call returns. Exceptions arrive as the built-in class that they derive from; exception classes of the answer have a
-namesake here.
+The answer can call functions that tests pass to it. A list, dict or set that it changes is changed for the tests when the call returns.
 """
 
 from __future__ import annotations
 
 import builtins
+import copy
+import importlib
 import json
 import operator
-from collections import deque
+import sys
+import threading
 from collections.abc import Callable, Iterator
-from decimal import Decimal
-from fractions import Fraction
-from typing import Any, NoReturn
+from contextlib import contextmanager, suppress
+from functools import reduce
+from typing import Any
 
+from mtpctl.sandbox import remote, values
 from mtpctl.sandbox.frames import read_frame, write_frame
+from mtpctl.sandbox.remote import Remote
 
-_PLAIN = (bool, int, float, str, type(None))
-_ITEMS: dict[str, Callable[[list[Any]], object]] = {"l": list, "t": tuple, "s": set, "f": frozenset, "q": deque}
-_NAMED: dict[str, Callable[[str], object]] = {"F": Fraction, "D": Decimal, "b": bytes.fromhex, "a": bytearray.fromhex}
-_UNARY = ["neg", "pos", "abs", "invert"]
-_BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"]
-_COMPARISONS = ["lt", "le", "gt", "ge", "eq", "ne"]
-_OPERATIONS: dict[str, Callable[..., object]] = {
-    **{name: getattr(operator, f"__{name}__") for name in _UNARY + _BINARY + _COMPARISONS},
-    **{each.__name__: each for each in (len, bool, str, repr, int, float, iter, next, hash, isinstance, getattr, setattr)},
-    "getitem": operator.getitem,
-    "setitem": operator.setitem,
-    "delitem": operator.delitem,
-    "call": lambda function, *arguments, **named: function(*arguments, **named),
+LARGEST_FRAME = 1 << 26
+"""Bytes of the largest message that tests read."""
+_STOPS = (StopIteration, StopAsyncIteration)
+_EXCEPTIONS: dict[str, type[Exception]] = {
+    kind.__name__: RuntimeError if issubclass(kind, _STOPS) else kind
+    for kind in vars(builtins).values()
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, BaseExceptionGroup)
 }
+_MUTABLE = (list, dict, set, bytearray)
 
 
 class PeerGone(BaseException):
-    """The other process has ended. No Exception, so that no test catches it."""
+    """The other process has ended, or sent what no answer sends. No Exception, so that no test catches it."""
 
 
-class Peer:
-    """One end of the stream between tests (`trusted`) and answer.
+class _End:
+    """One end of the stream."""
 
-    The trusted end lets the other one call functions that it has been given, and refuses all else.
-    """
+    def __init__(self, descriptor: int, largest: int) -> None:
+        self._descriptor, self._largest = descriptor, largest
+        self._referenced: dict[int, object] = {}
+        self._lock = threading.RLock()
 
-    def __init__(self, descriptor: int, *, trusted: bool) -> None:
-        self._descriptor, self._trusted = descriptor, trusted
-        self._given: dict[int, object] = {}
-        self._classes: dict[str, type[BaseException]] = {}
-
-    # the tests' end
-
-    def begin(self) -> str:
-        """Wait until the answer's code has run: the error that it ended with, or an empty text. Raises PeerGone."""
-        return str(self._receive()["error"])[:500]
-
-    def fetch(self, names: list[str]) -> dict[str, object]:
-        """What the answer calls so; names that it does not have are left out."""
-        found = self._request("names", names)
-        return {name: self._decoded(value) for name, value in found.items() if name in names}
-
-    def ask(self, operation: str, *arguments: object, **named: object) -> Any:
-        """The result of an operation on the answer's objects. Raises what it raised."""
-        sent = [self._encoded(each) for each in arguments]
-        reply = self._request("do", operation, sent, {name: self._encoded(each) for name, each in named.items()})
-        for place, changed in reply.get("changed", ()):
-            _become(arguments[place], self._decoded(changed))
-        if "raised" in reply:
-            self._raise(*reply["raised"])
-        return self._decoded(reply["value"])
-
-    # the answer's end
-
-    def answer(self, space: dict[str, object], error: str) -> None:
-        """Say that the code has run, and do what the tests ask until they are done."""
-        self._send({"error": error})
-        try:
-            while True:
-                self._serve(self._receive(), space)
-        except PeerGone:
-            return
-
-    def _serve(self, message: dict[str, Any], space: dict[str, object]) -> None:
-        if message["kind"] == "names":
-            (names,) = message["with"]
-            self._send({name: self._encoded(space[name]) for name in names if name in space})
-            return
-        operation, sent, named = message["with"]
-        reply: dict[str, object] = {}
-        try:
-            arguments = [self._decoded(each) for each in sent]
-            reply["value"] = self._encoded(_OPERATIONS[operation](*arguments, **{k: self._decoded(v) for k, v in named.items()}))
-            after = [(place, self._encoded(each)) for place, each in enumerate(arguments) if type(each) in (list, dict, set, bytearray)]
-            reply["changed"] = [(place, each) for place, each in after if each != sent[place]]
-        except BaseException as raised:
-            reply = {"raised": self._described(raised)}
-        self._send(reply)
-
-    # both
-
-    def _request(self, kind: str, *arguments: object) -> dict[str, Any]:
-        """Send a message and return the reply. Meanwhile the other end may call functions that it was given."""
-        self._send({"kind": kind, "with": arguments})
-        while "kind" in (message := self._receive()):
-            if self._trusted:
-                self._call_back(message)
-            else:
-                self._serve(message, {})
-        return message
-
-    def _call_back(self, message: dict[str, Any]) -> None:
-        operation, sent, named = message["with"]
-        try:
-            function, *arguments = (self._decoded(each) for each in sent)
-            if operation != "call" or named or sent[0][0] != "o":
-                raise TypeError("functions of the tests can be called, and no more")
-            self._send({"value": self._encoded(function(*arguments))})
-        except Exception as raised:
-            self._send({"raised": self._described(raised)})
+    def _refer(self, mark: str, value: object, *rest: object) -> list[object]:
+        self._referenced[id(value)] = value
+        return [mark, id(value), *rest]
 
     def _send(self, message: object) -> None:
         try:
             write_frame(self._descriptor, json.dumps(message).encode())
         except OSError as error:
-            raise PeerGone("the other process has ended") from error
+            raise PeerGone("the answer's process ended") from error
 
-    def _receive(self) -> dict[str, Any]:
+    def _receive(self) -> Any:
         try:
-            frame = read_frame(self._descriptor)
+            frame = read_frame(self._descriptor, self._largest)
         except OSError:
             frame = None
         if frame is None:
             raise PeerGone("the answer's process ended")
-        message = json.loads(frame)
+        return json.loads(frame)
+
+
+class TestsEnd(_End):
+    """The end of the tests. `gone`: why the answer can be asked no more. `received`: whether data of the answer is in this process."""
+
+    __test__ = False
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, LARGEST_FRAME)
+        self.gone = ""
+        self.received = False
+        self._silent = False
+        self._remotes: dict[int, Remote] = {}
+        self._classes: dict[object, type[Exception]] = {}
+        self._numbers: dict[type, int | str] = {}
+
+    def begin(self) -> str:
+        """Wait until the answer's code has run: the error that it ended with, or an empty text. Raises PeerGone."""
+        with self._strict():
+            return str(self._receive()["error"])[:500]
+
+    def fetch(self, names: list[str]) -> dict[str, object]:
+        """The answer's objects of these names; names that it does not have are left out. Raises PeerGone."""
+        with self._lock, self._strict():
+            self._send(["names", names])
+            objects = self._reply()["objects"]
+            return {name: self._decode(objects[name]) for name in names if name in objects}
+
+    def ask(self, operation: str, *arguments: object, **named: object) -> Any:
+        """The result of an operation on the answer's objects. Raises what it raised, or PeerGone."""
+        if self.gone or self._silent:
+            raise PeerGone(self.gone or "the test has ended")
+        with self._lock:
+            sent = [self._encode(each) for each in arguments]
+            named = {name: self._encode(each) for name, each in named.items()}
+            with self._strict():
+                self._send([operation, sent, named])
+                reply = self._reply()
+                for index, changed in reply.get("changed", ()):
+                    _become(arguments[index], self._decode(changed))
+                if "raised" not in reply:
+                    return self._decode(reply["value"])
+                error = self._exception(operation, reply["raised"])
+            raise error
+
+    @contextmanager
+    def silence(self) -> Iterator[None]:
+        """Ask the answer nothing meanwhile."""
+        self._silent = True
+        try:
+            yield
+        finally:
+            self._silent = False
+
+    @contextmanager
+    def _strict(self) -> Iterator[None]:
+        """End the conversation after a message that is not as `AnswerEnd` writes it."""
+        try:
+            yield
+        except PeerGone as error:
+            self.gone = self.gone or str(error)
+            raise
+        except RecursionError:  # the message was read to its end
+            raise
+        except Exception as error:
+            self.gone = "the answer's process sent what is no reply"
+            raise PeerGone(self.gone) from error
+
+    def _reply(self) -> dict[str, Any]:
+        """The next reply. Meanwhile the answer may call functions that it was given."""
+        while "call" in (message := self._receive()):
+            self._call_back(message["call"])
         if not isinstance(message, dict):
-            raise PeerGone("the answer's process sent something else")
+            raise TypeError("a reply is a mapping")
         return message
 
-    def _encoded(self, value: object) -> object:
-        """A value as JSON. What is no data becomes a number by which the other end can ask for it."""
-        if type(value) in _PLAIN:
-            return value
-        if isinstance(value, Remote):
-            return ["o", object.__getattribute__(value, "_number")]
-        if isinstance(value, type) and issubclass(value, BaseException) and not self._trusted:
-            return ["E", value.__name__, _bases(value)]
-        name = getattr(value, "__name__", None) if callable(value) else None
-        if isinstance(name, str) and getattr(builtins, name, None) is value:
-            return ["B", name]
-        for kind, data in _DATA:
-            if isinstance(value, kind):
-                return data(self, value)
-        if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-            return ["n", value.dtype.str, value.tolist()] if getattr(value, "shape", ()) else self._encoded(value.tolist())  # type: ignore[attr-defined]
-        if self._trusted and not callable(value):
-            raise TypeError(f"a {type(value).__name__} of the tests cannot be given to the answer")
-        self._given[id(value)] = value
-        return ["r", id(value)]
+    def _call_back(self, sent: list[Any]) -> None:
+        function, *arguments = (self._decode(each) for each in sent)
+        self.received = True
+        if sent[0][0] != "o" or isinstance(function, Remote):
+            reply: dict[str, object] = {"raised": ["TypeError", "functions of the tests can be called, and no more"]}
+        else:
+            try:
+                reply = {"value": self._encode(function(*arguments))}
+            except Exception as raised:
+                reply = {"raised": [type(raised).__name__, *(each for each in raised.args if type(each) in values.PLAIN)]}
+        self._send(reply)
 
-    def _decoded(self, coded: Any) -> Any:
-        if type(coded) in _PLAIN:
-            return coded
-        kind, *rest = coded
-        if kind in _ITEMS:
-            return _ITEMS[kind]([self._decoded(each) for each in rest[0]])
-        if kind == "d":
-            return {self._decoded(key): self._decoded(value) for key, value in rest[0]}
-        if kind in _NAMED:
-            return _NAMED[kind](str(rest[0]))
-        if kind == "c":
-            return complex(*rest)
-        if kind == "g":
-            return range(*rest)
+    def _encode(self, value: object) -> object:
+        return values.encode(value, self._reference)
+
+    def _reference(self, value: object) -> list[object]:
+        if isinstance(value, Remote):
+            return ["o", remote.number_of(value)]
+        if isinstance(value, type) and value in self._numbers:
+            return ["o", self._numbers[value]]
+        if not callable(value):
+            raise TypeError(f"a {type(value).__name__} of the tests cannot be passed to the answer")
+        return ["I", *name] if (name := _importable(value)) else self._refer("r", value)
+
+    def _decode(self, coded: Any) -> Any:
+        value = values.decode(coded, self._resolve)
+        self.received |= not (value is None or isinstance(value, bool | Remote))
+        return value
+
+    def _resolve(self, kind: str, rest: list[Any]) -> object:
+        """The proxy of an object of the answer, a namesake of its exception class, or a function of the tests that it was given."""
+        number = rest[0]
         if kind == "o":
-            return self._given[rest[0]]
-        if kind == "B":
-            return getattr(builtins, rest[0])
+            return self._referenced[number]
         if kind == "E":
-            return self._namesake(*rest)
-        if kind == "n":
-            return _array(*rest)
-        return Remote(self, rest[0])
+            chain, base = rest
+            namesake = self._namesake(chain or [[base, base]], base)
+            self._numbers[namesake] = chain[0][0] if chain else base
+            return namesake
+        features, plain = rest[1:]
+        if kind != "r" or type(number) is not int or type(features) is not int:
+            raise TypeError("no reference")
+        if number not in self._remotes:
+            self._remotes[number] = remote.remote(self, number, features, values.PLAIN_CLASSES.get(plain))
+        return self._remotes[number]
+
+    def _namesake(self, chain: list[list[Any]], base: str) -> type[Exception]:
+        """The class that stands for an exception class of the answer. `chain`: number and name of each class above Python's own `base`.
+
+        A class that the answer names is never Python's own, whose failed assertions it would catch in the tests.
+        """
+        kind = _EXCEPTIONS.get(base, Exception)
+        for number, name in reversed(chain):
+            if number not in self._classes:
+                self._classes[number] = type(str(name), (kind,), {"__init__": _init, "__str__": _str})
+            kind = self._classes[number]
+        return kind
+
+    def _exception(self, operation: str, raised: list[Any]) -> Exception:
+        chain, base, arguments, text, attributes = raised
+        self.received = True
+        passed = [self._decode(each) for each in arguments]
+        if base == "StopIteration" and not chain:
+            if operation == "next":
+                return StopIteration(*passed)
+            passed = passed or ["the answer raised StopIteration"]
+        known = self._classes.get(base) or _EXCEPTIONS.get(base)
+        kind = known if known and not chain else self._namesake(chain or [[base, base]], base)
+        try:
+            error = kind(*passed)
+        except TypeError:  # some of Python's own want arguments of their own kind
+            error = self._namesake([[f"any {base}", base]], base)(*passed)
+        if hasattr(error, "_text"):
+            error._text = str(text)
+        for name, value in attributes.items():
+            if name.isidentifier() and not name.startswith("_") and not hasattr(error, name):
+                error.__dict__[name] = self._decode(value)
+        return error
+
+
+class AnswerEnd(_End):
+    """The end of the answer: does what the tests ask."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, sys.maxsize)
+
+    def answer(self, space: dict[str, object], error: str) -> None:
+        """Report that the code has run, and do what the tests ask until they are done."""
+        with suppress(PeerGone):
+            self._send({"error": error})
+            while True:
+                self._serve(self._receive(), space)
+
+    def ask(self, operation: str, *arguments: object, **named: object) -> Any:
+        """Call a function of the tests."""
+        function, *passed = arguments
+        if operation in _LOCAL:
+            return _LOCAL[operation](*map(_number, arguments))
+        if operation == "getattr":
+            raise AttributeError("a function of the tests can be called, and has no attributes")
+        if operation != "call" or named:
+            raise TypeError("a function of the tests can be called with arguments by position, and no more")
+        with self._lock:
+            self._send({"call": [self._encode(function), *(self._encode(each) for each in passed)]})
+            while type(message := self._receive()) is list:
+                self._serve(message, {})
+        if "raised" in message:
+            name, *rest = message["raised"]
+            raise _EXCEPTIONS.get(name, Exception)(*rest)
+        return self._decode(message["value"])
+
+    def _serve(self, message: list[Any], space: dict[str, object]) -> None:
+        if message[0] == "names":
+            objects: dict[str, object] = {}
+            for name in message[1]:
+                with suppress(KeyError, RecursionError):
+                    objects[name] = self._encode(space[name])
+            self._send({"objects": objects})
+            return
+        operation, sent, named = message
+        reply: dict[str, object] = {}
+        try:
+            arguments = [self._decode(each) for each in sent]
+            value = _OPERATIONS[operation](*arguments, **{name: self._decode(each) for name, each in named.items()})
+            reply["value"] = self._encode(value)
+            after = [(index, self._encode(each)) for index, each in enumerate(arguments) if type(each) in _MUTABLE]
+            reply["changed"] = [(index, each) for index, each in after if each != sent[index]]
+        except PeerGone:
+            raise
+        except BaseException as raised:
+            reply = {"raised": self._described(raised)}
+        self._send(reply)
+
+    def _encode(self, value: object) -> object:
+        return values.encode(value, self._reference)
+
+    def _reference(self, value: object) -> list[object]:
+        if isinstance(value, Remote):
+            return ["o", remote.number_of(value)]
+        if isinstance(value, type) and issubclass(value, Exception):
+            return ["E", *self._chain(value)]
+        plain = value.__name__ if isinstance(value, type) and values.PLAIN_CLASSES.get(value.__name__) is value else None
+        return self._refer("r", value, remote.features_of(type(value)), plain)
+
+    def _decode(self, coded: Any) -> Any:
+        return values.decode(coded, self._resolve)
+
+    def _resolve(self, kind: str, rest: list[Any]) -> object:
+        if kind == "o":
+            return self._referenced[rest[0]] if type(rest[0]) is int else getattr(builtins, rest[0])
+        if kind == "I":
+            module, name = rest
+            return reduce(getattr, name.split("."), importlib.import_module(module))
+        return remote.remote(self, rest[0], remote.features_of(type(_number)))
+
+    def _chain(self, kind: type[BaseException]) -> tuple[list[list[object]], str]:
+        own = [each for each in kind.__mro__ if getattr(builtins, each.__name__, None) is not each]
+        base = next(each.__name__ for each in kind.__mro__ if each not in own)
+        return [[self._refer("", each)[1], each.__name__] for each in own], base
 
     def _described(self, raised: BaseException) -> list[object]:
-        arguments = [each for each in raised.args if type(each) in _PLAIN]
-        return [type(raised).__name__, _bases(type(raised)), arguments]
-
-    def _raise(self, name: str, bases: list[str], arguments: list[object]) -> NoReturn:
-        raise self._namesake(name, bases)(*arguments)
-
-    def _namesake(self, name: str, bases: list[str]) -> type[BaseException]:
-        """The exception of that name: Python's, or one that stands for the answer's."""
-        known = [getattr(builtins, base, None) for base in bases]
-        base = next((each for each in known if isinstance(each, type) and issubclass(each, Exception)), Exception)
-        if base.__name__ == name:
-            return base
-        # Some of Python's own take arguments of their own kind; the namesake takes any.
-        body = {"__init__": lambda self, *arguments: Exception.__init__(self, *arguments)}
-        return self._classes.setdefault(f"{name}({base.__name__})", type(name, (base,), body))
+        chain, base = self._chain(type(raised))
+        text, arguments, attributes = "", [], {}
+        with suppress(Exception):
+            arguments = [self._encode(each) for each in raised.args]
+            text = str(raised)
+            attributes = {name: self._encode(each) for name, each in vars(raised).items()}
+        return [chain, base, arguments, text, attributes]
 
 
-class Remote:
-    """An object of the answer, which stays in its process."""
-
-    __slots__ = ("_number", "_peer")
-
-    def __init__(self, peer: Peer, number: int) -> None:
-        object.__setattr__(self, "_peer", peer)
-        object.__setattr__(self, "_number", number)
-
-    def _ask(self, operation: str, *arguments: object, **named: object) -> Any:
-        peer: Peer = object.__getattribute__(self, "_peer")
-        return peer.ask(operation, self, *arguments, **named)
-
-    def __call__(self, *arguments: object, **named: object) -> Any:
-        return self._ask("call", *arguments, **named)
-
-    def __getattr__(self, name: str) -> Any:
-        return self._ask("getattr", name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        self._ask("setattr", name, value)
-
-    def __iter__(self) -> Iterator[Any]:
-        ours = self._ask("iter")
-        while True:
-            try:
-                yield ours._ask("next")
-            except StopIteration:
-                return
-
-    def __next__(self) -> Any:
-        return self._ask("next")
-
-    def __bool__(self) -> bool:
-        return bool(self._ask("bool"))
-
-    def __instancecheck__(self, value: object) -> bool:
-        peer: Peer = object.__getattribute__(self, "_peer")
-        return peer.ask("isinstance", value, self) is True
-
-    def __hash__(self) -> int:
-        return int(self._ask("hash"))
+def _number(value: object) -> object:
+    return remote.number_of(value) if isinstance(value, Remote) else value
 
 
-def _forwarded(name: str) -> Callable[..., Any]:
-    def ask(self: Remote, *arguments: object) -> Any:
-        return self._ask(name, *arguments)
-
-    return ask
-
-
-def _between_two(name: str) -> Callable[..., Any]:
-    """An operator between two objects of the answer. One of its objects and data would hand over what may be the expected value."""
-
-    def ask(self: Remote, other: object) -> Any:
-        if isinstance(other, Remote):
-            return self._ask(name, other)
-        if name in ("eq", "ne"):
-            return name == "ne"
-        return NotImplemented
-
-    return ask
+def _importable(value: Any) -> tuple[str, str] | None:
+    """Module and name of a function or class that the answer can import itself; None for those of the tests."""
+    module = getattr(value, "__module__", None) or getattr(getattr(value, "__objclass__", None), "__module__", None)
+    name = getattr(value, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or module not in sys.modules:
+        return None
+    try:
+        return (module, name) if reduce(getattr, name.split("."), sys.modules[module]) is value else None
+    except AttributeError:
+        return None
 
 
-for _name in (*_UNARY, "len", "str", "repr", "int", "float", "getitem", "setitem", "delitem"):
-    setattr(Remote, f"__{_name}__", _forwarded(_name))
-for _name in (*_BINARY, *_COMPARISONS):
-    setattr(Remote, f"__{_name}__", _between_two(_name))
+def _init(self: Exception, *arguments: object) -> None:
+    Exception.__init__(self, *arguments)
+    self._text = None  # type: ignore[attr-defined]
 
 
-def _bases(kind: type[BaseException]) -> list[str]:
-    return [each.__name__ for each in kind.__mro__ if getattr(builtins, each.__name__, None) is each]
+def _str(self: Exception) -> str:
+    return Exception.__str__(self) if self._text is None else self._text  # type: ignore[attr-defined,no-any-return]
 
 
 def _become(ours: Any, changed: Any) -> None:
@@ -293,33 +349,31 @@ def _become(ours: Any, changed: Any) -> None:
         ours.update(changed)
 
 
-def _array(kind: str, values: object) -> object:
-    import numpy
-
-    if numpy.dtype(kind).kind not in "biufc":
-        raise TypeError(f"an array of {kind}")
-    return numpy.array(values, dtype=kind)
+def _exit(manager: Any, error: str = "") -> object:
+    kind = getattr(builtins, error) if error else None
+    return type(manager).__exit__(manager, kind, kind() if kind else None, None)
 
 
-def _items(mark: str) -> Callable[[Peer, Any], object]:
-    return lambda peer, value: [mark, [peer._encoded(each) for each in value]]
-
-
-_DATA: tuple[tuple[type, Callable[[Peer, Any], object]], ...] = (
-    (list, _items("l")),
-    (tuple, _items("t")),
-    (dict, lambda peer, value: ["d", [[peer._encoded(key), peer._encoded(each)] for key, each in value.items()]]),
-    (set, _items("s")),
-    (frozenset, _items("f")),
-    (deque, _items("q")),
-    (range, lambda peer, value: ["g", value.start, value.stop, value.step]),
-    (bytes, lambda peer, value: ["b", value.hex()]),
-    (bytearray, lambda peer, value: ["a", value.hex()]),
-    (complex, lambda peer, value: ["c", value.real, value.imag]),
-    (Fraction, lambda peer, value: ["F", str(value)]),
-    (Decimal, lambda peer, value: ["D", str(value)]),
-    (int, lambda peer, value: int(value)),
-    (str, lambda peer, value: str.__str__(value)),
-    (float, lambda peer, value: float.__float__(value)),
-)
-"""Types that cross as data, also what is derived from them, with how: an enum's number, a named tuple as a tuple."""
+_LOCAL: dict[str, Callable[..., object]] = {
+    "hash": hash,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "str": lambda number: "<function of the tests>",
+    "repr": lambda number: "<function of the tests>",
+}
+"""What an answer may do with a function of the tests without calling it, by its number."""
+_OPERATIONS: dict[str, Callable[..., object]] = {
+    **{name: getattr(operator, f"__{name}__") for name in (*remote.UNARY, *remote.BINARY, *remote.COMPARISONS)},
+    **{each.__name__: each for each in (len, bool, str, repr, int, float, iter, next, hash, format, getattr, setattr, delattr, dir)},
+    "getitem": operator.getitem,
+    "setitem": operator.setitem,
+    "delitem": operator.delitem,
+    "index": operator.index,
+    "call": lambda function, *arguments, **named: function(*arguments, **named),
+    "instance": lambda kind, value: isinstance(value, kind),
+    "subclass": lambda kind, other: issubclass(other, kind),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "enter": lambda manager: type(manager).__enter__(manager),
+    "exit": _exit,
+}

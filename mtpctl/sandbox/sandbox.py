@@ -23,6 +23,7 @@ from mtpctl.sandbox import bubblewrap
 from mtpctl.sandbox.limits import Judgement, Limits, Result
 from mtpctl.sandbox.process import Process, wait
 from mtpctl.sandbox.session import Session
+from mtpctl.sandbox.verdicts import VerdictReader, new_key
 from mtpctl.sandbox.walls import ORDER, Walls
 from mtpctl.sandbox.zygote import Request
 
@@ -87,12 +88,13 @@ class Sandbox:
                 stack.callback(end.close)
             answer = self.start({"kind": "answer", "code": code}, limits, link=theirs)
             stack.callback(answer.close)
-            job = {"kind": "tests", "tests": tests, "names": _names_in(tests, own), "builtins": own}
+            key = new_key()
+            job = {"kind": "tests", "tests": tests, "names": _names_in(tests, own), "builtins": own, "key": key}
             judge = self.start(job, limits, channel=True, link=ours)
             stack.callback(judge.close)
             for end in (ours, theirs):
                 end.close()
-            return _verdict(answer, judge, len(tests))
+            return _judgement(answer, judge, VerdictReader(key, len(tests)), len(tests))
 
     def close(self) -> None:
         """Kill all runs. Calling again, and after that using the sandbox again, are both fine."""
@@ -226,35 +228,31 @@ def _names_in(tests: list[str], own: list[str]) -> list[str]:
     return sorted({node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}.union(own))
 
 
-def _verdict(answer: Process, judge: Process, count: int) -> Judgement:
-    failures: list[str | None] = []
-    assert judge.channel is not None, "it was asked for"
-    told = judge.channel
-    stream = bytearray()
+def _judgement(answer: Process, judge: Process, verdicts: VerdictReader, count: int) -> Judgement:
+    channel = judge.channel
+    assert channel is not None, "it was asked for"
 
     def read(selector: selectors.BaseSelector, ready: selectors.SelectorKey) -> None:
-        piece = told.recv(1 << 16)
+        piece = channel.recv(1 << 16)
         if not piece:
-            selector.unregister(told)
-        stream.extend(piece)
-        while len(stream) >= 4 and len(stream) >= (end := 4 + int.from_bytes(stream[:4], "big")):
-            verdict = json.loads(bytes(stream[4:end]))
-            failures.append(None if verdict["passed"] else verdict["error"])
-            del stream[:end]
+            selector.unregister(channel)
+        verdicts.feed(piece)
 
     with selectors.DefaultSelector() as selector:
         for each in (answer, judge):
             each.watch(selector)
-        selector.register(told, selectors.EVENT_READ, read)
+        selector.register(channel, selectors.EVENT_READ, read)
         # The judge's channel closes with its process, so that all of its verdicts are here when it has ended.
         deadline = time.monotonic() + answer.limits.deadline_s
-        wait([answer, judge], selector, deadline, lambda: judge.ended and told not in selector.get_map())
+        wait([answer, judge], selector, deadline, lambda: judge.ended and channel not in selector.get_map())
         answer.kill()  # it may have left threads behind, or sleep
         wait([answer, judge], selector, math.inf, lambda: answer.ended)
     ended = answer.result()
     late = ended.timed_out or judge.result().timed_out
+    if verdicts.forged:
+        return Judgement(["a verdict was not authentic"] * count, late, ended)
     missing = "not ended in time" if late else "too much output" if ended.too_much_output else "the tests' process ended"
-    return Judgement([*failures, *[missing] * (count - len(failures))], late, ended)
+    return Judgement([*verdicts.failures, *[missing] * (count - len(verdicts.failures))], late, ended)
 
 
 def _file(name: str, content: bytes) -> int:

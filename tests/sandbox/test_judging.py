@@ -104,6 +104,147 @@ def f(n):
     return n and f(n - 1)
 --
 assert f(20) == 0
+## dates, counters and named tuples
+from collections import Counter, OrderedDict, namedtuple
+from datetime import date, datetime, timedelta
+P = namedtuple('P', 'x y')
+def f(day): return day + timedelta(days=1), Counter('aab'), P(1, 2), OrderedDict(a=1)
+--
+from datetime import date
+day, counter, p, ordered = f(date(2024, 2, 28))
+assert day == date(2024, 2, 29) and counter.most_common(1) == [('a', 2)] and counter['z'] == 0
+assert (p.x, p.y, p) == (1, 2, (1, 2)) and list(ordered) == ['a']
+## objects have the abilities of their class and no others
+class Plain: pass
+class Queue:
+    def __iter__(self): return iter([1, 2])
+def make(kind): return {'plain': Plain(), 'queue': Queue(), 'function': len, 'class': Plain}[kind]
+--
+from collections.abc import Iterable
+assert [callable(make(each)) for each in ('plain', 'queue', 'function', 'class')] == [False, False, True, True]
+assert isinstance(make('queue'), Iterable) and not isinstance(make('plain'), Iterable) and bool(make('plain'))
+## objects keep their identity
+class Config:
+    one = None
+    def __new__(cls):
+        cls.one = cls.one or super().__new__(cls)
+        return cls.one
+--
+assert Config() is Config() and len({Config(), Config()}) == 1
+## copies
+class Box:
+    def __init__(self): self.items = [1]
+--
+import copy
+a = Box(); b = copy.deepcopy(a); c = copy.copy(a)
+a.items.append(2)
+a.items = [5]
+assert b.items == [1] and c.items == [1] and a.items == [5]
+## contexts
+class Open:
+    def __init__(self): self.log = []
+    def __enter__(self): self.log.append('in'); return self
+    def __exit__(self, kind, *rest): self.log.append(kind and kind.__name__)
+--
+with Open() as first: pass
+second = Open()
+try:
+    with second: {}['k']
+except KeyError: second.log_seen = True
+assert first.log == ['in', None] and second.log == ['in', 'KeyError'] and second.log_seen
+## decorators
+import functools
+def memo(f):
+    @functools.wraps(f)
+    def call(x):
+        if (f, x) not in seen: seen[f, x] = f(x)
+        return seen[f, x]
+    return call
+seen = {}
+--
+calls = []
+@memo
+def slow(x): calls.append(x); return 2 * x
+assert [slow(3), slow(3), slow(4)] == [6, 6, 8] and calls == [3, 4]
+## errors with attributes, classes above them and texts
+class Error(Exception): pass
+class Short(Error):
+    def __init__(self, missing): self.missing = missing
+    def __str__(self): return f'{self.missing} short'
+Alias = ValueError
+def pay(n): raise Short(n) if n else Alias('none')
+--
+import unittest
+case = unittest.TestCase()
+with case.assertRaises(Error) as caught: pay(3)
+assert caught.exception.missing == 3 and str(caught.exception) == '3 short'
+with case.assertRaises(Alias): pay(0)
+with case.assertRaises(ValueError): pay(0)
+## iterators that end
+class Count:
+    def __init__(self, n): self.n = n
+    def __iter__(self): return self
+    def __next__(self):
+        if not self.n: raise StopIteration
+        self.n -= 1
+        return self.n
+--
+it = iter(Count(2))
+assert (next(it), next(it), next(it, 'end')) == (1, 0, 'end') and all(x < 3 for x in Count(3))
+try: it.__next__(); assert 0
+except StopIteration: pass
+## classes of plain data
+def kind(x): return type(x)
+--
+assert kind(3) == int and kind('') == str and kind(3) != str and isinstance(5, kind(3)) and not isinstance('', kind(3))
+assert {int: 'number'}[kind(3)] == 'number'
+## text that tests evaluate
+def double(x): return 2 * x
+def literal(x): return '[1, 2 + %d]' % x
+--
+assert double(2) == 4
+assert eval('double(3)') == 6 and eval(literal(3)) == [1, 5]
+exec('y = double(4)')
+assert y == 8
+import ast, collections, dataclasses
+assert ast.literal_eval(literal(1)[:3] + ']') == [1]
+@dataclasses.dataclass
+class Case: x: int
+P = collections.namedtuple('P', 'a')
+assert double(Case(4).x) == double(P(4).a)
+## pickles of plain data
+import pickle
+def dump(x): return pickle.dumps(x)
+--
+import pickle
+x = {'a': [1, 2.5, {3}], 'b': (None, b'x')}
+assert pickle.loads(dump(x)) == x
+## threads of the tests
+class Counter:
+    def __init__(self): self.n = 0
+    def add(self): self.n += 1
+--
+from concurrent.futures import ThreadPoolExecutor
+c = Counter()
+with ThreadPoolExecutor(4) as pool:
+    for each in [pool.submit(c.add) for _ in range(40)]: each.result()
+assert c.n == 40
+## enumerations
+import enum
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+--
+assert Color.RED is Color.RED and Color.RED != Color.BLUE and [c.name for c in Color] == ['RED', 'BLUE'] and Color(2) == Color.BLUE
+## methods that tests pass
+def each(f, xs):
+    for x in xs: f(x)
+def root(f, x): return f(x)
+--
+import math
+items = []
+each(items.append, [1, 2])
+assert items == [1, 2] and root(math.sqrt, 9.0) == 3.0 and root(sorted, [2, 1]) == [1, 2]
 ## numpy
 import numpy as np
 def f(n): return np.arange(n)
@@ -238,8 +379,7 @@ def f(x):
     while m: m = m[os.write(5, m):]
 ## replaces its own side
 import mtpctl.sandbox.questions as q
-q._PLAIN = (object,)
-q.Peer._serve = lambda s, m, n: s._send({'value': True})
+q.AnswerEnd._serve = lambda s, m, n: s._send({'value': True})
 def f(x): return 0
 ## is stuck
 def f(x):
@@ -269,16 +409,21 @@ def test_functions_of_the_tests_can_be_called_by_the_answer_and_nothing_else(bes
     """The answer asks for the globals of a function that it was given, by the messages that its own side would never send."""
     code = """
 import json, os
+from mtpctl.sandbox.remote import number_of
 def apply(function, x):
-    seen = []
-    for do, number in (("getattr", function._number), ("setattr", function._number)):
-        message = json.dumps({"kind": "do", "with": [do, [["o", number], "__globals__", "x"][: 2 if do == "getattr" else 3], {}]}).encode()
-        os.write(5, len(message).to_bytes(4, "big") + message)
+    reference, replies = ["o", number_of(function)], []
+    for message in ({"call": [["l", []], "__globals__"]}, {"call": [["d", []]]}):
+        text = json.dumps(message).encode()
+        os.write(5, len(text).to_bytes(4, "big") + text)
         length = int.from_bytes(os.read(5, 4), "big")
-        seen.append(os.read(5, length).decode())
-    return seen
+        replies.append(os.read(5, length).decode())
+    try: function.__globals__
+    except AttributeError: replies.append("TypeError")
+    return replies
 """
-    tests = ["SECRET = 9137\nseen = apply(lambda x: x, 1)\nassert len(seen) == 2 and all('TypeError' in each for each in seen), seen"]
+    tests = [
+        "SECRET = 9137\nreplies = apply(lambda x: x, 1)\nassert len(replies) == 3 and all('TypeError' in each for each in replies), replies"
+    ]
     judged = best.judge(code, tests, limits=BRIEF)
     assert judged.failures == [None], judged
 

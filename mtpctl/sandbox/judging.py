@@ -1,0 +1,82 @@
+"""What the tests' process does: run tests, or calls with their expected results, against an answer in another process."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import linecache
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from types import CodeType
+
+from mtpctl.sandbox.guard import TEST_FILE, Guard
+from mtpctl.sandbox.questions import PeerGone, TestsEnd
+from mtpctl.sandbox.verdicts import VerdictWriter
+
+Space = dict[str, object]
+
+
+def run_tests(tests: list[str], names: list[str], entry_points: list[str], end: TestsEnd, verdicts: VerdictWriter) -> None:
+    """Run the tests in one namespace, and report each. `names`: what they read; `entry_points` are the answer's in any case."""
+    guard = Guard(tests, lambda: end.received)
+    space: Space = {"__name__": "__main__", "__builtins__": builtins}
+    error = _begin(end, lambda: space.update(end.fetch([name for name in names if not _is_own(name, space, entry_points)])))
+    for number, test in enumerate(tests):
+        file = f"{TEST_FILE}{number}"
+
+        def run(test: str = test, file: str = file) -> None:
+            exec(guard.compiled(compiled(test, file)), space)
+
+        verdicts.write(error or _outcome(run, end, guard))
+
+
+def _begin(end: TestsEnd, fetch: Callable[[], object]) -> str:
+    """Wait for the answer's code and fetch its objects: why there can be no test, or an empty text."""
+    try:
+        if error := end.begin():
+            return error
+        fetch()
+    except PeerGone:
+        return "the answer's process ended before the tests began"
+    return ""
+
+
+def _outcome(run: Callable[[], None], end: TestsEnd, guard: Guard | None = None) -> str:
+    """Why a test failed, or an empty text. Whatever it caught, it fails if the answer's process is gone or its text would have run."""
+    error = end.gone
+    if not error:
+        try:
+            run()
+        except BaseException as raised:
+            with end.silence():
+                error = in_a_line(raised)
+    refused, gone = guard.refused if guard else "", end.gone
+    if guard:
+        guard.refused = ""
+    return refused or gone or error
+
+
+def _is_own(name: str, space: Space, entry_points: list[str]) -> bool:
+    """Whether a name in the tests is not the answer's but Python's own; modules are imported here."""
+    if name in entry_points:
+        return False
+    if name in sys.stdlib_module_names or name in ("np", "numpy"):
+        with suppress(ImportError):
+            space[name] = importlib.import_module("numpy" if name == "np" else name)
+            return True
+    return hasattr(builtins, name) or (name[:2] == "__" == name[-2:])
+
+
+def compiled(code: str, file: str) -> CodeType:
+    """The code, whose lines tracebacks can show."""
+    linecache.cache[file] = (len(code), None, code.splitlines(True), file)
+    return compile(code, file, "exec", dont_inherit=True)
+
+
+def in_a_line(error: BaseException) -> str:
+    """Class and message of an exception, whatever its `__str__` does; never empty."""
+    try:
+        return f"{type(error).__name__}: {error}".strip().splitlines()[0].rstrip(": ") or "failed"
+    except BaseException:
+        return type(error).__name__ or "failed"

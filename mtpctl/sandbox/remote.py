@@ -1,0 +1,205 @@
+"""Proxies: objects that stay in the process of the answer, and that its tests use by messages.
+
+A proxy has the special methods that the class of its object has, so that `callable`, `iter` and `bool` treat it as they treat the object.
+It never takes the class, the hash table or the memory of another object: attributes with two underscores are not forwarded, apart from
+those in `_FORWARDED`. numpy, for one, would read memory at an address that `__array_interface__` names.
+
+An operator is forwarded between two proxies only. Between a proxy and data of the tests it is not, since that would send what may be the
+expected value: the two are unequal, and other operators raise TypeError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NoReturn, Protocol
+
+UNARY = ("neg", "pos", "abs", "invert")
+BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+_FORWARDED = frozenset(("__name__", "__qualname__", "__module__", "__doc__", "__dict__", "__wrapped__", "__annotations__", "__slots__"))
+
+
+class Conversation(Protocol):
+    """The end of the stream that a proxy belongs to."""
+
+    def ask(self, operation: str, *arguments: object, **named: object) -> Any: ...
+
+
+class Remote:
+    """An object of the other process."""
+
+    __slots__ = ("_conversation", "_number", "_plain")
+    _conversation: Conversation
+    _number: int
+    _plain: type | None
+
+    def __getattr__(self, name: str) -> Any:
+        if name[:2] == "__" == name[-2:] and name not in _FORWARDED:
+            raise AttributeError(f"{name} of an object of the answer is not available to tests")
+        return _ask(self, "getattr", name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        _ask(self, "setattr", name, value)
+
+    def __delattr__(self, name: str) -> None:
+        _ask(self, "delattr", name)
+
+    def __dir__(self) -> list[str]:
+        return [str(each) for each in _ask(self, "dir")]
+
+    def __hash__(self) -> int:
+        return hash(plain) if (plain := plain_of(self)) else _typed(self, "hash", int)
+
+    def __str__(self) -> str:
+        return _typed(self, "str", str)
+
+    def __repr__(self) -> str:
+        return _typed(self, "repr", str)
+
+    def __format__(self, spec: str) -> str:
+        return _typed(self, "format", str, spec)
+
+    def __copy__(self) -> Any:
+        return _ask(self, "copy")
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return _ask(self, "deepcopy")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("an object of the answer cannot be pickled by tests")
+
+    def __mro_entries__(self, bases: object) -> NoReturn:
+        raise TypeError("tests cannot derive from a class of the answer")
+
+    def __instancecheck__(self, value: object) -> bool:
+        if plain := plain_of(self):
+            return isinstance(value, plain)
+        return isinstance(value, Remote) and _ask(self, "instance", value) is True
+
+    def __subclasscheck__(self, value: object) -> bool:
+        return isinstance(value, Remote) and _ask(self, "subclass", value) is True
+
+
+_CONVERSATION, _NUMBER, _PLAIN = (Remote.__dict__[name] for name in Remote.__slots__)
+for _name in Remote.__slots__:
+    delattr(Remote, _name)  # the object may have attributes of these names
+
+
+def number_of(remote: Remote) -> int:
+    """The number by which the other process knows the object."""
+    number: int = _NUMBER.__get__(remote)
+    return number
+
+
+def plain_of(remote: Remote) -> type | None:
+    """The class of plain data that this object is, None for all other objects."""
+    plain: type | None = _PLAIN.__get__(remote)
+    return plain
+
+
+def remote(conversation: Conversation, number: int, features: int, plain: type | None = None) -> Remote:
+    """A proxy with the special methods that `features` names (`features_of`)."""
+    new = object.__new__(_class(features & _ALL_FEATURES))
+    _CONVERSATION.__set__(new, conversation)
+    _NUMBER.__set__(new, number)
+    _PLAIN.__set__(new, plain)
+    return new
+
+
+def features_of(kind: type[Any]) -> int:
+    """The special methods of a class, a bit for each of `_FEATURES`."""
+    if kind not in _KNOWN:
+        _KNOWN[kind] = _features(kind)
+    return _KNOWN[kind]
+
+
+def _features(kind: type[Any]) -> int:
+    defined = {name for base in reversed(kind.__mro__) for name, method in vars(base).items() if method is not None}
+    return sum(1 << bit for bit, (needed, _) in enumerate(_FEATURES) if not defined.isdisjoint(needed))
+
+
+@cache
+def _class(features: int) -> type[Remote]:
+    methods: dict[str, object] = {"__slots__": ()}
+    for bit, (_, added) in enumerate(_FEATURES):
+        if features >> bit & 1:
+            methods |= added
+    return type("Remote", (Remote,), methods)
+
+
+def _ask(self: Remote, operation: str, *arguments: object, **named: object) -> Any:
+    conversation: Conversation = _CONVERSATION.__get__(self)
+    return conversation.ask(operation, self, *arguments, **named)
+
+
+def _typed(self: Remote, operation: str, kind: type, *arguments: object) -> Any:
+    """The result of an operation, which Python takes only of this class."""
+    value = _ask(self, operation, *arguments)
+    if type(value) is not kind:
+        raise TypeError(f"{operation} returned no {kind.__name__}")
+    return value
+
+
+def _call(self: Remote, *arguments: object, **named: object) -> Any:
+    return _ask(self, "call", *arguments, **named)
+
+
+def _iter(self: Remote) -> Iterator[Any]:
+    iterator = _ask(self, "iter")
+    while True:
+        try:
+            item = _ask(iterator, "next") if isinstance(iterator, Remote) else next(iterator)
+        except StopIteration:
+            return
+        yield item
+
+
+def _exit(self: Remote, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+    """Leave the context. An exception of the test always propagates: the answer could suppress a failed assertion."""
+    try:
+        _ask(self, "exit", *([] if kind is None else [next(each.__name__ for each in kind.__mro__ if each.__module__ == "builtins")]))
+    except Exception:
+        if kind is None:
+            raise
+    return False
+
+
+def _forwarded(name: str, kind: type | None = None) -> Callable[..., Any]:
+    if kind is not None:
+        return lambda self: _typed(self, name, kind)
+    return lambda self, *arguments: _ask(self, name, *arguments)
+
+
+def _between_two(name: str) -> Callable[..., Any]:
+    def ask(self: Remote, other: object) -> Any:
+        if isinstance(other, Remote):
+            return _ask(self, name, other)
+        if name in ("eq", "ne"):
+            return (plain_of(self) is other and plain_of(self) is not None) == (name == "eq")
+        return NotImplemented
+
+    return ask
+
+
+for _name in UNARY:
+    setattr(Remote, f"__{_name}__", _forwarded(_name))
+for _name in (*BINARY, *COMPARISONS):
+    setattr(Remote, f"__{_name}__", _between_two(_name))
+
+_FEATURES: tuple[tuple[tuple[str, ...], dict[str, object]], ...] = (
+    (("__call__",), {"__call__": _call}),
+    (("__iter__", "__getitem__"), {"__iter__": _iter}),
+    (("__next__",), {"__next__": _forwarded("next")}),
+    (("__len__",), {"__len__": _forwarded("len", int)}),
+    (("__bool__", "__len__"), {"__bool__": _forwarded("bool", bool)}),
+    (("__getitem__",), {"__getitem__": _forwarded("getitem")}),
+    (("__setitem__",), {"__setitem__": _forwarded("setitem")}),
+    (("__delitem__",), {"__delitem__": _forwarded("delitem")}),
+    (("__int__",), {"__int__": _forwarded("int", int)}),
+    (("__float__",), {"__float__": _forwarded("float", float)}),
+    (("__index__",), {"__index__": _forwarded("index", int)}),
+    (("__enter__",), {"__enter__": _forwarded("enter"), "__exit__": _exit}),
+)
+_KNOWN: dict[type[Any], int] = {}
+_ALL_FEATURES = (1 << len(_FEATURES)) - 1
