@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from mtpctl.sandbox.fences import unfenced
 from mtpctl.sandbox.limits import Limits
 from mtpctl.sandbox.sandbox import Isolation
 from mtpctl.sandbox.session import Output
@@ -14,7 +14,6 @@ from mtpctl.sandbox.shared import shared
 
 _CELLS = ThreadPoolExecutor(max_workers=64, thread_name_prefix="python-cell")
 """Threads that wait for cells: the sandbox's processes do the work."""
-_FENCED = re.compile(r"\A\s*```+\w*\n(.*?)\n?```+\s*\Z", re.DOTALL)
 
 
 class Python:
@@ -46,8 +45,7 @@ class Python:
         """Run the code of this turn, and say what it printed."""
         before = turn.rpartition(self._closing)[0]
         code = before.rpartition(self._opening)[2]
-        fenced = _FENCED.match(code)
-        output = await asyncio.get_running_loop().run_in_executor(_CELLS, self._session.run, fenced[1] if fenced else code)
+        output = await asyncio.get_running_loop().run_in_executor(_CELLS, self._session.run, unfenced(code))
         return self._answer.replace("{}", self._told(output))
 
     def close(self) -> None:

@@ -21,7 +21,8 @@ from contextlib import suppress
 from typing import TypedDict
 
 from mtpctl.sandbox.frames import read_frame, write_frame
-from mtpctl.sandbox.judging import compiled, in_a_line, run_tests
+from mtpctl.sandbox.judging import compiled, in_a_line, run_calls, run_tests
+from mtpctl.sandbox.prelude import prelude
 from mtpctl.sandbox.questions import AnswerEnd, TestsEnd
 from mtpctl.sandbox.verdicts import VerdictWriter
 
@@ -29,16 +30,20 @@ JOB, CHANNEL, LINK = 3, 4, 5
 NOT_CONFINED = 96
 """Exit code of a process that could not be put behind its walls, and has run nothing."""
 _FILE = "answer.py"
+_DEEPEST_CALLS = 50_000
+"""Depth of calls that LiveCodeBench allows an answer."""
 
 
 class Job(TypedDict, total=False):
-    """What is to be done: `kind` is program, session, answer or tests."""
+    """What is to be done: `kind` is program, session, answer, tests or calls."""
 
     kind: str
     code: str
     tests: list[str]
     names: list[str]
     builtins: list[str]
+    function: str
+    cases: list[object]
     key: str
 
 
@@ -46,7 +51,13 @@ def play() -> None:
     """Do the job, and end the process."""
     with open(JOB, "rb") as file:
         job: Job = json.loads(file.read())
-    work: dict[str, Callable[[Job], int]] = {"program": _program, "session": _session, "answer": _answer, "tests": _tests}
+    work: dict[str, Callable[[Job], int]] = {
+        "program": _program,
+        "session": _session,
+        "answer": _answer,
+        "tests": _tests,
+        "calls": _calls,
+    }
     code = 1
     try:
         code = work[job["kind"]](job)
@@ -119,6 +130,9 @@ def _answer(job: Job) -> int:
     """Execute the code, and then do what the tests ask for."""
     module = _main_module("answer")
     end = AnswerEnd(LINK)
+    if function := job.get("function"):
+        vars(module).update(prelude(function))
+        sys.setrecursionlimit(_DEEPEST_CALLS)
     try:
         _execute(compiled(job["code"], _FILE), module)
         error = ""
@@ -132,6 +146,12 @@ def _answer(job: Job) -> int:
 def _tests(job: Job) -> int:
     """Run the tests, and report each on the channel."""
     run_tests(job["tests"], job["names"], job["builtins"], TestsEnd(LINK), VerdictWriter(CHANNEL, job["key"]))
+    return 0
+
+
+def _calls(job: Job) -> int:
+    """Compare calls of a function with what is expected, and report each on the channel."""
+    run_calls(job["function"], job["cases"], TestsEnd(LINK), VerdictWriter(CHANNEL, job["key"]))
     return 0
 
 

@@ -9,9 +9,12 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from types import CodeType
+from typing import Any, NoReturn, cast
 
 from mtpctl.sandbox.guard import TEST_FILE, Guard
 from mtpctl.sandbox.questions import PeerGone, TestsEnd
+from mtpctl.sandbox.remote import Remote
+from mtpctl.sandbox.values import decode
 from mtpctl.sandbox.verdicts import VerdictWriter
 
 Space = dict[str, object]
@@ -29,6 +32,49 @@ def run_tests(tests: list[str], names: list[str], entry_points: list[str], end: 
             exec(guard.compiled(compiled(test, file)), space)
 
         verdicts.write(error or _outcome(run, end, guard))
+
+
+def run_calls(function: str, cases: list[object], end: TestsEnd, verdicts: VerdictWriter) -> None:
+    """Call the answer's function with the arguments of each case, and report whether the result is one of those that are right.
+
+    A case is a list of both, as `values.encode` writes it.
+    """
+    space: Space = {}
+    error = _begin(end, lambda: space.update(end.fetch(["Solution", function])))
+    error = error or _outcome(lambda: space.update(function=_callable(space, function)), end)
+    for case in cases:
+        arguments, results = decode(case, _no_reference)
+
+        def run(arguments: list[Any] = arguments, results: list[Any] = results) -> None:
+            result = _as_json(cast("Callable[..., object]", space["function"])(*arguments))
+            if not any(result == each for each in results):
+                raise AssertionError("another result")
+
+        outcome = error or _outcome(run, end)
+        if end.gone:  # its time may have run out: the caller decides on this case and the rest
+            return
+        verdicts.write(outcome)
+
+
+def _no_reference(kind: str, rest: list[Any]) -> NoReturn:
+    raise TypeError(f"{kind} in a case")
+
+
+def _callable(space: Space, function: str) -> object:
+    """The method of an object of the answer's class `Solution`, or the function."""
+    solution = space.get("Solution")
+    if isinstance(solution, Remote) and hasattr(solution, function):
+        return getattr(cast("Callable[[], object]", solution)(), function)
+    if function not in space:
+        raise NameError(f"the answer does not define {function}")
+    return space[function]
+
+
+def _as_json(value: object) -> object:
+    """The value with lists for tuples, since JSON has no tuples."""
+    if isinstance(value, list | tuple):
+        return [_as_json(each) for each in value]
+    return {key: _as_json(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def _begin(end: TestsEnd, fetch: Callable[[], object]) -> str:

@@ -49,11 +49,15 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """An answer that was tested: for each test None, or why it failed in a line. `timed_out`: tests that had not ended in time."""
+    """An answer that was tested: for each test None, or why it failed in a line. `timed_out`: tests that had not ended in time.
+
+    `decided`: the number of tests that ended, which come first.
+    """
 
     failures: list[str | None]
     timed_out: bool
     answer: Result
+    decided: int = 0
 
     @property
     def passed(self) -> float:

@@ -13,16 +13,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NoReturn
 
 from mtpctl.errors import EnvironmentMissing
 from mtpctl.sandbox import bubblewrap
 from mtpctl.sandbox.limits import Judgement, Limits, Result
 from mtpctl.sandbox.process import Process, wait
 from mtpctl.sandbox.session import Session
+from mtpctl.sandbox.values import encode
 from mtpctl.sandbox.verdicts import VerdictReader, new_key
 from mtpctl.sandbox.walls import ORDER, Walls
 from mtpctl.sandbox.zygote import Request
@@ -81,20 +82,36 @@ class Sandbox:
         namespace. Names that they neither define nor import are the answer's, but for Python's own built-ins and modules; `entry_point`
         is the answer's in any case. Raises as `run`, and SyntaxError where a test is no Python.
         """
-        limits, own = limits or Limits(), [entry_point] if entry_point else []
+        own = [entry_point] if entry_point else []
+        job = {"kind": "tests", "tests": tests, "names": _names_in(tests, own), "builtins": own}
+        return self._judged({"kind": "answer", "code": code}, job, len(tests), limits or Limits())
+
+    def judge_calls(
+        self, code: str, function: str, cases: Sequence[tuple[list[Any], list[Any]]], *, limits: Limits | None = None
+    ) -> Judgement:
+        """Test an answer by calls of `function`, or of the method of that name of its class `Solution`.
+
+        A case holds the arguments and the results that are right, as JSON has them. The answer may use common modules of the standard
+        library without importing them (`prelude`). Raises as `run`.
+        """
+        coded = [encode(list(case), _refuse) for case in cases]  # keys of a mapping may be numbers, which JSON has not
+        job = {"kind": "calls", "function": function, "cases": coded}
+        return self._judged({"kind": "answer", "code": code, "function": function}, job, len(cases), limits or Limits())
+
+    def _judged(self, answer_job: Mapping[str, object], job: Mapping[str, object], count: int, limits: Limits) -> Judgement:
+        """Run an answer and its tests in processes of their own (`questions`)."""
         ours, theirs = socket.socketpair()
+        key = new_key()
         with ExitStack() as stack:
             for end in (ours, theirs):
                 stack.callback(end.close)
-            answer = self.start({"kind": "answer", "code": code}, limits, link=theirs)
+            answer = self.start(answer_job, limits, link=theirs)
             stack.callback(answer.close)
-            key = new_key()
-            job = {"kind": "tests", "tests": tests, "names": _names_in(tests, own), "builtins": own, "key": key}
-            judge = self.start(job, limits, channel=True, link=ours)
+            judge = self.start({**job, "key": key}, limits, channel=True, link=ours)
             stack.callback(judge.close)
             for end in (ours, theirs):
                 end.close()
-            return _judgement(answer, judge, VerdictReader(key, len(tests)), len(tests))
+            return _judgement(answer, judge, VerdictReader(key, count), count)
 
     def close(self) -> None:
         """Kill all runs. Calling again, and after that using the sandbox again, are both fine."""
@@ -251,8 +268,13 @@ def _judgement(answer: Process, judge: Process, verdicts: VerdictReader, count: 
     late = ended.timed_out or judge.result().timed_out
     if verdicts.forged:
         return Judgement(["a verdict was not authentic"] * count, late, ended)
-    missing = "not ended in time" if late else "too much output" if ended.too_much_output else "the tests' process ended"
-    return Judgement([*verdicts.failures, *[missing] * (count - len(verdicts.failures))], late, ended)
+    missing = "not ended in time" if late else "too much output" if ended.too_much_output else "the process ended"
+    decided = len(verdicts.failures)
+    return Judgement([*verdicts.failures, *[missing] * (count - decided)], late, ended, decided)
+
+
+def _refuse(value: object) -> NoReturn:
+    raise ValueError(f"a {type(value).__name__} in a case")
 
 
 def _file(name: str, content: bytes) -> int:
