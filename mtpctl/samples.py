@@ -304,6 +304,33 @@ def response_limit(sample: Sample, *, max_tokens: int, context: int) -> int:
     return min(max_tokens, context - len(sample.prompt_ids))
 
 
+@dataclass(frozen=True, slots=True)
+class Steering:
+    """What else changes the distribution that tokens are drawn from: settings of served requests, which no objective of training knows.
+
+    The penalties and `min_p` are vLLM's. `logit_bias`: by token id. `allowed_token_ids`: None for all. `grammar`: keyword arguments of
+    vLLM's `StructuredOutputsParams`; empty for free text.
+    """
+
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    bad_words: list[str] = field(default_factory=list)
+    allowed_token_ids: list[int] | None = None
+    grammar: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def changed(self) -> list[str]:
+        """The names of the settings that are not as in training."""
+        return [each.name for each in fields(self) if getattr(self, each.name) != getattr(_AS_TRAINED, each.name)]
+
+
+_AS_TRAINED = Steering()
+
+
 @dataclass(slots=True)
 class GenerationRequest:
     """A request for one response.
@@ -312,7 +339,7 @@ class GenerationRequest:
     tokens that it has already. `seed` makes sampling repeatable. `deadline_s` bounds the seconds in which engines and environments work
     on the response: for a pool all of them, for an engine those that are left. Waiting for a free slot does not count. `unwanted` is set
     when the response is no longer needed: it is cancelled, and its sample comes back as it was in the request. `problem` is what the
-    response's environment is made with; engines are not sent it.
+    response's environment is made with; engines are not sent it. `steering` is set for requests that are served, and nothing is trained on.
     """
 
     sample: Sample
@@ -326,3 +353,4 @@ class GenerationRequest:
     deadline_s: float = 600.0
     unwanted: asyncio.Event | None = None
     problem: object = None
+    steering: Steering | None = None

@@ -51,7 +51,7 @@ def logprob_serve(
     bound = listen(host, port)
     with tempfile.TemporaryDirectory(prefix="mtpctl-logprob-") as scratch:
         served = _served(chosen, run, Path(scratch))
-        print(f"serving {served.name}", flush=True)
+        print(f"serving {served.name}, as {served.model_id}", flush=True)
         serve(chosen, served, bound, key=key, say=lambda text: print(text, flush=True))
 
 
@@ -143,9 +143,9 @@ def _served(recipe: Recipe, run: Path | None, scratch: Path) -> Served:
         tokenizer = tokenizer_of(recipe, folder, run or scratch)
     checkpoint, version = (None, 0) if run is None else newest_version(run.absolute() / "checkpoints")
     if checkpoint is not None:
-        return Served(f"run {run}, checkpoint {checkpoint.name}", folder.path, tokenizer, checkpoint, version)
+        return Served(f"run {run}, checkpoint {checkpoint.name}", run.absolute().name, folder.path, tokenizer, checkpoint, version)
     if run is not None:
-        return Served(f"run {run}, the model it starts from", folder.path, tokenizer)
+        return Served(f"run {run}, the model it starts from", run.absolute().name, folder.path, tokenizer)
     if recipe.model.path is not None:
-        return Served(f"model {recipe.model.path}", folder.path, tokenizer)
-    return Served(f"recipe {recipe.name}, its model with fresh weights", folder.path, tokenizer)
+        return Served(f"model {recipe.model.path}", Path(recipe.model.path).absolute().name, folder.path, tokenizer)
+    return Served(f"recipe {recipe.name}, its model with fresh weights", recipe.name, folder.path, tokenizer)

@@ -222,7 +222,7 @@ def _generate(
         async with (
             serving(recipe, source, store, seed) as pool,
             Rewarder(recipe.reward, tell=say) as rewarder,
-            playing(recipe.rollout, pool, source.tokenizer, context=source.context, name=recipe.name, tell=say) as agents,
+            playing(recipe.rollout, pool, source.tokenizer, context=source.context, name=recipe.name, tell=say, trains=False) as agents,
         ):
 
             async def reward(text: str, sample: Sample) -> float | None:

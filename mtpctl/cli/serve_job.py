@@ -90,6 +90,7 @@ async def _started(
             context=source.context,
             name=recipe.name,
             tell=say,
+            trains=False,
             anyone=lambda: _trajectory(recipe, source, "request"),
             bound=bound,
         )

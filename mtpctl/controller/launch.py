@@ -383,6 +383,7 @@ class Run:
                     name=self.recipe.name,
                     tell=lambda line: self.telemetry.event("agent", line),
                     log=self.directory.logs / "agent.log",
+                    key_file=self.directory.path / "gateway.key",
                     bound=self.gateway,
                 )
             )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -16,7 +17,7 @@ from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.telemetry.live import LiveStatus
 from mtpctl.telemetry.names import describe
 from mtpctl.telemetry.status_page import ReplicaCounts, render
-from mtpctl.web.guard import Guard, HttpBounds
+from mtpctl.web.guard import Guard, HttpBounds, error_body
 from mtpctl.web.prometheus import MEDIA_TYPE, Series, text_of
 from mtpctl.web.server import listen
 
@@ -50,7 +51,14 @@ def status_app(live: LiveStatus, replicas: Replicas) -> Guard:
         return PlainTextResponse(text_of("mtpctl_", _series(live, replicas())), media_type=MEDIA_TYPE)
 
     routes = [Route("/", shown), Route("/status.json", as_json), Route("/metrics", metrics)]
-    return Guard(Starlette(routes=routes), HttpBounds(body_bytes=0), None)
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _refused})
+    app.router.redirect_slashes = False
+    return Guard(app, HttpBounds(body_bytes=0), None)
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse(error_body(str(error.detail), "invalid_request_error"), error.status_code)
 
 
 def _series(live: LiveStatus, counts: ReplicaCounts | None) -> Iterator[Series]:

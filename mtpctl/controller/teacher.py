@@ -107,10 +107,9 @@ class ServedAtUrl:
         except (httpx.HTTPError, TimeoutError) as error:
             await self._client.aclose()
             raise UserError(f"{FIELD}.url: nothing answers at {self.name} ({_line(error)}); start mtpctl logprob-serve") from error
-        if answer.status_code != 200 or "version" not in answer.text:
+        if (reason := _no_server(answer)) is not None:
             await self._client.aclose()
-            why = f"asks for a key: set {KEY}" if answer.status_code == 401 else f"is no log-prob server (status {answer.status_code})"
-            raise UserError(f"{FIELD}.url: {self.name} {why}")
+            raise UserError(f"{FIELD}.url: {self.name} {reason}")
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -212,6 +211,24 @@ class Teacher:
 def _data(answer: httpx.Response) -> dict[str, Any]:
     found: dict[str, Any] = answer.json()["data"][0]
     return found
+
+
+def _no_server(answer: httpx.Response) -> str | None:
+    """Why an answer to `GET /version` is not that of a log-prob server; None if it is. vLLM's has a string there."""
+    if answer.status_code == 401:
+        return f"asks for a key: set {KEY}"
+    if answer.status_code != 200:
+        return f"is no log-prob server (status {answer.status_code})"
+    try:
+        version = answer.json()["version"]
+    except (ValueError, KeyError, TypeError):
+        return "is no log-prob server; start mtpctl logprob-serve"
+    if isinstance(version, int):
+        return None
+    return (
+        "is an engine, such as vLLM, and no log-prob server: the prompt log-probs of one that drafts are wrong for some requests; "
+        "serve the model with mtpctl logprob-serve"
+    )
 
 
 def _line(error: Exception) -> str:

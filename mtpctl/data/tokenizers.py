@@ -8,17 +8,22 @@ token by itself.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from mtpctl.data.problems import Message
+from mtpctl.data.token_bytes import byte_characters, reader_of
 from mtpctl.errors import EnvironmentMissing, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Variables = Mapping[str, object]
+NONE: Variables = {}
+"""No variables."""
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 _BYTE_TEMPLATE = """\
 {%- for m in messages %}{{ m.role + ': ' + (m.content or '') + ('<eos>' if m.role == 'assistant' else '\n') }}{% endfor %}
@@ -48,18 +53,24 @@ class Tokenizer(Protocol):
         """Text of the ids, without ids that the tokenizer does not know, and without special tokens unless `special` asks for them."""
         ...
 
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        """The bytes of each token, also of one that is a part of a character; none for ids that the tokenizer does not know."""
+        ...
+
     def encode_places(self, text: str) -> tuple[list[int], list[int]]:
         """Ids of the text, and for each where its own text begins, in characters. Raises UserError for a tokenizer that cannot tell."""
         ...
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[object] = ()) -> list[int]:
+    def chat(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NONE) -> list[int]:
         """Ids of a conversation in the chat template of the tokenizer, up to the beginning of the assistant's answer.
 
-        `tools` are JSON schemas of what the model may call.
+        `tools` are JSON schemas of what the model may call; `variables` are further ones of the template.
         """
         ...
 
-    def chat_text(self, messages: Sequence[Message], tools: Sequence[object] = (), *, opened: bool = True) -> str:
+    def chat_text(
+        self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NONE, *, opened: bool = True
+    ) -> str:
         """A conversation in the chat template as text; with `opened`, up to the beginning of the assistant's next answer."""
         ...
 
@@ -93,19 +104,30 @@ class HfTokenizer:
         assert isinstance(text, str)
         return text
 
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        return [self._bytes_of(token_id) for token_id in ids]
+
+    @cached_property
+    def _bytes_of(self) -> Callable[[int], bytes]:
+        return reader_of(self.inner)
+
     def encode_places(self, text: str) -> tuple[list[int], list[int]]:
         if not self.inner.is_fast:
             raise UserError(f"model.tokenizer: {self.name} does not tell the text of a token, which conversations need; name another")
         found = self.inner(text, add_special_tokens=False, return_offsets_mapping=True)
         return cast("list[int]", found["input_ids"]), [begin for begin, _ in cast("list[tuple[int, int]]", found["offset_mapping"])]
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[object] = ()) -> list[int]:
-        return cast("list[int]", self._templated(messages, tools, opened=True, tokenize=True))
+    def chat(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NONE) -> list[int]:
+        return cast("list[int]", self._templated(messages, tools, variables, opened=True, tokenize=True))
 
-    def chat_text(self, messages: Sequence[Message], tools: Sequence[object] = (), *, opened: bool = True) -> str:
-        return cast(str, self._templated(messages, tools, opened=opened, tokenize=False))
+    def chat_text(
+        self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NONE, *, opened: bool = True
+    ) -> str:
+        return cast(str, self._templated(messages, tools, variables, opened=opened, tokenize=False))
 
-    def _templated(self, messages: Sequence[Message], tools: Sequence[object], *, opened: bool, tokenize: bool) -> object:
+    def _templated(
+        self, messages: Sequence[Message], tools: Sequence[object], variables: Variables, *, opened: bool, tokenize: bool
+    ) -> object:
         from jinja2 import TemplateError
 
         if self.inner.chat_template is None:
@@ -115,7 +137,9 @@ class HfTokenizer:
             )
         given, schemas = cast(Any, [dict(message) for message in messages]), cast(Any, list(tools) or None)
         try:
-            return self.inner.apply_chat_template(given, tools=schemas, add_generation_prompt=opened, tokenize=tokenize, return_dict=False)
+            return self.inner.apply_chat_template(
+                given, tools=schemas, add_generation_prompt=opened, tokenize=tokenize, return_dict=False, **cast(Any, variables)
+            )
         except (TemplateError, TypeError, KeyError) as error:
             roles = " and ".join(dict.fromkeys(str(message["role"]) for message in messages))
             raise UserError(
@@ -169,7 +193,7 @@ def make_byte_tokenizer(dest: Path, *, chat: bool = True) -> None:
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    characters = _byte_characters()
+    characters = byte_characters()
     inner = Tokenizer(models.BPE(vocab={character: byte for byte, character in enumerate(characters)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
@@ -186,13 +210,6 @@ def make_byte_tokenizer(dest: Path, *, chat: bool = True) -> None:
     inner.save(str(dest / "tokenizer.json"))
     (dest / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     (dest / "special_tokens_map.json").write_text(json.dumps(specials, indent=2) + "\n")
-
-
-def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level BPE: itself, or the next free one from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    stand_ins = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(256)]
 
 
 def _added_specials(inner: PreTrainedTokenizerBase) -> list[int]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 import uuid
 from collections.abc import AsyncIterator
+from functools import partial
 from importlib.metadata import version as version_of
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
+from mtpctl.data.token_bytes import text_offsets
 from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.logprob.metrics import prometheus
@@ -35,21 +37,51 @@ from mtpctl.logprob.schemas import (
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.routes import Routes, from_json, to_json
 from mtpctl.web.guard import Guard, HttpBounds, error_body
+from mtpctl.web.json_body import BodyInvalid, parse, shown
 from mtpctl.web.prometheus import MEDIA_TYPE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from typing import Any
+
     from typing_extensions import TypeIs
 
-_JSON = re.compile(r"application/(?:[\w.-]+\+)?json\b", re.IGNORECASE)
 NUMBERS = 1 << 21
 """Numbers that one answer may have: tokens times the numbers a token."""
+BYTES = 4
+"""Bytes that a token counts as among them."""
+
+
+class _StrictRequest(Request):
+    """A request whose JSON is parsed as that of a client that is not trusted."""
+
+    async def json(self) -> object:
+        try:
+            return parse(await self.body())
+        except BodyInvalid as error:
+            raise HTTPException(400, str(error)) from error
+
+
+class _StrictRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            return await handler(_StrictRequest(request.scope, request.receive))
+
+        return strict
 
 
 def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, key: str | None = None, bounds: HttpBounds) -> Guard:
     """The ASGI application. `tokenizer` None: only token ids are accepted. `key`: the API key that clients must send."""
     api = FastAPI(
-        title="mtpctl log-prob server", version=version_of("mtpctl"), description=f"Per-token log-probs under {name}.", redoc_url=None
+        title="mtpctl log-prob server",
+        version=version_of("mtpctl"),
+        description=f"Per-token log-probs under {name}.",
+        redoc_url=None,
+        redirect_slashes=False,
     )
+    api.router.route_class = _StrictRoute
 
     started = int(time.time())
 
@@ -68,15 +100,12 @@ def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, k
 
     @api.post("/v1/completions", response_model=CompletionResponse)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        if not body.echo or body.max_tokens != 0:
-            raise RequestRefused("echo, max_tokens: this server scores and does not generate; send echo: true and max_tokens: 0")
-        if body.n != 1 or body.stream:
-            raise RequestRefused("n, stream: there is one answer, sent whole; leave them out")
+        body.check()
         topk = body.logprobs or 0
         sequences = _sequences(body.prompt, tokenizer)
         requests = [ScoreRequest(ids, topk=topk, caller=_caller(body.user, request), deadline_s=60.0) for ids in sequences]
         _check(server, requests)
-        _bound(server, requests, 1 + 2 * topk)
+        _bound(server, requests, 1 + 2 * topk + BYTES)
         answers: dict[int, Scored] = {}
         async for index, scored in server.stream(requests, wait=False):
             answers[index] = scored
@@ -105,17 +134,10 @@ def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, k
         return PlainTextResponse(prometheus(server), media_type=MEDIA_TYPE)
 
     @api.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        kind = request.headers.get("content-type", "")
-        if first["loc"] == ("body",) and first["type"] != "missing" and not _JSON.match(kind):
-            said = f"got {kind}" if kind else "got none"
-            text = f"content-type: must be application/json, {said}; send the header 'content-type: application/json'"
-            return JSONResponse(error_body(text, "invalid_request_error"), 415)
-        if first["type"] == "json_invalid":
-            return JSONResponse(error_body(f"body: not valid JSON: {first['ctx']['error']}", "invalid_request_error"), 400)
         place = ".".join(str(part) for part in first["loc"] if part != "body")
-        return JSONResponse(error_body(f"{place or 'body'}: {first['msg']}", "invalid_request_error"), 400)
+        return JSONResponse(error_body(f"{shown(place)[1:-1] or 'body'}: {first['msg']}", "invalid_request_error"), 400)
 
     @api.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> Response:
@@ -275,22 +297,27 @@ def _scores(index: int, request: ScoreRequest, scored: Scored, body: LogprobsReq
 
 def _choice(index: int, request: ScoreRequest, scored: Scored, body: CompletionRequest, tokenizer: Tokenizer | None) -> CompletionChoice:
     ids = request.token_ids
-    pieces = [_piece(i, tokenizer) for i in ids]
     text = tokenizer.decode(ids) if tokenizer is not None else ""
     if body.logprobs is None:
         return CompletionChoice(index=index, text=text, logprobs=None)
-    offsets, end = [], 0
-    for piece in pieces:
-        offsets.append(end)
-        end += len(piece)
+    name = partial(_piece, tokenizer=None if body.return_tokens_as_token_ids else tokenizer)
+    pieces = [name(i) for i in ids]
+    own = tokenizer.token_bytes(ids) if tokenizer is not None else [b""] * len(ids)
+    left_out = tokenizer.special_ids if tokenizer is not None else ()
     top: list[dict[str, float] | None] | None = None
     if body.logprobs:
         top = [None]
         for place, (named, values) in enumerate(zip(scored.topk_ids, scored.topk_logprobs, strict=True)):
             # As OpenAI does: the sampled token is always among them.
-            found = {_piece(i, tokenizer): value for i, value in zip(named, values, strict=True)}
-            top.append({pieces[place + 1]: scored.logprobs[place]} | found)
-    logprobs = CompletionLogprobs(tokens=pieces, token_logprobs=[None, *scored.logprobs], top_logprobs=top, text_offset=offsets)
+            likeliest = {name(i): value for i, value in zip(named, values, strict=True)}
+            top.append({pieces[place + 1]: scored.logprobs[place]} | likeliest)
+    logprobs = CompletionLogprobs(
+        tokens=pieces,
+        token_logprobs=[None, *scored.logprobs],
+        top_logprobs=top,
+        text_offset=text_offsets([b"" if i in left_out else piece for i, piece in zip(ids, own, strict=True)], text),
+        bytes=None if tokenizer is None else [list(piece) for piece in own],
+    )
     return CompletionChoice(index=index, text=text, logprobs=logprobs)
 
 

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict
 
+from mtpctl.logprob.protocol import RequestRefused
+
 TokenId = Annotated[int, Strict()]
 MaskBit = Annotated[int, Strict(), Field(ge=0, le=1)]
 Version = Annotated[int, Strict(), Field(ge=0)]
@@ -81,25 +83,55 @@ class LogprobsResponse(BaseModel):
 
 
 class CompletionRequest(BaseModel):
-    """OpenAI's completions, as far as they score: `echo` with `max_tokens: 0`."""
+    """OpenAI's completions, as far as they score: `echo` with `max_tokens: 0`.
 
-    model_config = ConfigDict(extra="ignore")
+    Fields about sampling are accepted, since clients send them with every request, and nothing is sampled.
+    """
+
+    model_config = ConfigDict(extra="forbid")
 
     model: str = ""
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
-    echo: bool = False
+    echo: bool | None = False
     max_tokens: int | None = None
     logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
-    n: int = 1
-    stream: bool = False
+    n: int | None = 1
+    best_of: int | None = 1
+    stream: bool | None = False
+    suffix: str | None = None
+    return_tokens_as_token_ids: bool | None = Field(False, description="Tokens by their ids, as token_id:N.")
     user: str = Field("", max_length=128)
+
+    # About tokens that are sampled, of which there are none.
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stream_options: dict[str, bool] | None = None
+
+    def check(self) -> None:
+        """Raise RequestRefused for a request that would generate, or that asks for what the server does not do."""
+        if not self.echo or self.max_tokens != 0:
+            raise RequestRefused("echo, max_tokens: this server scores and does not generate; send echo: true and max_tokens: 0")
+        if (self.n or 1) != 1 or (self.best_of or 1) != 1 or self.stream:
+            raise RequestRefused("n, best_of, stream: there is one answer, sent whole; leave them out")
+        if self.suffix:
+            raise RequestRefused("suffix: this server does not insert text; leave it out")
 
 
 class CompletionLogprobs(BaseModel):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None] | None
-    text_offset: list[int]
+    text_offset: list[int] = Field(description="Where each token begins in the text, in characters.")
+    bytes: list[list[int]] | None = Field(description="The bytes of each token, also of one that is a part of a character.")
 
 
 class CompletionChoice(BaseModel):

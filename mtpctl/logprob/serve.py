@@ -26,9 +26,13 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Served:
-    """The weights to serve: a model folder, and where a run has trained it, a checkpoint over it and its version."""
+    """The weights to serve: a model folder, and where a run has trained it, a checkpoint over it and its version.
+
+    `name` says where they are from; `model_id` is what clients call the model.
+    """
 
     name: str
+    model_id: str
     model: Path
     tokenizer: Tokenizer | None
     checkpoint: Path | None = None
@@ -68,7 +72,7 @@ async def _serve(recipe: Recipe, served: Served, bound: socket.socket, key: str 
         version=served.version,
     )
     server = await within(starting, recipe.cluster.actor_deadline_s, "log-prob server, start")
-    face = web(server, served.tokenizer, served.name, key=key, bounds=HttpBounds())
+    face = web(server, served.tokenizer, served.model_id, key=key, bounds=HttpBounds())
     settle_heap()
     watching = asyncio.create_task(server.watch())
     routes = "/v1/logprobs, /v1/completions, /v1/models, /health, /version, /metrics, /docs"

@@ -89,6 +89,17 @@ class RolloutBase(Section):
     gateway: bool = Field(False, description="Problems are worked on by agents that come over the network and ask for them.")
     gateway_host: str = Field("127.0.0.1", min_length=1, description="Address at which agents ask the model.")
     gateway_port: Annotated[int, Field(ge=0, le=65535)] = Field(0, description="Its port; 0: any that is free.")
+    gateway_fields: Literal["reject", "ignore"] = Field(
+        "reject",
+        description="Fields of an agent's request that are not honored, such as a temperature of its own in training. reject: status 400 "
+        "names the field; ignore: the request is answered, and the header mtpctl-ignored lists them.",
+    )
+    agents_per_client: PositiveInt | None = Field(
+        None, description="Trajectories that one address may have open over the network; default: three quarters of agents."
+    )
+    agent_idle_s: PositiveFloat = Field(
+        300.0, description="Seconds without a request after which a trajectory of an agent that came over the network ends."
+    )
     tool_parser: str | None = Field(
         None, description="vLLM's parser for the tool calls in an answer to an agent; default: by the chat template."
     )
@@ -120,6 +131,11 @@ class RolloutBase(Section):
     def replica_range(self) -> ReplicaRange:
         """The least and the most engines; both are the number where the recipe has one."""
         return self.replicas if isinstance(self.replicas, ReplicaRange) else ReplicaRange(min=self.replicas, max=self.replicas)
+
+    @property
+    def client_limit(self) -> int:
+        """Trajectories that one address may have open over the network."""
+        return self.agents_per_client if self.agents_per_client is not None else max(self.agents * 3 // 4, 1)
 
     @property
     def agents_play(self) -> bool:

@@ -23,6 +23,7 @@ from mtpctl.rl.rewards.function import AGENT, EPISODE
 from mtpctl.rl.rewards.outcome import Outcome
 from mtpctl.rl.rewards.pool import Pool
 from mtpctl.rollout.gateway.answers import AnswerReader
+from mtpctl.rollout.gateway.fields import FieldRules
 from mtpctl.rollout.gateway.server import Anyone, Gateway, Handed
 from mtpctl.rollout.gateway.trajectory import Model, Trajectory
 from mtpctl.rollout.pool import ReplicaPool
@@ -33,6 +34,8 @@ from mtpctl.web.server import listen
 
 KEY = "MTPCTL_GATEWAY_KEY"
 """The environment variable with the key that agents from outside send."""
+TOLD = 50
+"""Ignored fields that are told of, at most: agents may send any."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -55,11 +58,11 @@ class OwnAgent:
 class OutsideAgents:
     """Hands problems to whoever asks the gateway for them, and waits until they say that they are done."""
 
-    def __init__(self, deadline_s: float) -> None:
-        self._deadline_s = deadline_s
+    def __init__(self, deadline_s: float, idle_s: float) -> None:
+        self._deadline_s, self._idle_s = deadline_s, idle_s
         self._waiting: asyncio.Queue[tuple[Handed, asyncio.Event]] = asyncio.Queue()
 
-    async def next(self) -> Handed | None:
+    async def next(self) -> Handed:
         """The next problem that is still wanted."""
         while True:
             handed, taken = await self._waiting.get()
@@ -77,11 +80,16 @@ class OutsideAgents:
             await taken.wait()  # for as long as it takes: nobody works on it yet
             began = clock()
             gateway.restart_clock(secret)
-            try:
-                await asyncio.wait_for(handed.finished.wait(), self._deadline_s)
-            except TimeoutError:
-                told_why = f"no agent said within {self._deadline_s:g} s that it is done (rollout.deadline_s)"
-                return Outcome(None, {}, told_why, True, clock() - began)
+            while not handed.finished.is_set():
+                left, quiet = self._deadline_s - (clock() - began), self._idle_s - gateway.idle_s(secret)
+                if left <= 0:
+                    reason = f"no agent said within {self._deadline_s:g} s that it is done (rollout.deadline_s)"
+                    return Outcome(None, {}, reason, True, clock() - began)
+                if quiet <= 0:
+                    reason = f"the agent asked for nothing for {self._idle_s:g} s (rollout.agent_idle_s)"
+                    return Outcome(None, {}, reason, True, clock() - began)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(handed.finished.wait(), min(left, quiet))
             return Outcome(None, seconds=clock() - began)
         finally:
             handed.finished.set()
@@ -151,9 +159,9 @@ class AgentGenerator(Generator):
         if outcome is None:
             request.sample.finish_reason = ABORTED
             return request.sample
-        if trajectory.changed_sampling and trajectory.changed_sampling not in self._told:
-            self._told.add(trajectory.changed_sampling)
-            self._tell(f"an agent {trajectory.changed_sampling}")
+        for name in [name for name in trajectory.ignored if name not in self._told][: TOLD - len(self._told)]:
+            self._told.add(name)
+            self._tell(f"an agent asked for {name}, which is ignored (rollout.gateway_fields)")
         return _sample_of(request, trajectory, samples, outcome)
 
     async def pause(self, mode: PauseMode) -> None:
@@ -215,20 +223,26 @@ async def playing(
     name: str,
     tell: Callable[[str], None],
     log: Path | None = None,
+    key_file: Path | None = None,
+    trains: bool = True,
     anyone: Anyone | None = None,
     bound: socket.socket | None = None,
 ) -> AsyncIterator[Generator]:
     """What generates for the recipe: the engines themselves, or where it has agents, these before the gateway to them.
 
-    `name`: what the model is called; `log`: a file for what agents print; `anyone`: as `Gateway.anyone`; `bound`: what `gateway_socket`
-    gave earlier. Raises UserError for an agent that cannot be loaded, a tokenizer without a chat template, and as `gateway_socket` does.
+    `name`: what the model is called; `log`: a file for what agents print; `key_file`: where a key that is drawn for agents from outside is
+    written, instead of to `tell`; `trains`: whether tokens are drawn as the recipe says, whatever agents ask for; `anyone`: as
+    `Gateway.anyone`; `bound`: what `gateway_socket` gave earlier.
+    Raises UserError for an agent that cannot be loaded, a tokenizer without a chat template, and as `gateway_socket` does.
     """
     if (bound := bound or gateway_socket(rollout)) is None:
         yield engines
         return
     model = Model(engines.sample, tokenizer, AnswerReader(tokenizer, _calls(rollout, tokenizer)), context)
     async with contextlib.AsyncExitStack() as stack:
-        gateway = await stack.enter_async_context(Gateway(model, tokenizer, name, rollout.max_turns, bound, key=os.environ.get(KEY)))
+        key, rules = os.environ.get(KEY), FieldRules(serving=not trains, ignore=rollout.gateway_fields == "ignore")
+        gateway = Gateway(model, tokenizer, name, rollout.max_turns, bound, key=key, rules=rules, client_limit=rollout.client_limit)
+        await stack.enter_async_context(gateway)
         player: Player
         if (started := rollout.started_agent) is not None:
             (reference, args), role = started, AGENT if rollout.verifiers is None else EPISODE
@@ -237,13 +251,25 @@ async def playing(
             await pool.start()
             player = OwnAgent(pool)
         else:
-            player = outside = OutsideAgents(rollout.deadline_s)
+            player = outside = OutsideAgents(rollout.deadline_s, rollout.agent_idle_s)
             gateway.next_problem, gateway.anyone = outside.next, anyone
+            drawn = "" if key else f"the key {gateway.token}"
+            if drawn and key_file is not None:
+                _write_private(key_file, gateway.token)
+                drawn = f"the key in {key_file}"
             if anyone is None:
-                tell(f"agents get problems at {gateway.address}/v1/trajectories")
+                tell(f"agents{f' with {drawn}' if drawn else ''} get problems at {gateway.address}/v1/trajectories")
             else:
-                tell(f"serving {name}: {gateway.address}/v1 for single requests, POST {gateway.address}/v1/trajectories for a trajectory")
+                single, whole = f"{gateway.address}/v1 for single requests", f"POST {gateway.address}/v1/trajectories for a trajectory"
+                tell(f"serving {name}: {single}, {whole}{f', with {drawn}' if drawn else ''}")
         yield AgentGenerator(engines, gateway, player, rollout.agents, tell)
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"{text}\n")
 
 
 def _calls(rollout: RolloutBase, tokenizer: Tokenizer) -> Any:

@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from mtpctl.data.tokenizers import NONE, Variables
 from mtpctl.errors import UserError
 from mtpctl.rollout.environments import EnvironmentFailure, Message
 
 MARK = "TheModelsOwnTurn"
+CHECKED = 1000
+"""Forms of replies that are remembered as checked."""
 
 
 class ChatText(Protocol):
@@ -22,7 +25,7 @@ class ChatText(Protocol):
 
     def encode(self, text: str, *, special: bool = False) -> list[int]: ...
 
-    def chat_text(self, messages: Sequence[Message]) -> str:
+    def chat_text(self, messages: Sequence[Message], *, variables: Variables = NONE) -> str:
         """A conversation in the chat template, up to the beginning of the assistant's answer. Raises UserError where it refuses."""
         ...
 
@@ -34,29 +37,32 @@ class ChatReplies:
         self._text = text
         self._checked: set[tuple[str, ...]] = set()
 
-    def tokens(self, messages: Sequence[Message], end_token: int | None) -> list[int]:
+    def tokens(self, messages: Sequence[Message], end_token: int | None, variables: Variables = NONE) -> list[int]:
         """The tokens from the end of the model's turn to the beginning of its next one.
 
         `end_token` is the token with which the model ended its turn itself; it is not written again. None: a stop string ended it.
+        `variables`: of the template.
         Raises EnvironmentFailure where the template does not take the messages, or writes more than them.
         """
         question, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": MARK}
-        behind = self._behind([question, answer, *messages])
-        roles = tuple(str(message["role"]) for message in messages)
+        behind = self._behind([question, answer, *messages], variables)
+        roles = (repr(sorted(variables.items())), *(str(message["role"]) for message in messages))
         if roles not in self._checked:
             earlier = [question, {"role": "assistant", "content": "2"}]
-            if behind != self._behind([*earlier, question, answer, *messages]):
+            if behind != self._behind([*earlier, question, answer, *messages], variables):
                 raise EnvironmentFailure(
                     "the chat template renders the same messages otherwise after another conversation, "
                     "so they cannot be appended to what the model wrote; reply with text instead"
                 )
+            if len(self._checked) >= CHECKED:  # Roles and variables may be a client's.
+                self._checked.clear()
             self._checked.add(roles)
         ids = self._text.encode(behind)
         return ids[1:] if end_token is not None and ids[:1] == [end_token] else ids
 
-    def _behind(self, conversation: Sequence[Message]) -> str:
+    def _behind(self, conversation: Sequence[Message], variables: Variables) -> str:
         try:
-            _, mark, behind = self._text.chat_text(conversation).partition(MARK)
+            _, mark, behind = self._text.chat_text(conversation, variables=variables).partition(MARK)
         except UserError as error:
             raise EnvironmentFailure(str(error)) from error
         if not mark:

@@ -14,7 +14,7 @@ from mtpctl.data.problems import Problem
 from mtpctl.data.taskset import environment_config, is_held_out, task_data
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.rl.rewards.outcome import TAKEN
-from mtpctl.rollout.gateway.messages import OVER_BUDGET, OVER_CONTEXT
+from mtpctl.rollout.gateway.errors import OVER_BUDGET, OVER_CONTEXT
 
 MODEL, NO_KEY = "policy", "MTPCTL_NO_KEY"
 """The model's name in requests, and the environment variable from which verifiers reads a key. The base URL makes one unnecessary."""

@@ -1,4 +1,4 @@
-"""An ASGI layer before the HTTP routes: the API key, bounds on the size and time of bodies, and clients that disconnect.
+"""An ASGI layer before the HTTP routes: where a request comes from, the API key, bounds on bodies, and clients that disconnect.
 
 A body is read here, whole and within its bounds, before any route sees it; all bodies together are bounded as well, so that
 memory stays flat whatever clients do. A request whose client disconnects is cancelled, and its place in the queue is freed.
@@ -9,14 +9,19 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from mtpctl.web.hosts import HOSTS, is_same_origin, may_be_host
+from mtpctl.web.json_body import shown
+
 if TYPE_CHECKING:
     from asyncio import BaseTransport, Transport
+    from collections.abc import Mapping
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,18 +29,23 @@ DRAINED = 256 << 20
 """Bytes of a refused body that are read and dropped, so that the client reads the reason."""
 OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
 """Paths that need no key: health and documentation."""
+SLOWEST = 1024
+"""Bytes a second below which a client counts as not reading its answer."""
+_JSON = re.compile(r"application/(?:[\w.-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class HttpBounds:
     """body_bytes: of one request; held_bytes: of all bodies being read or answered; body_s: seconds to send a body; header_s: seconds
-    to send the request head; drain_s: seconds for which a client may go on sending a refused body."""
+    to send the request head; drain_s: seconds for which a client may go on sending a refused body; stalled_s: seconds for which a client
+    may leave an answer unread."""
 
     body_bytes: int = 8 << 20
     held_bytes: int = 128 << 20
     body_s: float = 20.0
     header_s: float = 10.0
     drain_s: float = 5.0
+    stalled_s: float = 30.0
 
 
 class _Rejected(Exception):
@@ -52,23 +62,37 @@ def error_body(message: str, kind: str) -> dict[str, dict[str, str]]:
 class Guard:
     """An ASGI application around another one."""
 
-    def __init__(self, app: ASGIApp, bounds: HttpBounds, key: str | None, *, open_under: str | None = None) -> None:
-        """`key`: what clients send as a bearer token; None: nothing. `open_under`: paths that begin so need none."""
-        self.app, self.bounds, self.open_under = app, bounds, open_under
-        self.key = None if key is None else key.encode()
+    def __init__(
+        self,
+        app: ASGIApp,
+        bounds: HttpBounds,
+        key: str | None,
+        *,
+        open_under: str | None = None,
+        tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        """`key`: what clients send as a bearer token; None: nothing. `open_under`: paths that begin so need none.
+
+        `tokens`: without a key, the bearer token that a path needs: of paths that change something.
+        """
+        self.app, self.bounds, self.open_under, self.tokens = app, bounds, open_under, tokens or {}
+        self.key = key
         self.held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        body = bytearray()
+        body, whole = bytearray(), False
         try:
             self._check(scope)
             await self._read(receive, body)
+            whole = True
+            self._check_type(scope, body)
             await self._answer(scope, receive, send, bytes(body))
         except _Rejected as rejected:
-            await self._drain(receive)
+            if not whole:
+                await self._drain(receive)
             await _reply(send, rejected)
         except _Gone:
             pass
@@ -77,13 +101,31 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
-        if self.key is not None and not self._open(scope["path"]):
-            given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, b"Bearer " + self.key):
+        if (needed := self._token(scope)) is not None:
+            if not hmac.compare_digest(headers.get(b"authorization", b""), b"Bearer " + needed.encode()):
                 raise _Rejected(401, "a key is needed: send `Authorization: Bearer KEY`", **{"www-authenticate": "Bearer"})
+        elif not may_be_host(host := headers.get(b"host", b"localhost").decode("latin-1")):
+            # Whoever has the key is no stranger's page.
+            raise _Rejected(403, f"host: {shown(host)} is not a name of this server; use its address, or add the name to {HOSTS}")
+        origin = headers.get(b"origin")
+        if origin is not None and not is_same_origin(origin.decode("latin-1"), headers.get(b"host", b"").decode("latin-1")):
+            raise _Rejected(403, f"origin: pages of {shown(origin.decode('latin-1'))} may not call this server")
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self.bounds.body_bytes:
+        if not length.isdigit() or len(length) > 18 or int(length) > self.bounds.body_bytes:
             raise self._too_large()
+
+    def _check_type(self, scope: Scope, body: bytearray) -> None:
+        """Bodies are JSON, and say so: pages of other origins may send what a form sends without asking, and JSON not."""
+        kind = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
+        if body and not _JSON.match(kind):
+            got = f"got {shown(kind)[1:-1]}" if kind else "got none"
+            raise _Rejected(415, f"content-type: must be application/json, {got}; send the header 'content-type: application/json'")
+
+    def _token(self, scope: Scope) -> str | None:
+        """The bearer token that a request needs."""
+        if self.key is None:
+            return None if scope["method"] in ("GET", "HEAD") else self.tokens.get(scope["path"])
+        return None if self._open(scope["path"]) else self.key
 
     def _open(self, path: str) -> bool:
         return path in OPEN_PATHS or (self.open_under is not None and path.startswith(self.open_under))
@@ -163,11 +205,15 @@ async def _reply(send: Send, rejected: _Rejected) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def impatient(header_s: float) -> type[H11Protocol]:
-    """uvicorn's HTTP protocol, closing a connection whose request head has not come after `header_s` seconds."""
+def impatient(header_s: float, stalled_s: float = HttpBounds.stalled_s) -> type[H11Protocol]:
+    """uvicorn's HTTP protocol, closing a connection whose request head has not come after `header_s` seconds.
+
+    It also closes one whose client has read next to nothing of an answer within `stalled_s` seconds.
+    """
 
     class Impatient(H11Protocol):
         _late: asyncio.TimerHandle | None = None
+        _stalled: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: BaseTransport) -> None:
             super().connection_made(cast("Transport", transport))
@@ -179,7 +225,32 @@ def impatient(header_s: float) -> type[H11Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._forget()
+            self._look_no_more()
             super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._look_after(self.transport.get_write_buffer_size())
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._look_no_more()
+
+        def _look_after(self, unread: int) -> None:
+            """Look in `stalled_s` seconds whether the client has read of these bytes."""
+            self._stalled = self.loop.call_later(stalled_s, self._look, unread)
+
+        def _look(self, before: int) -> None:
+            unread = self.transport.get_write_buffer_size()
+            if before - unread < stalled_s * SLOWEST:
+                self.transport.abort()
+            else:
+                self._look_after(unread)
+
+        def _look_no_more(self) -> None:
+            if self._stalled is not None:
+                self._stalled.cancel()
+                self._stalled = None
 
         def _expect_head(self) -> None:
             between = self.cycle is None or self.cycle.response_complete

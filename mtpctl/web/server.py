@@ -72,11 +72,11 @@ class WebServer(uvicorn.Server):
     """
 
     def __init__(self, app: Guard, *, signals: bool = True) -> None:
-        header_s = app.bounds.header_s
+        header_s, stalled_s = app.bounds.header_s, app.bounds.stalled_s
         super().__init__(
             uvicorn.Config(
                 app,
-                http=impatient(header_s),
+                http=impatient(header_s, stalled_s),
                 ws="none",
                 lifespan="off",
                 log_level=logging.ERROR,

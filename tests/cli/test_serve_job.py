@@ -41,7 +41,8 @@ def test_a_trajectory_is_kept_and_a_single_request_is_not(run: Path, tmp_path: P
         assert process.stdout is not None
         line = next(line for line in process.stdout if "http://" in line)
         address = line.split("POST ")[1].split("/v1/")[0]
-        with httpx.Client(timeout=60) as web:
+        key = line.split("with the key ")[1].strip()
+        with httpx.Client(timeout=60, headers={"authorization": f"Bearer {key}"}) as web:
 
             def post(url: str, body: Any = None) -> Any:
                 return web.post(url, json=body).raise_for_status().json()

@@ -189,6 +189,43 @@ def in_run(server: Server, sample: Sample, hint: str | None, problem: Problem = 
     asyncio.run(Teacher(TeacherConfig(path="policy"), source, 0.7, hinted)(sample, problem))
 
 
+@pytest.mark.parametrize(
+    ("status", "body", "reason"),
+    [
+        (200, {"version": "0.32.0"}, "is an engine, such as vLLM, .* prompt log-probs of one that drafts are wrong"),
+        (200, {"version": None}, "is an engine"),
+        (200, {"status": "ok"}, "is no log-prob server"),
+        (200, [], "is no log-prob server"),
+        (404, {"detail": "Not Found"}, r"is no log-prob server \(status 404\)"),
+        (401, {}, "MTPCTL_TEACHER_KEY"),
+    ],
+)
+def test_a_server_that_is_no_log_prob_server_is_refused_at_the_start(status: int, body: Any, reason: str) -> None:
+    """vLLM answers `GET /version` too. With drafts its prompt log-probs are off by nats for some requests, with status 200."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    async def enter(url: str) -> None:
+        async with ServedAtUrl(url):
+            raise AssertionError("entered")
+
+    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=made.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(UserError, match=reason):
+            asyncio.run(enter(f"http://127.0.0.1:{made.server_address[1]}"))
+    finally:
+        made.shutdown()
+        made.server_close()
+
+
 def test_a_hint_stands_in_the_teachers_prompt_alone() -> None:
     server, sample = Server(), sample_of([-1.0, -1.0], [1, 1])
     in_run(server, sample, "{prompt} (level {level}: {answer})")

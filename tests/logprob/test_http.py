@@ -214,6 +214,26 @@ def test_completions_echo_as_openai_clients_ask(client: httpx.Client, reference:
         assert max(logprobs["top_logprobs"][place + 1].values()) == pytest.approx(float(expected[place].max()), abs=1e-5)
 
 
+def test_completions_with_tokens_as_ids_have_the_offsets_of_the_text(client: httpx.Client) -> None:
+    text = "é1☃<eos>x"  # parts of characters, and a special token that the text leaves out
+    body = {"prompt": [[*b"\xc3\xa91\xe2\x98\x83", 258, *b"x"]], "echo": True, "max_tokens": 0, "logprobs": 1}
+    plain, by_id = (client.post("/v1/completions", json=body | {"return_tokens_as_token_ids": each}).json() for each in (False, True))
+    for answer in (plain, by_id):
+        (choice,) = answer["choices"]
+        assert choice["text"] == text.replace("<eos>", "")
+        assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2, 2, 2, 3, 3]
+        assert choice["logprobs"]["bytes"] == [[0xC3], [0xA9], [0x31], [0xE2], [0x98], [0x83], list(b"<eos>"), [0x78]]
+    assert by_id["choices"][0]["logprobs"]["tokens"] == [f"token_id:{token}" for token in body["prompt"][0]]  # type: ignore[index]
+    assert all(name.startswith("token_id:") for row in by_id["choices"][0]["logprobs"]["top_logprobs"][1:] for name in row)
+    assert plain["choices"][0]["logprobs"]["tokens"][2] == "1"
+
+
+@pytest.mark.parametrize("field", [{"suffix": "x"}, {"best_of": 2}, {"stream": True}, {"prompt_logprobs": 1}, {"anything": 1}])
+def test_a_field_of_completions_that_is_not_honored_is_rejected_by_name(client: httpx.Client, field: dict[str, Any]) -> None:
+    response = client.post("/v1/completions", json={"prompt": "ab", "echo": True, "max_tokens": 0, **field})
+    assert response.status_code == 400 and next(iter(field)) in response.json()["error"]["message"]
+
+
 # ------------------------------------------------------------------------------------------------------ other routes
 
 

@@ -128,10 +128,10 @@ def test_one_that_raises_hangs_or_floods_holds_nobody_else(tmp_path: Path) -> No
 
 def test_several_conversations_are_parts_of_one_trajectory(tmp_path: Path) -> None:
     told: list[str] = []
-    (sample,) = played(tmp_path, problems("1+1?"), told=told, agent="branching").values()
+    (sample,) = played(tmp_path, problems("1+1?"), told=told, agent="branching", gateway_fields="ignore").values()
     assert [byte_tokenizer().decode(part.prompt_ids) for part in sample.parts] == ["user: one\nassistant: ", "user: two\nassistant: "]
     assert sample.environment is not None and (sample.environment.samples, sample.environment.rewritten) == (2, 0)
-    assert told == ["an agent asked for temperature 0, and tokens are sampled at 1 (rollout.temperature)"]
+    assert told == ["an agent asked for temperature, which is ignored (rollout.gateway_fields)"]
     back = Sample.from_dict(sample.to_dict(packed=True))
     assert back == sample and back.copy() == sample
 
@@ -175,6 +175,43 @@ def test_agents_from_outside_get_problems_and_say_when_they_are_done(tmp_path: P
     found = asyncio.run(run())
     assert [sample.environment_reward for sample in found] == [1.0, 1.0]
     assert sorted(sample.prompt_id for sample in found) == ["p0", "p1"]
+
+
+def test_a_trajectory_whose_agent_asks_for_nothing_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first problem is taken and left alone; the second one is worked on by the same client, whose only place it frees."""
+    monkeypatch.delenv(agents.KEY, raising=False)
+    told: list[str] = []
+    key_file = tmp_path / "gateway.key"
+
+    async def agent() -> None:
+        while not told:
+            await asyncio.sleep(0.01)
+        address = told[0].split()[-1]
+        assert str(key_file) in told[0] and key_file.stat().st_mode & 0o777 == 0o600
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {key_file.read_text().strip()}"}, timeout=20) as web:
+            idle = (await web.post(address)).json()["base_url"]
+            while (second := await web.post(address)).status_code == 429:
+                await asyncio.sleep(0.05)
+            assert (await web.get(f"{idle}/models")).status_code == 410
+            await web.post(f"{second.json()['base_url']}/finish", json={"reward": 1})
+
+    async def asked() -> AsyncIterator[GenerationRequest]:
+        for request in problems("1+1?", "2+2?"):
+            yield request
+
+    async def run() -> list[Sample]:
+        config = VllmConfig.model_validate({"engine": "vllm", "gateway": True, "agents_per_client": 1, "agent_idle_s": 0.3})
+        engines, working = cast(ReplicaPool, Engines(Scripted(lambda text, call: "answer"))), asyncio.create_task(agent())
+        options: dict[str, Any] = {"context": 500, "name": "toy", "tell": told.append, "key_file": key_file}
+        async with playing(config, engines, byte_tokenizer(), **options) as generator:
+            found = [sample async for sample in generator.generate(asked())]
+        await working
+        return found
+
+    idle, finished = asyncio.run(run())
+    assert idle.finish_reason == DEADLINE and idle.environment is not None
+    assert idle.environment.timeouts == 1 and "rollout.agent_idle_s" in idle.environment.failure
+    assert finished.environment_reward == 1.0
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,9 @@ def _before(text: str, stops: Sequence[str]) -> str:
 class Completion:
     """One response of the endpoint: `answers` under the name of the model."""
 
-    def __init__(self, model: str, answers: Sequence[Answer], tokenizer: Tokenizer, *, logprobs: bool) -> None:
-        self._answers, self._tokenizer, self._logprobs = answers, tokenizer, logprobs
+    def __init__(self, model: str, answers: Sequence[Answer], tokenizer: Tokenizer, *, logprobs: bool, ids: bool = False) -> None:
+        """`logprobs`: with the log-prob of each token; `ids`: whose tokens are then named by their ids."""
+        self._answers, self._tokenizer, self._logprobs, self._ids = answers, tokenizer, logprobs, ids
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self) -> dict[str, object]:
@@ -63,10 +64,12 @@ class Completion:
                 *([message] if message["content"] else []),
                 *({"tool_calls": [c]} for c in calls),
             ]
+            logprobs = self._logprobs_of(each)
             for place, delta in enumerate(deltas):
-                told = self._logprobs_of(each) if place == 1 else None
-                yield self._event([{"index": index, "delta": delta, "finish_reason": None, "logprobs": told}])
-            yield self._event([{"index": index, "delta": {}, "finish_reason": each.finish_reason, "logprobs": None}])
+                yield self._event([{"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs if place == 1 else None}])
+            # An answer without text has tokens all the same: its end token at least.
+            left = logprobs if len(deltas) == 1 else None
+            yield self._event([{"index": index, "delta": {}, "finish_reason": each.finish_reason, "logprobs": left}])
         if usage:
             yield self._event([], usage=self._usage())
         yield "data: [DONE]\n\n"
@@ -81,10 +84,11 @@ class Completion:
     def _logprobs_of(self, answer: Answer) -> dict[str, object] | None:
         if not self._logprobs:
             return None
-        pieces = [self._tokenizer.decode([token], special=True) for token in answer.tokens]
+        pieces = self._tokenizer.token_bytes(answer.tokens)
+        names = [f"token_id:{token}" for token in answer.tokens] if self._ids else [piece.decode(errors="replace") for piece in pieces]
         rows = [
-            {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
-            for piece, logprob in zip(pieces, answer.logprobs, strict=True)
+            {"token": name, "logprob": logprob, "bytes": list(piece), "top_logprobs": []}
+            for name, piece, logprob in zip(names, pieces, answer.logprobs, strict=True)
         ]
         return {"content": rows, "refusal": None}
 

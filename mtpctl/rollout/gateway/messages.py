@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, TypeAdapter, ValidationError
 
-from mtpctl.errors import MtpctlError
+from mtpctl.rollout.gateway.errors import RequestInvalid
+from mtpctl.rollout.gateway.fields import FieldRules, not_honored
+from mtpctl.rollout.gateway.sampling import Sampling, changes_of
+from mtpctl.samples import GenerationRequest
+from mtpctl.web.json_body import shown
 
 CHOICES = 64
 """Answers that one request may ask for."""
-OVER_BUDGET, OVER_CONTEXT = "budget_exceeded", "context_length_exceeded"
-"""Codes of refusals because a trajectory has used up what it may."""
-
-
-class RequestInvalid(MtpctlError):
-    """A request that cannot be answered. `code` is what a client can tell the reason by; `status` is the one of HTTP."""
-
-    def __init__(self, message: str, code: str = "invalid_request", status: int = 400) -> None:
-        super().__init__(message)
-        self.code, self.status = code, status
+_SET_BY_GATEWAY = frozenset(
+    {
+        *("messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"),
+        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+        "tokenizer_kwargs",
+    }
+)
+"""Arguments of a chat template, or of transformers' function that renders it, which are no variables for clients."""
 
 
 class Function(BaseModel):
@@ -55,26 +58,51 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class ChatRequest(BaseModel):
-    """The body of `POST /v1/chat/completions`, as far as it is read. How tokens are sampled is the run's to say."""
+class ToolFunction(BaseModel):
+    """What a tool is called and takes."""
 
-    model_config = ConfigDict(extra="ignore")
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
-    model: str = ""
+
+class Tool(BaseModel):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+_TOOLS = TypeAdapter(list[Tool])
+
+
+class ChatRequest(Sampling):
+    """The body of `POST /v1/chat/completions`. Fields that are not named here, or in `Sampling`, are not honored (`gateway.fields`)."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
     messages: list[ChatMessage] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] = "auto"
-    n: int = Field(1, ge=1, le=CHOICES)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    n: int | None = Field(None, ge=1, le=CHOICES)
     stop: str | list[str] | None = None
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool = False
+    logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    return_tokens_as_token_ids: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    _ignored: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def choices(self) -> int:
+        """The number of answers."""
+        return self.n or 1
 
     @property
     def stops(self) -> list[str]:
@@ -87,17 +115,60 @@ class ChatRequest(BaseModel):
         """Tokens that an answer may have; None: as many as there is room for."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
-    def check(self) -> None:
-        """Raise RequestInvalid for what the gateway cannot do: nothing is left out silently that changes what an answer means."""
-        if self.top_logprobs:
-            raise RequestInvalid("top_logprobs: the engines give the log-prob of the sampled token alone; leave it out")
-        if self.tool_choice not in ("auto", "none"):
-            raise RequestInvalid("tool_choice: nothing can make the model call a tool; send auto or none")
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise RequestInvalid("response_format: answers are sampled without a grammar; leave it out")
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Further variables of the chat template."""
+        return self.chat_template_kwargs or {}
+
+    @property
+    def ignored(self) -> list[str]:
+        """The fields that `check` found to be not honored."""
+        return self._ignored
+
+    def check(self, request: GenerationRequest, template: str, rules: FieldRules) -> None:
+        """Raise RequestInvalid for what the gateway cannot do: nothing is left out silently that changes what an answer means.
+
+        `request`: how the trajectory draws tokens; `template`: the chat template. With `rules.ignore` what is not honored is noted in
+        `ignored`; what no answer can be made of is still rejected.
+        """
+        self._check_tools()
         for message in self.messages:
             if isinstance(message.content, list) and any(part.get("type") != "text" for part in message.content):
                 raise RequestInvalid("messages: only text is understood; send parts of the type text")
+        reasons = self._reasons(template)
+        if not rules.serving:
+            kept = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
+            for name in changes_of(self, request):
+                used = f"rollout.{name}: {kept[name]:g}" if name in kept else "the recipe's settings"
+                reasons[name] = f"tokens are drawn with {used}, because they are trained on; leave it out"
+        if reasons and not rules.ignore:
+            name, reason = next(iter(reasons.items()))
+            hint = "" if rules.serving else ", or set rollout.gateway_fields: ignore"
+            raise RequestInvalid(f"{name}: {reason}{hint}")
+        self._ignored = list(reasons)
+
+    def _reasons(self, template: str) -> dict[str, str]:
+        """The fields that are not honored whoever asks, each with the reason."""
+        reasons = not_honored(self.model_extra or {}, type(self).model_fields)
+        if self.top_logprobs:
+            reasons["top_logprobs"] = "the engines give the log-prob of the sampled token alone; leave it out"
+        if self.tool_choice not in (None, "auto", "none"):
+            reasons["tool_choice"] = "nothing can make the model call a tool; send auto or none"
+        if any(tool["function"].get("strict") for tool in self.tools or ()):
+            reasons["tools.function.strict"] = "calls are not constrained to the schema; leave it out"
+        for name in self.variables:
+            if name in _SET_BY_GATEWAY:
+                raise RequestInvalid(f"chat_template_kwargs.{name}: is set by the gateway; leave it out")
+            if not re.search(rf"\b{re.escape(name)}\b", template):
+                reasons[f"chat_template_kwargs.{shown(name)[1:-1]}"] = "the chat template has no such variable; leave it out"
+        return reasons
+
+    def _check_tools(self) -> None:
+        try:
+            _TOOLS.validate_python(self.tools or [])
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise RequestInvalid(f"{'.'.join(map(str, ('tools', *first['loc'])))}: {first['msg']}") from error
 
 
 def as_template(message: ChatMessage) -> dict[str, object]:

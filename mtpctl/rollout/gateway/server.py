@@ -4,7 +4,7 @@ POST /t/SECRET/v1/chat/completions   an answer, as OpenAI's clients ask for it
 POST /t/SECRET/v1/reward             {"reward": 0.5}: the trajectory's reward
 POST /t/SECRET/v1/finish             the trajectory is over; may carry its reward as well
 GET  /t/SECRET/v1/models             the name of the model
-POST /v1/trajectories                the next problem, for agents that the run did not start, with the key of the endpoint
+POST /v1/trajectories                the next problem, for agents that the run did not start; always needs the key of the endpoint
 POST /v1/chat/completions            an answer outside of any trajectory, of which nothing is kept, where `anyone` may ask
 """
 
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import secrets
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
@@ -29,17 +29,24 @@ from starlette.routing import Route
 from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.errors import MtpctlError
 from mtpctl.rollout.gateway.answers import Completion
-from mtpctl.rollout.gateway.messages import ChatRequest, RequestInvalid
-from mtpctl.rollout.gateway.trajectory import Model, Trajectory
+from mtpctl.rollout.gateway.errors import RequestInvalid
+from mtpctl.rollout.gateway.fields import FieldRules
+from mtpctl.rollout.gateway.messages import ChatRequest
+from mtpctl.rollout.gateway.trajectory import REJECT, Model, Trajectory
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.web.guard import Guard, HttpBounds, error_body
+from mtpctl.web.json_body import BodyInvalid, check_text, parse_object, shown
 from mtpctl.web.server import address_of, serving
 
 REWARD_HEADER = "mtpctl-reward"
+IGNORED_HEADER = "mtpctl-ignored"
+"""Header of an answer: the fields of the request that were ignored."""
+IGNORED = 32
+"""Names in it, at most."""
 WAIT_S = 30.0
 """Seconds for which a client that asks for a problem waits for one, before it has to ask again."""
 
-NextProblem = Callable[[], Awaitable["Handed | None"]]
+NextProblem = Callable[[], Awaitable["Handed"]]
 Anyone = Callable[[], GenerationRequest]
 """The settings of a request that belongs to no trajectory."""
 
@@ -48,17 +55,41 @@ Anyone = Callable[[], GenerationRequest]
 class Handed:
     """A problem for an agent that the run did not start. `finished` is set once the agent says that it is done."""
 
-    path: str
+    secret: str
     problem: dict[str, object]
     finished: asyncio.Event
+
+    @property
+    def path(self) -> str:
+        """The path of the base URL."""
+        return f"/t/{self.secret}/v1"
 
 
 class Gateway:
     """Serves trajectories over HTTP. `async with` it: it listens on the socket `bound` in between."""
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, name: str, turns: int, bound: socket.socket, *, key: str | None = None) -> None:
-        """`name` is what the model is called; `turns`: the answers of a trajectory, at most; `key`: what asking for problems takes."""
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        name: str,
+        turns: int,
+        bound: socket.socket,
+        *,
+        key: str | None = None,
+        rules: FieldRules = REJECT,
+        client_limit: int | None = None,
+    ) -> None:
+        """`name` is what the model is called; `turns`: the answers of a trajectory, at most; `rules`: see `Trajectory`.
+
+        `key` is what every route needs, except those under a trajectory's secret. Without one, only handing out problems needs a token,
+        which is drawn here. `client_limit`: problems that one address may have open; None: any number.
+        """
         self._model, self._tokenizer, self._name, self._turns, self._bound = model, tokenizer, name, turns, bound
+        self._rules, self._client_limit = rules, client_limit
+        self.token = key or secrets.token_urlsafe(18)
+        self._clients: dict[str, str] = {}
+        self._holding: Counter[str] = Counter()
         self._open: dict[str, Trajectory] = {}
         self._handed: dict[str, Handed] = {}
         self.next_problem: NextProblem | None = None
@@ -74,7 +105,8 @@ class Gateway:
             Route("/health", self._health),
         ]
         app = Starlette(routes=routes, exception_handlers={MtpctlError: _refused, HTTPException: _not_found})
-        self.app = Guard(app, HttpBounds(), key, open_under="/t/")
+        app.router.redirect_slashes = False
+        self.app = Guard(app, HttpBounds(), key, open_under="/t/", tokens={"/v1/trajectories": self.token})
         self._serving = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Gateway:
@@ -94,7 +126,7 @@ class Gateway:
     def open(self, request: GenerationRequest) -> tuple[str, Trajectory]:
         """Begin a trajectory. Returns its secret, and itself."""
         secret = secrets.token_urlsafe(18)
-        trajectory = self._open[secret] = Trajectory(request, self._model, self._turns)
+        trajectory = self._open[secret] = Trajectory(request, self._model, self._turns, self._rules)
         return secret, trajectory
 
     def base_url(self, secret: str) -> str:
@@ -105,14 +137,20 @@ class Gateway:
         """Have a trajectory's time begin now."""
         self._open[secret].restart_clock()
 
+    def idle_s(self, secret: str) -> float:
+        """Seconds since a trajectory's agent last asked for something."""
+        return self._open[secret].idle_s
+
     def close(self, secret: str) -> list[Sample]:
         """End a trajectory. Returns its samples."""
         self._handed.pop(secret, None)
+        if (client := self._clients.pop(secret, None)) is not None:
+            self._release(client)
         return self._open.pop(secret).end()
 
     def hand_out(self, secret: str, problem: dict[str, object]) -> Handed:
         """The trajectory as it is handed to an agent that the run did not start."""
-        handed = self._handed[secret] = Handed(f"/t/{secret}/v1", problem, asyncio.Event())
+        handed = self._handed[secret] = Handed(secret, problem, asyncio.Event())
         return handed
 
     # ------------------------------------------------------------------------------------------------------- routes
@@ -123,6 +161,7 @@ class Gateway:
             raise RequestInvalid("there is no such trajectory, or it has ended", "trajectory_ended", 410)
         if given := request.headers.get(REWARD_HEADER):
             trajectory.reward = _number(given)
+        trajectory.touch()
         return trajectory
 
     async def _completions(self, request: Request) -> Response:
@@ -140,11 +179,13 @@ class Gateway:
 
     async def _answered(self, trajectory: Trajectory, asked: ChatRequest) -> Response:
         answers = await trajectory.answer(asked)
-        completion = Completion(asked.model or self._name, answers, self._tokenizer, logprobs=asked.logprobs)
+        ids = bool(asked.return_tokens_as_token_ids)
+        completion = Completion(self._name, answers, self._tokenizer, logprobs=bool(asked.logprobs), ids=ids)
+        headers = {IGNORED_HEADER: _header(asked.ignored)} if asked.ignored else None
         if not asked.stream:
-            return JSONResponse(completion.whole())
+            return JSONResponse(completion.whole(), headers=headers)
         usage = asked.stream_options is not None and asked.stream_options.include_usage
-        return StreamingResponse(_as_async(completion.stream(usage=usage)), media_type="text/event-stream")
+        return StreamingResponse(_as_async(completion.stream(usage=usage)), headers=headers, media_type="text/event-stream")
 
     async def _rewarded(self, request: Request) -> Response:
         trajectory = self._trajectory(request)
@@ -170,15 +211,29 @@ class Gateway:
     async def _handed_out(self, request: Request) -> Response:
         if self.next_problem is None:
             raise RequestInvalid("this run starts its agents itself (rollout.agent); with rollout.gateway: true it hands out problems")
+        client = request.client.host if request.client else ""
+        if self._client_limit is not None and self._holding[client] >= self._client_limit:
+            raise RequestInvalid(
+                f"this client has its {self._client_limit} trajectories (rollout.agents_per_client); finish one", "client_limit", 429
+            )
+        self._holding[client] += 1
+        handed: Handed | None = None
         try:
             handed = await asyncio.wait_for(self.next_problem(), WAIT_S)
         except TimeoutError:
-            handed = None
-        if handed is None:
             return JSONResponse(error_body("no problem is waiting; ask again", "server_error"), 503, {"retry-after": "1"})
+        finally:
+            if handed is None:
+                self._release(client)
+        self._clients[handed.secret] = client
         # Under the address that the client knows: behind a proxy it is another one than ours.
         base = f"{request.url.scheme}://{request.headers.get('host', '')}{handed.path}"
         return JSONResponse({"base_url": base, "problem": handed.problem})
+
+    def _release(self, client: str) -> None:
+        self._holding[client] -= 1
+        if not self._holding[client]:
+            del self._holding[client]
 
     async def _health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok", "trajectories": len(self._open)})
@@ -196,24 +251,28 @@ async def _not_found(_: Request, error: Exception) -> Response:
 
 
 def _chat(body: bytes) -> ChatRequest:
+    given = _json(body)
     try:
-        return ChatRequest.model_validate_json(body)
+        check_text(given)
+        return ChatRequest.model_validate(given)
+    except BodyInvalid as error:
+        raise RequestInvalid(str(error)) from error
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "body"
+        place = shown(".".join(map(str, first["loc"])))[1:-1] or "body"
         raise RequestInvalid(f"{place}: {first['msg']}") from error
-    except RecursionError as error:
-        raise RequestInvalid("body: nested too deeply") from error
 
 
 def _json(body: bytes) -> dict[str, object]:
     try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RequestInvalid(f"body: not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise RequestInvalid("body: must be an object")
-    return found
+        return parse_object(body)
+    except BodyInvalid as error:
+        raise RequestInvalid(str(error)) from error
+
+
+def _header(names: list[str]) -> str:
+    more = [f"and {len(names) - IGNORED} more"] if len(names) > IGNORED else []
+    return ", ".join([*(ascii(name)[1:-1] for name in names[:IGNORED]), *more])
 
 
 def _number(given: object) -> float:

@@ -14,14 +14,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from mtpctl.data.tokenizers import NONE, Variables
 from mtpctl.errors import UserError
 from mtpctl.rollout.chat import ChatReplies, ChatText
 from mtpctl.rollout.environments import EnvironmentFailure, Message
-from mtpctl.rollout.gateway.messages import OVER_BUDGET, OVER_CONTEXT, ChatMessage, ChatRequest, RequestInvalid, as_template, same_as
+from mtpctl.rollout.gateway.errors import OVER_BUDGET, OVER_CONTEXT, RequestInvalid
+from mtpctl.rollout.gateway.fields import FieldRules
+from mtpctl.rollout.gateway.messages import ChatMessage, ChatRequest, as_template, same_as
+from mtpctl.rollout.gateway.sampling import apply
 from mtpctl.rollout.protocol import ABORTED, DEADLINE
 from mtpctl.rollout.turns import Text, length_to_stop
 from mtpctl.samples import GenerationRequest, Ids, Sample, ids_of
 
+REJECT = FieldRules()
 Generate = Callable[[GenerationRequest], Awaitable[Sample]]
 ReadAnswer = Callable[[Sequence[int], Sequence[str], Sequence[dict[str, Any]]], ChatMessage]
 """Makes a message of an answer's tokens, given the stop strings and the tools that it may call."""
@@ -30,7 +35,9 @@ ReadAnswer = Callable[[Sequence[int], Sequence[str], Sequence[dict[str, Any]]], 
 class ChatTokenizer(Text, ChatText, Protocol):
     """A tokenizer that encodes, decodes and knows the chat template."""
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[object] = ()) -> list[int]: ...
+    chat_template: str
+
+    def chat(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NONE) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,10 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """A sample that grows turn by turn. `history`: its messages, as they are compared; `tools`: those that its prompt tells of."""
+    """A sample that grows turn by turn. `history`: its messages, as they are compared.
+
+    `tools`: those that its prompt tells of, and the variables of its template.
+    """
 
     sample: Sample
     tools: str
@@ -91,16 +101,18 @@ class _Start:
 class Trajectory:
     """Answers an agent's requests as `request` says, whose sample names the problem and whose limits are those of every sample.
 
-    `turns`: answers that there may be. The clock of `request.deadline_s` runs from the beginning.
+    `turns`: answers that there may be; `rules`: what becomes of fields that are not honored. The clock of `request.deadline_s` runs from
+    the beginning.
     """
 
-    def __init__(self, request: GenerationRequest, model: Model, turns: int) -> None:
-        self.request, self._model, self._turns = request, model, turns
+    def __init__(self, request: GenerationRequest, model: Model, turns: int, rules: FieldRules = REJECT) -> None:
+        self.request, self._model, self._turns, self._rules = request, model, turns, rules
         self.reward: float | None = None
         self.rewritten = 0
         self.answers = 0
-        self.changed_sampling = ""
+        self.ignored: dict[str, None] = {}
         self._until = time.monotonic() + request.deadline_s
+        self._used_at = time.monotonic()
         self._conversations: list[Conversation] = []
         self._under_way: set[asyncio.Task[Answer]] = set()
         self._ended = False
@@ -110,26 +122,39 @@ class Trajectory:
         """Seconds until the deadline."""
         return max(self._until - time.monotonic(), 0.0)
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the agent last asked for something; 0 while an answer is under way."""
+        return 0.0 if self._under_way else time.monotonic() - self._used_at
+
+    def touch(self) -> None:
+        """Note that the agent is at work."""
+        self._used_at = time.monotonic()
+
     def restart_clock(self) -> None:
         """Have the time begin now: an agent has taken the problem."""
         self._until = time.monotonic() + self.request.deadline_s
+        self.touch()
 
     async def answer(self, asked: ChatRequest) -> list[Answer]:
         """The choices of one answer. Raises RequestInvalid for what cannot be answered, a budget that is used up among it."""
-        asked.check()
+        asked.check(self.request, self._model.tokenizer.chat_template, self._rules)
+        request = apply(asked, self.request) if self._rules.serving else self.request
         self._check_open()
-        if self.answers + asked.n > self._turns:
+        if self.answers + asked.choices > self._turns:
             raise RequestInvalid(f"the trajectory has its {self._turns} answers (rollout.max_turns)", OVER_BUDGET)
-        self.answers += asked.n
-        self._note_sampling(asked)
+        self.answers += asked.choices
+        self.ignored |= dict.fromkeys(asked.ignored)
         start = self._start(asked)
-        starts = [start] + [_apart(start) for _ in range(asked.n - 1)]
+        starts = [start] + [_apart(start) for _ in range(asked.choices - 1)]
         if start.extends is not None:
             start.extends.busy = True
-        tasks = [asyncio.create_task(self._generate(each, asked)) for each in starts]
+        tasks = [asyncio.create_task(self._generate(each, asked, _seeded(request, choice))) for choice, each in enumerate(starts)]
         self._under_way.update(tasks)
         try:
             return await asyncio.gather(*tasks)
+        except UserError as error:
+            raise RequestInvalid(str(error)) from error  # the engine rejects the request
         except asyncio.CancelledError:
             if self._ended:
                 raise _gone() from None
@@ -138,6 +163,7 @@ class Trajectory:
             for task in tasks:
                 task.cancel()
             self._under_way.difference_update(tasks)
+            self.touch()
             if start.extends is not None:
                 start.extends.busy = False
 
@@ -157,14 +183,16 @@ class Trajectory:
         if found is not None:
             conversation, turn = found
             try:
-                new = self._model.replies.tokens([as_template(each) for each in asked.messages[turn.messages :]], turn.end_token)
+                new = self._model.replies.tokens(
+                    [as_template(each) for each in asked.messages[turn.messages :]], turn.end_token, asked.variables
+                )
             except EnvironmentFailure:
                 new = None  # The template cannot put these messages behind the tokens that are there.
             if new is not None:
                 return self._extended(conversation, turn, new, history)
         self.rewritten += any(message.role == "assistant" for message in asked.messages)
         try:
-            ids = self._model.tokenizer.chat([as_template(each) for each in asked.messages], _tools(asked))
+            ids = self._model.tokenizer.chat([as_template(each) for each in asked.messages], _tools(asked), asked.variables)
         except UserError as error:
             raise RequestInvalid(f"messages: {error}") from error
         return _Start(self._new_sample(ids_of(ids)), history, [])
@@ -200,7 +228,7 @@ class Trajectory:
 
     # ---------------------------------------------------------------------------------------------------- the answer
 
-    async def _generate(self, start: _Start, asked: ChatRequest) -> Answer:
+    async def _generate(self, start: _Start, asked: ChatRequest, request: GenerationRequest) -> Answer:
         before, sample = len(start.sample.response_ids), start.sample
         room = min(self.request.max_tokens - before, self._model.context - sample.length, asked.most_tokens or self._model.context)
         if room <= 0:
@@ -209,20 +237,22 @@ class Trajectory:
                 f"the conversation has {sample.length} tokens, and there is no room for an answer ({_limit(over)})",
                 OVER_BUDGET if over else OVER_CONTEXT,
             )
-        stops = [*self.request.stop, *asked.stops]
+        stops = [*request.stop, *asked.stops]
         sample = await self._model.generate(
-            replace(self.request, sample=sample, max_tokens=before + room, stop=stops, deadline_s=self.seconds_left + sample.spent_s)
+            replace(request, sample=sample, max_tokens=before + room, stop=stops, deadline_s=self.seconds_left + sample.spent_s)
         )
         if sample.finish_reason == ABORTED:
             raise _gone()
         tokens = sample.response_ids[before:]
-        end_token = tokens[-1] if tokens and tokens[-1] in self.request.stop_token_ids else None
+        end_token = tokens[-1] if tokens and tokens[-1] in request.stop_token_ids else None
         read = self._model.tokenizer.decode
         if stops and end_token is None and (length := length_to_stop(read, tokens.tolist(), stops)) is not None:
             # Tokens behind the stop string come from drafts that were accepted in the same step.
             sample.cut(before + length)
             tokens = sample.response_ids[before:]
         message = self._model.read(tokens[:-1] if end_token is not None else tokens, stops, _tools(asked))
+        if asked.parallel_tool_calls is False and message.tool_calls:
+            message.tool_calls = message.tool_calls[:1]
         self._keep(start, sample, message, end_token, _named(asked))
         if sample.finish_reason == DEADLINE:
             raise RequestInvalid(f"the trajectory took its {self.request.deadline_s:g} s (rollout.deadline_s)", OVER_BUDGET)
@@ -244,13 +274,10 @@ class Trajectory:
         if not self.seconds_left:
             raise RequestInvalid(f"the trajectory took its {self.request.deadline_s:g} s (rollout.deadline_s)", OVER_BUDGET)
 
-    def _note_sampling(self, asked: ChatRequest) -> None:
-        for name, given, used in (
-            ("temperature", asked.temperature, self.request.temperature),
-            ("top_p", asked.top_p, self.request.top_p),
-        ):
-            if given is not None and given != used:
-                self.changed_sampling = f"asked for {name} {given:g}, and tokens are sampled at {used:g} (rollout.{name})"
+
+def _seeded(request: GenerationRequest, choice: int) -> GenerationRequest:
+    """The request of one of several choices, which draw different numbers from one seed."""
+    return request if request.seed is None or not choice else replace(request, seed=request.seed + choice)
 
 
 def _apart(start: _Start) -> _Start:
@@ -261,12 +288,12 @@ def _apart(start: _Start) -> _Start:
 
 def _tools(asked: ChatRequest) -> list[dict[str, Any]]:
     """The tools that the model may call."""
-    return asked.tools or [] if asked.tool_choice == "auto" else []
+    return [] if asked.tool_choice == "none" else asked.tools or []
 
 
 def _named(asked: ChatRequest) -> str:
-    """The tools as one text, by which a conversation knows its own."""
-    return json.dumps(_tools(asked), sort_keys=True)
+    """The tools and the template's variables as one text, by which a conversation knows its own."""
+    return json.dumps([_tools(asked), asked.variables], sort_keys=True)
 
 
 def _limit(over: bool) -> str:

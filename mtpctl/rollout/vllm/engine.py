@@ -17,6 +17,7 @@ from mtpctl.rollout.vllm.client import VllmClient, adapter_request
 from mtpctl.rollout.vllm.patches import aborts, logprobs
 from mtpctl.rollout.vllm.patches import pause as vllm_pause
 from mtpctl.rollout.vllm.settings import Arguments, VllmSettings
+from mtpctl.rollout.vllm.steering import rejection, sampling_of
 from mtpctl.samples import GenerationRequest, Speculation
 from mtpctl.sync.engine_target import ADAPTER, ADAPTER_ID
 from mtpctl.sync.protocol import PauseMode
@@ -82,14 +83,20 @@ class VllmEngine(Engine):
         return engine
 
     async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> GenerationChunk:
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
 
         output = None
-        asked = self._llm.generate(tokens_input(prompt), self._sampling(request, room), request_id, lora_request=self._adapter())
-        async for step in asked:
-            output = step
+        try:
+            asked = self._llm.generate(tokens_input(prompt), self._sampling(request, room), request_id, lora_request=self._adapter())
+            async for step in asked:
+                output = step
+        except VLLMClientError as error:
+            raise UserError(rejection(error)) from error
         if output is None:
             raise self._died(RuntimeError(f"request {request_id} ended without an output"))
+        if output.outputs[0].finish_reason == "error":
+            raise UserError("response_format: vLLM cannot follow it; send a simpler schema or grammar")
         return _chunk(output.outputs[0], self._settings.routes)
 
     def _read(self, tokens: list[int]) -> str:
@@ -110,6 +117,7 @@ class VllmEngine(Engine):
 
         if request.stop and self._settings.args["skip_tokenizer_init"]:
             raise UserError("stop strings need the engine's tokenizer: name them in rollout.stop, or stop by token ids")
+        steering = sampling_of(request.steering, drafts="speculative_config" in self._settings.args) if request.steering else {}
         # A continued response must not draw again the random numbers of its first part.
         seed = None if request.seed is None else (request.seed + 1_000_003 * len(request.sample.response_ids)) % (1 << 62)
         return SamplingParams(
@@ -128,6 +136,7 @@ class VllmEngine(Engine):
             output_kind=RequestOutputKind.FINAL_ONLY,
             # The front end finds stop strings and trims the tokens behind them: it needs log-probs and routes together with the tokens.
             extra_args=None if request.stop else dict(logprobs.DEFERRED),
+            **steering,
         )
 
     async def pause(self, mode: PauseMode = "keep") -> None:

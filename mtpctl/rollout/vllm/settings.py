@@ -77,6 +77,8 @@ def engine_settings(
         "disable_log_stats": True,
         "generation_config": "vllm",
         "skip_tokenizer_init": not rollout.stop and tokenizer is None,
+        # vLLM's "auto" accepts at the front what the one backend that its core has loaded then fails at.
+        "structured_outputs_config": {"backend": "xgrammar"},
         "weight_transfer_config": {"backend": TRANSFER_BACKEND},
         "worker_extension_cls": "mtpctl.rollout.vllm.receiver.WorkerExtension",
     }

@@ -19,7 +19,7 @@ import pytest
 
 from mtpctl.data.tokenizers import HfTokenizer
 from mtpctl.rollout.gateway.answers import AnswerReader
-from mtpctl.rollout.gateway.messages import OVER_BUDGET, OVER_CONTEXT
+from mtpctl.rollout.gateway.errors import OVER_BUDGET, OVER_CONTEXT
 from mtpctl.rollout.gateway.server import Gateway
 from mtpctl.rollout.gateway.trajectory import Model
 from mtpctl.rollout.pool import ReplicaPool

@@ -19,6 +19,7 @@ from tests.rollout.gateway.scripted import Scripted, byte_tokenizer, model_of, r
 from tests.rollout.gateway.test_trajectory import reader, sampled
 
 ASK: Any = [{"role": "user", "content": "1+1?"}]
+JSON = {"content-type": "application/json"}
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
 
@@ -91,7 +92,7 @@ def test_a_reward_comes_by_call_or_by_header() -> None:
             await client.chat.completions.create(model="any", messages=ASK, extra_headers={"mtpctl-reward": "0.75"})
             assert trajectory.reward == 0.75
             for bad in ({"reward": "much"}, {"reward": None}, {}, {"reward": 1e999}):
-                found = await web.post(f"{url}/reward", content=json.dumps(bad))
+                found = await web.post(f"{url}/reward", content=json.dumps(bad), headers=JSON)
                 assert found.status_code == 400 and "reward" in found.json()["error"]["message"]
 
     served(Scripted(lambda text, call: "yes"), drive)
@@ -114,7 +115,7 @@ def test_a_reward_comes_by_call_or_by_header() -> None:
 def test_bad_bodies_are_told_and_leave_no_sample(body: bytes, told: str) -> None:
     async def drive(client: openai.AsyncOpenAI, trajectory: Trajectory, url: str) -> None:
         async with httpx.AsyncClient() as web:
-            found = await web.post(f"{url}/chat/completions", content=body)
+            found = await web.post(f"{url}/chat/completions", content=body, headers=JSON)
         assert found.status_code == 400 and told in found.json()["error"]["message"]
         assert found.json()["error"]["code"] == "invalid_request"
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from mtpctl.rollout.gateway.messages import ChatMessage, ChatRequest, RequestInvalid
+from mtpctl.rollout.gateway.errors import RequestInvalid
+from mtpctl.rollout.gateway.messages import ChatMessage, ChatRequest
 from mtpctl.rollout.gateway.trajectory import Answer, Trajectory
 from mtpctl.samples import Sample
 from tests.rollout.gateway.scripted import EOS, Scripted, byte_tokenizer, model_of, request_of
@@ -202,12 +203,6 @@ def test_an_ended_trajectory_answers_nothing_and_ends_what_is_under_way() -> Non
             await trajectory.answer(asked(ASK))
 
     asyncio.run(drive())
-
-
-def test_settings_of_sampling_are_the_runs() -> None:
-    trajectory = trajectory_of(Scripted(lambda text, call: "answer"))
-    one(trajectory, ASK, temperature=0.0)
-    assert trajectory.changed_sampling == "asked for temperature 0, and tokens are sampled at 1 (rollout.temperature)"
 
 
 def test_an_answer_cut_by_its_length_goes_on() -> None:

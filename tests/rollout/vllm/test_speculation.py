@@ -117,6 +117,8 @@ CASES = {
     "T=1.5": {"temperature": 1.5},
     "top-k": {"temperature": 1.0, "top_k": 3},
     "top-p": {"temperature": 1.0, "top_p": 0.8},
+    "T=0.5, top-p": {"temperature": 0.5, "top_p": 0.9},
+    "T=2.0, top-k": {"temperature": 2.0, "top_k": 5},
 }
 
 

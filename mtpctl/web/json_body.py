@@ -1,0 +1,106 @@
+"""Parses a JSON body from a client that is not trusted.
+
+Python's parser accepts what RFC 8259 forbids or leaves open, and what later fails or is read differently elsewhere: `NaN`, numbers beyond
+a double, integers of thousands of digits, a key that occurs twice (the last one wins), and any depth. `parse` rejects all of these.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+DEPTH = 64
+"""Levels to which objects and arrays may nest."""
+_LONG_INTEGER = re.compile(rb"[0-9]{20}")
+_NON_FINITE = re.compile(rb"NaN|Infinity|[eE]\+?[0-9]{3}|[0-9]{200}")
+"""What the text of a number that is not finite has in it."""
+_SHOWN = 60
+"""Characters of a client's text that an error message quotes."""
+
+
+class BodyInvalid(ValueError):
+    """A body that is not acceptable JSON; the message is one line."""
+
+
+def parse(body: bytes) -> object:
+    """The value of a JSON text in UTF-8. Raises BodyInvalid."""
+    # Hooks are slow on lists of token ids, so integers are checked only if some digits are too many for 64 bits.
+    integer = _integer if _LONG_INTEGER.search(body) else None
+    try:
+        value: object = json.loads(body.decode(), object_pairs_hook=_object, parse_int=integer)
+    except UnicodeDecodeError as error:
+        raise BodyInvalid(f"body: not UTF-8 at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        raise BodyInvalid(f"body: not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise _too_deep() from error
+    # A value cannot be deeper than its text has opening brackets.
+    if body.count(b"[") + body.count(b"{") > DEPTH and _deeper_than(value, DEPTH):
+        raise _too_deep()
+    if _NON_FINITE.search(body) and (place := _non_finite(value)) is not None:
+        raise BodyInvalid(f"{shown(place)[1:-1] or 'body'}: must be a finite number")
+    return value
+
+
+def parse_object(body: bytes) -> dict[str, object]:
+    """The JSON object in a body. Raises BodyInvalid."""
+    value = parse(body)
+    if not isinstance(value, dict):
+        raise BodyInvalid("body: must be a JSON object")
+    return value
+
+
+def check_text(value: object) -> None:
+    """Raise BodyInvalid if a string in the value has half of a surrogate pair, which no tokenizer can encode."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise BodyInvalid("body: a string has half of a surrogate pair, which is no character") from error
+
+
+def shown(value: object) -> str:
+    """A client's value for an error message: on one line, and not longer than a message should be."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def _too_deep() -> BodyInvalid:
+    return BodyInvalid(f"body: nested too deeply; objects and arrays may nest to {DEPTH} levels")
+
+
+def _deeper_than(value: object, levels: int) -> bool:
+    level: list[object] = [value]
+    for _ in range(levels):
+        children = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        # Most lists are of token ids: one look at the types in a list is faster than a look at each of its items.
+        level = [
+            child for each in children if not {dict, list}.isdisjoint(map(type, each)) for child in each if type(child) in (dict, list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names: set[str] = set()
+        twice = next(name for name, _ in pairs if name in names or names.add(name))  # type: ignore[func-returns-value]
+        raise BodyInvalid(f"body: the key {shown(twice)} occurs twice in one object")
+    return fields
+
+
+def _non_finite(value: object, place: str = "") -> str | None:
+    """Where a number in the value is infinite or not a number; None if all are finite."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else place
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    places = (_non_finite(each, f"{place}.{key}" if place else str(key)) for key, each in items)
+    return next((each for each in places if each is not None), None)
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20:
+        raise BodyInvalid(f"body: the integer {text[:20]}… has {len(text)} characters; 64 bits take at most 20")
+    return int(text)
