@@ -141,10 +141,10 @@ def _served(recipe: Recipe, run: Path | None, scratch: Path) -> Served:
             tokenizer = None
     else:
         tokenizer = tokenizer_of(recipe, folder, run or scratch)
-    checkpoint, version = (None, 0) if run is None else newest_version(run.absolute() / "checkpoints")
-    if checkpoint is not None:
-        return Served(f"run {run}, checkpoint {checkpoint.name}", run.absolute().name, folder.path, tokenizer, checkpoint, version)
     if run is not None:
+        checkpoint, version = newest_version(run.absolute() / "checkpoints")
+        if checkpoint is not None:
+            return Served(f"run {run}, checkpoint {checkpoint.name}", run.absolute().name, folder.path, tokenizer, checkpoint, version)
         return Served(f"run {run}, the model it starts from", run.absolute().name, folder.path, tokenizer)
     if recipe.model.path is not None:
         return Served(f"model {recipe.model.path}", Path(recipe.model.path).absolute().name, folder.path, tokenizer)

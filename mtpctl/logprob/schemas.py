@@ -10,7 +10,7 @@ from mtpctl.logprob.protocol import RequestRefused
 
 TokenId = Annotated[int, Strict()]
 MaskBit = Annotated[int, Strict(), Field(ge=0, le=1)]
-Version = Annotated[int, Strict(), Field(ge=0)]
+Version = Annotated[int, Strict(), Field(ge=0, le=1 << 53)]
 
 SEQUENCES = 1024
 """Sequences of one HTTP request, at most."""

@@ -238,7 +238,8 @@ async def playing(
     if (bound := bound or gateway_socket(rollout)) is None:
         yield engines
         return
-    model = Model(engines.sample, tokenizer, AnswerReader(tokenizer, _calls(rollout, tokenizer)), context)
+    chats = _with_template(tokenizer)
+    model = Model(engines.sample, chats, AnswerReader(chats, _calls(rollout, chats)), context)
     async with contextlib.AsyncExitStack() as stack:
         key, rules = os.environ.get(KEY), FieldRules(serving=not trains, ignore=rollout.gateway_fields == "ignore")
         gateway = Gateway(model, tokenizer, name, rollout.max_turns, bound, key=key, rules=rules, client_limit=rollout.client_limit)
@@ -272,10 +273,15 @@ def _write_private(path: Path, text: str) -> None:
         file.write(f"{text}\n")
 
 
-def _calls(rollout: RolloutBase, tokenizer: Tokenizer) -> Any:
-    """How tool calls are read; None where the chat template shows the model no form of them."""
+def _with_template(tokenizer: Tokenizer) -> HfTokenizer:
+    """The tokenizer, which must have a chat template."""
     if not isinstance(tokenizer, HfTokenizer) or not tokenizer.chat_template:
         raise UserError(f"model.tokenizer: {tokenizer.name} has no chat template, and agents send chat messages; name one that has")
+    return tokenizer
+
+
+def _calls(rollout: RolloutBase, tokenizer: HfTokenizer) -> Any:
+    """How tool calls are read; None where the chat template shows the model no form of them."""
     from mtpctl.rollout.vllm.tools import load_parser, parser_for
 
     name = rollout.tool_parser or parser_for(tokenizer.chat_template)
