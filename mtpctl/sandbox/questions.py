@@ -10,6 +10,7 @@ The answer can call functions that tests pass to it. A list, dict or set that it
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import copy
 import importlib
@@ -354,6 +355,10 @@ def _exit(manager: Any, error: str = "") -> object:
     return type(manager).__exit__(manager, kind, kind() if kind else None, None)
 
 
+async def _awaited(awaitable: Any) -> object:
+    return await awaitable
+
+
 _LOCAL: dict[str, Callable[..., object]] = {
     "hash": hash,
     "eq": operator.eq,
@@ -374,6 +379,9 @@ _OPERATIONS: dict[str, Callable[..., object]] = {
     "subclass": lambda kind, other: issubclass(other, kind),
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
+    "await": lambda awaitable: asyncio.run(_awaited(awaitable)),
+    "throw": lambda coroutine, *error: coroutine.close(),
+    "close": lambda coroutine: coroutine.close(),
     "enter": lambda manager: type(manager).__enter__(manager),
     "exit": _exit,
 }

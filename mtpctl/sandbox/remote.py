@@ -10,7 +10,7 @@ expected value: the two are unequal, and other operators raise TypeError.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from typing import Any, NoReturn, Protocol
 
@@ -155,6 +155,16 @@ def _iter(self: Remote) -> Iterator[Any]:
         yield item
 
 
+def _send(self: Remote, value: None) -> NoReturn:
+    """Run the whole coroutine in its process. What it awaits there cannot be awaited here."""
+    raise StopIteration(_ask(self, "await"))
+
+
+def _await(self: Remote) -> Generator[None, None, Any]:
+    return _ask(self, "await")
+    yield
+
+
 def _exit(self: Remote, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
     """Leave the context. An exception of the test always propagates: the answer could suppress a failed assertion."""
     try:
@@ -199,6 +209,7 @@ _FEATURES: tuple[tuple[tuple[str, ...], dict[str, object]], ...] = (
     (("__int__",), {"__int__": _forwarded("int", int)}),
     (("__float__",), {"__float__": _forwarded("float", float)}),
     (("__index__",), {"__index__": _forwarded("index", int)}),
+    (("__await__",), {"__await__": _await, "send": _send, "throw": _forwarded("throw"), "close": _forwarded("close")}),
     (("__enter__",), {"__enter__": _forwarded("enter"), "__exit__": _exit}),
 )
 _KNOWN: dict[type[Any], int] = {}

@@ -229,6 +229,19 @@ c = Counter()
 with ThreadPoolExecutor(4) as pool:
     for each in [pool.submit(c.add) for _ in range(40)]: each.result()
 assert c.n == 40
+## coroutines
+import asyncio
+async def double(x):
+    await asyncio.sleep(0)
+    return 2 * x
+async def fail(): raise KeyError('k')
+--
+import asyncio
+assert asyncio.run(double(3)) == 6
+async def both(): return await asyncio.gather(double(1), double(2)), await double(4)
+assert asyncio.run(both()) == ([2, 4], 8)
+try: asyncio.run(fail()); assert 0
+except KeyError: pass
 ## enumerations
 import enum
 class Color(enum.Enum):
