@@ -97,10 +97,12 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
                 shutil.rmtree(directory.path)
             raise
         # Only now, so that a recipe that is refused is not recorded as one that ran.
-        directory.record(text)
+        changed_keys = directory.record(text)
         before = Resumed(resumed["stage"], resumed["step"], resumed["ended"])
         early = ["sft"] if recipe.train.sft.until_loss else []
         with Telemetry(directory, recipe.telemetry, plain, totals=totals, early=early, resumed=before) as telemetry:
+            if changed_keys:
+                telemetry.event("recipe", f"changed since the last start: {', '.join(changed_keys)}")
             if fetched:
                 telemetry.event("copy", fetched)
             if prepared.unrewarded:

@@ -119,7 +119,7 @@ def render_report(run: RunDirectory, history: History) -> str:
     charts = "".join(render_chart(chart) for chart in found if chart)
     body = (
         f'<section class="tiles">{_tiles(history)}</section><section class="charts">{charts}</section>'
-        f"{_before_after(history)}{samples_section(read_samples(run.path))}{_all_metrics(history)}{_events(history)}{_recipe(recipe_text)}{_versions(versions)}"
+        f"{_before_after(history)}{_resumes(history)}{samples_section(read_samples(run.path))}{_all_metrics(history)}{_events(history)}{_recipe(recipe_text)}{_versions(versions)}"
     )
     return page(name, " · ".join(_subtitle(recipe, history)), body, run.path.name)
 
@@ -286,6 +286,18 @@ def _all_metrics(history: History) -> str:
     head = "".join(f"<th>{h}</th>" for h in ("", "phase", "first", "last", "least", "most"))
     table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
     return f'<details class="card"><summary>Every metric</summary>{table}</details>'
+
+
+def _resumes(history: History) -> str:
+    """When the run was resumed, and which keys of the recipe changed; empty for a run of one session."""
+    if not any(event.kind == "resume" for event in history.events):
+        return ""
+    rows = "".join(
+        f"<tr><td>{datetime.fromtimestamp(event.time, UTC):%Y-%m-%d %H:%M UTC}</td><td>{escape(event.message)}</td></tr>"
+        for event in history.events
+        if event.kind in ("resume", "recipe")
+    )
+    return f'<section class="card"><h2>Resumed</h2><div class="scroll"><table class="left"><tbody>{rows}</tbody></table></div></section>'
 
 
 def _events(history: History) -> str:

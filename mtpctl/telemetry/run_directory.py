@@ -15,7 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+import yaml
+
 from mtpctl.errors import UserError
+from mtpctl.recipe.loading import flatten
 from mtpctl.telemetry.versions import collect_versions
 
 RECIPE = "recipe.resolved.yaml"
@@ -102,16 +105,21 @@ class RunDirectory:
         _lock(lock, self.path)
         self._lock = lock
 
-    def record(self, recipe_text: str) -> None:
+    def record(self, recipe_text: str) -> list[str]:
         """Write the recipe and the installed versions of this start. An earlier recipe that differs is moved to `logs/`.
 
-        Raises UserError where they cannot be written; the earlier ones are left then.
+        Returns the keys whose values differ from the earlier recipe, as `key: before → after`.
+
+        Raises UserError if they cannot be written; the earlier ones are left then.
         """
+        changes: list[str] = []
         with _writing(self.path):
             if self.recipe.exists() and (earlier := self.recipe.read_text()) != recipe_text:
+                changes = _changes(earlier, recipe_text)
                 write_whole(self.logs / f"recipe.{len(list(self.logs.glob('recipe.*.yaml'))) + 1}.yaml", earlier, mode=PRIVATE)
             write_whole(self.recipe, recipe_text, mode=PRIVATE)
             write_whole(self.versions, json.dumps(collect_versions(), indent=2) + "\n")
+        return changes
 
     def close(self) -> None:
         if self._lock is not None:
@@ -123,6 +131,16 @@ class RunDirectory:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _changes(earlier: str, later: str) -> list[str]:
+    """The keys whose values differ between two resolved recipes. An earlier one that was edited by hand into no YAML has none."""
+    try:
+        before, after = (flatten(yaml.safe_load(text)) for text in (earlier, later))
+    except (yaml.YAMLError, AttributeError):
+        return []
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    return [f"{'.'.join(key)}: {before.get(key)} → {after.get(key)}" for key in keys]
 
 
 def _lock(file: IO[str], path: Path) -> None:

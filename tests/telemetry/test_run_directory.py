@@ -26,9 +26,11 @@ def test_a_new_directory(tmp_path: Path) -> None:
 def test_resuming_keeps_everything_and_the_earlier_recipe(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "run", "steps: 1\n") as run:
         run.metrics.write_text("kept\n")
+    changes = []
     for text in ("steps: 2\n", "steps: 3\n", "steps: 3\n"):
         with RunDirectory.create(tmp_path / "run", text) as run:
-            run.record(text)
+            changes.append(run.record(text))
+    assert changes == [["steps: 1 → 2"], ["steps: 2 → 3"], []]
     assert run.metrics.read_text() == "kept\n"
     assert run.recipe.read_text() == "steps: 3\n"
     assert [p.read_text() for p in sorted(run.logs.iterdir())] == ["steps: 1\n", "steps: 2\n"]
