@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Protocol, TypedDict
+from typing import Literal, NotRequired, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -50,10 +50,15 @@ class AdapterRecord(TypedDict):
 
 
 class EngineRecord(TypedDict):
-    """The contents of `engine.json`. steps: of the optimizer; optimizer: whether its state was saved; state: the caller's."""
+    """The contents of `engine.json`. steps: of the optimizer; optimizer: whether its state was saved; state: the caller's.
+
+    group_steps: the steps that the moments of each group of parameters come from, which are fewer where a group was frozen for some.
+    Checkpoints of earlier releases lack it.
+    """
 
     format: int
     steps: int
+    group_steps: NotRequired[dict[str, int]]
     optimizer: bool
     adapter: AdapterRecord | None
     state: dict[str, object]
@@ -95,8 +100,8 @@ class Slot(Protocol):
 class Contents:
     """What a checkpoint is written from and restored into.
 
-    slots: the optimizer's state after `steps` steps, None without an optimizer. names: of the parameters that the checkpoint holds, None
-    for all. adapter: set where these parameters are adapters.
+    slots: the optimizer's state after `steps` steps, None without an optimizer; group_steps: see `EngineRecord`. names: of the parameters
+    that the checkpoint holds, None for all. adapter: set where these parameters are adapters.
     """
 
     model: MegatronModule
@@ -104,6 +109,7 @@ class Contents:
     steps: int
     names: set[str] | None
     adapter: AdapterRecord | None
+    group_steps: Mapping[str, int] = field(default_factory=dict)
 
     def tree(self, *, reading: bool) -> ShardedTree:
         """The sharded tensors. With `reading` those of a sharded optimizer's state are empty, to be loaded into."""
@@ -131,7 +137,14 @@ class Save:
         """Plan, copy, and start to write. `beside`: the contents may change while they are written, so what would change is copied."""
         checkpoint_queue.install()
         self.path, self.folder = path, path.with_name(path.name + ".partial")
-        self._contents, self._state = (contents.steps, contents.slots is not None, contents.adapter), state
+        self._record: EngineRecord = {
+            "format": _FORMAT,
+            "steps": contents.steps,
+            "group_steps": dict(contents.group_steps),
+            "optimizer": contents.slots is not None,
+            "adapter": contents.adapter,
+            "state": state,
+        }
         error: Exception | None = None
         if dist.get_rank() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -191,8 +204,7 @@ class Save:
         error = None
         if dist.get_rank() == 0:
             try:
-                steps, optimizer, adapter = self._contents
-                write_record(self.folder, steps=steps, optimizer=optimizer, adapter=adapter, state=self._state)
+                _write_record(self.folder, self._record)
                 flush(self.folder)
                 _replace(self.path, self.folder)
             except OSError as failure:
@@ -229,9 +241,13 @@ def _replace(path: Path, whole: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def write_record(folder: Path, *, steps: int, optimizer: bool, adapter: AdapterRecord | None, state: dict[str, object]) -> None:
-    """Write `engine.json`, which `restore` reads beside the shards."""
-    record: EngineRecord = {"format": _FORMAT, "steps": steps, "optimizer": optimizer, "adapter": adapter, "state": state}
+def write_record_of_weights(folder: Path) -> None:
+    """Write `engine.json` of a checkpoint of weights without an optimizer."""
+    _write_record(folder, {"format": _FORMAT, "steps": 0, "optimizer": False, "adapter": None, "state": {}})
+
+
+def _write_record(folder: Path, record: EngineRecord) -> None:
+    """Write `engine.json`, which `restore` reads with the shards."""
     (folder / _ENGINE).write_text(json.dumps(record))
 
 
@@ -252,8 +268,8 @@ def _copied(buckets: list[WriteBucket], live: set[int]) -> list[WriteBucket]:
     return [(file, key, (data, [(item, own(tensor)) for item, tensor in tensors])) for file, key, (data, tensors) in buckets]
 
 
-def restore(path: Path, contents: Contents) -> tuple[int, dict[str, object]]:
-    """Load `path` into the contents. Returns the optimizer's step count and the caller's state.
+def restore(path: Path, contents: Contents) -> EngineRecord:
+    """Load `path` into the contents. Returns the record with the optimizer's step counts and the caller's state.
 
     Raises UserError, before anything is overwritten, where the folder is not a whole checkpoint, or is one of another model.
     """
@@ -268,7 +284,7 @@ def restore(path: Path, contents: Contents) -> tuple[int, dict[str, object]]:
     for number, slot in enumerate(contents.slots or []):
         for kind in slot.kinds:
             slot.fill(kind, loaded["optimizer"][f"{number}.{kind}"])
-    return record["steps"], record["state"]
+    return record
 
 
 def _check_adapter(path: Path, saved: AdapterRecord | None, wanted: AdapterRecord | None) -> None:

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mtpctl.checkpoint.pointer import flush
-from mtpctl.checkpoint.sharded import write_record
+from mtpctl.checkpoint.sharded import write_record_of_weights
 from mtpctl.convert.skeleton import Skeleton
 from mtpctl.errors import UserError
 
@@ -121,7 +121,7 @@ class PartWriter:
         results = [_result(*cast(_ResultFields, item)) for part in noted for item in part]
         self._writer.finish(self._metadata, [results])
         save_config(CheckpointingConfig("torch_dist"), str(self.folder))
-        write_record(self.folder, steps=0, optimizer=False, adapter=None, state={})
+        write_record_of_weights(self.folder)
 
 
 class Reader(Protocol):

@@ -38,7 +38,6 @@ from mtpctl.trainer.head import Head
 from mtpctl.trainer.objective import Objective, Sums
 from mtpctl.trainer.offload import HostMemory
 from mtpctl.trainer.optimizer import Optimizer
-from mtpctl.trainer.optimizer_state import set_step
 from mtpctl.trainer.passes import MicroBatchLoss, Passes, micro_batches, passes_of, run_passes
 from mtpctl.trainer.recording import recorded_routes, recording
 from mtpctl.trainer.scores import ScoreOptions, TokenScores
@@ -336,19 +335,20 @@ class MegatronEngine:
         UserError where the checkpoint is not whole, is of another model, or has adapters for other weights than these.
         """
         with self.resident():
-            steps, state = sharded.restore(path, self._contents())
+            record = sharded.restore(path, self._contents())
         if self.optimizer is not None:
-            self.optimizer.steps = steps
-            set_step(self.optimizer.inner, steps)
-        return state
+            self.optimizer.set_steps(record["steps"], record.get("group_steps", {}))
+        return record["state"]
 
     def _contents(self) -> sharded.Contents:
         lora = self.config.lora
-        slots, steps = (self.optimizer.slots(), self.optimizer.steps) if self.optimizer else (None, 0)
+        slots, steps, group_steps = (
+            (self.optimizer.slots(), self.optimizer.steps, self.optimizer.group_steps) if self.optimizer else (None, 0, {})
+        )
         adapter: sharded.AdapterRecord | None = None
         if lora is not None:
             adapter = {"base": self.base, "rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
-        return sharded.Contents(self.module, slots, steps, self.trained_names, adapter)
+        return sharded.Contents(self.module, slots, steps, self.trained_names, adapter, group_steps)
 
     def close(self) -> None:
         """Leave the process groups."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from mtpctl.compat import cpu_device
 from mtpctl.plan.memory import OPTIMIZER_SLICE
 from mtpctl.recipe.optimizer import OptimizerConfig
 from mtpctl.trainer.offload import HostMemory
-from mtpctl.trainer.optimizer_state import MOMENTS, Slot, init_moments, slots
+from mtpctl.trainer.optimizer_state import MOMENTS, MTP, TRUNK, Slot, group_of, init_moments, set_steps, slots
 
 
 @dataclass
@@ -50,9 +50,11 @@ class Optimizer:
     ) -> None:
         self.config, self.mtp_clip, self.model = config, mtp_clip, model
         self.steps = 0
+        # What Adam corrects its bias by: a group's count stands still while the group is frozen.
+        self.group_steps = {TRUNK: 0, MTP: 0}
         for name, parameter in model.named_parameters():
             if ".mtp." in name:
-                parameter.grad_norm_group = "mtp"  # type: ignore[attr-defined]
+                parameter.grad_norm_group = MTP  # type: ignore[attr-defined]
         settings = MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -138,7 +140,15 @@ class Optimizer:
                         torch._foreach_mul_(grads, clip / norms[name])
             self._apply(mtp_rests)
             self.steps += 1
+            self.group_steps[TRUNK] += 1
+            self.group_steps[MTP] += not mtp_rests
         return StepResult(finite, norms[None], norms["mtp"], self.config.lr * share)
+
+    def set_steps(self, steps: int, group_steps: Mapping[str, int]) -> None:
+        """Continue after so many steps, and after so many of each group; groups that are not named have taken all of them."""
+        self.steps = steps
+        self.group_steps = {group: group_steps.get(group, steps) for group in self.group_steps}
+        set_steps(self.inner, self.group_steps)
 
     def _apply(self, mtp_rests: bool) -> None:
         """Adam on a slice of the parameters at a time: its temporaries, and moments that live in host memory, are a slice's."""
@@ -148,7 +158,7 @@ class Optimizer:
             for part, whole in zip(parts, groups, strict=True):
                 adam = part.optimizer
                 for group in whole:
-                    stepped = [p for p in group["params"] if not (mtp_rests and getattr(p, "grad_norm_group", None) == "mtp")]
+                    stepped = [p for p in group["params"] if not (mtp_rests and group_of(p) == MTP)]
                     for some in _slices(stepped):
                         moments = [adam.state[p][kind] for p in some for kind in MOMENTS if p in adam.state]
                         if self.host is not None:

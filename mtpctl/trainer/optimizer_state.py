@@ -6,7 +6,7 @@ moments (and, for bf16, the fp32 master) are named after their parameter, and hy
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from mtpctl.trainer.offload import release
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+TRUNK, MTP = "trunk", "mtp"
 
 
 @dataclass
@@ -79,12 +80,17 @@ def init_moments(adam: torch.optim.Optimizer, *, offloaded: bool = False) -> Non
                         release([state[kind]])
 
 
-def set_step(optimizer: ChainedOptimizer, step: int) -> None:
-    """Set the number of steps that the moments come from."""
+def group_of(parameter: Tensor) -> str:
+    """The group of a parameter, or of its master or shard: `mtp` or `trunk`."""
+    return getattr(parameter, "grad_norm_group", None) or TRUNK
+
+
+def set_steps(optimizer: ChainedOptimizer, steps: Mapping[str, int]) -> None:
+    """Set the number of steps that the moments of each group's parameters come from."""
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer:
-            for state in part.optimizer.state.values():
-                state["step"].fill_(step)
+            for parameter, state in part.optimizer.state.items():
+                state["step"].fill_(steps[group_of(parameter)])
 
 
 def _kinds(parameter: Tensor) -> tuple[str, ...]:
