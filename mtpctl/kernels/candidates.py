@@ -1,120 +1,182 @@
-"""The logits of a few named entries of the vocabulary for each token, and a loss of them, without the logits of all entries.
+"""A loss of the probabilities of a few named entries of the vocabulary, and of all other entries taken as one, for each token.
 
-A loss of log-probs of k named entries has, by a logit z_j, the gradient  c_j − M p_j, where c_j is its derivative by the log-prob of entry
-j (0 where j is not named) and M the sum of c over the named entries. The second part is that of a multiple of any one log-prob, which a
-kernel over the whole vocabulary makes anyway; the first one touches k rows of the head a token, and is made here.
+The variables of a token's loss are the log-probs of the k named entries and of the rest r. With c_j and c_r the derivatives by them, and
+S = Σ c_j + c_r, the gradient of a scaled logit is
 
-Shape legend: N tokens, k named entries, H hidden size, V this rank's vocabulary entries.
+named    c_j − S p_j
+others   (c_r − S p_r) p_v / p_r
+
+For a policy close to its teacher these are small differences of large terms. So they are computed for each logit, in fp32 at least, before
+anything is rounded for the matrix products. p_r is a sum over the other entries, and not 1 less the named ones, so that it has all of its
+digits however small it is.
+
+Shape legend: N tokens, n of them with a weight, k named entries, H hidden size, V this rank's vocabulary entries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mtpctl.kernels import reduce
+from mtpctl.kernels import products, reduce
 from mtpctl.kernels.autograd import AutogradContext
 from mtpctl.kernels.call import DEFAULT_WORKSPACE_BYTES, weight_sink
 from mtpctl.kernels.inputs import Shard, vocab_shard
+from mtpctl.kernels.made_grads import MadeGrads
+from mtpctl.kernels.problem import slices
+
+Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""divergence(named [n, k], rest [n], rows [n]) -> [n], differentiable by the log-probs `named` and `rest`. `rows`: indices among all N."""
+
+TEMPORARIES = 3  # of a slice's logits
+LEAST_LOGPROB = -1e4  # of the rest, where all of the vocabulary is named
 
 
 @dataclass(frozen=True)
-class Candidates:
-    """The named entries of N tokens. logits [N, k]: scaled, over all ranks, without gradient, at least fp32.
+class CandidateTerm:
+    """What the loss sums up: `weight` [N] times the divergence over the entries `ids` [N, k]; tokens of weight 0 are left out."""
 
-    Set `pull` [N, k] to the derivatives of the loss by these logits, the part of M p_j left out; `loss()` then carries their gradient.
-    """
-
-    hidden: Tensor
-    weight: Tensor
     ids: Tensor
-    inverse_temperature: float
-    shard: Shard
-    workspace_bytes: int
-    main_grad: bool
-    logits: Tensor
-    pull: Tensor
-
-    def loss(self) -> Tensor:
-        """0, whose gradients of states and head are those that `pull` asks for times the one that comes from above."""
-        made: Tensor = _Pull.apply(self, self.hidden, self.weight)
-        return made
+    weight: Tensor
+    divergence: Divergence
 
 
-def candidates(
+class CandidateLossOut(NamedTuple):
+    """loss_sum: can be differentiated once. divergence [N]: without gradient; 0 for tokens that are left out."""
+
+    loss_sum: Tensor
+    divergence: Tensor
+
+
+def candidate_loss(
     hidden: Tensor,
     weight: Tensor,
-    ids: Tensor,
+    term: CandidateTerm,
     *,
+    grad_scale: float = 1.0,
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
     valid_vocab: int | None = None,
     workspace_bytes: int | None = None,
     main_grad: bool = False,
-) -> Candidates:
-    """The logits of `ids` [N, k] under states `hidden` [N, H] and this rank's rows of the head, `weight` [V, H].
+) -> CandidateLossOut:
+    """The loss of the term under states `hidden` [N, H] and this rank's rows of the head, `weight` [V, H].
 
-    group: the ranks that share the vocabulary; every one of them has the same hidden and ids, and its gradient of hidden is the whole one.
-    The other arguments are as in `linear_logprob`. Raises ValueError for ids of another shape.
+    group: the ranks that share the vocabulary; every one of them has the same hidden and term, and its gradient of hidden is the whole one.
+    grad_scale: the gradient that `loss_sum` will receive, for which gradients are made in the forward pass. The other arguments are as in
+    `linear_policy_loss`. Raises ValueError for ids of another shape.
     """
-    if ids.dim() != 2 or len(ids) != len(hidden):
-        raise ValueError(f"ids: shape {tuple(ids.shape)} does not fit hidden {tuple(hidden.shape)}: expected [{len(hidden)}, k]")
+    if term.ids.dim() != 2 or len(term.ids) != len(hidden):
+        raise ValueError(f"ids: shape {tuple(term.ids.shape)} does not fit hidden {tuple(hidden.shape)}: expected [{len(hidden)}, k]")
     shard = vocab_shard(weight, group, valid_vocab)
     workspace = DEFAULT_WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    logits = torch.zeros(ids.shape, dtype=wide, device=hidden.device)
-    with torch.no_grad():
-        for part, local, here in _parts(hidden, ids, shard, workspace):
-            rows = weight[local]
-            logits[part] = torch.einsum("nh,nkh->nk", hidden[part].to(wide), rows.to(wide)).div_(temperature).masked_fill_(~here, 0)
-        logits = reduce.sum_ranks(logits, shard)
-    return Candidates(hidden, weight, ids, 1 / temperature, shard, workspace, main_grad, logits, torch.zeros_like(logits))
+    wanted = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
+    arguments = _Arguments(term, shard, 1 / temperature, workspace, grad_scale, main_grad, *wanted)
+    return CandidateLossOut(*_CandidateLoss.apply(arguments, hidden, weight))
 
 
-def _parts(hidden: Tensor, ids: Tensor, shard: Shard, workspace: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Ranges of tokens, with the rows of this rank's weight that they name, and which of those it has; the rows fit the workspace."""
-    at_once = max(1, workspace // (3 * max(1, ids.shape[1]) * hidden.shape[1] * 4))
-    for start in range(0, len(ids), at_once):
-        part = slice(start, min(start + at_once, len(ids)))
-        local = ids[part].long() - shard.start
-        here = (local >= 0) & (local < shard.valid)
-        yield part, local.masked_fill(~here, 0), here
+class _Arguments(NamedTuple):
+    term: CandidateTerm
+    shard: Shard
+    inverse_temperature: float
+    workspace: int
+    grad_scale: float
+    main_grad: bool
+    by_hidden: bool
+    by_weight: bool
 
 
 class _Context(AutogradContext, Protocol):
-    made: Candidates
+    made: MadeGrads | None
 
 
-class _Pull(torch.autograd.Function):
+class _CandidateLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, made: Candidates, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.made = made
-        return made.logits.new_zeros(())
+    def forward(ctx: _Context, arguments: _Arguments, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        term, shard = arguments.term, arguments.shard
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        sink = weight_sink(weight, arguments.by_weight, arguments.main_grad)
+        written = sink.add
+        share = hidden.dtype if shard.world == 1 else wide
+        hidden_grad = torch.zeros(hidden.shape, dtype=share, device=hidden.device) if arguments.by_hidden else None
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        divergence = torch.zeros(len(hidden), dtype=wide, device=hidden.device)
+        trained = term.weight.nonzero().squeeze(1)
+        # Ranks join statistics once a slice, so all need the same slices: those that fit the first rank, which has the most columns.
+        columns = min(shard.columns, shard.total)
+        for part in slices(len(trained), max(1, arguments.workspace // (TEMPORARIES * wide.itemsize * max(1, columns)))):
+            rows = trained[part]
+            if not len(rows):
+                continue
+            states, head = hidden.detach()[rows], weight.detach()[: shard.valid]
+            logits = products.logits(states, head).mul_(arguments.inverse_temperature)
+            some = _slice_of(logits, rows, arguments)
+            total += some.loss
+            divergence[rows] = some.divergence
+            if hidden_grad is not None:
+                hidden_grad[rows] = products.hidden_grad(None, some.logit_grad, head, share).to(share)
+            if sink.out is not None:
+                products.weight_grad(some.logit_grad, states, sink.out[: shard.valid], written)
+                if not written:
+                    sink.out[shard.valid :] = 0
+                written = True
+        if sink.out is not None and not written:
+            sink.out.zero_()
+        if hidden_grad is not None:
+            hidden_grad = reduce.sum_ranks(hidden_grad, shard).to(hidden.dtype)
+        ctx.made = MadeGrads([hidden_grad], sink, arguments.grad_scale, lambda: None)
+        ctx.mark_non_differentiable(divergence)
+        return total, divergence
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
-        made = ctx.made
-        hidden, weight = made.hidden.detach(), made.weight
-        by_hidden, by_weight = ctx.needs_input_grad[1:]
-        sink = weight_sink(weight, by_weight, made.main_grad)
-        if sink.out is not None and not sink.add:
-            sink.out.zero_()
-        pull = made.pull * (grad * made.inverse_temperature)
-        hidden_grad = torch.zeros(hidden.shape, dtype=pull.dtype, device=hidden.device) if by_hidden else None
-        for part, local, here in _parts(hidden, made.ids, made.shard, made.workspace_bytes):
-            some = pull[part].masked_fill(~here, 0)
-            if hidden_grad is not None:
-                hidden_grad[part] = torch.einsum("nk,nkh->nh", some, weight.detach()[local].to(pull.dtype))
-            if sink.out is not None:
-                each = torch.einsum("nk,nh->nkh", some, hidden[part].to(pull.dtype))
-                sink.out.index_add_(0, local.flatten(), each.flatten(0, 1).to(sink.out.dtype))
-        if hidden_grad is not None:
-            hidden_grad = reduce.sum_ranks(hidden_grad, made.shard).to(hidden.dtype)
-        return None, hidden_grad, sink.finish()
+    def backward(ctx: _Context, grad: Tensor, _: Tensor | None) -> tuple[None, Tensor | None, Tensor | None]:
+        if ctx.made is None:
+            raise RuntimeError("candidate_loss: its gradients were made for one backward pass, which has been")
+        made, ctx.made = ctx.made, None
+        (hidden,), weight = made.given(grad.item())
+        return None, hidden, weight
+
+
+class _Slice(NamedTuple):
+    """Of some rows: the weighed sum, each row's divergence, and the gradient of the unscaled logits of this rank's columns."""
+
+    loss: Tensor
+    divergence: Tensor
+    logit_grad: Tensor
+
+
+def _slice_of(logits: Tensor, rows: Tensor, arguments: _Arguments) -> _Slice:
+    """The loss of these rows, from their scaled logits [n, V], which are overwritten."""
+    term, shard, wide = arguments.term, arguments.shard, logits.dtype
+    local = term.ids[rows].long() - shard.start
+    here = (local >= 0) & (local < logits.shape[1])
+    local = local.masked_fill(~here, 0)
+    named = reduce.sum_ranks(logits.gather(1, local).masked_fill_(~here, 0), shard)
+    # Without the named entries: minus infinity in their places, and at columns that stand for another rank's what was there.
+    floor = torch.where(here, float("-inf"), float("inf")).to(wide)
+    logits.scatter_reduce_(1, local, floor, "amin")
+    rest_lse = torch.logsumexp(logits, 1)
+    if shard.world > 1:
+        rest_lse = torch.logsumexp(reduce.gather(rest_lse, shard), 0)
+    lse = torch.logaddexp(rest_lse, torch.logsumexp(named, 1))
+    with torch.enable_grad():
+        named_logprob = (named - lse.unsqueeze(1)).double().requires_grad_()
+        rest_logprob = (rest_lse - lse).double().clamp_(min=LEAST_LOGPROB).requires_grad_()
+        divergence = term.divergence(named_logprob, rest_logprob, rows)
+        loss = (term.weight[rows] * divergence).sum()
+        by_named, by_rest = torch.autograd.grad(loss, (named_logprob, rest_logprob))
+    whole = by_named.sum(1) + by_rest
+    of_named = by_named - whole.unsqueeze(1) * named_logprob.detach().exp()
+    of_rest = by_rest - whole * rest_logprob.detach().exp()
+    scale = arguments.inverse_temperature * arguments.grad_scale
+    # A share of the rest, and 0 at the named entries; also where there is no rest.
+    grad = logits.sub_(rest_lse.clamp(min=torch.finfo(wide).min).unsqueeze(1)).exp_().mul_((of_rest * scale).to(wide).unsqueeze(1))
+    grad.scatter_add_(1, local, (of_named * scale).to(wide).masked_fill_(~here, 0))
+    return _Slice(loss.detach().to(wide), divergence.detach().to(wide), grad)

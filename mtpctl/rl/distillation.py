@@ -12,7 +12,8 @@ Kl = Literal["reverse", "forward"]
 MOST = 10.0
 """Bound of the ratio of the teacher's probability to the policy's in the forward KL, which is unbounded for tokens that hardly occur."""
 LEAST = 1e-6
-"""The least probability of all tokens that are not among the candidates, which rounding may make negative."""
+"""The least probability that a teacher gives all tokens that are not among its candidates, in the reverse KL, which is unbounded there. Of
+log-probs in single precision a smaller one is rounding, and may be negative."""
 
 
 def teacher_gain(kl: Kl, teacher: Tensor, behaviour: Tensor) -> Tensor:
@@ -26,19 +27,15 @@ def teacher_gain(kl: Kl, teacher: Tensor, behaviour: Tensor) -> Tensor:
     return apart if kl == "reverse" else apart.clamp(max=math.log(MOST)).exp() - 1
 
 
-def candidate_kl(kl: Kl, policy: Tensor, teacher: Tensor) -> Tensor:
+def candidate_kl(kl: Kl, policy: Tensor, rest: Tensor, teacher: Tensor) -> Tensor:
     """The KL [T] of two distributions over k candidates [T, k], given as log-probs, and over all other tokens taken as one.
 
-    It is at most that of the whole distributions, and 0 where candidates and rest have the teacher's probabilities. Differentiable by
-    `policy`. reverse: KL(policy ‖ teacher), forward: KL(teacher ‖ policy).
+    `rest` [T]: the policy's log-prob of these. It is a variable of its own: 1 less the candidates would lose its digits where it is small.
+    The KL is at most that of the whole distributions, and 0 where candidates and rest have the teacher's probabilities. Differentiable by
+    `policy` and `rest`. reverse: KL(policy ‖ teacher), forward: KL(teacher ‖ policy).
     """
-    rest, taught = (_rest(each) for each in (policy, teacher))
-    policy, teacher = torch.cat([policy, rest], -1), torch.cat([teacher, taught], -1)
+    teacher = teacher.double()
+    others = (1 - teacher.exp().sum(-1)).clamp(min=LEAST if kl == "reverse" else 0)
     if kl == "reverse":
-        return (policy.exp() * (policy - teacher)).sum(-1)
-    return (teacher.exp() * (teacher - policy)).sum(-1)
-
-
-def _rest(logprobs: Tensor) -> Tensor:
-    """Log-prob [T, 1] of all tokens that are not among the candidates."""
-    return (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=LEAST).log()
+        return (policy.exp() * (policy - teacher)).sum(-1) + rest.exp() * (rest - others.log())
+    return (teacher.exp() * (teacher - policy)).sum(-1) + torch.xlogy(others, others) - others * rest

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from mtpctl.families.shape import ModelShape
-from mtpctl.kernels.candidates import Candidates, candidates
+from mtpctl.kernels.candidates import CandidateTerm, candidate_loss
 from mtpctl.kernels.choice import ONE_PASS
 from mtpctl.kernels.draft import linear_draft_loss
 from mtpctl.kernels.draft_terms import Draft, DraftLossOut
@@ -141,13 +141,18 @@ class Head:
             sums = dict(zip(sums, flat, strict=True))
         return one.loss_sum * scale, sums
 
-    def candidates(self, state: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, ids: Tensor, temperature: float) -> Candidates:
-        """The logits of `ids` [R, k] and behind them of `labels` [R], of states, weight and rows as in `logprob`, without cp."""
+    def candidate_loss(
+        self, state: Tensor, weight: Tensor, rows: Tensor, term: CandidateTerm, temperature: float, *, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of `term` at the R response tokens times `scale`, and the divergence [R]. States, weight and rows are as in `logprob`,
+        without cp. Call `backward` as for `loss`.
+        """
         options = self._kernel_options(weight)
-        return candidates(
+        out = candidate_loss(
             distinct_rows(self._gather_sequence(state), rows),
             weight,
-            torch.cat([ids, labels.unsqueeze(1)], 1),
+            term,
+            grad_scale=scale,
             temperature=temperature,
             group=options["group"],
             valid_vocab=options["valid_vocab"],
@@ -155,6 +160,7 @@ class Head:
             # The others leave the weight's gradient to autograd, and Megatron reads that or its buffer, not both.
             main_grad=options["main_grad"] and self.kernels.linear_logprob in ONE_PASS,
         )
+        return out.loss_sum * scale, out.divergence
 
     def teaches_drafts(self, *, couples_tokens: bool) -> bool:
         """Whether `loss_with_drafts` can be called: the loss makes logits once, and every token's are on the rank that drafts it."""

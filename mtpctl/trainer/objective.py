@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from mtpctl.kernels.candidates import Candidates
+from mtpctl.kernels.candidates import CandidateTerm
 from mtpctl.kernels.policy import TokenLoss
 from mtpctl.trainer.batch import MicroBatch
 
@@ -30,14 +30,12 @@ class Objective(Protocol):
     def denominator(self, *, tokens: int, sequences: int) -> float:
         """What the summed loss of so many sequences is divided by, which have so many trained tokens."""
 
-    def candidate_ids(self, micro: MicroBatch) -> Tensor | None:
-        """Tokens [R, k] whose log-probs the loss reads at each place, beside the response's own; None: no others."""
+    def candidates(self, micro: MicroBatch) -> CandidateTerm | None:
+        """A further term of the loss, of the log-probs of named tokens at each of the R response tokens; None: no such term."""
 
-    def token_loss(self, micro: MicroBatch, candidates: Candidates | None = None) -> TokenLoss:
+    def token_loss(self, micro: MicroBatch) -> TokenLoss:
         """Loss sum (scalar, differentiable) and metric sums of any of the micro-batch's R response tokens, as a function of their
         log-probs [r], entropies [r] (None where not needed) and places among the R. Where tokens are coupled it is given all of them.
-
-        `candidates`: those of `candidate_ids`, and behind them the response's token.
         """
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
@@ -53,10 +51,10 @@ class NextToken:
     def denominator(self, *, tokens: int, sequences: int) -> float:
         return float(max(1, tokens))
 
-    def candidate_ids(self, micro: MicroBatch) -> Tensor | None:
+    def candidates(self, micro: MicroBatch) -> CandidateTerm | None:
         return None
 
-    def token_loss(self, micro: MicroBatch, candidates: Candidates | None = None) -> TokenLoss:
+    def token_loss(self, micro: MicroBatch) -> TokenLoss:
         def loss(logprob: Tensor, entropy: Tensor | None, tokens: Tensor) -> tuple[Tensor, Sums]:
             mask = micro.mask[tokens]
             value = -(logprob * mask).sum()

@@ -8,17 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtpctl.kernels.candidates import Candidates
+from mtpctl.kernels.candidates import CandidateTerm
 from mtpctl.kernels.policy import TokenLoss
 from mtpctl.recipe.rl import RlConfig, TeacherConfig
 from mtpctl.rl.advantages import group_advantages
-from mtpctl.rl.distillation import teacher_gain
+from mtpctl.rl.distillation import candidate_kl, teacher_gain
 from mtpctl.rl.losses import LossInputs, loss_denominator, loss_metrics, policy_loss, token_terms
 from mtpctl.rl.overlong import overlong_penalty
 from mtpctl.rl.own_loss import loss_of
 from mtpctl.samples import Logprobs, Sample, VersionSpan, ids_of, logprobs_of, mask_of
 from mtpctl.trainer.batch import MicroBatch, Sequence
-from mtpctl.trainer.candidate_loss import CandidateLoss
 from mtpctl.trainer.share import BatchTable
 
 CANDIDATE, CANDIDATE_LOGPROB = "candidate_{}", "candidate_logprob_{}"
@@ -46,29 +45,21 @@ class PolicyObjective:
         trajectories = sequences if self.trajectories is None else self.trajectories
         return float(loss_denominator(self.config, tokens=tokens, trajectories=trajectories, max_tokens=self.max_tokens))
 
-    def candidate_ids(self, micro: MicroBatch) -> Tensor | None:
+    def candidates(self, micro: MicroBatch) -> CandidateTerm | None:
         teacher = self.config.teacher
         if teacher is None or not teacher.topk:
             return None
-        return torch.stack([micro.columns[CANDIDATE.format(place)] for place in range(teacher.topk)], 1).long()
-
-    def token_loss(self, micro: MicroBatch, candidates: Candidates | None = None) -> TokenLoss:
-        inner = self._policy_loss(micro)
-        teacher = self.config.teacher
-        if teacher is None or candidates is None:
-            return inner
-        named = [micro.columns[CANDIDATE_LOGPROB.format(place)] for place in range(teacher.topk)]
+        ids, logprobs = (
+            torch.stack([micro.columns[name.format(place)] for place in range(teacher.topk)], 1) for name in (CANDIDATE, CANDIDATE_LOGPROB)
+        )
         weight = teacher.coef * token_terms(self._inputs(micro, micro.columns["old"], None), self.config).aggregation
-        term = CandidateLoss(teacher.kl, candidates, torch.stack(named, 1), weight)
 
-        def taught(logprob: Tensor, entropy: Tensor | None, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            loss, sums = inner(logprob, entropy, tokens)
-            further, apart = term(logprob, tokens)
-            return loss + further, sums | {"teacher_kl": (apart * micro.mask[tokens]).sum()}
+        def divergence(named: Tensor, rest: Tensor, rows: Tensor) -> Tensor:
+            return candidate_kl(teacher.kl, named, rest, logprobs[rows])
 
-        return taught
+        return CandidateTerm(ids.long(), weight, divergence)
 
-    def _policy_loss(self, micro: MicroBatch) -> TokenLoss:
+    def token_loss(self, micro: MicroBatch) -> TokenLoss:
         def coupled(logprob: Tensor, entropy: Tensor | None, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             out = policy_loss(self._inputs(micro, logprob, entropy), self.config)
             return out.loss_sum, out.sums

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mtpctl.kernels.candidates import Candidates
 from mtpctl.kernels.draft_terms import Draft, DraftLossOut
 from mtpctl.model.gpt import Hidden
 from mtpctl.trainer.acceptance import DepthChances, acceptance_metrics, acceptance_sums
@@ -65,31 +64,30 @@ class UpdateLoss:
             )
             for depth, (state, rows) in enumerate(zip(hidden.mtp, micro.drafts, strict=True), start=1)
         ]
-        candidates = self._candidates(micro, hidden)
-        loss, sums, told = self.head.loss_with_drafts(
+        further, sums = self._candidates(micro, hidden)
+        loss, found, told = self.head.loss_with_drafts(
             hidden.trunk,
             hidden.head,
             micro.rows,
             micro.labels,
             self.temperature,
-            self.objective.token_loss(micro, candidates),
+            self.objective.token_loss(micro),
             drafts,
             scale=scale,
             entropy=self.objective.needs_entropy,
         )
-        if candidates is not None:
-            loss = loss + candidates.loss() * scale
+        sums |= found
         measured = self._measured(micro)
         for depth, each in enumerate(told, start=1):
             sums |= _depth_sums(depth, each)
         chances = [_chances(each, draft, len(micro.labels), measured) for each, draft in zip(told, micro.drafts, strict=True)]
-        return loss, sums | acceptance_sums(micro, chances, measured, self.config.drafts)
+        return sum(further, loss), sums | acceptance_sums(micro, chances, measured, self.config.drafts)
 
     def _apart(self, micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
         """The trunk's loss and those of the MTP depths, one after the other."""
         # MTP first: the one-pass kernels add gradients of the head as they go, and a backward pass would add them in this order.
         parts, sums = self._drafts(micro, hidden)
-        candidates = self._candidates(micro, hidden)
+        further, more = self._candidates(micro, hidden)
         loss, found = self.head.loss(
             micro.packing,
             hidden.trunk,
@@ -97,19 +95,22 @@ class UpdateLoss:
             micro.rows,
             micro.labels,
             self.temperature,
-            self.objective.token_loss(micro, candidates),
+            self.objective.token_loss(micro),
             scale=1 / self.denominator,
             couples_tokens=self.objective.couples_tokens,
             entropy=self.objective.needs_entropy,
         )
-        if candidates is not None:
-            parts.append(candidates.loss() / self.denominator)
-        return torch.stack([loss, *parts]).sum(), sums | found
+        return torch.stack([loss, *parts, *further]).sum(), sums | found | more
 
-    def _candidates(self, micro: MicroBatch, hidden: Hidden) -> Candidates | None:
-        """The tokens, other than its own, whose log-probs the objective reads at each place."""
-        ids = self.objective.candidate_ids(micro)
-        return None if ids is None else self.head.candidates(hidden.trunk, hidden.head, micro.rows, micro.labels, ids, self.temperature)
+    def _candidates(self, micro: MicroBatch, hidden: Hidden) -> tuple[list[Tensor], Sums]:
+        """The objective's term of named tokens, and the sum of its divergences; both empty without one."""
+        term = self.objective.candidates(micro)
+        if term is None:
+            return [], {}
+        loss, divergence = self.head.candidate_loss(
+            hidden.trunk, hidden.head, micro.rows, term, self.temperature, scale=1 / self.denominator
+        )
+        return [loss], {"teacher_kl": divergence.sum()}
 
     def _scale(self, depth: int) -> float:
         """What the summed loss of an MTP depth is multiplied by."""

@@ -106,7 +106,7 @@ class TestNotFinite:
 
 
 class Broken(NextToken):
-    def token_loss(self, micro, candidates=None):
+    def token_loss(self, micro):
         loss = super().token_loss(micro)
 
         def broken(*tokens):

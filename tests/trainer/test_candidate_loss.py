@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,51 +10,53 @@ import torch
 from torch import Tensor
 
 from mtpctl.cluster.meeting import join_store
-from mtpctl.kernels.candidates import candidates
-from mtpctl.kernels.policy import linear_policy_loss
+from mtpctl.kernels.candidates import CandidateTerm, candidate_loss
 from mtpctl.rl.distillation import Kl, candidate_kl
-from mtpctl.trainer.candidate_loss import CandidateLoss
 from tests.forked import run_ranks
 from tests.kernels.agreement import relative
 
 TOKENS, HIDDEN, VOCAB, TOPK, TEMPERATURE, SCALE = 23, 12, 50, 4, 0.7, 0.31
 
 
-def drawn() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """States, head, sampled tokens, candidates (the sampled one among some of them) with the teacher's log-probs, weights, gains."""
+def drawn() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """States, head, candidates with the teacher's log-probs, and weights, some of which are 0."""
     torch.manual_seed(3)
     hidden, weight = torch.randn(TOKENS, HIDDEN, dtype=torch.float64), torch.randn(VOCAB, HIDDEN, dtype=torch.float64)
-    labels = torch.randint(VOCAB, (TOKENS,))
     likely, ids = torch.log_softmax(torch.randn(TOKENS, VOCAB, dtype=torch.float64), 1).topk(TOPK, 1)
-    ids[::3, 0] = labels[::3]
-    return hidden, weight, labels, ids, likely, torch.rand(TOKENS, dtype=torch.float64), torch.randn(TOKENS, dtype=torch.float64)
+    counts = torch.rand(TOKENS, dtype=torch.float64)
+    counts[4::5] = 0
+    return hidden, weight, ids, likely, counts
+
+
+def kl_of_every_logit(kl: Kl, logits: Tensor, ids: Tensor, likely: Tensor) -> Tensor:
+    """The KL [T] over candidates and rest, written out: of the rest from the other logits, and of the teacher from 1 less its own."""
+    logprobs = torch.log_softmax(logits, 1)
+    named = logprobs.gather(1, ids)
+    rest = torch.logsumexp(logprobs.scatter(1, ids, float("-inf")), 1)
+    p, q = torch.cat([named, rest.unsqueeze(1)], 1), torch.cat([likely, (1 - likely.exp().sum(1, keepdim=True)).log()], 1)
+    return (p.exp() * (p - q)).sum(1) if kl == "reverse" else (q.exp() * (q - p)).sum(1)
 
 
 def right(kl: Kl) -> tuple[float, Tensor, Tensor]:
-    hidden, weight, labels, ids, likely, counts, gains = drawn()
+    hidden, weight, ids, likely, counts = drawn()
     hidden.requires_grad_()
     weight.requires_grad_()
-    logprobs = torch.log_softmax(hidden @ weight.T / TEMPERATURE, 1)
-    apart = candidate_kl(kl, logprobs.gather(1, ids), likely)
-    loss = (counts * apart).sum() - (gains * logprobs.gather(1, labels.unsqueeze(1)).squeeze(1)).sum()
+    loss = (counts * kl_of_every_logit(kl, hidden @ weight.T / TEMPERATURE, ids, likely)).sum()
     (loss * SCALE).backward()
     assert hidden.grad is not None and weight.grad is not None
     return loss.item(), hidden.grad, weight.grad
 
 
+def term_of(kl: Kl, ids: Tensor, likely: Tensor, counts: Tensor) -> CandidateTerm:
+    return CandidateTerm(ids, counts, lambda named, rest, rows: candidate_kl(kl, named, rest, likely[rows]))
+
+
 def found(kl: Kl, weight: Tensor, **options: Any) -> tuple[float, Tensor, Tensor]:
-    hidden, _, labels, ids, likely, counts, gains = drawn()
+    hidden, _, ids, likely, counts = drawn()
     hidden.requires_grad_()
-    named = torch.cat([ids, labels.unsqueeze(1)], 1)
-    made = candidates(hidden, weight, named, temperature=TEMPERATURE, **options)
-    term = CandidateLoss(kl, made, likely, counts)
-
-    def token_loss(logprob: Tensor, entropy: Tensor | None, places: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        further, apart = term(logprob, places)
-        return further - (gains[places] * logprob).sum(), {"apart": apart.sum()}
-
-    out = linear_policy_loss(hidden, weight, labels, token_loss, grad_scale=SCALE, temperature=TEMPERATURE, **options)
-    by_hidden, by_weight = torch.autograd.grad(out.loss_sum * SCALE + made.loss() * SCALE, (hidden, weight))
+    out = candidate_loss(hidden, weight, term_of(kl, ids, likely, counts), grad_scale=SCALE, temperature=TEMPERATURE, **options)
+    assert torch.equal(out.divergence == 0, counts == 0)
+    by_hidden, by_weight = torch.autograd.grad(out.loss_sum * SCALE, (hidden, weight))
     return out.loss_sum.item(), by_hidden, by_weight
 
 
@@ -100,7 +103,62 @@ def test_a_vocabulary_split_over_ranks_gives_the_same() -> None:
     assert relative(joined, by_weight) < 1e-10
 
 
+@pytest.mark.parametrize("tail", [0.3, 1e-2, 1e-4, 1e-7, 1e-10])
+@pytest.mark.parametrize("apart", [0.1, 1.0])
+@pytest.mark.parametrize("kl", ["reverse", "forward"])
+def test_gradients_in_bf16_are_within_its_rounding_however_small_the_tail(kl: Kl, apart: float, tail: float) -> None:
+    """Against float64 from the same bf16 tensors. The policy leaves about `tail` to the tokens that are no candidates, and the teacher is
+    close to it or not; the teacher's tail is that of its own, or a thousandth of all if that is more."""
+    torch.manual_seed(5)
+    hidden = torch.randn(64, 32, dtype=torch.float64)
+    weight = torch.randn(200, 32, dtype=torch.float64) / 8
+    # The candidates' logits are raised along a further dimension of the states, which is 1.
+    ids = torch.arange(TOPK).expand(64, TOPK)
+    hidden[:, 0], weight[:, 0] = 1.0, 0.0
+    weight[:TOPK, 0] = math.log(50 / tail)
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    logits = (hidden.double() @ weight.double().T).requires_grad_()
+    teacher = torch.log_softmax(logits.detach() + apart * torch.randn(64, 200, dtype=torch.float64), 1).gather(1, ids)
+    least = max(0.0, 1e-3 - float(1 - teacher.exp().sum(1).min())) if tail < 1e-3 else 0.0
+    teacher = teacher + math.log(1 - least)
+    counts = torch.rand(64, dtype=torch.float64)
+    by_logit = torch.autograd.grad((counts * kl_of_every_logit(kl, logits, ids, teacher)).sum(), logits)[0]
+    expected = by_logit @ weight.double(), by_logit.T @ hidden.double()
+
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    out = candidate_loss(hidden, weight, term_of(kl, ids, teacher, counts))
+    grads = torch.autograd.grad(out.loss_sum, (hidden, weight))
+    # A result is rounded to 8 bits: at most 2^-8 of it, plus what single precision does to logits of this size.
+    for grad, reference in zip(grads, expected, strict=True):
+        assert relative(grad.double(), reference) < 2**-8 + 1e-4
+
+
+def test_a_tail_that_single_precision_would_lose_is_raised() -> None:
+    """A policy that gives 1e-9 to all other tokens, and a teacher that gives them a half: their logits are to rise by a half in all."""
+    weight = torch.eye(8)
+    hidden = torch.zeros(1, 8)
+    hidden[0, 0] = math.log(7 / 1e-9)
+    hidden.requires_grad_()
+    term = term_of("forward", torch.tensor([[0]]), torch.tensor([[math.log(0.5)]]), torch.ones(1))
+    out = candidate_loss(hidden, weight, term)
+    (grad,) = torch.autograd.grad(out.loss_sum, hidden)
+    assert grad[0, 0].item() == pytest.approx(0.5, rel=1e-5)
+    assert grad[0, 1:].tolist() == pytest.approx([-0.5 / 7] * 7, rel=1e-5)
+    assert out.loss_sum.item() == pytest.approx(0.5 * math.log(0.5) + 0.5 * math.log(0.5 / 1e-9), rel=1e-5)
+
+
+def test_a_vocabulary_of_which_all_is_named_has_no_rest() -> None:
+    hidden, weight, *_ = drawn()
+    logprobs = torch.log_softmax(hidden @ weight[:TOPK].T, 1)
+    ids = torch.arange(TOPK).expand(TOKENS, TOPK)
+    states = hidden.clone().requires_grad_()
+    out = candidate_loss(states, weight[:TOPK], term_of("forward", ids, logprobs, torch.ones(TOKENS, dtype=torch.float64)))
+    (grad,) = torch.autograd.grad(out.loss_sum, states)
+    assert out.divergence.abs().max() < 1e-10 and grad.abs().max() < 1e-10
+
+
 def test_ids_of_another_number_of_tokens_are_refused() -> None:
     hidden, weight, *_ = drawn()
     with pytest.raises(ValueError, match=r"ids: shape \(3, 2\) does not fit hidden \(23, 12\): expected \[23, k\]"):
-        candidates(hidden, weight, torch.zeros(3, 2, dtype=torch.long))
+        candidate_loss(hidden, weight, term_of("reverse", torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 2), torch.ones(3)))

@@ -62,7 +62,7 @@ def test_losses_and_gradients(tmp_path, mode, depths, tied):
 class Nothing(NextToken):
     """A main loss of no weight: what gradient there is comes from MTP."""
 
-    def token_loss(self, micro, candidates=None):
+    def token_loss(self, micro):
         loss = super().token_loss(micro)
 
         def nothing(*tokens):
