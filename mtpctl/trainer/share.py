@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from mtpctl.errors import RuntimeFailure
 from mtpctl.plan.partition import partition
 from mtpctl.routes import Routes
 from mtpctl.samples import Sample, VersionSpan, ids_of, mask_of
@@ -42,10 +43,14 @@ class BatchTable:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], minibatches: int) -> BatchTable:
-        """The table of these samples, which have their rewards, cut into this many optimizer steps."""
+        """The table of these samples, which have their rewards, cut into this many optimizer steps.
+
+        Raises RuntimeFailure for a log-prob of a trained token that is not finite, which no loss can weigh.
+        """
         rewards = []
         for sample in samples:
             assert sample.reward is not None, f"{sample.prompt_id} was not rewarded"
+            _check_logprobs(sample)
             rewards.append(sample.reward)
         numbers = {group_id: number for number, group_id in enumerate(dict.fromkeys(s.group_id for s in samples))}
         trajectories = {each: number for number, each in enumerate(dict.fromkeys((s.group_id, s.index) for s in samples))}
@@ -220,6 +225,23 @@ def deal(
         return Share.of(samples, found, rank, parts, trajectory_tokens)
 
     return table, [partial(share, rank) for rank in range(dp)]
+
+
+def _check_logprobs(sample: Sample) -> None:
+    trained = np.asarray(sample.loss_mask, np.bool_)
+    for what, logprobs in (
+        ("the rollout engine", sample.behaviour_logprobs),
+        ("old log-probs", sample.old_logprobs),
+        ("the teacher", sample.teacher_logprobs),
+    ):
+        if logprobs is None:
+            continue
+        values = np.asarray(logprobs)
+        if len(bad := np.flatnonzero(trained & ~np.isfinite(values))):
+            raise RuntimeFailure(
+                f"sample {sample.name}: {what} gave response token {bad[0]} the log-prob {values[bad[0]]:g}, which cannot be trained on; "
+                "look at what sampled or scored it (rollout.top_k, rollout.top_p, logs/)"
+            )
 
 
 def _joined[T: np.generic](columns: list[array], dtype: type[T]) -> npt.NDArray[T]:

@@ -281,6 +281,29 @@ def test_without_staleness_trainer_and_rollout_take_turns(tmp_path: Path) -> Non
     assert run(recipe_of(staleness=0.0), tmp_path).made_while_updating == 0
 
 
+def test_every_prompt_that_was_drawn_is_trained_waits_or_is_in_flight(tmp_path: Path) -> None:
+    """Over 200 updates of short answers far ahead of the trainer, each exactly once: also those that were given up as too old."""
+    recipe, world = recipe_of(steps=200, staleness=4, max_staleness=3), World()
+    stages: list[RlStage] = []
+
+    async def scenario() -> None:
+        stages.append(stage_of(recipe, world, tmp_path, generator=LongTails(world, {"p3", "p40"})))
+        await stages[0].publish()
+        await asyncio.wait_for(stages[0].run(), 60)
+
+    asyncio.run(scenario())
+    (stage,) = stages
+    trained = [sample.prompt_id for batch in world.batches for sample in batch if sample.index == 0]
+    waiting = [group.problem.prompt_id for group in (*stage.buffer._ready, *stage.buffer.unfinished())]
+    assert len(trained) == 200 * 4 and sum(metrics["async/asked_again"] for _, metrics in world.rows) > 0
+    assert sorted(trained + waiting) == sorted(f"p{number}" for number in range(stage.rollout.cursor.drawn))
+
+
+def test_without_any_staleness_allowed_all_tokens_are_of_the_published_version(tmp_path: Path) -> None:
+    world = run(recipe_of(steps=8, staleness=1, max_staleness=0), tmp_path)
+    assert len(world.rows) == 8 and max(metrics["async/staleness_max"] for _, metrics in world.rows) == 0
+
+
 def test_batches_hold_whole_groups_with_rewards(tmp_path: Path) -> None:
     for batch in run(recipe_of(), tmp_path).batches:
         assert [s.index for s in batch] == [0, 1] * 4

@@ -16,6 +16,7 @@ from mtpctl.recipe.presets import PRESETS
 STALE = "async.staleness_threshold=1"
 ON_POLICY = "async.staleness_threshold=0"
 TRUNCATE = "train.rl.correction.mode=truncate"
+STALE_GRPO = [STALE, "train.rl.preset=grpo", "train.rl.minibatches=1"]
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,7 @@ def test_stale_samples_are_anchored_on_what_sampled_them(sets: list[str], anchor
     ("sets", "caution"),
     [
         ([STALE, "train.rl.old_logprobs=recompute"], "train.rl.old_logprobs: recompute, with correction.mode: off"),
+        ([*STALE_GRPO, "train.rl.old_logprobs=recompute"], "train.rl.old_logprobs: recompute, with correction.mode: off"),
         ([ON_POLICY, "async.sync_every=4", "train.rl.old_logprobs=recompute"], "train.rl.old_logprobs: recompute"),
         ([STALE, "train.rl.loss=decoupled"], "train.rl.correction.mode: off leaves the importance weights"),
         ([STALE, "train.rl.loss=cispo", "train.rl.old_logprobs=recompute"], "train.rl.old_logprobs: recompute, with correction.mode: off"),
@@ -64,6 +66,8 @@ def test_what_swings_is_told(sets: list[str], caution: str) -> None:
         [STALE],
         [ON_POLICY, "train.rl.old_logprobs=recompute"],
         [STALE, TRUNCATE],
+        [*STALE_GRPO, "train.rl.old_logprobs=recompute", TRUNCATE],
+        STALE_GRPO,
         [STALE, "train.rl.loss=decoupled", TRUNCATE],
         ["train.stages=[sft]", "train.rl.old_logprobs=recompute"],
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import MtpConfig
@@ -30,6 +30,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "odd": {"vocab_size": 61, "num_hidden_layers": 1},
     "tied": {"num_hidden_layers": 3, "tie_word_embeddings": True},
     "five": {"num_hidden_layers": 5},
+    "one-depth": {"num_hidden_layers": 1},
+    "three-depths": {"num_hidden_layers": 2, "num_nextn_predict_layers": 3},
     "qwen3-moe": {**MOE, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **NO_MTP},
     "deepseek": {
         **MOE,
@@ -78,7 +80,8 @@ class Case:
     poisoned: before its second update stands one in which a weight of its last rank is NaN; few: three sequences too long to be
     packed, one of them without a token to draft; clipped: trunk and MTP have clips under their norms, rates of their own and decay;
     policy: the second update is one of RL; replay: all passes follow routes that no router would choose, but for some tokens';
-    crowded: these routes lead to the first half of the experts, which are those of one of two ranks."""
+    crowded: these routes lead to the first half of the experts, which are those of one of two ranks; uneven: three sequences with 2, 28 and
+    1 trained tokens, which dp ranks share as 28 and 3."""
 
     name: str
     parallel: ParallelConfig
@@ -93,6 +96,7 @@ class Case:
     policy: RlConfig | None = None
     replay: bool = False
     crowded: bool = False
+    uneven: bool = False
 
     @property
     def bound(self) -> float:
@@ -141,6 +145,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"cp": 2},
     "dp2": {"dp": 2},
 }
+UNEVEN_LOSSES: tuple[Literal["ce", "soft_ce", "tv"], ...] = ("ce", "soft_ce", "tv")
 LORA = LoraConfig(rank=4, alpha=8.0)
 FULL = {"recompute": "full", "tokens_per_microbatch": 33}
 
@@ -154,6 +159,13 @@ def _lora(name: str, model: str = "mimo", *, saved: bool = False, restore: str =
 def _replay(name: str, model: str, **settings: Any) -> Case:
     mode, like = ("isolated" if model == "deepseek" else "off"), f"{model}-replay"
     return replace(_case(name, model, mode, like=like, **settings), replay=True)
+
+
+def _uneven(model: str, loss: Literal["ce", "soft_ce", "tv"], layout: str) -> Case:
+    """MTP losses and their counts where ranks have few tokens or none."""
+    mtp, one = MtpConfig(mode="joint", loss=loss, loss_scale=0.3, clip_grad=0), f"uneven-{model}-{loss}"
+    name = one if layout == "one" else f"{one}-{layout}"
+    return replace(_case(name, model, fields={"mtp": mtp}, like=one, **LAYOUTS[layout]), uneven=True)
 
 
 def _crowded(name: str, **settings: Any) -> Case:
@@ -229,6 +241,8 @@ CASES = [
             ("deepseek-balanced-tp2-ep2", {"tp": 2, "sequence_parallel": True, "dp": 2, "ep": 2}),
             ("deepseek-balanced-cp2", {"cp": 2}),
             ("deepseek-balanced-pp2", {"pp": 2}),
+            # The first stage has the dense layer alone.
+            ("deepseek-balanced-pp2-dense-first", {"pp": 2, "pp_layout": [1, 2]}),
         )
     ),
     # Sequences that stand alone, and a rank that has none.
@@ -271,6 +285,13 @@ CASES = [
     _lora("lora-moe-ep2", "qwen3-moe", dp=2, ep=2),
     _lora("lora-to-tp2", tp=2, restore="mimo-lora"),
     _lora("lora-delta-to-sp2", "qwen3.5", tp=2, sequence_parallel=True, restore="qwen3.5-lora"),
+    *(
+        _uneven(model, loss, layout)
+        for model in ("one-depth", "three-depths")
+        for loss in UNEVEN_LOSSES
+        for layout in ("one", "dp2", "cp2", "pp2")
+        if layout != "pp2" or model == "three-depths"
+    ),
     *(_replay(f"{model}-replay", model) for model in ("qwen3-moe", "deepseek")),
     _replay("replay-sp2-pp2-recomputed", "deepseek", tp=2, pp=2, fields=FULL),
     _replay("replay-cp2-ep2-recomputed", "deepseek", cp=2, ep=2, fields=FULL),

@@ -71,6 +71,8 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
             if case.few
             else sequences(9, seed=3, vocab=61)
         )
+        if case.uneven:
+            batch = uneven()
         if case.replay:
             batch = followed(batch, folder, crowded=case.crowded)
         made.set_optimizer(CLIPPED if case.clipped else SMOOTH)
@@ -103,6 +105,13 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
             weights |= {name: value.clone() for name, value in made.export_adapter()}
         found = {"metrics": metrics, "scores": scores, "weights": weights, "gradients": gradients(made)}
         return found | {"seconds": {"start": stood - began, "work": time.perf_counter() - stood}}
+
+
+def uneven() -> list[Sequence]:
+    """Of 5, 33 and 7 tokens, which 2 cp ranks do not divide; the last one's only trained token is its last."""
+    draw = random.Random(11)
+    lengths = ((3, 2), (5, 28), (6, 1))
+    return [Sequence([draw.randrange(61) for _ in range(prompt + tokens)], prompt, [1] * tokens) for prompt, tokens in lengths]
 
 
 def followed(batch: list[Sequence], folder: HfFolder, *, crowded: bool) -> list[Sequence]:

@@ -15,6 +15,7 @@ from mtpctl.kernels import products
 from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.rl import CorrectionConfig, RlConfig, TeacherConfig
+from mtpctl.recipe.train import LoraConfig
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.policy_objective import CANDIDATE, CANDIDATE_LOGPROB, PolicyObjective
@@ -87,6 +88,37 @@ def test_slices_of_rows_agree_with_the_oracle(tmp_path: Any, loss: str, tied: bo
     expected = updated(folder, LOSSES[loss], passes=2, kernels=exact, tokens_per_microbatch=60)
     assert found[0] == pytest.approx(expected[0], rel=1e-5, abs=1e-6)
     assert_close(found[1], expected[1], 1e-5)
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"recompute": "full", "tokens_per_microbatch": 33}, {"lora": LoraConfig(rank=4, alpha=8.0)}, {"mtp": "tv"}],
+    ids=lambda fields: "-".join(fields) or "plain",
+)
+def test_the_scale_of_an_isolated_mtp_loss_changes_no_bit_of_the_policys_gradient(tmp_path: Any, loss: str, fields: dict[str, Any]) -> None:
+    """Of trunk, embedding, untied head or adapters."""
+    folder, found = mimo(tmp_path / "model"), []
+    for scale in (0.0, 10.0):
+        mtp = MtpConfig(mode="isolated", loss=fields.get("mtp", "ce"), loss_scale=scale, clip_grad=0)
+        with engine(folder, **{**fields, "mtp": mtp}) as made:
+            made.set_optimizer(GENTLE)
+            made.update(told(made), PolicyObjective(LOSSES[loss], max_tokens=20))
+            found.append(gradients(made))
+    without, scaled = found
+    changed = {name for name, value in scaled.items() if not value.equal(without[name])}
+    assert changed and all("mtp" in name for name in changed)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_number_of_micro_batches_does_not_scale_any_term(tmp_path: Any, loss: str) -> None:
+    """Entropy, KL penalty, a teacher's KL and a loss of the user's own among them."""
+    folder = mimo(tmp_path / "model")
+    expected = updated(folder, LOSSES[loss], passes=1, tokens_per_microbatch=4096)
+    for budget in (1, 64):
+        found = updated(folder, LOSSES[loss], passes=1, tokens_per_microbatch=budget)
+        assert found[0] == pytest.approx(expected[0], rel=1e-5, abs=1e-6)
+        assert_close(found[1], expected[1], 1e-5)
 
 
 def logits_made(folder: Any, monkeypatch: pytest.MonkeyPatch, loss: str, mtp: MtpConfig) -> tuple[int, int, int]:

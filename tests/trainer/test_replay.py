@@ -137,6 +137,33 @@ def test_a_pass_tells_its_routes_and_follows_them(tmp_path: Path) -> None:
         assert metrics["moe/replay_agreement"] == 1.0
 
 
+@pytest.mark.parametrize(
+    "fields", [{}, {"recompute": "full"}, {"lora": LoraConfig(rank=4, alpha=8.0)}], ids=lambda f: "-".join(f) or "plain"
+)
+def test_forged_routes_are_followed_after_a_resume_too(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """All tokens but the last of each sequence go to experts 0 and 1 of 8, whatever the routers say."""
+    folder = model("qwen3-moe", tmp_path / "model")
+    batch, shape = sequences(6, vocab=61, low=16), shape_of(folder)
+    tokens = sum(len(s.token_ids) for s in batch)
+    routes = np.tile(np.array([0, 1], shape.dtype), (20, len(shape.layers), 1))
+    forged = [replace(s, routes=routes[: len(s.token_ids) - 1]) for s in batch]
+    for resumed in (False, True):
+        with engine(folder, mtp=MtpConfig(mode="off"), tokens_per_microbatch=50, **fields) as made:
+            made.set_optimizer(GENTLE)
+            if resumed:
+                made.restore(tmp_path / "checkpoint")
+            apart = [
+                np.abs(np.subtract(one.logprobs, two.logprobs)).max()
+                for one, two in zip(made.score(forged), made.score(batch), strict=True)
+            ]
+            assert min(apart) > 1e-3
+            metrics = made.update(forged, NextToken())
+            assert 4 * (tokens - len(batch)) / tokens <= metrics["moe/load_max"] <= 4
+            # By chance a router chooses one of the two for a quarter of the tokens.
+            assert metrics["moe/replay_agreement"] < 0.6
+            made.save(tmp_path / "checkpoint")
+
+
 def test_an_adapter_trains_under_routes(tmp_path: Path) -> None:
     folder = model("qwen3-moe", tmp_path / "model")
     batch, lora = routed(folder), LoraConfig(rank=4, alpha=8.0)

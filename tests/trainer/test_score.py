@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from mtpctl.recipe.model import MtpConfig
+from mtpctl.trainer.batch import Sequence
+from mtpctl.trainer.objective import NextToken
 from tests.model import mimo_reference
-from tests.trainer.tiny import engine, mimo, sequences
+from tests.trainer.cases import MODELS
+from tests.trainer.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -45,3 +50,22 @@ def test_scoring_needs_no_optimizer_and_leaves_no_gradient(tmp_path):
     with engine(mimo(tmp_path / "model")) as made:
         made.score(sequences(3))
         assert not any(parameter.main_grad.any() for parameter in made.module.parameters())
+
+
+def test_the_state_of_linear_attention_stays_within_its_sample(tmp_path):
+    """Log-probs and gradients, those of MTP layers included, of samples in one row are those of each alone."""
+    folder = mimo(tmp_path / "model", **MODELS["qwen3.5"], max_position_embeddings=256)
+    draw = random.Random(2)
+    batch = [Sequence([draw.randrange(61) for _ in range(length)], 1, [1] * (length - 1)) for length in (5, 64, 3, 129)]
+    found = []
+    for budget in (1, 4096):
+        mtp = MtpConfig(mode="joint", loss_scale=0.3, clip_grad=0)
+        with engine(folder, mtp=mtp, tokens_per_microbatch=budget) as made:
+            assert len(made._micro_batches(batch, 0)) == (4 if budget == 1 else 1)
+            scored = [scores.logprobs.tolist() for scores in made.score(batch)]
+            made.set_optimizer(GENTLE)
+            made.update(batch, NextToken())
+            found.append((scored, gradients(made)))
+    for alone, packed in zip(found[0][0], found[1][0], strict=True):
+        assert packed == pytest.approx(alone, abs=2e-5)
+    assert_close(found[1][1], found[0][1], 5e-5)

@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
+from mtpctl.errors import RuntimeFailure
 from mtpctl.samples import Sample, ids_of, logprobs_of, mask_of
 from mtpctl.trainer.share import deal
 
@@ -153,3 +154,16 @@ def test_a_share_is_sixteen_bytes_a_token_at_most() -> None:
         sample.old_logprobs, sample.old_version = sample.behaviour_logprobs, 0
     _, made = deal(samples, minibatches=1, tokens_per_microbatch=2048, dp=2)
     assert sum(len(pickle.dumps(make(), pickle.HIGHEST_PROTOCOL)) for make in made) < 16 * 8 * 1024
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("nan")])
+@pytest.mark.parametrize("column", ["behaviour_logprobs", "old_logprobs", "teacher_logprobs"])
+def test_a_log_prob_of_a_trained_token_that_is_not_finite_is_refused_with_the_samples_name(column: str, value: float) -> None:
+    samples = forked([[1, 1]])
+    for sample in samples:
+        sample.old_logprobs, sample.teacher_logprobs = sample.behaviour_logprobs[:], sample.behaviour_logprobs[:]
+    getattr(samples[1], column)[2] = value
+    with pytest.raises(RuntimeFailure, match=rf"^sample p0/1: .* gave response token 2 the log-prob {value:g}"):
+        deal(samples, minibatches=1, tokens_per_microbatch=64, dp=1)
+    samples[1].loss_mask = mask_of([1, 1, 0])
+    deal(samples, minibatches=1, tokens_per_microbatch=64, dp=1)

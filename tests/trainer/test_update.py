@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.train import LoraConfig, OffloadConfig
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.objective import NextToken
 from tests.families.toys import TOYS, toy_folder
@@ -82,6 +83,59 @@ def test_isolated_loss_moves_nothing_but_mtp(tmp_path, depths, tied):
         made.update(sequences(), Nothing())
         for name, grad in gradients(made).items():
             assert bool(grad.any()) is ("mtp" in name), name
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_spike_of_the_drafter_clips_no_step_of_the_policy(tmp_path, sharded):
+    """Both are over their clips, each of its own: the trunk's weights are the same to the bit."""
+    folder, found = mimo(tmp_path / "model"), []
+    for scale in (1.0, 1e4):
+        with engine(folder, mtp=MtpConfig(mode="isolated", loss_scale=scale, clip_grad=0.1), distributed_optimizer=sharded) as made:
+            made.set_optimizer(GENTLE.model_copy(update={"clip_grad": 0.1}))
+            metrics = [made.update(sequences(), NextToken()) for _ in range(2)]
+            found.append({name: value.clone() for name, value in made.export()})
+            assert all(each["actor/grad_norm"] > 0.1 and each["mtp/grad_norm"] > 0.1 for each in metrics)
+    assert all(value.equal(found[0][name]) for name, value in found[1].items() if "mtp" not in name)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"offload": OffloadConfig(optimizer=True)}, {"distributed_optimizer": True}, {"lora": LoraConfig(rank=4, alpha=8.0)}],
+    ids=lambda fields: "-".join(fields) or "plain",
+)
+def test_every_mtp_tensor_leaves_trained_after_a_resume_too(tmp_path, fields):
+    """And nothing else, where the policy's loss has no gradient."""
+    folder = mimo(tmp_path / "model", num_nextn_predict_layers=2)
+    fields = fields | {"mtp": MtpConfig(mode="isolated", clip_grad=0)}
+
+    def moved(made, before):
+        for _ in range(2):
+            made.update(sequences(), Nothing())
+        after = {name: value.clone() for name, value in made.export()}
+        assert {name for name, value in after.items() if not value.equal(before[name])} == {name for name in after if "mtp" in name}
+        return after
+
+    with engine(folder, **fields) as made:
+        made.set_optimizer(GENTLE)
+        trained = moved(made, load_file(folder.path / "model.safetensors"))
+        made.save(tmp_path / "checkpoint")
+    with engine(folder, **fields) as made:
+        made.set_optimizer(GENTLE)
+        made.restore(tmp_path / "checkpoint")
+        moved(made, trained)
+
+
+@pytest.mark.parametrize("loss", ["soft_ce", "kl", "tv"])
+def test_the_number_of_micro_batches_does_not_scale_the_loss_of_a_drafter(tmp_path, loss):
+    folder, found = mimo(tmp_path / "model", num_nextn_predict_layers=3), []
+    for budget in (1, 40, 4096):
+        with engine(folder, mtp=MtpConfig(mode="joint", loss=loss, clip_grad=0), tokens_per_microbatch=budget) as made:
+            made.set_optimizer(GENTLE)
+            metrics = made.update(sequences(9, seed=3), NextToken())
+            found.append(([metrics[f"mtp/loss_{depth}"] for depth in (1, 2, 3)], gradients(made)))
+    for losses, grads in found[:2]:
+        assert losses == pytest.approx(found[2][0], rel=1e-5)
+        assert_close(grads, found[2][1], 1e-5)
 
 
 def test_chain_of_depths_is_not_cut(tmp_path):

@@ -30,6 +30,8 @@ from tests.rollout.test_turns_fuzz import STOP, TOOL, Chunk, Note, Sampler
 
 Messages = list[dict[str, Any]]
 
+MAX_TOKENS = 250
+
 
 @dataclass
 class Work(Note):
@@ -253,7 +255,7 @@ async def play(family: Family, count: int, seed: int) -> tuple[dict[str, Work], 
         async def one(prompt_id: str, work: Work) -> None:
             nonlocal rewritten
             async with room, httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
-                secret, trajectory = gateway.open(GenerationRequest(Sample(prompt_id, prompt_id, []), 250, stop_token_ids=ends))
+                secret, trajectory = gateway.open(GenerationRequest(Sample(prompt_id, prompt_id, []), MAX_TOKENS, stop_token_ids=ends))
                 await Agent(client, f"/t/{secret}/v1", work, family, seed).run()
                 samples[prompt_id] = gateway.close(secret)
                 rewritten += trajectory.rewritten
@@ -277,6 +279,7 @@ def run(family: Family, count: int, seed: int) -> None:
         origin = Origin(work, family, tokenizer, ends)
         for sample in samples[prompt_id]:
             assert len(sample.response_ids) == len(sample.loss_mask) == len(sample.behaviour_logprobs)
+            assert len(sample.response_ids) <= MAX_TOKENS, "the agent's messages included"
             assert sample.version_spans[-1].end == len(sample.response_ids) and any(sample.loss_mask)
             assert origin.explains(sample), f"{prompt_id}: {sample}"
             turns += 1 + sum(not two and one for one, two in zip(sample.loss_mask, sample.loss_mask[1:], strict=False))
