@@ -175,8 +175,8 @@ def _remove(folder: Path) -> bool:
 
 def _folders() -> Iterator[Path]:
     yield from _in_memory()
-    yield from (path for path in _own(_ray_folder(), "session_*") if not path.is_symlink())
-    for root in (SHARED_MEMORY, _ray_folder()):
+    yield from (path for path in _own(sessions(), "session_*") if not path.is_symlink())
+    for root in (SHARED_MEMORY, sessions()):
         yield from _own(root, f".{PREFIX}*")  # what was being made or removed when its process was killed
 
 
@@ -194,8 +194,9 @@ def _own(root: Path, pattern: str) -> list[Path]:
     return found
 
 
-def _ray_folder() -> Path:
-    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
+def sessions() -> Path:
+    """The folder of the sessions of local Ray clusters, within one that is this user's own: Ray lets everyone write into it."""
+    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / f"{PREFIX}{os.getuid()}" / "ray"
 
 
 def _owner(folder: Path) -> Owner | None:

@@ -85,9 +85,11 @@ def _check_answers(address: str | None) -> None:
 
 def _environment(config: ClusterConfig, logs: Path | None) -> dict[str, str]:
     """Variables of all actors."""
-    # On one host ranks need no other interface. Nothing that they listen on is authenticated.
-    interface = config.interface or (None if config.address else LOOPBACK)
-    talking = {} if interface is None else {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
+    interface, named = config.interface, {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+    if interface is None and config.address is None:
+        # On one host ranks need no other interface. Nothing that they listen on is authenticated.
+        interface, named = LOOPBACK, named - os.environ.keys()
+    talking = {} if interface is None else dict.fromkeys(sorted(named), interface)
     return talking | (folder_for_all(logs) if logs else {})
 
 
@@ -133,6 +135,25 @@ def keep_token_private() -> None:
                 os.link(file.name, path)
         if path.stat().st_uid == os.getuid() and stat.S_IMODE(path.stat().st_mode) & 0o077:
             path.chmod(0o600)
+
+
+def make_private_sessions() -> Path:
+    """Make the folder of Ray's sessions, where no other user can reach it.
+
+    Raises EnvironmentMissing if another user has made the folder that it belongs into, and if it cannot be made.
+    """
+    sessions = leftovers.sessions()
+    private = sessions.parent
+    try:
+        private.mkdir(mode=0o700, exist_ok=True)
+        status = private.lstat()
+        if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+            raise EnvironmentMissing(f"{private}: does not belong to this user; remove it, or set RAY_TMPDIR to another folder")
+        private.chmod(0o700)
+        sessions.mkdir(exist_ok=True)
+    except OSError as error:
+        raise EnvironmentMissing(f"{private}: cannot hold Ray's sessions ({error.strerror}); set RAY_TMPDIR to another folder") from error
+    return sessions
 
 
 @contextlib.contextmanager
@@ -185,6 +206,7 @@ def _connected(config: ClusterConfig, logs: Path | None, daemons: Daemons | None
             return ray.init(
                 # Without an address Ray joins whatever RAY_ADDRESS or somebody's `ray start` on this machine names.
                 address=config.address or "local",
+                _temp_dir=None if config.address else str(make_private_sessions()),
                 num_cpus=None if config.address else config.num_cpus,
                 num_gpus=None if config.address else config.num_gpus,
                 include_dashboard=False,

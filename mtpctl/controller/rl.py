@@ -343,14 +343,16 @@ class RlStage:
         weights under it, as under the responses of rollout.
         """
         await self._evaluated()
+        if self.state.stopping.is_set():
+            return
         self._evaluating = asyncio.create_task(self._log_evaluation(self.state.step, self.state.version), name="evaluation")
         if not beside or self.recipe.evaluation.wait or self.recipe.async_.deterministic:
             await self._evaluated()
 
     async def _evaluated(self) -> None:
-        """Wait until no evaluation is under way. Raises what it raised."""
-        if self._evaluating is not None:
-            await self._evaluating
+        """Wait until no evaluation is under way, or a stop is asked for, which gives it up. Raises what it raised."""
+        if self._evaluating is not None and await finished_before(self._evaluating, self.state.stopping):
+            self._evaluating.result()
             self._evaluating = None
 
     async def _give_evaluation_up(self) -> None:

@@ -21,8 +21,8 @@ class ClusterConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cpu with sync.transport: shm, else cuda.")
     interface: str | None = Field(
         None,
-        description="Network interface over which NCCL and gloo join ranks of several hosts, such as bond0; default: NCCL's choice, and "
-        "for gloo that of the host's address.",
+        description="Network interface over which NCCL and gloo join ranks, such as bond0; default: the loopback on one host; with "
+        "cluster.address NCCL's choice, and for gloo that of the host's address.",
     )
     actor_deadline_s: PositiveFloat = Field(300.0, description="Seconds that an actor has to start.")
     step_deadline_s: PositiveFloat = Field(

@@ -42,9 +42,9 @@ sys.stdin.read()
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Shared memory, and beside it the folder of Ray's sessions."""
     (tmp_path / "shm").mkdir()
-    (tmp_path / "ray").mkdir()
     monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path / "shm")
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    leftovers.sessions().mkdir(parents=True)
     return tmp_path / "shm"
 
 
@@ -52,7 +52,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(memory: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that has made a folder of versions and one of a Ray session."""
     # Not by their arguments: a folder that some process names is in use.
-    told = json.dumps([str(memory / "mtpctl-run"), str(memory.parent / "ray" / "session_1")])
+    told = json.dumps([str(memory / "mtpctl-run"), str(leftovers.sessions() / "session_1")])
     process = subprocess.Popen([sys.executable, "-c", MAKES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(told + "\n")
@@ -69,7 +69,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def test_a_live_runs_folders_stay_and_a_killed_ones_go(run: subprocess.Popen[str], memory: Path) -> None:
-    versions, session = memory / "mtpctl-run", memory.parent / "ray" / "session_1"
+    versions, session = memory / "mtpctl-run", leftovers.sessions() / "session_1"
     assert leftovers.find() == leftovers.remove() == []
     assert versions.is_dir() and session.is_dir()
     kill(run)
@@ -118,7 +118,7 @@ def test_what_was_made_in_another_container_stays_and_is_named(
 
 def test_no_process_in_memory_outlives_a_boot(run: subprocess.Popen[str], memory: Path) -> None:
     """Ray's folders may be on a disk of several machines: there another boot may be another machine."""
-    versions, session = memory / "mtpctl-run", memory.parent / "ray" / "session_1"
+    versions, session = memory / "mtpctl-run", leftovers.sessions() / "session_1"
     for folder in (versions, session):
         change_mark(folder, boot="another")
     assert [left.path for left in leftovers.remove()] == [versions]
@@ -193,7 +193,7 @@ def test_so_does_another_users(run: subprocess.Popen[str], memory: Path, monkeyp
 
 def test_and_a_session_of_which_ray_still_has_a_process(run: subprocess.Popen[str], memory: Path) -> None:
     kill(run)
-    session = memory.parent / "ray" / "session_1"
+    session = leftovers.sessions() / "session_1"
     with subprocess.Popen([sys.executable, "-c", "input()", f"--session-dir={session}"], stdin=subprocess.PIPE) as raylet:
         assert session not in [left.path for left in leftovers.remove()]
         raylet.kill()
@@ -220,7 +220,7 @@ class Ray(types.ModuleType):
 
 @pytest.fixture
 def ray(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Ray:
-    found = Ray(memory.parent / "ray" / "session_2")
+    found = Ray(leftovers.sessions() / "session_2")
     monkeypatch.setitem(sys.modules, "ray", found)
     monkeypatch.setattr("mtpctl.cluster.local.Daemons.starting", lambda self: nullcontext())
     return found
@@ -267,7 +267,7 @@ def test_the_next_start_removes_what_a_killed_one_left() -> None:
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=200, check=False)
             assert done.returncode == -signal.SIGKILL
             versions.add(Path(done.stdout.strip()))
-            (session,) = (path for path in (Path(folder) / "ray").glob("session_2*"))
+            (session,) = (path for path in (Path(folder) / f"mtpctl-{os.getuid()}" / "ray").glob("session_2*"))
             sessions.append(session)
             ends = time.monotonic() + 60  # Ray's own processes take a moment to follow
             while leftovers._named_by_a_process(session.name) and time.monotonic() < ends:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mtpctl.cluster.local import check_room, cluster, on_one_host
+from mtpctl.cluster.local import _environment, check_room, cluster, on_one_host
 from mtpctl.errors import ClusterResources, EnvironmentMissing
 from mtpctl.recipe.cluster import ClusterConfig
 
@@ -94,3 +94,23 @@ def test_full_shared_memory_is_reported_before_ray_starts(monkeypatch: pytest.Mo
         cluster(ClusterConfig(num_cpus=1), cpus=1, gpus=0),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("config", "named", "expected"),
+    [
+        (ClusterConfig(), {}, {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}),
+        (ClusterConfig(), {"NCCL_SOCKET_IFNAME": "eth1"}, {"GLOO_SOCKET_IFNAME": "lo"}),
+        (ClusterConfig(interface="bond0"), {"NCCL_SOCKET_IFNAME": "eth1"}, {"GLOO_SOCKET_IFNAME": "bond0", "NCCL_SOCKET_IFNAME": "bond0"}),
+        (ClusterConfig(address="head:6379"), {}, {}),
+    ],
+    ids=["one host", "the environment names one", "the recipe names one", "several hosts"],
+)
+def test_interface_of_ranks(
+    config: ClusterConfig, named: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in named.items():
+        monkeypatch.setenv(name, value)
+    assert _environment(config, None) == expected

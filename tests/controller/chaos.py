@@ -67,7 +67,7 @@ ONE_HOST = (f"cluster.num_cpus={2 + REPLICAS[1]}",)
 TRAINER, ROLLOUT, LOGPROB = "TrainerRank", "RolloutActor", "ScoreRank"
 KINDS = (
     *(f"{what} {whom}" for whom in (TRAINER, ROLLOUT, LOGPROB) for what in ("kill", "kill", "pause", "stop")),
-    *("command killed", "command killed", "command ended"),
+    *("command killed", "command killed", "command ended", "group ended", "gcs killed"),
 )
 IN_SFT = 0.1
 """The share of events in the supervised stage."""
@@ -77,7 +77,14 @@ SCALES = ("scale rollout",) * 3
 """Events that need replicas that come and go: another number of them is asked for than before."""
 HOST_KINDS = (*("host gone" for _ in range(4)), *(f"kill {whom}" for whom in (TRAINER, ROLLOUT, LOGPROB)), "command killed")
 """Events of a run over several hosts."""
-ENDS = {"command killed": {-signal.SIGKILL}, "command ended": {143, -signal.SIGTERM}, "fill disk": {5}, "fill memory": {3, 5}}
+ENDS = {
+    "command killed": {-signal.SIGKILL},
+    "command ended": {143, -signal.SIGTERM},
+    "group ended": {143, -signal.SIGTERM},
+    "gcs killed": {5},
+    "fill disk": {5},
+    "fill memory": {3, 5},
+}
 """The exit codes with which the command may end after an event, to be started again. It goes on by itself after all others."""
 LONG_S = {TRAINER: 190.0, ROLLOUT: 120.0, LOGPROB: 120.0}
 """Longer than the deadlines of calls to these actors in the settings above."""
@@ -259,6 +266,14 @@ class Disturbed:
                 number = signal.SIGKILL if whom == "killed" else signal.SIGTERM
                 self.process.send_signal(number)
                 return f"sent {number.name}"
+            case "group":
+                os.killpg(self.process.pid, signal.SIGTERM)
+                return "sent SIGTERM to the group"
+            case "gcs":
+                if not (servers := [child for child in psutil.Process(self.process.pid).children() if child.name() == "gcs_server"]):
+                    return "nobody was there"
+                servers[0].kill()
+                return f"killed {servers[0].pid}"
         raise AssertionError(f"no event is called {event.kind}")
 
     def _scale(self, replicas: int) -> str:

@@ -813,6 +813,34 @@ def test_with_samples_0_none_are_kept(tmp_path: Path) -> None:
     assert run(recipe, tmp_path).kept == []
 
 
+@pytest.mark.parametrize("hangs_at", [0, 2, 4], ids=["before training", "between updates", "after the last update"])
+def test_stop_does_not_wait_for_an_evaluation(tmp_path: Path, hangs_at: int) -> None:
+    recipe, world = recipe_of(steps=4), World()
+    train, evaluation = recipe.train.model_copy(update={"eval_every": 2}), recipe.evaluation.model_copy(update={"wait": True})
+    recipe = recipe.model_copy(update={"train": train, "evaluation": evaluation})
+
+    async def scenario() -> None:
+        hanging = asyncio.Event()
+
+        class Hanging(FakeGenerator):
+            async def wait(self, sample: Sample) -> None:
+                if sample.prompt_id == "e0" and len(world.batches) == hangs_at:
+                    hanging.set()
+                    await asyncio.Event().wait()
+
+        stage = stage_of(recipe, world, tmp_path, generator=Hanging(world, lambda s: str(s.index)))
+        stage.prepared = replace(stage.prepared, problems=ProblemSets(stage.prepared.problems.train, [Problem("e0", "0", "1")], []))
+        running = asyncio.create_task(stage.run())
+        await asyncio.wait_for(hanging.wait(), 20)
+        stage.state.stopping.set()
+        await asyncio.wait_for(running, 20)
+        assert stage.state.step == hangs_at
+
+    asyncio.run(scenario())
+    assert [step for step, metrics in world.rows if "eval/accuracy" in metrics] == list(range(0, hangs_at, 2))
+    assert ("eval", "the evaluation under way has no result: the stage ended first") in world.events
+
+
 @pytest.mark.parametrize("wait", [False, True])
 def test_speed_and_idle_shares_hold_around_evaluations(tmp_path: Path, wait: bool) -> None:
     """What is generated during an evaluation is in the speed, and an engine with held-out problems alone is not idle."""

@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from mtpctl.cluster import leftovers
-from mtpctl.cluster.local import keep_token_private
+from mtpctl.cluster.local import keep_token_private, make_private_sessions
 from mtpctl.cluster.meeting import host_store
+from mtpctl.errors import EnvironmentMissing
 from mtpctl.telemetry.run_directory import RECIPE, RunDirectory
 from tests.cluster.test_daemons import Command, command
 
@@ -46,6 +47,31 @@ def test_token_of_a_local_cluster_is_private(command: Command) -> None:
     token = command.home / ".ray" / "auth_token"
     assert len(token.read_text()) == 64
     assert mode(token) == 0o600 and mode(token.parent) == 0o700
+
+
+def test_sessions_of_ray_are_out_of_reach_of_other_users(command: Command) -> None:
+    private = command.home.parent / f"mtpctl-{os.getuid()}"
+    assert mode(private) == 0o700
+    (session,) = (private / "ray").glob("session_2*")
+    assert (session / "sockets" / "raylet").is_socket()
+
+
+def test_folder_of_another_user_is_not_used_for_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever made it could replace what is in it."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    private = leftovers.sessions().parent
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    private.symlink_to(elsewhere)
+    with pytest.raises(EnvironmentMissing, match=f"^{private}: does not belong to this user; remove it, or set RAY_TMPDIR"):
+        make_private_sessions()
+    private.unlink()
+    private.mkdir(mode=0o755)
+    assert make_private_sessions() == private / "ray" and mode(private) == 0o700
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    (tmp_path / "mtpctl-12345").mkdir()
+    with pytest.raises(EnvironmentMissing, match="does not belong to this user"):
+        make_private_sessions()
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o000])
