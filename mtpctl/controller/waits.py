@@ -17,17 +17,23 @@ LOOK_S = 1.0
 
 @dataclass(eq=False)
 class Wait:
-    """One wait: for what, for which actors, and since when, on the clock of `time.time` as files have it."""
+    """One wait: for what, for which actors, and since when: `begun` by the clock of files, which may be set meanwhile."""
 
     what: str
     actors: Sequence[str] = ()
     begun: float = field(default_factory=time.time)
+    _mark: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken."""
+        return time.monotonic() - self._mark
 
     def told(self, logs: Path) -> str:
         """`trainer: loading, 12 s`, and the newest line that one of the actors has printed since, such as a share of weights loaded."""
         lines = [line for actor in self.actors if (line := newest_line(logs, actor, since=self.begun))]
         said = f" · {lines[-1]}" if lines else ""
-        return f"{self.what}, {time.time() - self.begun:.0f} s{said}"
+        return f"{self.what}, {self.seconds:.0f} s{said}"
 
 
 class Waits:

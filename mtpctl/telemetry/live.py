@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from mtpctl.telemetry.clock import steady_clock
 from mtpctl.telemetry.history import Event, History
 from mtpctl.telemetry.metrics_file import plain
 from mtpctl.telemetry.run_directory import RunDirectory
@@ -37,7 +37,8 @@ class LiveStatus:
         self.restarts = [event.message for event in history.events if event.kind == "restart"]
         self._trouble = deque((event for event in history.events if event.kind in TROUBLE), EVENTS)
         self._accuracy: float | None = None
-        self._wrote = time.time()
+        self._now = steady_clock()
+        self._wrote = self._now()
         for row in history.rows:
             self.row(row.step, row.metrics, row.phase)
             self._wrote = row.time
@@ -46,13 +47,13 @@ class LiveStatus:
         """Take in the metrics of a step, or a part of them."""
         if stage != self.stage:
             self.stage, self.step, self.metrics = stage, step, {}
-        self.step, self._wrote = max(self.step, step), time.time()
+        self.step, self._wrote = max(self.step, step), self._now()
         self.metrics.update(metrics)
         self._accuracy = metrics.get("eval/accuracy", self._accuracy)
 
     def event(self, kind: str, message: str) -> None:
         """Take in an event."""
-        event = Event(time.time(), kind, message)
+        event = Event(self._now(), kind, message)
         self.events.append(event)
         if kind == "restart":
             self.restarts.append(message)
@@ -66,7 +67,7 @@ class LiveStatus:
     def overview(self) -> RunOverview:
         """The run as `mtpctl runs` lists it."""
         reward, unfiltered = self.metrics.get("reward/mean"), self.metrics.get("reward/unfiltered_mean")
-        age, steps = max(0.0, time.time() - self._wrote), self.totals.get(self.stage)
+        age, steps = max(0.0, self._now() - self._wrote), self.totals.get(self.stage)
         replicas = int(self.metrics["rollout/replicas"]) if "rollout/replicas" in self.metrics else None
         asked = remembered(RunDirectory(self.path))
         restarts = list(self.restarts)

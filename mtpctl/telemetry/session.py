@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from rich.console import Console
 from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.telemetry import TelemetryConfig
+from mtpctl.telemetry.clock import steady_clock
 from mtpctl.telemetry.history import History, Row, load_history
 from mtpctl.telemetry.live import LiveStatus
 from mtpctl.telemetry.metrics_file import MetricsFile
@@ -96,6 +96,7 @@ class Telemetry:
         self._run_dir = run_dir
         self._lock = threading.Lock()
         self._closed = False
+        self._now = steady_clock()
         name = run_dir.path.name
         self._file = MetricsFile(run_dir.metrics)
         self._sinks: list[Sink] = []
@@ -131,7 +132,7 @@ class Telemetry:
         """Log metrics of a step, whose values `float` converts. Raises RuntimeFailure where the disk has been full for `PATIENCE_S`."""
         values = {name: float(value) for name, value in metrics.items()}
         with self._lock:
-            self._file.append({"time": time.time(), "phase": phase, "step": step, **values})
+            self._file.append({"time": self._now(), "phase": phase, "step": step, **values})
             for sink in self._sinks:
                 sink.write(step, values, phase)
             with self._room():
@@ -142,7 +143,7 @@ class Telemetry:
     def event(self, kind: str, message: str) -> None:
         """Log an event beside the steps, of a kind such as `resume` or `alarm`."""
         with self._lock:
-            self._file.append({"time": time.time(), "event": kind, "message": message})
+            self._file.append({"time": self._now(), "event": kind, "message": message})
             with self._room():
                 self._log.event(kind, message)
             self._display.event(kind, message)
@@ -171,7 +172,7 @@ class Telemetry:
             self._log.event("error", told)
             self._log_file.write("".join(traceback.format_exception(error)))
             self._log_file.flush()
-            self._file.append({"time": time.time(), "event": "error", "message": told})
+            self._file.append({"time": self._now(), "event": "error", "message": told})
 
     def samples(self, rows: list[SampleRow]) -> None:
         """Log samples of one step, in `samples/` and in W&B as a table. Returns before they are written."""
@@ -200,7 +201,7 @@ class Telemetry:
                 sink.close(failed=failed)
                 if sink.failure:
                     with self._unless(failed):
-                        self._file.append({"time": time.time(), "event": "tracker", "message": sink.failure})
+                        self._file.append({"time": self._now(), "event": "tracker", "message": sink.failure})
                     self._console.print(f"tracker: {sink.failure}", markup=False, highlight=False, soft_wrap=True)
             self._file.close()
             self._log_file.close()
